@@ -1,0 +1,97 @@
+"""Layouts: how Hugging Face tensors become one full Megatron tensor. Each is an exact inverse pair.
+
+A new case is a new small class here with its inverse test, never a branch in the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Layout(Protocol):
+    """`to_hf(to_megatron(*x)) == x`, bit for bit, for every dtype."""
+
+    def to_megatron(self, *hf: Tensor) -> Tensor: ...
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]: ...
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The same tensor on both sides."""
+
+    def to_megatron(self, *hf: Tensor) -> Tensor:
+        (x,) = hf
+        return x
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        return (megatron,)
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """The same numbers under another shape (CLIP's class token: [h] and [1, 1, h])."""
+
+    hf_shape: tuple[int, ...]
+    megatron_shape: tuple[int, ...]
+
+    def to_megatron(self, *hf: Tensor) -> Tensor:
+        (x,) = hf
+        return x.reshape(self.megatron_shape)
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        return (megatron.reshape(self.hf_shape),)
+
+
+@dataclass(frozen=True)
+class FuseQKV:
+    """q [heads*d, ...], k and v [groups*d, ...] and one tensor [(heads + 2*groups)*d, ...].
+
+    Megatron's order is group by group: the group's query heads, then its key, then its value, so that
+    cutting dim 0 over tensor-parallel ranks gives each rank whole groups.
+    """
+
+    heads: int
+    groups: int
+
+    def to_megatron(self, *hf: Tensor) -> Tensor:
+        by_group = [x.unflatten(0, (self.groups, -1)) for x in hf]
+        return torch.cat(by_group, dim=1).flatten(0, 1)
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        head_dim = megatron.shape[0] // (self.heads + 2 * self.groups)
+        sizes = [self.heads // self.groups * head_dim, head_dim, head_dim]
+        by_group = megatron.unflatten(0, (self.groups, -1)).split(sizes, dim=1)
+        return tuple(x.flatten(0, 1) for x in by_group)
+
+
+@dataclass(frozen=True)
+class Concat:
+    """`num_parts` tensors of one shape, stacked along dim 0 (SwiGLU: gate, up)."""
+
+    num_parts: int
+
+    def to_megatron(self, *hf: Tensor) -> Tensor:
+        return torch.cat(hf, dim=0)
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        return megatron.chunk(self.num_parts, dim=0)
+
+
+@dataclass(frozen=True)
+class PadRows:
+    """[rows, ...] and [padded_rows, ...]: zero rows at the end, dropped on export (vocabulary)."""
+
+    rows: int
+    padded_rows: int
+
+    def to_megatron(self, *hf: Tensor) -> Tensor:
+        (x,) = hf
+        return torch.cat([x, x.new_zeros(self.padded_rows - self.rows, *x.shape[1:])])
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        return (megatron[: self.rows],)

@@ -1,0 +1,107 @@
+"""The language model: megatron-core's GPTModel with Hugging Face's rotary frequencies and a true vocabulary.
+
+GPTModel is built here and nowhere else (megatron-core announces its successor).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from llava_mcore.errors import ConversionError
+from llava_mcore.models.attention import SDPAttention
+
+# Frequencies that depend on the sequence length (dynamic, longrope) have no fixed table.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_model_parallel_size: int) -> int:
+    """Return the number of embedding rows: a multiple of both `divisible_by` and the tensor-parallel size."""
+    multiple = math.lcm(divisible_by, tensor_model_parallel_size)
+    return -(-vocab_size // multiple) * multiple
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """Return the decoder layer for a machine without Transformer Engine."""
+    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    spec.submodules.self_attention.submodules.core_attention = SDPAttention
+    return spec
+
+
+class LanguageModel(GPTModel):
+    """GPTModel for an HF text config.
+
+    Rows that pad the vocabulary never get probability: logits and loss are those of the true vocabulary, so
+    they do not depend on the tensor-parallel size.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hf: PretrainedConfig,
+        *,
+        tied: bool,
+        num_rows: int,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            layer_spec(config),
+            vocab_size=num_rows,
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=tied,
+            scatter_embedding_sequence_parallel=False,
+            vp_stage=vp_stage,
+        )
+        self.true_vocab_size = hf.vocab_size
+        self._use_hf_rope(hf)
+
+    def _use_hf_rope(self, hf: PretrainedConfig) -> None:
+        """Take the frequencies from Hugging Face: one source for every scaling rule.
+
+        Raises:
+            ConversionError: a scaling whose frequencies depend on the sequence length.
+        """
+        kind = hf.rope_parameters["rope_type"]
+        if kind not in ROPE_TYPES:
+            raise ConversionError(
+                f"text_config.rope_parameters.rope_type = {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}"
+            )
+        with torch.device("cpu"):  # also when the model is built without memory, on the meta device
+            rope = LlamaRotaryEmbedding(hf)
+        self.rotary_pos_emb.inv_freq = rope.inv_freq.detach().clone()  # megatron-core moves it on first use
+        for layer in self.decoder.layers:  # YaRN also scales cosines and sines
+            layer.self_attention._yarn_concentration_factor = rope.attention_scaling
+
+    def loss_or_logits(self, hidden_states: Tensor, **given: Any) -> Tensor:
+        """GPTModel's output processor: loss [b, s] where labels are given, else logits [b, s, vocabulary]."""
+        logits, _ = given["output_layer"](hidden_states, weight=given["output_weight"])  # [s, b, rows / tp]
+        labels: Tensor | None = given["labels"]
+        if labels is not None:
+            self._mask_padding(logits)
+            return self.compute_language_model_loss(labels, logits)
+        full = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
+        return full[..., : self.true_vocab_size].transpose(0, 1).contiguous()
+
+    def _mask_padding(self, logits: Tensor) -> None:
+        """Set the logits of padding rows to the lowest number, in place. logits: [s, b, rows / tp]."""
+        num_local = logits.shape[-1]
+        first_padding = self.true_vocab_size - self.pg_collection.tp.rank() * num_local
+        if first_padding < num_local:
+            padding = logits[..., max(first_padding, 0) :]
+            padding.data.fill_(torch.finfo(logits.dtype).min)

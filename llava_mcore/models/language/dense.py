@@ -1,0 +1,89 @@
+"""What the dense decoder families share: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases.
+
+A family's file says what differs. Megatron names on the left of an entry, Hugging Face names on the right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from llava_mcore.conversion.layouts import Concat, FuseQKV, PadRows
+from llava_mcore.conversion.mapping import Entry
+from llava_mcore.conversion.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
+from llava_mcore.errors import ConversionError
+from llava_mcore.models.activations import activation
+from llava_mcore.models.names import TextNames
+
+
+def head_dim(hf: PretrainedConfig) -> int:
+    """Return the size of one attention head: explicit in some families, else hidden size / heads."""
+    explicit = hf.to_dict().get("head_dim")
+    return explicit or hf.hidden_size // hf.num_attention_heads
+
+
+def transformer_fields(hf: PretrainedConfig) -> dict[str, Any]:
+    """Return megatron-core TransformerConfig fields of an HF text config.
+
+    Raises:
+        ConversionError: an unknown activation, or biases this decoder does not have.
+    """
+    values = hf.to_dict()
+    for name in ("attention_bias", "mlp_bias"):
+        if values.get(name):
+            raise ConversionError(
+                f"text_config.{name} = true: {hf.model_type} decoders with biases on the output projection or "
+                "the MLP are not supported"
+            )
+    return {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "ffn_hidden_size": hf.intermediate_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": head_dim(hf),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": activation(hf.hidden_act, where="text_config.hidden_act"),
+        "add_bias_linear": False,
+        "attention_dropout": values.get("attention_dropout", 0.0),
+        "hidden_dropout": 0.0,
+        "init_method_std": hf.initializer_range,
+    }
+
+
+def layer_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
+    """Return the entries that every dense decoder layer has."""
+    m, h = names.megatron_layer, names.hf_layer
+    qkv = tuple(h + f"self_attn.{x}_proj.weight" for x in "qkv")
+    gate_up = (h + "mlp.gate_proj.weight", h + "mlp.up_proj.weight")
+    fuse = FuseQKV(hf.num_attention_heads, hf.num_key_value_heads)
+    templates = [
+        Entry(m + "input_layernorm.weight", h + "input_layernorm.weight", REPLICATED),
+        Entry(m + "self_attention.linear_qkv.weight", qkv, COLUMN, fuse),
+        Entry(m + "self_attention.linear_proj.weight", h + "self_attn.o_proj.weight", ROW),
+        Entry(m + "pre_mlp_layernorm.weight", h + "post_attention_layernorm.weight", REPLICATED),
+        Entry(m + "mlp.linear_fc1.weight", gate_up, GATED_COLUMN, Concat(2)),
+        Entry(m + "mlp.linear_fc2.weight", h + "mlp.down_proj.weight", ROW),
+    ]
+    return expand_layers(templates, hf)
+
+
+def end_entries(hf: PretrainedConfig, names: TextNames, *, padded_vocab_size: int, tied: bool) -> list[Entry]:
+    """Return the entries outside the layers: embedding, final norm and, unless tied, the output layer."""
+    vocab = PadRows(hf.vocab_size, padded_vocab_size)
+    m, h = names.megatron, names.hf
+    entries = [
+        Entry(m + "embedding.word_embeddings.weight", h + "embed_tokens.weight", COLUMN, vocab),
+        Entry(m + "decoder.final_layernorm.weight", h + "norm.weight", REPLICATED),
+    ]
+    if not tied:
+        entries.append(Entry(m + "output_layer.weight", names.lm_head, COLUMN, vocab))
+    return entries
+
+
+def expand_layers(templates: list[Entry], hf: PretrainedConfig) -> list[Entry]:
+    """Repeat {layer} templates for every layer."""
+    return [x for entry in templates for x in entry.expand(layer=range(hf.num_hidden_layers))]

@@ -1,0 +1,21 @@
+"""Llama and everything with its architecture (Llama 2 and 3, Vicuna, llm-jp, SmolLM2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from llava_mcore.conversion.mapping import Entry
+from llava_mcore.models.language.dense import layer_entries, transformer_fields
+from llava_mcore.models.names import TextNames
+
+
+def config_from_hf(hf: PretrainedConfig) -> dict[str, Any]:
+    """Return megatron-core TransformerConfig fields."""
+    return transformer_fields(hf)
+
+
+def weight_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
+    """Return the entries of all layers."""
+    return layer_entries(hf, names)

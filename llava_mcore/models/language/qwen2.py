@@ -1,0 +1,29 @@
+"""Qwen2 and Qwen2.5: Llama's decoder with biases on query, key and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from llava_mcore.conversion.layouts import FuseQKV
+from llava_mcore.conversion.mapping import Entry
+from llava_mcore.conversion.sharding import COLUMN
+from llava_mcore.models.language.dense import expand_layers, layer_entries, transformer_fields
+from llava_mcore.models.names import TextNames
+
+
+def config_from_hf(hf: PretrainedConfig) -> dict[str, Any]:
+    """Return megatron-core TransformerConfig fields."""
+    return transformer_fields(hf) | {"add_qkv_bias": True}
+
+
+def weight_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
+    """Return the entries of all layers."""
+    bias = Entry(
+        names.megatron_layer + "self_attention.linear_qkv.bias",
+        tuple(names.hf_layer + f"self_attn.{x}_proj.bias" for x in "qkv"),
+        COLUMN,
+        FuseQKV(hf.num_attention_heads, hf.num_key_value_heads),
+    )
+    return layer_entries(hf, names) + expand_layers([bias], hf)

@@ -1,0 +1,1 @@
+"""Projections from vision features to the language model's width."""

@@ -1,0 +1,1 @@
+"""Vision towers: one file a family, on top of the transformer they share."""

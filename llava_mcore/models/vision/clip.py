@@ -1,0 +1,48 @@
+"""CLIP's vision tower: class token, norm before the layers, convolution without bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from llava_mcore.conversion.layouts import Reshape
+from llava_mcore.conversion.mapping import Entry
+from llava_mcore.conversion.sharding import REPLICATED
+from llava_mcore.models.vision.encoder_layers import WEIGHT_BIAS, layer_entries, transformer_fields, unused_layers
+from llava_mcore.models.vision.transformer import VisionShape
+
+
+def config_from_hf(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
+    """Return megatron-core TransformerConfig fields."""
+    return transformer_fields(hf, num_layers)
+
+
+def shape(hf: PretrainedConfig) -> VisionShape:
+    """Return what surrounds the layers."""
+    return VisionShape(hf.image_size, hf.patch_size, class_token=True, conv_bias=False, pre_norm=True)
+
+
+def weight_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
+    """Return the entries of the layers that are used and of what comes before them."""
+    width = hf.hidden_size
+    ends = [
+        Entry(
+            megatron + "class_token",
+            prefix + "embeddings.class_embedding",
+            REPLICATED,
+            Reshape((width,), (1, 1, width)),
+        ),
+        Entry(megatron + "conv1.weight", prefix + "embeddings.patch_embedding.weight", REPLICATED),
+        Entry(megatron + "position_embeddings.weight", prefix + "embeddings.position_embedding.weight", REPLICATED),
+        # "layrnorm" is Hugging Face's spelling.
+        *Entry(megatron + "ln_pre.{wb}", prefix + "pre_layrnorm.{wb}", REPLICATED).expand(wb=WEIGHT_BIAS),
+    ]
+    return ends + layer_entries(hf, megatron=megatron, prefix=prefix, layers=range(num_layers))
+
+
+def unused(hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
+    """Name the tensors that training does not use, with the reason."""
+    return unused_layers(hf, prefix=prefix, num_layers=num_layers) | {
+        f"{prefix}embeddings.position_ids": "buffer of older transformers versions"
+    }

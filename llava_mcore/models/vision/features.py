@@ -1,0 +1,54 @@
+"""Which hidden states of the tower a LLaVA uses, and how many tokens a picture becomes.
+
+Hugging Face's rule: hidden_states[0] is the embedding (after CLIP's pre-norm), hidden_states[i] the output of layer
+i, before any post-norm; "default" drops the first token of the result, "full" keeps all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import LlavaConfig
+
+from llava_mcore.errors import ConversionError
+
+
+@dataclass(frozen=True)
+class FeatureChoice:
+    """Layers whose outputs are taken (0: the embedding), counted from the bottom, and the tokens dropped."""
+
+    layers: tuple[int, ...]
+    drop_first_token: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that must run."""
+        return max(self.layers)
+
+
+def feature_choice(hf: LlavaConfig) -> FeatureChoice:
+    """Read `vision_feature_layer` (an int or a list) and `vision_feature_select_strategy`.
+
+    Raises:
+        ConversionError: a layer that the tower does not have, or no layer at all.
+    """
+    chosen = hf.vision_feature_layer
+    requested = [chosen] if isinstance(chosen, int) else list(chosen)
+    num_states = hf.vision_config.num_hidden_layers + 1
+    layers = tuple(i if i >= 0 else num_states + i for i in requested)
+    if not layers or not all(0 <= i < num_states for i in layers):
+        raise ConversionError(
+            f"vision_feature_layer = {chosen}: the tower has hidden states 0 to {num_states - 1} "
+            f"(or -{num_states} to -1)"
+        )
+    if max(layers) == 0:
+        raise ConversionError(f"vision_feature_layer = {chosen}: the tower's embedding alone is not supported")
+    return FeatureChoice(layers, hf.vision_feature_select_strategy == "default")
+
+
+def tokens_per_image(hf: LlavaConfig) -> int:
+    """Return the number of language-model positions that one picture takes."""
+    vision = hf.vision_config
+    patches = (vision.image_size // vision.patch_size) ** 2
+    class_tokens = 1 if vision.model_type == "clip_vision_model" else 0
+    return patches + class_tokens - (1 if feature_choice(hf).drop_first_token else 0)

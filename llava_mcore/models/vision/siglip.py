@@ -1,0 +1,46 @@
+"""SigLIP's vision tower: no class token, no norm before the layers, convolution with bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from llava_mcore.conversion.mapping import Entry
+from llava_mcore.conversion.sharding import REPLICATED
+from llava_mcore.models.vision.encoder_layers import WEIGHT_BIAS, layer_entries, transformer_fields, unused_layers
+from llava_mcore.models.vision.transformer import VisionShape
+
+# The attention-pooling head; torch's MultiheadAttention names its input projection with an underscore.
+_HEAD = ("probe", "attention.in_proj_weight", "attention.in_proj_bias") + tuple(
+    f"{module}.{wb}"
+    for module in ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
+    for wb in WEIGHT_BIAS
+)
+
+
+def config_from_hf(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
+    """Return megatron-core TransformerConfig fields."""
+    return transformer_fields(hf, num_layers)
+
+
+def shape(hf: PretrainedConfig) -> VisionShape:
+    """Return what surrounds the layers."""
+    return VisionShape(hf.image_size, hf.patch_size, class_token=False, conv_bias=True, pre_norm=False)
+
+
+def weight_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
+    """Return the entries of the layers that are used and of what comes before them."""
+    conv = Entry(megatron + "conv1.{wb}", prefix + "embeddings.patch_embedding.{wb}", REPLICATED)
+    positions = Entry(
+        megatron + "position_embeddings.weight", prefix + "embeddings.position_embedding.weight", REPLICATED
+    )
+    layers = layer_entries(hf, megatron=megatron, prefix=prefix, layers=range(num_layers))
+    return [*conv.expand(wb=WEIGHT_BIAS), positions, *layers]
+
+
+def unused(hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
+    """Name the tensors that training does not use, with the reason."""
+    head = {f"{prefix}head.{name}": "attention-pooling head" for name in _HEAD}
+    buffer = {f"{prefix}embeddings.position_ids": "buffer of older transformers versions"}
+    return unused_layers(hf, prefix=prefix, num_layers=num_layers) | head | buffer

@@ -1,0 +1,86 @@
+"""The vision transformer that CLIP and SigLIP share, with Megatron's parameter names (those of CLIPViTModel).
+
+megatron-core's CLIPViTModel is not used: it needs Transformer Engine for its norms, refuses pictures that are no
+multiple of the patch (SigLIP-so400m: 384 / 14) and knows no feature layers.
+
+b: pictures, p: patches, s: p (+ 1 with a class token), h: hidden size, l: number of feature layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.common.vision_module.vision_module import VisionModule
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.vision.features import FeatureChoice
+
+
+@dataclass(frozen=True)
+class VisionShape:
+    """What the families differ in outside the layers."""
+
+    image_size: int
+    patch_size: int
+    class_token: bool
+    conv_bias: bool
+    pre_norm: bool
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+
+def layer_spec() -> ModuleSpec:
+    """Return the encoder layer for a machine without Transformer Engine."""
+    spec = get_vit_layer_with_local_spec()
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = WrappedTorchNorm
+    layer.self_attention.submodules.core_attention = SDPAttention
+    return spec
+
+
+class VisionTransformer(VisionModule):
+    """Patches → positions → the layers up to the last feature layer → features."""
+
+    def __init__(self, config: TransformerConfig, shape: VisionShape, features: FeatureChoice) -> None:
+        super().__init__(config=config)
+        self.shape, self.features = shape, features
+        hidden, dtype = config.hidden_size, config.params_dtype
+        self.conv1 = nn.Conv2d(3, hidden, shape.patch_size, shape.patch_size, bias=shape.conv_bias, dtype=dtype)
+        if shape.class_token:
+            self.class_token = nn.Parameter(torch.randn(1, 1, hidden, dtype=dtype) * config.init_method_std)
+        num_positions = shape.num_patches + int(shape.class_token)
+        self.position_embeddings = nn.Embedding(num_positions, hidden, dtype=dtype)
+        if shape.pre_norm:
+            self.ln_pre = WrappedTorchNorm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
+        self.decoder = TransformerBlock(config, layer_spec(), post_layer_norm=False, post_process=False)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Return features [b, s (- 1), l*h] of pictures [b, 3, height, width]."""
+        x = self.conv1(pixel_values).flatten(2).transpose(1, 2)  # [b, p, h]; a remainder of the picture is ignored
+        if self.shape.class_token:
+            x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
+        x = x + self.position_embeddings.weight
+        if self.shape.pre_norm:
+            x = self.ln_pre(x)
+        taken = self._hidden_states(x.transpose(0, 1).contiguous())
+        out = torch.cat(taken, dim=-1).transpose(0, 1)  # [b, s, l*h]
+        return out[:, 1:] if self.features.drop_first_token else out
+
+    def _hidden_states(self, embedding: Tensor) -> list[Tensor]:
+        """Return the chosen hidden states [s, b, h], in the order of the choice."""
+        last = self.features.num_layers
+        inner = {i - 1 for i in self.features.layers if 0 < i < last}
+        result = self.decoder(hidden_states=embedding, attention_mask=None, extract_layer_indices=inner)
+        final, extracted = result if inner else (result, [])
+        states = {0: embedding, last: final}
+        states |= dict(zip((i + 1 for i in sorted(inner)), extracted, strict=True))
+        return [states[i] for i in self.features.layers]

@@ -1,0 +1,148 @@
+"""The vision-language model: vision tower → projection → language model, on megatron-core parts.
+
+Hugging Face's convention: the data already hold one placeholder token for each image feature, so positions,
+labels and lengths are known before the model runs and the model only copies features into place.
+
+b: samples, s: tokens, i: pictures, n: tokens a picture, h: language hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from transformers import LlavaConfig
+
+from llava_mcore.models.configs import ModelOptions, part_configs
+from llava_mcore.models.language.decoder import LanguageModel, padded_vocab_size
+from llava_mcore.models.parts import vision_part
+from llava_mcore.models.projection import mlp
+from llava_mcore.models.vision.features import feature_choice
+from llava_mcore.models.vision.transformer import VisionTransformer
+
+
+class VisionLanguageModel(MegatronModule):
+    """One pipeline stage of a LLaVA; the tower and the projection sit beside the first stage's layers.
+
+    Its children and parameters have the names of megatron-core's LLaVAModel.
+    """
+
+    def __init__(
+        self,
+        hf: LlavaConfig,
+        options: ModelOptions,
+        *,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+    ) -> None:
+        configs = part_configs(hf, options)
+        super().__init__(config=configs.language)
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.share_embeddings_and_output_weights = hf.tie_word_embeddings
+        if pre_process:
+            features = feature_choice(hf)
+            self.vision_model = VisionTransformer(
+                configs.vision, vision_part(hf).shape(hf.vision_config), features
+            )
+            width = hf.vision_config.hidden_size * len(features.layers)
+            self.vision_projection = mlp.build(configs.projection, input_size=width)
+            self.image_size = hf.vision_config.image_size
+        self.language_model = LanguageModel(
+            configs.language,
+            hf.text_config,
+            tied=hf.tie_word_embeddings,
+            num_rows=padded_vocab_size(
+                hf.text_config.vocab_size,
+                divisible_by=options.make_vocab_size_divisible_by,
+                tensor_model_parallel_size=options.tensor_model_parallel_size,
+            ),
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        pixel_values: Tensor,
+        image_positions: Tensor,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Run this stage.
+
+        Args:
+            input_ids: int64 [b, s], every picture as n placeholder ids.
+            position_ids: int64 [b, s].
+            pixel_values: [i, 3, height, width]; i may be 0. Only read on the first stage.
+            image_positions: int64 [i * n], indices into the flattened [b * s], in the order of the pictures.
+            labels: int64 [b, s], already shifted.
+
+        Returns:
+            On the last stage the loss of every token [b, s] if labels are given, else logits [b, s, vocabulary];
+            on the others hidden states [s, b, h].
+        """
+        decoder_input = None
+        if self.pre_process:
+            embeddings = self.language_model.embedding(input_ids, position_ids)  # [s, b, h]
+            features = self.image_features(pixel_values)
+            decoder_input = place_features(embeddings, features, image_positions)
+        return self.language_model(
+            input_ids,
+            position_ids,
+            attention_mask=None,
+            decoder_input=decoder_input,
+            labels=labels,
+            output_processor=self.language_model.loss_or_logits,
+        )
+
+    def image_features(self, pixel_values: Tensor) -> Tensor:
+        """Return [i * n, h].
+
+        Without pictures the parts run on one blank picture of which nothing is kept (0 rows are returned, tied
+        to the graph), so that every rank's collectives and gradients stay aligned with those that have some.
+        """
+        num_images = pixel_values.shape[0]
+        if not num_images:
+            if not any(p.requires_grad for p in self._image_parameters()):
+                return pixel_values.new_empty(0, self.config.hidden_size, dtype=self.config.params_dtype)
+            pixel_values = pixel_values.new_zeros(1, 3, self.image_size, self.image_size)
+        trained = any(p.requires_grad for p in self.vision_model.parameters())
+        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+            hidden = self.vision_model(pixel_values.to(self.config.params_dtype))
+        features = self.vision_projection(hidden).flatten(0, 1)
+        return features if num_images else features[:0] + 0.0 * features.sum()
+
+    def _image_parameters(self) -> list[torch.nn.Parameter]:
+        return [*self.vision_model.parameters(), *self.vision_projection.parameters()]
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """Take the previous stage's output (called by megatron-core's schedules)."""
+        self.language_model.set_input_tensor(input_tensor)
+
+    def shared_embedding_or_output_weight(self) -> Tensor:
+        """Return the tied embedding of this stage (called by megatron-core's gradient finalisation)."""
+        return self.language_model.shared_embedding_or_output_weight()
+
+    def freeze(self, *, language_model: bool, vision_model: bool, vision_projection: bool) -> None:
+        """Exclude parts from training. Call before the model is wrapped for data parallelism."""
+        chosen = {
+            "language_model": language_model,
+            "vision_model": vision_model,
+            "vision_projection": vision_projection,
+        }
+        for name, part in self.named_children():
+            if chosen[name]:
+                part.requires_grad_(False)
+
+
+def place_features(embeddings: Tensor, features: Tensor, image_positions: Tensor) -> Tensor:
+    """Copy image features [i * n, h] over the embeddings [s, b, h] at flat [b * s] indices; no host sync."""
+    s, b, h = embeddings.shape
+    flat = embeddings.transpose(0, 1).reshape(b * s, h)
+    # index_copy keeps the gradient of an empty `features` connected, which an early return would not.
+    placed = flat.index_copy(0, image_positions, features.to(flat.dtype))
+    return placed.view(b, s, h).transpose(0, 1).contiguous()

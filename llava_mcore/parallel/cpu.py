@@ -1,0 +1,147 @@
+"""Run megatron-core 0.19 on a machine without CUDA, over gloo. With CUDA, `install` does nothing.
+
+This is the only file that patches torch or megatron-core. megatron-core asks for "the current CUDA device",
+CUDA generators and streams unconditionally; here all of those are the CPU's. As a consequence "CUDA" and CPU
+randomness are one stream: code that draws random numbers on one rank only must use a generator of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+_CPU = torch.device("cpu")
+
+
+class _TypeName(str):
+    """A tensor's type name that also equals its CUDA twin: megatron-core compares with torch.cuda.FloatTensor."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == other or self.replace("torch.", "torch.cuda.", 1) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+class _CpuGenerators:
+    """`torch.cuda.default_generators[device]`: the generator that CPU kernels draw from."""
+
+    def __getitem__(self, device: object) -> torch.Generator:
+        return torch.default_generator
+
+
+class _NoStream:
+    """Kernels run in program order on a CPU, so waiting for a stream is no work."""
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@functools.cache
+def install() -> None:
+    """Prepare torch and megatron-core for this machine. Call before anything imports megatron.core."""
+    if torch.cuda.is_available():
+        return
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("llava_mcore.parallel must be imported before megatron.core on a machine without CUDA")
+    _patch_torch()
+    _patch_distributed_optimizer()
+
+
+def _patch_torch() -> None:
+    cuda: Any = torch.cuda
+    stream = _NoStream()
+    cuda.current_device = lambda: _CPU  # megatron-core only uses it as a `device=` argument
+    cuda.synchronize = lambda device=None: None
+    cuda.current_stream = lambda device=None: stream
+    cuda.default_generators = _CpuGenerators()
+    cuda._lazy_call = lambda function, **_: function()  # otherwise queued until CUDA starts, that is: never
+    for module in (cuda, cuda.random):
+        module.get_rng_state = lambda device="cuda": torch.default_generator.get_state()
+        module.set_rng_state = lambda state, device="cuda": torch.default_generator.set_state(state)
+        module.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+    )
+    # `with torch.device(...)` recognises constructors by identity: let it note the originals first.
+    _device_constructors()
+    for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    _patch_classes()
+    # megatron.core.jit compiles small functions; on a CPU that costs half a minute and gains nothing.
+    torch._dynamo.config.disable = True
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = _CPU
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _patch_classes() -> None:
+    tensor_type = torch.Tensor.type
+    tensor: Any = torch.Tensor
+    module: Any = torch.nn.Module
+
+    def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return _TypeName(tensor_type(self))
+        return tensor_type(self, dtype, *args, **kwargs)
+
+    tensor.cuda = lambda self, *args, **kwargs: self
+    module.cuda = lambda self, *args, **kwargs: self
+    tensor.type = type_name
+
+
+def _patch_distributed_optimizer() -> None:
+    """Make checkpoints of DistributedOptimizer over torch.optim.AdamW load (without TE and Apex; 0.19.2).
+
+    Upstream, a load asserts on a fresh optimizer, misses or overwrites "step", gives all parameters one step
+    tensor (AdamW then advances it once a parameter) and copies into a leaf view outside no_grad.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    cls: Any = DistributedOptimizer
+    sharded, set_states, load = (
+        cls.sharded_state_dict,
+        cls._set_main_param_and_optimizer_states,
+        cls.load_state_dict,
+    )
+
+    def sharded_state_dict(self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
+        if is_loading and isinstance(self.optimizer, torch.optim.AdamW):
+            for p in (p for group in self.optimizer.param_groups for p in group["params"]):
+                if not self.optimizer.state[p]:
+                    zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                    self.optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
+        return sharded(self, model_state, is_loading, *args, **kwargs)
+
+    def set_main_param_and_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        # "step" comes with the parameter groups in load_state_dict; what is here is absent or stale.
+        with torch.no_grad():
+            set_states(self, model_param, {**tensors, "step": None})
+
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+    cls.sharded_state_dict = sharded_state_dict
+    cls._set_main_param_and_optimizer_states = set_main_param_and_states
+    cls.load_state_dict = load_state_dict

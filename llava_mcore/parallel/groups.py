@@ -1,0 +1,155 @@
+"""Process groups and this rank's place in them. The only reader of megatron-core's parallel_state."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+
+# The group for small host-side messages (errors, stop signals, counts): always gloo, so it never touches a GPU stream.
+ControlGroup = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's coordinates and the groups it talks in."""
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+    control: ControlGroup
+    control_replica: ControlGroup
+    data_parallel: dist.ProcessGroup
+    tensor_parallel: dist.ProcessGroup
+    model_parallel: dist.ProcessGroup
+    model_parallel_source: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def loads_data(self) -> bool:
+        """One rank of each model replica reads data and hands it to the others."""
+        return self.tp_rank == 0 and self.pp_rank == 0
+
+    @property
+    def reports_loss(self) -> bool:
+        """One rank of each model replica has the replica's loss."""
+        return self.tp_rank == 0 and self.is_last_stage
+
+
+def initialise(
+    *, backend: str, tensor_model_parallel_size: int, pipeline_model_parallel_size: int, timeout_seconds: float = 600
+) -> Groups:
+    """Join the world that torchrun describes and build megatron-core's groups."""
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        distributed_timeout_minutes=max(1, int(timeout_seconds // 60)),
+    )
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    return _groups(device, control, _replica_control(timeout))
+
+
+def _replica_control(timeout: datetime.timedelta) -> ControlGroup:
+    """Build a gloo group over this rank's model replica; every rank takes part in building every group."""
+    mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
+    replicas: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(replicas, mine)
+    chosen = None
+    for ranks in sorted({tuple(r) for r in replicas}):
+        group = dist.new_group(ranks=list(ranks), backend="gloo", timeout=timeout)
+        chosen = group if list(ranks) == mine else chosen
+    assert chosen is not None
+    return chosen
+
+
+def _groups(device: torch.device, control: ControlGroup, control_replica: ControlGroup) -> Groups:
+    model_parallel = parallel_state.get_model_parallel_group()
+    return Groups(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        device=device,
+        control=control,
+        control_replica=control_replica,
+        data_parallel=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        tensor_parallel=parallel_state.get_tensor_model_parallel_group(),
+        model_parallel=model_parallel,
+        model_parallel_source=dist.get_process_group_ranks(model_parallel)[0],
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch and megatron-core's tensor-parallel generators; every pipeline stage draws other numbers."""
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def shut_down() -> None:
+    """Leave the world: a rank that stays would keep its peers waiting."""
+    destroy_num_microbatches_calculator()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def single_process() -> Iterator[Groups]:
+    """A world of one without network, for conversions: the model is built at tp 1, pp 1."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    try:
+        yield _groups(torch.device("cpu"), dist.group.WORLD, dist.group.WORLD)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def agree(groups: Groups, problem: str | None) -> list[str]:
+    """Tell every rank about the problems of all; an empty list means that none has one. A collective call."""
+    failed = torch.tensor([problem is not None], dtype=torch.int32)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=groups.control)
+    if not failed.item():
+        return []
+    gathered: list[str | None] = [None] * groups.world_size
+    dist.all_gather_object(gathered, problem, group=groups.control)
+    return [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if text is not None]
+
+
+def sum_over_replicas(groups: Groups, value: int) -> int:
+    """Add a count over all ranks, on the host; ranks with nothing to count pass 0. A collective call."""
+    total = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(total, group=groups.control)
+    return int(total.item())

@@ -1,0 +1,23 @@
+"""What the conversion commands share: the container hand-over and one message for every user error."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from llava_mcore.errors import LlavaMcoreError
+
+
+def conversion_main(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], argv: Sequence[str]
+) -> int:
+    """Parse, run, and turn a user's error into one message and exit code 2."""
+    # Conversions are exact byte copies on the CPU; a visible GPU would only be initialised and held.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        return run(parser.parse_args(argv))
+    except LlavaMcoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,1 @@
+"""Hugging Face folders and Megatron checkpoints on disk."""

@@ -1,0 +1,96 @@
+"""Where things are in a folder of Megatron checkpoints.
+
+    latest_checkpointed_iteration.txt      the newest complete iteration
+    iter_0000006/                          dist_checkpointing files (torch_dist)
+    iter_0000006/hf/                       config, tokenizer and processor files, unused.safetensors, tensors.json
+    iter_0000006/run.yaml                  the resolved run, if training wrote it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+UNUSED = "unused.safetensors"
+RECORD = "tensors.json"
+_OURS = (UNUSED, RECORD)
+
+
+def iteration_folder(root: Path, iteration: int) -> Path:
+    """Return the folder of one iteration."""
+    return root / f"iter_{iteration:07d}"
+
+
+def hf_folder(checkpoint: Path) -> Path:
+    """Return where the Hugging Face files travel inside one iteration."""
+    return checkpoint / "hf"
+
+
+def companion_skip() -> tuple[str, ...]:
+    """Names in `hf/` that are ours and do not belong into an exported folder."""
+    return _OURS
+
+
+def latest_iteration(root: Path) -> int | None:
+    """Return what the tracker says, or None without one.
+
+    Raises:
+        CheckpointError: the tracker holds no number.
+    """
+    tracker = root / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(encoding="utf-8").strip()
+    if not text.isdigit():
+        raise CheckpointError(f"{tracker}: expected an iteration number, found {text!r}")
+    return int(text)
+
+
+def latest_checkpoint(root: Path) -> tuple[Path, int]:
+    """Return the newest complete checkpoint and its iteration.
+
+    Raises:
+        CheckpointError: no folder, no tracker, or the iteration it names is missing.
+    """
+    if not root.is_dir():
+        raise CheckpointError(f"{root}: no such folder; expected a folder of Megatron checkpoints")
+    iteration = latest_iteration(root)
+    if iteration is None:
+        raise CheckpointError(f"{root}: no {TRACKER}; import a model first (convert_hf_to_megatron.py)")
+    folder = iteration_folder(root, iteration)
+    if not (folder / "metadata.json").is_file():
+        raise CheckpointError(f"{root / TRACKER} names iteration {iteration}, but {folder} is no complete checkpoint")
+    return folder, iteration
+
+
+def write_tracker(root: Path, iteration: int) -> None:
+    """Point the tracker at a complete checkpoint, atomically."""
+    temporary = root / f".{TRACKER}.partial"
+    with temporary.open("w", encoding="utf-8") as handle:
+        handle.write(f"{iteration}\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(temporary, root / TRACKER)
+
+
+def write_record(checkpoint: Path, record: dict[str, Any]) -> None:
+    """Note which Hugging Face tensors the checkpoint came from."""
+    path = hf_folder(checkpoint) / RECORD
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """Inverse of `write_record`.
+
+    Raises:
+        CheckpointError: the checkpoint has no Hugging Face files with it.
+    """
+    path = hf_folder(checkpoint) / RECORD
+    if not path.is_file():
+        raise CheckpointError(f"{checkpoint}: no hf/{RECORD}; it was not written by llava_mcore")
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,144 @@
+"""Megatron checkpoints through dist_checkpointing (torch_dist): they load at any tensor × pipeline × data size."""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+import queue
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
+from megatron.core.transformer.module import MegatronModule
+
+from llava_mcore.errors import CheckpointError, problems
+
+CHECKPOINT_VERSION = 3.0  # Megatron-LM's format number, read by its own loaders
+
+
+def save_state(state: ShardedStateDict, folder: Path) -> None:
+    """Write one checkpoint folder; a collective call. `folder` must exist on every rank and be empty."""
+    # megatron-core hands results over in a manager process, which imports the whole program again (8 s). This save
+    # is synchronous and writes with threads of this process: a plain queue does.
+    filesystem_async._results_queue = queue.Queue()
+    dist_checkpointing.save(
+        {"checkpoint_version": CHECKPOINT_VERSION, **state}, str(folder), content_metadata={"llava_mcore": 1}
+    )
+
+
+def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
+    """Load what `state` asks for, wherever and however it was cut; a collective call.
+
+    Raises:
+        CheckpointError: the folder holds another model, or is damaged.
+    """
+    check_model(state, folder)
+    try:
+        return dist_checkpointing.load(state, str(folder))
+    except CheckpointingException as error:
+        raise CheckpointError(f"{folder}: dist_checkpointing cannot load it: {error}") from error
+
+
+def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
+    """Return key, global shape and dtype of every tensor in a checkpoint, without reading data.
+
+    Raises:
+        CheckpointError: not a readable torch_dist checkpoint.
+    """
+    try:
+        return dist_checkpointing.load_tensors_metadata(str(folder))
+    except (CheckpointingException, OSError, EOFError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: not a readable torch_dist checkpoint: {error}") from error
+
+
+def check_model(state: ShardedStateDict, folder: Path) -> None:
+    """Compare what a model asks for with what a checkpoint holds, before anything is read.
+
+    Raises:
+        CheckpointError: lists every tensor that is missing or of another shape.
+    """
+    stored = stored_tensors(folder)
+    found: list[str] = []
+    for wanted in sharded_tensors(state):
+        have = stored.get(wanted.key)
+        if have is None:
+            found.append(f"missing: {wanted.key} {wanted.global_shape}")
+        elif have.global_shape != wanted.global_shape and not wanted.allow_shape_mismatch:
+            found.append(f"other shape: {wanted.key} is {have.global_shape}, the model needs {wanted.global_shape}")
+        elif have.global_shape[1:] != wanted.global_shape[1:]:
+            found.append(f"other shape: {wanted.key} is {have.global_shape}, the model needs {wanted.global_shape}")
+    if found:
+        unique = sorted(set(found))
+        raise CheckpointError(problems(f"{folder} is a checkpoint of another model", unique))
+
+
+def sharded_tensors(state: ShardedStateDict) -> list[ShardedTensor]:
+    """Return the sharded tensors of a state, factories unfolded."""
+
+    def unfold(value: Any) -> Any:
+        return value.build() if isinstance(value, ShardedTensorFactory) else value
+
+    # A copy of the containers: the caller's state keeps its factories.
+    copied = dict_list_map_inplace(unfold, _copy_containers(state))
+    return list(_flatten(extract_sharded_tensors(copied)[0]))
+
+
+def _copy_containers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy_containers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy_containers(item) for item in value]
+    return value
+
+
+def _flatten(value: Any) -> list[ShardedTensor]:
+    if isinstance(value, dict):
+        return [x for item in value.values() for x in _flatten(item)]
+    if isinstance(value, list):
+        return [x for item in value for x in _flatten(item)]
+    return [value]
+
+
+def model_state(chunks: Sequence[MegatronModule]) -> ShardedStateDict:
+    """Return the sharded state of a rank's model chunks."""
+    return {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+
+
+def load_weights(chunks: Sequence[MegatronModule], folder: Path) -> None:
+    """Fill every parameter from a checkpoint; a collective call.
+
+    Every value is first set to NaN, so that nothing can be left as it was: rows that pad the vocabulary are
+    set to zero, all else must have been read.
+
+    Raises:
+        CheckpointError: another model, or a parameter that was not filled completely.
+    """
+    named = [(name, p) for chunk in chunks for name, p in chunk.named_parameters()]
+    with torch.no_grad():
+        for _, p in named:
+            p.fill_(torch.nan)
+    state = model_state(chunks)
+    padding = [x for x in sharded_tensors(state) if x.allow_shape_mismatch]
+    stored = stored_tensors(folder)
+    loaded = load_state(state, folder)
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{i}"])
+    _zero_padding(padding, stored)
+    unfilled = [name for name, p in named if p.isnan().any()]
+    if unfilled:
+        raise CheckpointError(problems(f"{folder} did not fill the model, or holds NaN", unfilled))
+
+
+def _zero_padding(tensors: Sequence[ShardedTensor], stored: dict[str, ShardedTensor]) -> None:
+    """Zero the rows beyond the stored vocabulary: another tensor-parallel size pads to another multiple."""
+    for x in tensors:
+        if x.key in stored and x.data is not None:
+            rows = stored[x.key].global_shape[0] - x.global_offset[0]
+            x.data.detach()[max(rows, 0) :].zero_()

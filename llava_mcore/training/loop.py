@@ -1,0 +1,91 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from llava_mcore.errors import DataError, LlavaMcoreError, problems
+from llava_mcore.parallel.batch import HostBatch, MicroBatch, share_step
+from llava_mcore.parallel.groups import Groups, agree, sum_over_replicas
+from llava_mcore.training.metrics import Metrics, MetricsFile
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.state import Progress, save_checkpoint
+from llava_mcore.training.step import train_step
+
+logger = logging.getLogger(__name__)
+
+
+class Loader(Protocol):
+    """Where a rank's micro-batches come from."""
+
+    def __next__(self) -> HostBatch: ...
+
+    def state(self) -> Any: ...
+
+
+def train(trainer: Trainer, loader: Loader | None, progress: Progress, hf: Path) -> None:
+    """Train until `train_iters`; a collective call.
+
+    Args:
+        loader: on ranks that load data.
+        hf: folder with the files that travel inside checkpoints.
+    """
+    run, groups = trainer.run, trainer.groups
+    metrics_file = MetricsFile(run.run_dir, keep_until=progress.iteration) if groups.rank == 0 else None
+    num_micro_batches = run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size)
+    saved_at = -1
+    while progress.iteration < run.training.train_iters:
+        start = time.perf_counter()
+        batches, num_tokens = fetch_step(groups, loader, num_micro_batches)
+        waited = time.perf_counter() - start
+        result = train_step(
+            groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, run.training.global_batch_size
+        )
+        progress.iteration += 1
+        progress.consumed_samples += run.training.global_batch_size
+        seconds = time.perf_counter() - start
+        metrics = Metrics(
+            iteration=progress.iteration,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            num_tokens=num_tokens,
+            num_trained_tokens=result.num_trained_tokens,
+            tokens_per_second=num_tokens / seconds,
+            step_seconds=seconds,
+            data_wait_seconds=waited,
+            consumed_samples=progress.consumed_samples,
+        )
+        if metrics_file is not None:
+            metrics_file.append(metrics)
+        if progress.iteration % run.logging.log_interval == 0:
+            logger.info(metrics.line(run.training.train_iters, groups.world_size))
+        interval = run.checkpoint.save_interval
+        if run.checkpoint.save and interval is not None and progress.iteration % interval == 0:
+            save_checkpoint(trainer, progress, hf, loader.state() if loader is not None else None)
+            saved_at = progress.iteration
+    if run.checkpoint.save and saved_at != progress.iteration:
+        save_checkpoint(trainer, progress, hf, loader.state() if loader is not None else None)
+
+
+def fetch_step(groups: Groups, loader: Loader | None, num_micro_batches: int) -> tuple[list[MicroBatch], int]:
+    """Return the step's micro-batches and the global batch's tokens (without padding); a collective call.
+
+    Raises:
+        DataError: on all ranks, when any of them met bad data.
+    """
+    batches: list[HostBatch] | None = None
+    problem: str | None = None
+    if loader is not None:
+        try:
+            batches = [next(loader) for _ in range(num_micro_batches)]
+        except LlavaMcoreError as error:
+            problem = str(error)
+    found = agree(groups, problem)
+    if found:
+        raise DataError(problems("training data cannot be used", found), on_all_ranks=True)
+    num_tokens = sum_over_replicas(groups, sum(x.num_tokens for x in batches or []))
+    return share_step(groups, batches, num_micro_batches), num_tokens

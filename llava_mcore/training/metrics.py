@@ -1,0 +1,57 @@
+"""What a step reports: one JSON object an iteration, and a line on the console."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One iteration. Seconds are wall time; tokens leave padding out."""
+
+    iteration: int
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    num_trained_tokens: int
+    tokens_per_second: float
+    step_seconds: float
+    data_wait_seconds: float
+    consumed_samples: int
+
+    def line(self, train_iters: int, num_devices: int) -> str:
+        """Return the console line."""
+        rate = self.tokens_per_second / num_devices / 1000
+        wait = 100 * self.data_wait_seconds / self.step_seconds if self.step_seconds else 0.0
+        return (
+            f"step {self.iteration}/{train_iters} | loss {self.loss:.4f} | grad norm {self.grad_norm:.3f} | "
+            f"lr {self.lr:.2e} | {rate:.2f}k tok/s/device | data wait {wait:.1f} % | {self.step_seconds:.2f} s"
+        )
+
+
+class MetricsFile:
+    """Appends to `metrics.jsonl`; after a resume, what lies beyond the checkpoint is dropped."""
+
+    def __init__(self, run_dir: Path, *, keep_until: int) -> None:
+        self.path = run_dir / FILE
+        kept = [line for line in self._lines() if json.loads(line)["iteration"] <= keep_until]
+        temporary = self.path.with_suffix(".partial")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, self.path)
+
+    def _lines(self) -> list[str]:
+        """Return the complete lines: a killed run may have left half of one."""
+        if not self.path.is_file():
+            return []
+        return [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+
+    def append(self, metrics: Metrics) -> None:
+        """Write one object; floats with full precision, so that equal lines mean equal bits."""
+        with self.path.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(asdict(metrics)) + "\n")

@@ -1,0 +1,76 @@
+"""megatron-core's optimizer and schedule from the run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module, MegatronModule
+
+from llava_mcore.config.schema import RunConfig
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def params_dtype(run: RunConfig) -> torch.dtype:
+    """Return the dtype of weights and activations of a resolved run."""
+    assert run.training.precision is not None, "run.py resolves the precision"
+    return DTYPES[run.training.precision]
+
+
+def data_parallel(run: RunConfig, model: MegatronModule) -> DistributedDataParallel:
+    """Wrap one model chunk: lower precision at the borders, gradients reduced over data-parallel ranks."""
+    dtype = params_dtype(run)
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=dtype != torch.float32,
+        use_distributed_optimizer=run.parallel.use_distributed_optimizer,
+        overlap_grad_reduce=False,
+        check_for_nan_in_grad=run.training.precision != "fp16",  # fp16's loss scaler meets infinities by design
+    )
+    inner = model if dtype == torch.float32 else Float16Module(model.config, model)
+    return DistributedDataParallel(model.config, config, inner)
+
+
+def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+    """Build AdamW, plain or distributed over data-parallel ranks."""
+    wanted = run.optimizer
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=wanted.lr,
+        min_lr=wanted.min_lr,
+        weight_decay=wanted.weight_decay,
+        adam_beta1=wanted.adam_beta1,
+        adam_beta2=wanted.adam_beta2,
+        adam_eps=wanted.adam_eps,
+        clip_grad=wanted.clip_grad,
+        params_dtype=params_dtype(run),
+        bf16=run.training.precision == "bf16",
+        fp16=run.training.precision == "fp16",
+        initial_loss_scale=2.0**16,
+        use_distributed_optimizer=run.parallel.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, list(chunks))
+
+
+def build_scheduler(run: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Build the schedule, counted in samples. It also applies the rule that biases and norms do not decay."""
+    wanted, batch = run.optimizer, run.training.global_batch_size
+    total = max(1, run.training.train_iters * batch)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=wanted.lr,
+        min_lr=wanted.min_lr,
+        lr_warmup_steps=round(run.training.train_iters * wanted.lr_warmup_fraction) * batch,
+        lr_decay_steps=total,
+        lr_decay_style=wanted.lr_decay_style,
+        start_wd=wanted.weight_decay,
+        end_wd=wanted.weight_decay,
+        wd_incr_steps=total,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a resumed run may be given more iterations or another rate
+    )

@@ -1,0 +1,93 @@
+"""Everything a training process holds, built from the run's configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from transformers import LlavaConfig
+
+from llava_mcore.checkpoint.hf_config import load_hf_config
+from llava_mcore.checkpoint.megatron import load_weights
+from llava_mcore.checkpoint.start import StartPoint
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.parts import check_families
+from llava_mcore.models.vlm import VisionLanguageModel
+from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.optimizer import build_optimizer, build_scheduler, data_parallel, params_dtype
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What is trained and what trains it. `chunks`: this rank's model, wrapped."""
+
+    run: RunConfig
+    groups: Groups
+    hf: LlavaConfig
+    chunks: Sequence[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+    @property
+    def models(self) -> list[VisionLanguageModel]:
+        """Return the bare models, for checkpoints."""
+        return [unwrap(chunk) for chunk in self.chunks]
+
+
+def unwrap(chunk: torch.nn.Module) -> VisionLanguageModel:
+    """Return the model inside the data-parallel and precision wrappers."""
+    while not isinstance(chunk, VisionLanguageModel):
+        chunk = chunk.module
+    return chunk
+
+
+def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
+    """Build model, optimizer and schedule; load the weights of a checkpoint. A collective call."""
+    hf = load_hf_config(start.hf_dir)
+    check_families(hf, source=str(start.hf_dir))
+    model = build_model(run, groups, hf, initialise=start.checkpoint is None)
+    if start.checkpoint is not None:
+        # Also before a resume: the optimizer's fp32 copies are made from these.
+        load_weights([model], start.checkpoint)
+    chunks = [data_parallel(run, model)]
+    optimizer = build_optimizer(run, chunks)
+    scheduler = build_scheduler(run, optimizer)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.grad_scale_func = optimizer.scale_loss
+    _log_parts(model, groups)
+    return Trainer(run, groups, hf, chunks, optimizer, scheduler)
+
+
+def build_model(run: RunConfig, groups: Groups, hf: LlavaConfig, *, initialise: bool) -> VisionLanguageModel:
+    """Build this rank's part of the model, frozen as the run says."""
+    options = ModelOptions(
+        params_dtype=params_dtype(run),
+        tensor_model_parallel_size=groups.tp_size,
+        pipeline_model_parallel_size=groups.pp_size,
+        make_vocab_size_divisible_by=run.model.make_vocab_size_divisible_by,
+        initialise=initialise,
+        deterministic=run.training.deterministic,
+    )
+    model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)
+    model.freeze(
+        language_model=run.model.freeze_language_model,
+        vision_model=run.model.freeze_vision_model,
+        vision_projection=run.model.freeze_vision_projection,
+    )
+    return model.to(groups.device)
+
+
+def _log_parts(model: VisionLanguageModel, groups: Groups) -> None:
+    for name, part in model.named_children():
+        sizes = [(p.numel(), p.requires_grad) for p in part.parameters()]
+        total, trained = sum(n for n, _ in sizes), sum(n for n, t in sizes if t)
+        logger.info("%-18s %14s parameters on this rank, %s trained", name, f"{total:,}", f"{trained:,}")
+    logger.info("layout: tp %d x pp %d x dp %d on %s", groups.tp_size, groups.pp_size, groups.dp_size, groups.device)

@@ -1,0 +1,165 @@
+"""Saving and resuming a run: weights, optimizer, schedule, random state, place in the data, counters.
+
+The checkpoint is written beside its final place and renamed, and the tracker moves last: a save that is killed
+leaves the newest complete checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from llava_mcore.checkpoint import hf_files, layout
+from llava_mcore.checkpoint.megatron import load_state, model_state, save_state
+from llava_mcore.config.load import load_run_config, save_run_config
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import CheckpointError, problems
+from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.setup import Trainer
+
+logger = logging.getLogger(__name__)
+
+RUN_FILE = "run.yaml"
+LOADER_FOLDER = "loader"
+
+
+@dataclass
+class Progress:
+    """How far a run has come. Skipped or failed updates count too: their samples are consumed."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+def save_checkpoint(trainer: Trainer, progress: Progress, hf_source: Path, loader_state: Any | None) -> Path:
+    """Write SAVE_DIR/NAME/iter_XXXXXXX and move the tracker to it; a collective call.
+
+    Args:
+        hf_source: folder with config, tokenizer, processor files (and ours) that travel along.
+        loader_state: the data loader's state on ranks that load data, else None.
+    """
+    run, groups = trainer.run, trainer.groups
+    final = layout.iteration_folder(run.run_dir, progress.iteration)
+    partial = final.parent / f".{final.name}.partial"
+    if groups.rank == 0:
+        for old in (partial, final):  # left by a killed save of this very iteration: the tracker is not on it
+            if old.exists():
+                shutil.rmtree(old)
+        partial.mkdir(parents=True)
+        shutil.copytree(hf_source, layout.hf_folder(partial), ignore=_without_weights)
+        save_run_config(run, partial / RUN_FILE)
+        (partial / LOADER_FOLDER).mkdir()
+    dist.barrier(group=groups.control)
+    save_state(_state(trainer, progress, is_loading=False), partial)
+    if run.checkpoint.save_optim and groups.loads_data:
+        torch.save(loader_state, partial / LOADER_FOLDER / _loader_file(groups))
+    dist.barrier(group=groups.control)
+    if groups.rank == 0:
+        partial.rename(final)
+        layout.write_tracker(run.run_dir, progress.iteration)
+        logger.info("saved %s", final)
+    dist.barrier(group=groups.control)
+    return final
+
+
+def _without_weights(folder: str, names: list[str]) -> list[str]:
+    """Leave the model's own weight files behind when a run started from a Hugging Face folder."""
+    return [name for name in names if hf_files.is_weight_file(Path(name)) and name != layout.UNUSED]
+
+
+def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, Any | None]:
+    """Load what `save_checkpoint` wrote; a collective call.
+
+    Returns:
+        The progress and, on ranks that load data, the loader's state.
+
+    Raises:
+        CheckpointError: saved without an optimizer, or under settings the state does not fit.
+    """
+    before = load_run_config(checkpoint / RUN_FILE, [], {})
+    _check_resumable(trainer.run, before, trainer.groups, checkpoint)
+    same_layout = before.parallel.tensor_model_parallel_size == trainer.groups.tp_size and (
+        before.parallel.pipeline_model_parallel_size == trainer.groups.pp_size
+    )
+    progress = Progress()
+    loaded = load_state(_state(trainer, progress, is_loading=True, with_random=same_layout), checkpoint)
+    for i, model in enumerate(trainer.models):
+        model.load_state_dict(loaded[f"model{i}"])
+    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    trainer.scheduler.load_state_dict(loaded["scheduler"])
+    if same_layout:
+        _set_random_state(loaded["random"])
+    else:
+        logger.info("another layout than the checkpoint's: dropout draws other numbers from here on")
+    loader_state = None
+    if trainer.groups.loads_data:
+        path = checkpoint / LOADER_FOLDER / _loader_file(trainer.groups)
+        loader_state = torch.load(path, weights_only=True)
+    return Progress(loaded["iteration"], loaded["consumed_samples"]), loader_state
+
+
+def _check_resumable(run: RunConfig, before: RunConfig, groups: Groups, checkpoint: Path) -> None:
+    if not before.checkpoint.save_optim:
+        raise CheckpointError(f"{checkpoint} was saved without --save-optim: it holds weights only, nothing to resume")
+    dp_before = len(list((checkpoint / LOADER_FOLDER).iterdir()))
+    pairs = {
+        "data-parallel size": (dp_before, groups.dp_size),
+        "--dist-optim": (before.parallel.use_distributed_optimizer, run.parallel.use_distributed_optimizer),
+        "--precision": (before.training.precision, run.training.precision),
+        "--global-batch-size": (before.training.global_batch_size, run.training.global_batch_size),
+        "--micro-batch-size": (before.training.micro_batch_size, run.training.micro_batch_size),
+        "frozen parts": (before.model, run.model),
+    }
+    found = [f"{what}: saved with {a}, now {b}" for what, (a, b) in pairs.items() if a != b]
+    if found:
+        title = f"{checkpoint} cannot be resumed like this (tp and pp may change, these may not)"
+        raise CheckpointError(problems(title, found))
+
+
+def _loader_file(groups: Groups) -> str:
+    return f"dp_{groups.dp_rank:05d}.pt"
+
+
+def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
+    """Return everything that is saved, or the empty form of everything to load."""
+    run, groups = trainer.run, trainer.groups
+    state: dict[str, Any] = {
+        "iteration": progress.iteration,
+        "consumed_samples": progress.consumed_samples,
+        **model_state(trainer.models),
+    }
+    if not run.checkpoint.save_optim and not is_loading:
+        return state
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": groups.data_parallel}
+    models = model_state(trainer.models)
+    sharded = models["model0"] if len(models) == 1 else models
+    state["optimizer"] = trainer.optimizer.sharded_state_dict(sharded, is_loading=is_loading, metadata=metadata)
+    state["scheduler"] = trainer.scheduler.state_dict()
+    if with_random:
+        state["random"] = _random_state(groups)
+    return state
+
+
+def _random_state(groups: Groups) -> ShardedObject:
+    """Return this model-parallel rank's generators; data-parallel ranks hold the same."""
+    states = {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    shape, place = (groups.pp_size, groups.tp_size), (groups.pp_rank, groups.tp_rank)
+    return ShardedObject("random_state", states, shape, place, replica_id=groups.dp_rank)
+
+
+def _set_random_state(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

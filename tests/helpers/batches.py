@@ -1,0 +1,78 @@
+"""Synthetic global batches that every layout sees alike: pictures and text-only samples mixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlavaConfig
+
+from llava_mcore.models.vision.features import tokens_per_image
+
+LENGTH = 48
+
+
+@dataclass
+class FakeBatch:
+    """The fields of a data batch."""
+
+    input_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    pixel_values: Tensor
+    image_positions: Tensor
+    num_tokens: int
+
+
+def sample(hf: LlavaConfig, index: int, *, text_only: bool) -> dict[str, Tensor]:
+    """One sample: ids and mask [LENGTH], pictures [0 or 1, 3, h, w], their positions."""
+    g = torch.Generator().manual_seed(1000 + index)
+    n, size = tokens_per_image(hf), hf.vision_config.image_size
+    ids = torch.randint(5, 300, (LENGTH,), generator=g)
+    mask = torch.zeros(LENGTH)
+    start, answer = 2 + index % 3, n + 8
+    mask[answer : answer + 6 + index % 9] = 1  # ragged, so that averaging over tokens matters
+    if text_only:
+        return {"ids": ids, "mask": mask, "pixels": torch.empty(0, 3, size, size), "places": torch.empty(0).long()}
+    ids[start : start + n] = hf.image_token_id
+    pixels = torch.randn(1, 3, size, size, generator=g)
+    return {"ids": ids, "mask": mask, "pixels": pixels, "places": torch.arange(start, start + n)}
+
+
+def micro_batch(hf: LlavaConfig, indices: list[int], text_only: set[int]) -> FakeBatch:
+    """Collate samples as the data pipeline does."""
+    rows = [sample(hf, i, text_only=i % 8 in text_only) for i in indices]
+    ids = torch.stack([x["ids"] for x in rows])
+    labels = torch.roll(ids, -1, 1)
+    mask = torch.stack([x["mask"] for x in rows])
+    return FakeBatch(
+        input_ids=ids,
+        labels=labels * mask.long(),
+        loss_mask=mask,
+        position_ids=torch.arange(LENGTH).expand(len(rows), -1).contiguous(),
+        pixel_values=torch.cat([x["pixels"] for x in rows]),
+        image_positions=torch.cat([x["places"] + i * LENGTH for i, x in enumerate(rows)]),
+        num_tokens=ids.numel(),
+    )
+
+
+class FakeLoader:
+    """Deals the same global batches whatever the data-parallel size: sample s goes to micro-batch s // size."""
+
+    def __init__(self, hf: LlavaConfig, *, micro_batch_size: int, dp_rank: int, dp_size: int, text_only: set[int]):
+        self.hf, self.size, self.rank, self.dp, self.text_only = hf, micro_batch_size, dp_rank, dp_size, text_only
+        self.count = 0
+
+    def __next__(self) -> FakeBatch:  # 16 samples over and over: they can be learnt
+        first = (self.count * self.dp + self.rank) * self.size
+        self.count += 1
+        return micro_batch(self.hf, [i % 16 for i in range(first, first + self.size)], self.text_only)
+
+    def state(self) -> Any:
+        return self.count
+
+    def restore(self, state: Any) -> None:
+        self.count = state

@@ -1,0 +1,79 @@
+"""The family pairs that the layout tests run through, each with something of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlavaForConditionalGeneration
+
+from llava_mcore.models.vision.features import tokens_per_image
+from tests.helpers.tiny_hf import make_hf_llava
+
+LLAMA3_ROPE = {
+    "rope_theta": 500000.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tiny LLaVA."""
+
+    vision: str
+    text: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.vision}-{self.text}"
+
+
+CASES = [
+    Case("clip", "llama", {"text_overrides": {"vocab_size": 401}}),
+    Case("clip", "mistral", {"feature_layer": [-2, 1], "text_overrides": {"rope_parameters": LINEAR}}),
+    Case("clip", "qwen2", {"tie": True, "strategy": "full"}),
+    Case("clip", "qwen3", {"feature_layer": -1}),
+    Case("siglip", "llama", {"tie": True, "text_overrides": {"rope_parameters": LLAMA3_ROPE}}),
+    Case("siglip", "mistral", {"text_overrides": {"num_key_value_heads": 8}}),
+    Case("siglip", "qwen2", {"text_overrides": {"rope_parameters": YARN}, "strategy": "default"}),
+    Case("siglip", "qwen3", {"tie": True, "feature_layer": 2}),
+]
+
+
+def make_case(case: Case, folder: Path) -> LlavaForConditionalGeneration:
+    """Write the case's Hugging Face folder and return its model."""
+    return make_hf_llava(folder, vision=case.vision, text=case.text, seed=len(case.name), **case.options)
+
+
+def make_inputs(model: LlavaForConditionalGeneration, *, num_text: int = 24, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Two samples: one with two pictures, one with text alone (padded to the same length)."""
+    hf = model.config
+    n = tokens_per_image(hf)
+    g = torch.Generator().manual_seed(seed)
+    length = 2 * n + num_text
+    ids = torch.randint(5, 300, (2, length), generator=g)
+    starts = [3, 3 + n + 2]
+    for start in starts:
+        ids[0, start : start + n] = hf.image_token_id
+    size = hf.vision_config.image_size
+    positions = torch.cat([torch.arange(start, start + n) for start in starts])
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(2, 3, size, size, generator=g),
+        "image_positions": positions,
+    }
+
+
+def hf_logits(model: LlavaForConditionalGeneration, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return Hugging Face's logits [b, s, vocabulary] for the same inputs."""
+    with torch.no_grad():
+        return model(input_ids=inputs["input_ids"], pixel_values=inputs["pixel_values"]).logits

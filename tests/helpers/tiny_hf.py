@@ -1,0 +1,164 @@
+"""Complete, tiny, random Hugging Face LLaVA folders: every vision tower with every language model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+)
+
+PATCH = 14
+TEXTS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+VISIONS = {"clip": CLIPVisionConfig, "siglip": SiglipVisionConfig}
+
+CORPUS = [
+    "USER: What is this? ASSISTANT: This is a picture of a small red house.",
+    "Which digit is shown? It is seven. Is it even? no. yes. 0 1 2 3 4 5 6 7 8 9",
+    "The quick brown fox jumps over the lazy dog; 漢字とかな。",
+]
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}<image>\n{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+    " ASSISTANT:{% else %}{% generation %} {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+def make_tokenizer(vocab_size: int = 400) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with <s>, </s>, <pad> and <image>; deterministic."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens={"image_token": "<image>"},
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def vision_config(kind: str, **overrides: Any) -> CLIPVisionConfig | SiglipVisionConfig:
+    """4 layers, 64 wide; SigLIP's picture (60) is no multiple of the patch (14), as in so400m-patch14-384."""
+    base: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "patch_size": PATCH,
+        "image_size": 56 if kind == "clip" else 60,
+    }
+    return VISIONS[kind](**(base | overrides))
+
+
+def text_config(kind: str, **overrides: Any) -> Any:
+    """4 layers, 64 wide, 8 heads in 4 groups (2 for llama's GQA at tp 4 would not divide)."""
+    base: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 401,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 3,
+    }
+    if kind == "qwen3":
+        base["head_dim"] = 16
+    if kind == "mistral":
+        base |= {"sliding_window": None, "head_dim": 8}
+    return TEXTS[kind](**(base | overrides))
+
+
+def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+    """Make every tensor non-trivial (biases and norms too), so that a swap or a transposition shows."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in sorted(model.named_parameters()):
+            noise = torch.randn(p.shape, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                p.copy_(1.0 + 0.1 * noise)
+            elif p.ndim == 1:
+                p.copy_(0.1 * noise)
+            else:
+                p.copy_(0.08 * noise)
+
+
+def make_hf_llava(
+    folder: Path,
+    *,
+    vision: str = "clip",
+    text: str = "llama",
+    tie: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    strategy: str | None = None,
+    feature_layer: int | list[int] = -2,
+    text_overrides: dict[str, Any] | None = None,
+    vision_overrides: dict[str, Any] | None = None,
+) -> LlavaForConditionalGeneration:
+    """Write a whole HF LLaVA folder (model, tokenizer, processor, chat template) and return the model."""
+    tokenizer = make_tokenizer()
+    v = vision_config(vision, **(vision_overrides or {}))
+    t = text_config(text, tie_word_embeddings=tie, **(text_overrides or {}))
+    strategy = strategy or ("default" if vision == "clip" else "full")
+    grid = v.image_size // v.patch_size
+    has_cls = vision == "clip"
+    tokens = grid**2 + (1 if has_cls else 0) - (1 if strategy == "default" else 0)
+    config = LlavaConfig(
+        vision_config=v,
+        text_config=t,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=feature_layer,
+        vision_feature_select_strategy=strategy,
+        image_seq_length=tokens,
+        tie_word_embeddings=tie,
+    )
+    model = LlavaForConditionalGeneration(config).eval()
+    randomise(model, seed)
+    model = model.to(dtype)
+    size = {"height": v.image_size, "width": v.image_size}
+    image_processor: Any = (
+        CLIPImageProcessor(size={"shortest_edge": v.image_size}, crop_size=size)
+        if vision == "clip"
+        else SiglipImageProcessor(size=size)
+    )
+    processor = LlavaProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        patch_size=v.patch_size,
+        vision_feature_select_strategy=strategy,
+        num_additional_image_tokens=1 if has_cls else 0,
+        chat_template=CHAT_TEMPLATE,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return model

@@ -1,0 +1,83 @@
+"""What the ranks of a test world run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llava_mcore.checkpoint.hf_config import load_hf_config
+from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
+from llava_mcore.checkpoint.megatron import load_weights, model_state, save_state
+from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.vlm import VisionLanguageModel
+from llava_mcore.parallel.groups import Groups, initialise, seed_everything
+from llava_mcore.training.step import forward_backward
+
+
+def join(tp: int, pp: int) -> Groups:
+    torch.set_num_threads(1)
+    groups = initialise(
+        backend="gloo", tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, timeout_seconds=60
+    )
+    seed_everything(1)
+    return groups
+
+
+def load_model(groups: Groups, checkpoint: Path) -> VisionLanguageModel:
+    """Build this rank's part and fill it from a checkpoint."""
+    hf = load_hf_config(hf_folder(checkpoint))
+    options = ModelOptions(
+        tensor_model_parallel_size=groups.tp_size, pipeline_model_parallel_size=groups.pp_size, initialise=False
+    )
+    model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)
+    load_weights([model], checkpoint)
+    return model.eval()
+
+
+def logits(groups: Groups, model: VisionLanguageModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """Run one micro-batch through the pipeline; the last stage returns [b, s, vocabulary]."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    ids = inputs["input_ids"]
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    out: list[torch.Tensor] = []
+
+    def step(_: Any, stage: torch.nn.Module) -> Any:
+        y = stage(ids, positions, inputs["pixel_values"], inputs["image_positions"])
+
+        def collect(x: torch.Tensor, non_loss_data: bool = False) -> Any:
+            out.append(x.detach())
+            return x.sum(), torch.tensor(1), {}
+
+        return y, collect
+
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter([None]),
+            model=[model],
+            num_microbatches=1,
+            seq_length=ids.shape[1],
+            micro_batch_size=ids.shape[0],
+            forward_only=True,
+        )
+    return out[0] if groups.is_last_stage else None
+
+
+def parity_and_reshard(tp: int, pp: int, cases: list[dict[str, Any]]) -> list[torch.Tensor | None]:
+    """Load every case's checkpoint, compute logits, and save it again from this layout."""
+    groups = join(tp, pp)
+    results = []
+    for case in cases:
+        checkpoint, _ = latest_checkpoint(Path(case["megatron"]))
+        model = load_model(groups, checkpoint)
+        results.append(logits(groups, model, case["inputs"]))
+        if "resharded" in case:
+            target = Path(case["resharded"])
+            save_state({"iteration": 0, **model_state([model])}, target)
+    return results
+
+
+__all__ = ["forward_backward", "join", "load_model", "logits", "parity_and_reshard"]

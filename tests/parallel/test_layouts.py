@@ -1,0 +1,77 @@
+"""Every family pair at every layout: logits as Hugging Face's, and a bitwise way back to disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llava_mcore.apps.export_hf import export_hf
+from llava_mcore.apps.import_hf import import_hf
+from llava_mcore.checkpoint.layout import hf_folder, iteration_folder, write_tracker
+from tests.helpers.cases import CASES, hf_logits, make_case, make_inputs
+from tests.helpers.world import run_world
+
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Every case as HF folder, Megatron checkpoint made for (1, 1), inputs and HF's logits."""
+    root = tmp_path_factory.mktemp("families")
+    made = {}
+    for case in CASES:
+        hf, megatron = root / case.name / "hf", root / case.name / "megatron"
+        model = make_case(case, hf)
+        import_hf(hf, megatron)
+        inputs = make_inputs(model)
+        made[case.name] = {"hf": hf, "megatron": megatron, "inputs": inputs, "logits": hf_logits(model, inputs)}
+    return made
+
+
+def assert_same_folder(a: Path, b: Path) -> None:
+    """Every tensor bitwise, every other file byte for byte."""
+    assert sorted(p.name for p in a.iterdir()) == sorted(p.name for p in b.iterdir())
+    for path in sorted(a.iterdir()):
+        if path.suffix != ".safetensors":
+            assert path.read_bytes() == (b / path.name).read_bytes(), path.name
+            continue
+        x, y = load_file(path), load_file(b / path.name)
+        assert x.keys() == y.keys()
+        wrong = [k for k in x if x[k].dtype != y[k].dtype or not torch.equal(x[k], y[k])]
+        assert not wrong
+
+
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+def test_parity_and_round_trip(imported: dict[str, dict[str, Any]], tmp_path: Path, tp: int, pp: int) -> None:
+    cases, targets = [], {}
+    for name, made in imported.items():
+        root = tmp_path / name
+        targets[name] = iteration_folder(root, 0)
+        targets[name].mkdir(parents=True)
+        cases.append({"megatron": str(made["megatron"]), "inputs": made["inputs"], "resharded": str(targets[name])})
+    results = run_world(tp * pp, "tests.parallel.checks:parity_and_reshard", tp=tp, pp=pp, cases=cases)
+    differences = {}
+    for i, (name, made) in enumerate(imported.items()):
+        outputs = [rank[i] for rank in results if rank[i] is not None]
+        assert len(outputs) == tp
+        differences[name] = max((x - made["logits"]).abs().max().item() for x in outputs)
+    print(json.dumps(differences))
+    assert max(differences.values()) <= 1e-5, differences
+    for name, made in imported.items():
+        # What this layout wrote goes back to the very bytes that were imported.
+        source = hf_folder(iteration_folder(made["megatron"], 0))
+        _copy_hf(source, hf_folder(targets[name]))
+        write_tracker(targets[name].parent, 0)
+        export_hf(targets[name].parent, tmp_path / f"{name}-hf", tp=tp, pp=pp)
+        assert_same_folder(made["hf"], tmp_path / f"{name}-hf")
+
+
+def _copy_hf(source: Path, target: Path) -> None:
+    import shutil
+
+    shutil.copytree(source, target)

@@ -1,0 +1,48 @@
+"""Training gives the same numbers at every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llava_mcore.apps.import_hf import import_hf
+from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.world import run_world
+
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, int], dict[str, Any]]:
+    """The curves of every layout, from rank 0 of each world."""
+    root: Path = tmp_path_factory.mktemp("training")
+    checkpoints = {}
+    for name, tie in (("untied", False), ("tied", True)):
+        make_hf_llava(root / f"hf-{name}", text="qwen2" if tie else "llama", tie=tie)
+        import_hf(root / f"hf-{name}", root / name)
+        checkpoints[name] = str(root / name)
+    found = {}
+    for tp, pp, dp in LAYOUTS:
+        arguments = {"tp": tp, "pp": pp, "checkpoints": checkpoints, "save_dir": str(root / "save")}
+        ranks = run_world(tp * pp * dp, "tests.parallel.training_checks:curves", **arguments)
+        assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
+        found[tp, pp, dp] = ranks[0]
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("run", ["plain", "distributed", "tied", "text only", "pictures only", "stage 1"])
+def test_loss_curve_equals_one_process(results: dict[Any, Any], layout: tuple[int, int, int], run: str) -> None:
+    reference = results[1, 1, 1]["plain" if run == "distributed" else run]
+    here = results[layout][run]
+    assert here["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+    assert here["grad_norm"][0] == pytest.approx(reference["grad_norm"][0], rel=1e-5)
+
+
+def test_loss_falls_and_bf16_is_close(results: dict[Any, Any]) -> None:
+    plain = results[1, 1, 1]["plain"]["loss"]
+    assert plain[-1] < 0.9 * plain[0]
+    for layout in LAYOUTS:
+        assert results[layout]["bf16"]["loss"] == pytest.approx(plain[:4], rel=2e-2)

@@ -1,0 +1,85 @@
+"""Training runs inside a test world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from llava_mcore.checkpoint.start import start_point
+from llava_mcore.config.load import load_run_config
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.parallel.groups import Groups, seed_everything
+from llava_mcore.training.loop import fetch_step
+from llava_mcore.training.setup import Trainer, build_trainer
+from llava_mcore.training.step import train_step
+from tests.helpers.batches import FakeLoader
+from tests.parallel.checks import join
+
+GLOBAL_BATCH = 8
+
+
+def run_config(tp: int, pp: int, checkpoint: str, save_dir: str, **flags: Any) -> RunConfig:
+    base = {
+        "checkpoint.load": checkpoint,
+        "checkpoint.save_dir": save_dir,
+        "parallel.tensor_model_parallel_size": tp,
+        "parallel.pipeline_model_parallel_size": pp,
+        "parallel.backend": "gloo",
+        "training.precision": "fp32",
+        "training.train_iters": 20,
+        "training.micro_batch_size": 2,
+        "training.global_batch_size": GLOBAL_BATCH,
+        "optimizer.lr": 1e-3,
+        "optimizer.weight_decay": 0.01,
+        "model.freeze_vision_model": False,
+    }
+    return load_run_config(None, [], base | flags)
+
+
+def make_trainer(groups: Groups, run: RunConfig) -> Trainer:
+    seed_everything(run.training.seed)
+    return build_trainer(run, groups, start_point(run))
+
+
+def curve(groups: Groups, run: RunConfig, text_only: set[int]) -> dict[str, list[float]]:
+    """Train and return losses and gradient norms."""
+    trainer = make_trainer(groups, run)
+    size = run.training.micro_batch_size
+    loader = None
+    if groups.loads_data:
+        loader = FakeLoader(
+            trainer.hf, micro_batch_size=size, dp_rank=groups.dp_rank, dp_size=groups.dp_size, text_only=text_only
+        )
+    losses, norms = [], []
+    for _ in range(run.training.train_iters):
+        batches, _ = fetch_step(groups, loader, GLOBAL_BATCH // (size * groups.dp_size))
+        result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    return {"loss": losses, "grad_norm": norms}
+
+
+def curves(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict[str, dict[str, list[float]]]:
+    """All runs of one layout: plain, distributed optimizer, text-only batches, frozen parts."""
+    groups = join(tp, pp)
+    mixed = {1, 3, 4, 5}  # some data-parallel ranks meet only text in some micro-batches
+    untied, tied = checkpoints["untied"], checkpoints["tied"]
+    short = {"training.train_iters": 4}
+    stage1 = {"model.freeze_language_model": True, "model.freeze_vision_model": True}
+    runs = {
+        "plain": (untied, mixed, {}),
+        "distributed": (untied, mixed, {"parallel.use_distributed_optimizer": True}),
+        "tied": (tied, mixed, short),
+        "text only": (untied, set(range(8)), short),
+        "pictures only": (untied, set(), short),
+        "stage 1": (untied, mixed, short | stage1),
+        "bf16": (untied, mixed, short | {"training.precision": "bf16"}),
+    }
+    out = {}
+    for name, (checkpoint, text_only, flags) in runs.items():
+        out[name] = curve(groups, run_config(tp, pp, checkpoint, save_dir, **flags), text_only)
+    torch.distributed.barrier()
+    return out
+
+

@@ -17,6 +17,11 @@ def set_up(rank: int) -> None:
     ours.handlers[:] = [handler]
     ours.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     ours.propagate = False
+    quiet_libraries()
+
+
+def quiet_libraries() -> None:
+    """Let libraries speak from ERROR on: on a CPU they warn a page long about what is not there."""
     for name in _NOISE:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

@@ -34,9 +34,7 @@ def check_folder(hf_dir: Path, *, tp: int, pp: int) -> str:
     wrong = check_layout(model_dims(hf), tp, pp, str(hf_dir))
     if wrong:
         raise ConfigError(problems(f"{hf_dir} cannot be cut into tp {tp} x pp {pp}", wrong))
-    rows = padded_vocab_size(
-        hf.text_config.vocab_size, divisible_by=VOCAB_DIVISIBLE_BY, tensor_model_parallel_size=tp
-    )
+    rows = padded_vocab_size(hf.text_config.vocab_size, divisible_by=VOCAB_DIVISIBLE_BY, tensor_model_parallel_size=tp)
     with single_process():
         model = meta_model(hf, num_vocab_rows=rows)
         table = checked_table(hf, folder, parameter_shapes(model), rows)

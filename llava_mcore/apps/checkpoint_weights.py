@@ -26,9 +26,7 @@ EMBEDDING = "language_model.embedding.word_embeddings.weight"
 class CheckpointWeights:
     """Reads a checkpoint at tp 1, pp 1 or in the pieces of `tp_size` ranks. Process groups of one must exist."""
 
-    def __init__(
-        self, hf: LlavaConfig, checkpoint: Path, infos: dict[str, hf_files.TensorInfo], tp_size: int
-    ) -> None:
+    def __init__(self, hf: LlavaConfig, checkpoint: Path, infos: dict[str, hf_files.TensorInfo], tp_size: int) -> None:
         self.checkpoint, self.infos, self.tp_size = checkpoint, infos, tp_size
         self.stored = stored_tensors(checkpoint)
         if EMBEDDING not in self.stored:

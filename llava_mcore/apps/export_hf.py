@@ -21,6 +21,7 @@ from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.models.parts import check_families
 from llava_mcore.parallel.groups import single_process
 
+
 def export_hf(
     megatron_dir: Path,
     hf_dir: Path,
@@ -99,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="convert_megatron_to_hf.py",
         allow_abbrev=False,
-        description="Convert the newest Megatron checkpoint of a folder into a Hugging Face LLaVA folder, without a GPU.",
+        description="Convert the newest Megatron checkpoint of a folder into a Hugging Face LLaVA folder. Needs no GPU.",
     )
     p.add_argument("--megatron-dir", type=Path, required=True, help="folder with latest_checkpointed_iteration.txt")
     p.add_argument("--hf-dir", type=Path, required=True, help="folder to write; must not exist or be empty")

@@ -33,9 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCAB_DIVISIBLE_BY = 128
 
 
-def import_hf(
-    hf_dir: Path, megatron_dir: Path, *, tp: int = 1, pp: int = 1, dtype: torch.dtype | None = None
-) -> Path:
+def import_hf(hf_dir: Path, megatron_dir: Path, *, tp: int = 1, pp: int = 1, dtype: torch.dtype | None = None) -> Path:
     """Convert one folder and return the iteration folder that was written.
 
     Args:

@@ -1,9 +1,9 @@
 """Where things are in a folder of Megatron checkpoints.
 
-    latest_checkpointed_iteration.txt      the newest complete iteration
-    iter_0000006/                          dist_checkpointing files (torch_dist)
-    iter_0000006/hf/                       config, tokenizer and processor files, unused.safetensors, tensors.json
-    iter_0000006/run.yaml                  the resolved run, if training wrote it
+latest_checkpointed_iteration.txt      the newest complete iteration
+iter_0000006/                          dist_checkpointing files (torch_dist)
+iter_0000006/hf/                       config, tokenizer and processor files, unused.safetensors, tensors.json
+iter_0000006/run.yaml                  the resolved run, if training wrote it
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Megatron checkpoints through dist_checkpointing (torch_dist): they load at any tensor × pipeline × data size."""
+"""Megatron checkpoints through dist_checkpointing (torch_dist): they load at any tensor, pipeline and data parallel size."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def check_model(state: ShardedStateDict, folder: Path) -> None:
         have = stored.get(wanted.key)
         if have is None:
             found.append(f"missing: {wanted.key} {wanted.global_shape}")
-        elif have.global_shape != wanted.global_shape and not wanted.allow_shape_mismatch:
-            found.append(f"other shape: {wanted.key} is {have.global_shape}, the model needs {wanted.global_shape}")
-        elif have.global_shape[1:] != wanted.global_shape[1:]:
+        elif (have.global_shape != wanted.global_shape and not wanted.allow_shape_mismatch) or have.global_shape[
+            1:
+        ] != wanted.global_shape[1:]:
             found.append(f"other shape: {wanted.key} is {have.global_shape}, the model needs {wanted.global_shape}")
     if found:
         unique = sorted(set(found))

@@ -1,4 +1,4 @@
-"""Mapping table × files: the weights of a Hugging Face folder as dist_checkpointing's sharded tensors, and back.
+"""Mapping table and files: the weights of a Hugging Face folder as dist_checkpointing's sharded tensors, and back.
 
 A model built without memory (meta device, tp 1, pp 1) says under which key, at which place and in which shape
 megatron-core stores each parameter; the table says what is in it.
@@ -36,8 +36,9 @@ def check_shard_rules(table: MappingTable, model: torch.nn.Module) -> None:
     """
     wrong = []
     for name, p in model.named_parameters():
-        parallel = p.tensor_model_parallel if hasattr(p, "tensor_model_parallel") else False
-        expected = Shard(p.partition_dim, p.partition_stride) if parallel else Shard(None)
+        marks = vars(p)  # megatron-core's layers leave their cut on the parameter; whole ones may carry no mark
+        cut = marks.get("tensor_model_parallel", False)
+        expected = Shard(marks["partition_dim"], marks["partition_stride"]) if cut else Shard(None)
         if table.entries[name].shard != expected:
             wrong.append(f"{name}: the table says {table.entries[name].shard}, the model {expected}")
     if wrong:
@@ -102,7 +103,11 @@ def _cut(whole: ShardedTensor, shard: Shard, tp_size: int) -> list[ShardedTensor
 
 
 def requests(
-    entry: Entry, sharded: ShardedTensor | ShardedTensorFactory, shape: tuple[int, ...], dtype: torch.dtype, tp_size: int
+    entry: Entry,
+    sharded: ShardedTensor | ShardedTensorFactory,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    tp_size: int,
 ) -> list[ShardedTensor]:
     """Return empty sharded tensors that ask for one parameter as `tp_size` ranks hold it."""
     empty = torch.empty(shape, dtype=dtype)

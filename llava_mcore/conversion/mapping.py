@@ -67,7 +67,11 @@ class MappingTable:
 
     @classmethod
     def of(
-        cls, entries: Iterable[Entry], *, unused: Mapping[str, str] | None = None, copies: Mapping[str, str] | None = None
+        cls,
+        entries: Iterable[Entry],
+        *,
+        unused: Mapping[str, str] | None = None,
+        copies: Mapping[str, str] | None = None,
     ) -> MappingTable:
         """Build a table.
 
@@ -112,7 +116,9 @@ def check_coverage(
     by_hf = table.hf_to_entry()
     known = by_hf.keys() | table.unused.keys() | table.copies.keys()
     found: list[str] = []
-    found += [f"tensor without an entry (unknown to this model): {n} {hf_shapes[n]}" for n in sorted(hf_shapes.keys() - known)]
+    found += [
+        f"tensor without an entry (unknown to this model): {n} {hf_shapes[n]}" for n in sorted(hf_shapes.keys() - known)
+    ]
     found += [f"tensor is missing: {n}" for n in sorted(by_hf.keys() - hf_shapes.keys())]
     found += [f"Megatron parameter without an entry: {n}" for n in sorted(megatron_shapes.keys() - entries.keys())]
     found += [f"entry without a Megatron parameter: {n}" for n in sorted(entries.keys() - megatron_shapes.keys())]

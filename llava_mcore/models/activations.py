@@ -28,5 +28,7 @@ def activation(name: str, *, where: str) -> Callable[[Tensor], Tensor]:
         ConversionError: the name is unknown; `where` is the config key, for the message.
     """
     if name not in _ACTIVATIONS:
-        raise ConversionError(f"{where}: activation {name!r} is not supported; known: {', '.join(sorted(_ACTIVATIONS))}")
+        raise ConversionError(
+            f"{where}: activation {name!r} is not supported; known: {', '.join(sorted(_ACTIVATIONS))}"
+        )
     return _ACTIVATIONS[name]

@@ -6,6 +6,7 @@ megatron-core's own unfused attention holds the whole [b, n, s, s] score matrix 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class SDPAttention(MegatronModule):
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
         padded = params.cu_seqlens_q_padded
         bounds = (params.cu_seqlens_q if padded is None else padded).tolist()
-        spans = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+        spans = [slice(a, b) for a, b in pairwise(bounds) if b > a]
         parts = [self._attend(query[x, None], key[x, None], value[x, None]).squeeze(1) for x in spans]
         tail = query.shape[0] - bounds[-1]  # padding outside every sample
         if tail:

@@ -65,7 +65,11 @@ def detect_names(hf_tensors: Iterable[str], *, source: str) -> HfNames:
         missing.append(f"no {part}: no tensor starts with {' or '.join(prefixes)}")
         return prefixes[-1]
 
-    vision, projection, text = first("vision tower", _VISION), first("projector", _PROJECTION), first("language model", _TEXT)
+    vision, projection, text = (
+        first("vision tower", _VISION),
+        first("projector", _PROJECTION),
+        first("language model", _TEXT),
+    )
     if missing:
         raise ConversionError(problems(f"{source} holds no whole LLaVA model", missing))
     lm_head = next((name for name in _LM_HEAD if name in names), _LM_HEAD_OF[text])

@@ -44,9 +44,7 @@ class VisionLanguageModel(MegatronModule):
         self.share_embeddings_and_output_weights = hf.tie_word_embeddings
         if pre_process:
             features = feature_choice(hf)
-            self.vision_model = VisionTransformer(
-                configs.vision, vision_part(hf).shape(hf.vision_config), features
-            )
+            self.vision_model = VisionTransformer(configs.vision, vision_part(hf).shape(hf.vision_config), features)
             width = hf.vision_config.hidden_size * len(features.layers)
             self.vision_projection = mlp.build(configs.projection, input_size=width)
             self.image_size = hf.vision_config.image_size

@@ -8,7 +8,7 @@ b: samples, s: tokens, i: pictures, n: tokens a picture.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +36,7 @@ class HostBatch(TensorFields, Protocol):
     num_tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class MicroBatch:
     """One micro-batch on the device. Pictures are only there on the first stage.
 
@@ -67,8 +67,8 @@ def share_step(groups: Groups, batches: list[HostBatch] | None, num_micro_batche
         batches: on the rank that loads data its micro-batches, elsewhere None.
 
     Returns:
-        The micro-batches on this rank's device, without pictures beyond the first stage; with a pipeline all are padded to one length, which its
-        fixed-size messages need.
+        The micro-batches on this rank's device, without pictures beyond the first stage. With a pipeline all are
+        padded to one length, which its fixed-size messages need.
     """
     if batches is not None and groups.pp_size > 1:
         length = max(x.input_ids.shape[1] for x in batches)
@@ -87,19 +87,19 @@ def _share(groups: Groups, batches: Sequence[TensorFields] | None, num_micro_bat
     shapes: list[list[int]] = header.tolist()
     everyone, first_stage = groups.model_parallel, groups.tensor_parallel
     token_shapes = [[4, b, s] for b, s, *_ in shapes]
-    tokens = _broadcast(groups, everyone, batches and [_token_planes(x) for x in batches], token_shapes, torch.int64)
+    tokens = _broadcast(groups, everyone, _each(batches, _token_planes), token_shapes, torch.int64)
     if not groups.is_first_stage:
         nothing = torch.empty(0, device=groups.device)
         return [_unpack(t, nothing, nothing.long()) for t in tokens]
     pixel_shapes, place_shapes = [x[2:6] for x in shapes], [x[6:] for x in shapes]
-    pixels = _broadcast(groups, first_stage, batches and [x.pixel_values for x in batches], pixel_shapes, torch.float32)
-    places = _broadcast(groups, first_stage, batches and [x.image_positions for x in batches], place_shapes, torch.int64)
+    pixels = _broadcast(groups, first_stage, _each(batches, lambda x: x.pixel_values), pixel_shapes, torch.float32)
+    places = _broadcast(groups, first_stage, _each(batches, lambda x: x.image_positions), place_shapes, torch.int64)
     return [_unpack(t, p, q) for t, p, q in zip(tokens, pixels, places, strict=True)]
 
 
 def pad_to(batch: TensorFields, length: int) -> TensorFields:
     """Pad every sample to `length` tokens; padding is never trained on and comes after all text (causal)."""
-    b, s = batch.input_ids.shape
+    s = batch.input_ids.shape[1]
     if s == length:
         return batch
 
@@ -126,6 +126,10 @@ def _token_planes(batch: TensorFields) -> Tensor:
     return torch.stack([batch.input_ids, batch.labels, batch.position_ids, batch.loss_mask.to(torch.int64)])
 
 
+def _each(batches: Sequence[TensorFields] | None, take: Callable[[TensorFields], Tensor]) -> list[Tensor] | None:
+    return None if batches is None else [take(x) for x in batches]
+
+
 def _broadcast(
     groups: Groups, group: dist.ProcessGroup, tensors: list[Tensor] | None, shapes: list[list[int]], dtype: torch.dtype
 ) -> list[Tensor]:
@@ -146,5 +150,11 @@ def _unpack(tokens: Tensor, pixel_values: Tensor, image_positions: Tensor) -> Mi
 
 
 def _to_device(batch: TensorFields, device: torch.device) -> MicroBatch:
-    fields = (batch.input_ids, batch.labels, batch.loss_mask, batch.position_ids, batch.pixel_values)
-    return MicroBatch(*(x.to(device) for x in fields), image_positions=batch.image_positions.to(device))
+    return MicroBatch(
+        input_ids=batch.input_ids.to(device),
+        labels=batch.labels.to(device),
+        loss_mask=batch.loss_mask.to(device),
+        position_ids=batch.position_ids.to(device),
+        pixel_values=batch.pixel_values.to(device),
+        image_positions=batch.image_positions.to(device),
+    )

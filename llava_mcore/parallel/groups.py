@@ -131,7 +131,8 @@ def single_process() -> Iterator[Groups]:
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     try:
-        yield _groups(torch.device("cpu"), dist.group.WORLD, dist.group.WORLD)
+        world = dist.new_group()
+        yield _groups(torch.device("cpu"), world, world)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

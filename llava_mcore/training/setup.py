@@ -44,9 +44,10 @@ class Trainer:
 
 def unwrap(chunk: torch.nn.Module) -> VisionLanguageModel:
     """Return the model inside the data-parallel and precision wrappers."""
-    while not isinstance(chunk, VisionLanguageModel):
-        chunk = chunk.module
-    return chunk
+    inner = chunk
+    while not isinstance(inner, VisionLanguageModel):
+        inner = inner.get_submodule("module")
+    return inner
 
 
 def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:

@@ -41,9 +41,7 @@ def loss_sum(loss_mask: Tensor, token_loss: Tensor) -> tuple[Tensor, Tensor, Rep
 def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, partial]:
     """Run one micro-batch through this stage (called by megatron-core's schedules)."""
     batch = next(batches)
-    output = model(
-        batch.input_ids, batch.position_ids, batch.pixel_values, batch.image_positions, labels=batch.labels
-    )
+    output = model(batch.input_ids, batch.position_ids, batch.pixel_values, batch.image_positions, labels=batch.labels)
     return output, partial(loss_sum, batch.loss_mask)
 
 

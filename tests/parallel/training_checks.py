@@ -51,13 +51,14 @@ def curve(groups: Groups, run: RunConfig, text_only: set[int]) -> dict[str, list
         loader = FakeLoader(
             trainer.hf, micro_batch_size=size, dp_rank=groups.dp_rank, dp_size=groups.dp_size, text_only=text_only
         )
-    losses, norms = [], []
+    losses, norms, rates = [], [], []
     for _ in range(run.training.train_iters):
         batches, _ = fetch_step(groups, loader, GLOBAL_BATCH // (size * groups.dp_size))
         result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    return {"loss": losses, "grad_norm": norms}
+        rates.append(result.lr)
+    return {"loss": losses, "grad_norm": norms, "lr": rates}
 
 
 def curves(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict[str, dict[str, list[float]]]:
@@ -81,5 +82,3 @@ def curves(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict
         out[name] = curve(groups, run_config(tp, pp, checkpoint, save_dir, **flags), text_only)
     torch.distributed.barrier()
     return out
-
-

@@ -12,10 +12,12 @@ from llava_mcore.models.vision.encoder_layers import WEIGHT_BIAS, layer_entries,
 from llava_mcore.models.vision.transformer import VisionShape
 
 # The attention-pooling head; torch's MultiheadAttention names its input projection with an underscore.
-_HEAD = ("probe", "attention.in_proj_weight", "attention.in_proj_bias") + tuple(
-    f"{module}.{wb}"
-    for module in ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
-    for wb in WEIGHT_BIAS
+_HEAD_MODULES = ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
+_HEAD = (
+    "probe",
+    "attention.in_proj_weight",
+    "attention.in_proj_bias",
+    *(f"{module}.{wb}" for module in _HEAD_MODULES for wb in WEIGHT_BIAS),
 )
 
 

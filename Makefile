@@ -1,0 +1,47 @@
+# make quickstart   install what it needs and run the main job on this machine's CPU
+# make test         install the development tools and pass every check that needs no GPU
+# make help         list everything
+
+PYTHON := .venv/bin/python
+INPUTS := pyproject.toml environments/cpu.lock.txt environments/test-models.txt scripts/setup_venv.sh
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv quickstart test lint format lock clean
+
+help: ## List the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 14
+
+venv: .venv/.installed-dev ## Make .venv with the development tools
+
+quickstart: .venv/.installed-quickstart ## Import, train, export and evaluate a small model on real pictures
+	$(PYTHON) examples/quickstart/run.py
+
+test: lint ## Run every check that needs no GPU
+	$(PYTHON) -m pytest tests/unit tests/parallel tests/e2e -m 'not gpu' --durations 15
+
+lint: .venv/.installed-dev ## Style, types and the order of imports
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	.venv/bin/lint-imports --no-logo
+
+format: .venv/.installed-dev ## Rewrite the files in the project's style
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+lock: ## Write the versions that .venv holds to the lock file
+	$(PYTHON) environments/lock.py > environments/cpu.lock.new
+	mv environments/cpu.lock.new environments/cpu.lock.txt
+
+clean: ## Remove caches and build outputs, but not .venv
+	rm -rf build dist outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.venv/.installed-dev: $(INPUTS)
+	scripts/setup_venv.sh dev
+	touch .venv/.installed-quickstart $@
+
+.venv/.installed-quickstart: $(INPUTS)
+	scripts/setup_venv.sh quickstart
+	touch $@

@@ -1,0 +1,64 @@
+"""`python -m llava_mcore COMMAND …`: hand the rest of the command line to one of the apps."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from pathlib import Path
+
+from llava_mcore import log
+from llava_mcore.errors import LlavaMcoreError
+from llava_mcore.launch.singularity import inner_command, requested_image, rerun_in_container
+
+COMMANDS = {
+    "build": ("build", "compose a Hugging Face LLaVA folder from a language model and a vision tower"),
+    "import-hf": ("import_hf", "convert a Hugging Face folder to a Megatron checkpoint"),
+    "train": ("train", "train; the same as scripts/train/run.py"),
+    "export-hf": ("export_hf", "convert a Megatron checkpoint to a Hugging Face folder"),
+    "check": ("check", "check a checkpoint against its model, tensor by tensor"),
+    "show-config": ("show_config", "print the configuration that flags, overrides and a file make together"),
+}
+
+IN_CONTAINER = ("build", "import-hf", "train", "export-hf")
+"""Commands that take --sif-path."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code; 2 if there is no such command."""
+    arguments = sys.argv[1:] if argv is None else argv
+    name = arguments[0] if arguments else ""
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        print(f"{name!r}: no such command{meant}\n\n{_usage()}" if name else _usage(), file=sys.stderr)
+        return 2
+    image = requested_image(arguments) if name in IN_CONTAINER else None
+    if image is not None:
+        return _rerun(image, name, arguments[1:])
+    log.quiet_libraries()
+    app = importlib.import_module(f"llava_mcore.apps.{COMMANDS[name][0]}")
+    return app.main(arguments[1:])
+
+
+def _rerun(image: Path, name: str, arguments: list[str]) -> int:
+    """Run the same command inside an image, before importing what only the image may have."""
+    try:
+        return rerun_in_container(image, inner_command(name, arguments), dry_run="--dry-run" in arguments)
+    except LlavaMcoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _usage() -> str:
+    lines = [f"  {name:<12} {meaning}" for name, (_, meaning) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: python -m llava_mcore COMMAND [--help] …", "", *lines, "", "COMMAND --help lists its flags."]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

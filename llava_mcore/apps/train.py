@@ -1,0 +1,110 @@
+"""`run.py`: from flags to running worker processes. Nothing is started before everything has been checked."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llava_mcore.config.dims import ModelDims
+from llava_mcore.config.flags import CommandLine, parse_command_line
+from llava_mcore.config.load import run_config_yaml, save_run_config
+from llava_mcore.config.rules import check_devices, check_run
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import ConfigError, LlavaMcoreError, problems
+from llava_mcore.launch.process import run_child
+from llava_mcore.launch.singularity import inner_command, rerun_in_container
+from llava_mcore.launch.torchrun import torchrun_argv, worker_env
+
+WORKER = "llava_mcore.apps.worker"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train; return the exit code: 0, 2 for a mistake found before the start, else that of the workers."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        command_line = parse_command_line(arguments, "run.py")
+        run = command_line.load()
+        if run.launch.sif_path is not None:
+            command = inner_command("train", arguments)
+            return rerun_in_container(run.launch.sif_path, command, dry_run=command_line.dry_run)
+        return _launch(run, command_line)
+    except LlavaMcoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def resolve(run: RunConfig, gpu_count: int) -> tuple[RunConfig, int]:
+    """Return the run with everything decided that the machine decides, and the number of processes.
+
+    Paths become absolute, so that the stored configuration means the same from everywhere.
+    """
+    gpus = run.launch.num_gpus
+    world_size = gpus if gpus > 0 else max(1, gpu_count)
+    changes = {
+        "parallel": {"backend": run.parallel.backend or ("nccl" if gpu_count else "gloo")},
+        "training": {"precision": run.training.precision or ("bf16" if gpu_count else "fp32")},
+        "launch": {"num_gpus": world_size},
+        "checkpoint": {name: _absolute(getattr(run.checkpoint, name)) for name in ("load", "hf_dir", "save_dir")},
+        "data": {"path": _absolute(run.data.path)},
+    }
+    sections = {name: getattr(run, name).model_copy(update=change) for name, change in changes.items()}
+    return run.model_copy(update=sections), world_size
+
+
+def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
+    """Return everything that keeps a resolved run from starting."""
+    # These bring in transformers and energon: --help and a mistyped flag need not wait for them.
+    from llava_mcore.checkpoint.hf_config import load_hf_config, model_dims
+    from llava_mcore.checkpoint.start import start_point
+    from llava_mcore.data.dataset_path import check_dataset
+
+    found: list[str] = check_devices(world_size, gpu_count)
+    dims: ModelDims | None = None
+    source = ""
+    try:
+        start = start_point(run)
+        source = str(start.hf_dir)
+        if start.kind == "resume" and start.iteration >= run.training.train_iters:
+            found.append(
+                f"{run.run_dir} has reached iteration {start.iteration} of {run.training.train_iters}: raise "
+                "--train-iters, which counts the whole run, to go on"
+            )
+        dims = model_dims(load_hf_config(start.hf_dir))
+    except LlavaMcoreError as error:
+        found.append(str(error))
+    try:
+        check_dataset(run.data.path)
+    except LlavaMcoreError as error:
+        found.append(str(error))
+    return found + check_run(run, dims, world_size, gpu_count > 0, source)
+
+
+def _launch(typed: RunConfig, command_line: CommandLine) -> int:
+    """Check the run, write SAVE_DIR/NAME/run.yaml and start the workers."""
+    gpu_count = _count_gpus()
+    run, world_size = resolve(typed, gpu_count)
+    found = preflight(run, world_size, gpu_count)
+    if found:
+        raise ConfigError(problems("The run cannot start", found))
+    config_file = run.run_dir / "run.yaml"
+    command = torchrun_argv(world_size, WORKER, ["--config", str(config_file)])
+    if command_line.dry_run:
+        print(f"# {config_file}\n{run_config_yaml(run)}\n# command\n{shlex.join(command)}")
+        return 0
+    save_run_config(run, config_file)
+    cores = len(os.sched_getaffinity(0))
+    return run_child(command, worker_env(os.environ, world_size, cpu_cores=cores, device_available=gpu_count > 0))
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs without starting CUDA in this process, which would hold memory on one."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()

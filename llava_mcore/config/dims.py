@@ -1,0 +1,27 @@
+"""The numbers of a model that decide which layouts it can be cut into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """Sizes taken from a Hugging Face config; never typed by hand.
+
+    `num_query_groups` is the number of key/value heads. `vision_num_layers` counts all layers of the tower,
+    also those after the feature layer. `sliding_window` is None where every token sees all earlier ones.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    vocab_size: int
+    vision_num_layers: int
+    vision_hidden_size: int
+    vision_ffn_hidden_size: int
+    vision_num_attention_heads: int
+    max_position_embeddings: int
+    sliding_window: int | None

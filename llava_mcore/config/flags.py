@@ -1,0 +1,172 @@
+"""The command-line flags of a run: one table of flag names and configuration keys.
+
+Help, defaults and types all come from the schema, so a flag cannot say one thing and do another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from llava_mcore.config.load import config_fields, load_run_config
+from llava_mcore.config.schema import STAGE_DEFAULTS, RunConfig
+from llava_mcore.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag. `names` as argparse takes them, the long name last; `key` is the dotted configuration key."""
+
+    key: str
+    names: tuple[str, ...]
+
+    @property
+    def long_name(self) -> str:
+        return self.names[-1]
+
+
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "GPU": (Flag("launch.num_gpus", ("-g", "--gpus")),),
+    "logging": (
+        Flag("name", ("--name",)),
+        Flag("logging.log_interval", ("--log-interval",)),
+    ),
+    "save and load": (
+        Flag("checkpoint.load", ("--megatron-load-dir",)),
+        Flag("checkpoint.hf_dir", ("--tokenizer-load-dir",)),
+        Flag("checkpoint.save_dir", ("--save-dir",)),
+        Flag("checkpoint.save", ("--save",)),
+        Flag("checkpoint.save_interval", ("--save-interval",)),
+        Flag("checkpoint.save_optim", ("--save-optim",)),
+        Flag("checkpoint.load_optim", ("--load-optim",)),
+        Flag("checkpoint.init", ("--init",)),
+        Flag("launch.sif_path", ("--sif-path",)),
+    ),
+    "data": (
+        Flag("data.path", ("--data-path",)),
+        Flag("data.seq_length", ("--seq-length",)),
+    ),
+    "parallel": (
+        Flag("parallel.tensor_model_parallel_size", ("--tp",)),
+        Flag("parallel.pipeline_model_parallel_size", ("--pp",)),
+        Flag("parallel.use_distributed_optimizer", ("--dist-optim",)),
+        Flag("parallel.backend", ("--backend",)),
+    ),
+    "training": (
+        Flag("stage", ("--stage",)),
+        Flag("model.freeze_language_model", ("--freeze-lm",)),
+        Flag("training.train_iters", ("--train-iters",)),
+        Flag("training.micro_batch_size", ("--micro-batch-size",)),
+        Flag("training.global_batch_size", ("--global-batch-size",)),
+        Flag("optimizer.lr", ("--lr",)),
+        Flag("training.precision", ("--precision",)),
+        Flag("training.deterministic", ("--deterministic",)),
+    ),
+}
+ALL_FLAGS = tuple(flag for group in FLAGS.values() for flag in group)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What was typed: a file, `key=value` texts, and flags as dotted key -> text (True for a switch)."""
+
+    config_file: Path | None = None
+    overrides: tuple[str, ...] = ()
+    flags: dict[str, object] = field(default_factory=dict)
+    dry_run: bool = False
+
+    def load(self) -> RunConfig:
+        """Return the run's configuration. Raises ConfigError with every mistake at once."""
+        names = {flag.key: flag.long_name for flag in ALL_FLAGS}
+        return load_run_config(self.config_file, self.overrides, self.flags, names)
+
+
+def parse_command_line(
+    argv: Sequence[str], prog: str, description: str = "Train a vision-language model.", *, dry_run: bool = True
+) -> CommandLine:
+    """Parse flags and overrides. Raises ConfigError for a flag that does not exist; --help exits.
+
+    `dry_run` says whether the command has a --dry-run switch.
+    """
+    parser = make_parser(prog, description, dry_run=dry_run)
+    parsed, unknown = parser.parse_known_intermixed_args(list(argv))
+    if unknown:
+        raise ConfigError("\n".join(_unknown_flag(text) for text in unknown))
+    typed = vars(parsed)
+    return CommandLine(
+        config_file=typed["config"],
+        overrides=tuple(typed["overrides"]),
+        flags={flag.key: typed[flag.key] for flag in ALL_FLAGS if typed[flag.key] is not None},
+        dry_run=typed["dry_run"],
+    )
+
+
+def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.ArgumentParser:
+    """Return the parser made of the table. Values stay text: the schema converts and checks them, all at once."""
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        epilog="Each value is taken from a flag, else from key.sub=value, else from the file, else its default.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="Set any configuration key.")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="Read this YAML or JSON file first.")
+    if dry_run:
+        parser.add_argument("--dry-run", action="store_true", help="Print configuration and command; start nothing.")
+    parser.set_defaults(dry_run=False)
+    fields = dict(config_fields())
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            group.add_argument(*flag.names, dest=flag.key, **_argument(flag, fields[flag.key]))
+    return parser
+
+
+def default_text(key: str) -> str:
+    """Return the default of a key in words, for the help and the documentation."""
+    by_stage = [f"{values[key]:g} in stage {stage}" for stage, values in STAGE_DEFAULTS.items() if key in values]
+    if by_stage:
+        return ", ".join(by_stage)
+    default = dict(config_fields())[key].default
+    if default is None or key == "training.train_iters":
+        return "not given"
+    return {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are ConfigErrors, like those of a configuration file."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists the flags")
+
+
+def _argument(flag: Flag, info: FieldInfo) -> dict[str, Any]:
+    """Return the keyword arguments of `add_argument` for one flag."""
+    help_text = f"{info.description} (default: {default_text(flag.key)}; key: {flag.key})".replace("%", "%%")
+    if info.annotation is bool:
+        return {"action": "store_const", "const": True, "help": help_text}
+    return {"metavar": _metavar(info.annotation), "help": help_text}
+
+
+def _metavar(annotation: Any) -> str:
+    """Return {a,b} for a choice, else N, X, DIR or TEXT."""
+    kinds = [kind for kind in (get_args(annotation) or (annotation,)) if kind is not type(None)]
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(str(choice) for choice in kinds) + "}"
+    if len(kinds) == 1 and get_origin(kinds[0]) is not None:
+        return _metavar(kinds[0])
+    return {int: "N", float: "X", Path: "PATH"}.get(kinds[0], "TEXT")
+
+
+def _unknown_flag(text: str) -> str:
+    """Return the message for a flag that is in no table."""
+    name = text.split("=")[0]
+    known = [name for flag in ALL_FLAGS for name in flag.names] + ["--config", "--dry-run", "--help"]
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"{name}: no such flag" + (f" (did you mean {close[0]}?)" if close else "; --help lists the flags")

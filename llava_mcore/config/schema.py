@@ -1,0 +1,201 @@
+"""The configuration of a run, section by section.
+
+The text under each field is its documentation: the help of the command line is made from it.
+Every object is frozen; a wrong type, a value out of range or an unknown key is an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+STAGE_DEFAULTS: dict[int, dict[str, float | int]] = {
+    1: {"optimizer.lr": 1e-3, "training.global_batch_size": 256},
+    2: {"optimizer.lr": 2e-5, "training.global_batch_size": 128},
+}
+"""Values of each training stage that stand where nothing is given."""
+
+
+def _gpu_count(value: int) -> int:
+    if value == 0:
+        raise ValueError("expected -1 (all GPUs) or a number of processes from 1")
+    return value
+
+
+def _folder_name(value: str) -> str:
+    if not value.strip() or value.startswith(".") or set(value) & set("/\\\n\0"):
+        raise ValueError("expected the name of a folder: no '/', not empty, not starting with '.'")
+    return value
+
+
+def _number(value: Any) -> Any:
+    """Literal[1, 2] does not convert text by itself, as int does."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+GpuCount = Annotated[int, Field(ge=-1), AfterValidator(_gpu_count)]
+
+
+class Section(BaseModel):
+    """Base of all sections."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, use_attribute_docstrings=True
+    )
+
+
+class CheckpointConfig(Section):
+    """Where the weights come from and where they go."""
+
+    load: UserPath | None = None
+    """Megatron checkpoint folder whose weights the run starts from."""
+    hf_dir: UserPath | None = None
+    """Hugging Face folder with the tokenizer, the image processor and, for a run from scratch, the model's config."""
+    save_dir: UserPath | None = None
+    """Folder under which the run makes its own folder SAVE_DIR/NAME."""
+    save: bool = False
+    """Save checkpoints: at the end, and at every save interval where one is given."""
+    save_interval: int | None = Field(None, ge=1)
+    """Iterations between two checkpoints; not given: only one at the end."""
+    save_optim: bool = False
+    """Also save the optimizer, the schedule, the random state and the place in the data, so that a run can resume."""
+    load_optim: bool = False
+    """Resume what --save-optim saved: from SAVE_DIR/NAME if it holds a checkpoint, else from the load folder."""
+    init: bool = False
+    """Start from random weights of the model that hf_dir describes instead of loading a checkpoint."""
+
+
+class DataConfig(Section):
+    """What is trained on."""
+
+    path: UserPath | None = None
+    """Folder of webdataset shards that `energon prepare` has prepared."""
+    seq_length: int = Field(2048, ge=1)
+    """Tokens of a padded sample, image tokens included."""
+    num_workers: int = Field(2, ge=0)
+    """Loader processes of each data-parallel rank; 0 loads in the training process."""
+    shuffle_buffer_size: int = Field(1000, ge=0)
+    """Samples that each loader process keeps to shuffle among; 0 or 1 keeps the order within a shard."""
+
+
+class ModelConfig(Section):
+    """Which parts are trained. The architecture comes from the Hugging Face config."""
+
+    freeze_language_model: bool = False
+    """Keep the language model as it is (usual in stage 1)."""
+    freeze_vision_model: bool = True
+    """Keep the vision tower as it is."""
+    freeze_vision_projection: bool = False
+    """Keep the projection between the vision tower and the language model as it is."""
+    make_vocab_size_divisible_by: int = Field(128, ge=1)
+    """The embedding is padded to a multiple of this times the tensor-parallel size; the padding is never exported."""
+
+
+class ParallelConfig(Section):
+    """How the model is spread. The data-parallel size is what remains: processes / (tensor x pipeline)."""
+
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    """Processes that share every layer (tensor parallelism)."""
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    """Pipeline stages that the layers are divided into."""
+    use_distributed_optimizer: bool = False
+    """Divide the optimizer's state over the data-parallel ranks."""
+    backend: Literal["nccl", "gloo"] | None = None
+    """Communication backend; not given: nccl with GPUs, gloo without."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = Field(gt=0)
+    """Highest learning rate."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the schedule."""
+    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the schedule after the warm-up."""
+    lr_warmup_fraction: float = Field(0.03, ge=0, lt=1)
+    """Part of the iterations over which the learning rate rises from 0."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the mean of the gradients."""
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the mean of the squared gradients."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """Added to the denominator of the update."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 clips nothing."""
+
+
+class TrainingConfig(Section):
+    """How long, how much at a time, and in which number format."""
+
+    train_iters: int = Field(0, ge=0)
+    """Iterations (optimizer steps) of the whole run, those before a resume included; required to train."""
+    micro_batch_size: int = Field(1, ge=1)
+    """Samples of one forward pass on one data-parallel rank."""
+    global_batch_size: int = Field(ge=1)
+    """Samples of one iteration over all data-parallel ranks and micro-batches."""
+    precision: Literal["bf16", "fp16", "fp32"] | None = None
+    """Number format of weights and activations; not given: bf16 with GPUs, fp32 without."""
+    seed: int = Field(1234, ge=0)
+    """Seed of initialisation, dropout and shuffling."""
+    deterministic: bool = False
+    """Use only deterministic kernels: equal runs give equal bits, more slowly."""
+
+
+class LoggingConfig(Section):
+    """What is reported."""
+
+    log_interval: int = Field(1, ge=1)
+    """Iterations between two lines on the console; metrics.jsonl gets every iteration."""
+
+
+class LaunchConfig(Section):
+    """How the processes are started."""
+
+    num_gpus: GpuCount = -1
+    """GPUs to use, one process each; -1 means all. On a machine without GPUs: gloo processes, and -1 means 1."""
+    sif_path: UserPath | None = None
+    """Singularity/Apptainer image inside which the same command is run."""
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    name: Annotated[str, AfterValidator(_folder_name)] = "run"
+    """Name of the run, and of its folder under the save folder."""
+    stage: Annotated[Literal[1, 2], BeforeValidator(_number)] = 2
+    """Training stage; it sets the defaults of the learning rate and the global batch size."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    logging: LoggingConfig = LoggingConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_stage_defaults(cls, values: Any) -> Any:
+        """Put the stage's defaults where nothing was given; leave every mistake for the fields to report."""
+        if not isinstance(values, dict):
+            return values
+        stage = str(values.get("stage", cls.model_fields["stage"].default))
+        filled = dict(values)
+        for dotted, default in STAGE_DEFAULTS[int(stage) if stage in ("1", "2") else 2].items():
+            section, field = dotted.split(".")
+            given = filled.setdefault(section, {})
+            if isinstance(given, dict):
+                filled[section] = {field: default, **given}
+        return filled
+
+    @property
+    def run_dir(self) -> Path:
+        """SAVE_DIR/NAME. Only for runs that passed `check_run`, which demands a save folder."""
+        assert self.checkpoint.save_dir is not None
+        return self.checkpoint.save_dir / self.name

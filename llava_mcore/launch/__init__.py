@@ -1,0 +1,1 @@
+"""From options to command lines: torchrun and Singularity. Knows nothing of models or data."""

@@ -1,0 +1,55 @@
+"""Run a command as a child that ends when we are told to, and when we are gone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+    """Run a command, hand it the signals that we get, and return its exit code (128 + n if signal n ended it).
+
+    The child has a session of its own: Ctrl-C in a terminal would else reach it twice, once by us. If we are
+    killed outright it gets SIGTERM. `argv[0]` must be there: 1 is returned, after a traceback, if it is not.
+    """
+    pending: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        if child is None:
+            pending.append(number)
+        else:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        # This file, run as a script, becomes the command: unlike preexec_fn, that is safe beside threads.
+        child = subprocess.Popen(
+            [sys.executable, __file__, *argv], env=None if env is None else dict(env), start_new_session=True
+        )
+        for number in pending:
+            child.send_signal(number)
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Ask the kernel to send us a signal when the process that started us ends. Only Linux can; else nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+if __name__ == "__main__":
+    die_with_parent(signal.SIGTERM)
+    os.execvp(sys.argv[1], sys.argv[1:])

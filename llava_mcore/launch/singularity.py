@@ -1,0 +1,155 @@
+"""Run one of our commands inside a Singularity or Apptainer image. Needs nothing but Python itself.
+
+The host may have no torch: only the image needs what the project depends on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from llava_mcore.errors import ConfigError
+from llava_mcore.launch.process import run_child
+
+ENGINES = ("singularity", "apptainer")
+FLAG = "--sif-path"
+REPOSITORY = Path(__file__).resolve().parents[2]
+_SYSTEM = tuple(Path(name) for name in ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/sys", "/dev"))
+_PATH_IN_TEXT = re.compile(r"(?:~|\.\.)?/[^\s\"',\]}]+")
+
+
+def requested_image(argv: Sequence[str]) -> Path | None:
+    """Return the image that `--sif-path` names on a command line, else None."""
+    return _flag_path(argv, FLAG)
+
+
+def without_image(argv: Sequence[str]) -> list[str]:
+    """Return the command line without `--sif-path`, so that the command inside does not start another container."""
+    kept: list[str] = []
+    skip = False
+    for text in argv:
+        if skip:
+            skip = False
+        elif text == FLAG:
+            skip = True
+        elif not text.startswith(f"{FLAG}="):
+            kept.append(text)
+    return kept
+
+
+def container_argv(
+    sif: Path,
+    argv: Sequence[str],
+    *,
+    engine: str = ENGINES[0],
+    gpu: bool,
+    binds: Sequence[Path],
+    env: Mapping[str, str],
+    cwd: Path,
+) -> list[str]:
+    """Return the command that runs `argv` inside an image, with the caller's environment and `env` on top of it.
+
+    Raises ConfigError for a folder whose name the engine's --bind cannot express.
+    """
+    for path in binds:
+        if {":", ","} & set(str(path)):
+            raise ConfigError(f"{path}: no container can be given a folder with ':' or ',' in its name: rename it")
+    return [
+        engine,
+        "exec",
+        *(["--nv"] if gpu else []),
+        *(part for path in binds for part in ("--bind", str(path))),
+        *(part for name, value in env.items() for part in ("--env", f"{name}={value}")),
+        *("--pwd", str(cwd)),
+        str(sif),
+        *argv,
+    ]
+
+
+def bind_folders(argv: Sequence[str], cwd: Path) -> list[Path]:
+    """Return the folders that a command line needs to see: the repository, `cwd`, and those its arguments name.
+
+    A folder that is yet to be made counts as the nearest one above it that exists. Paths inside the file that
+    `--config` names count too. A folder below another one, and the system's own, are left out.
+    """
+    wanted = [REPOSITORY, cwd]
+    for path in _named_paths(argv, cwd):
+        wanted += [_existing_folder(path), _existing_folder(path.resolve())]
+    folders = [path for path in dict.fromkeys(wanted) if path != Path("/") and not _below(path, _SYSTEM)]
+    return [path for path in folders if not _below(path, [other for other in folders if other != path])]
+
+
+def inner_command(command: str, arguments: Sequence[str]) -> list[str]:
+    """Return `python3 -m llava_mcore command arguments`, which the image shall run.
+
+    A training run gets an override, or a configuration file that names an image would ask for it again.
+    """
+    override = ["launch.sif_path=null"] if command == "train" else []
+    return ["python3", "-m", "llava_mcore", command, *arguments, *override]
+
+
+def rerun_in_container(sif: Path, argv: Sequence[str], *, dry_run: bool = False) -> int:
+    """Run a command of ours inside an image and return its exit code; with `dry_run`, print the exact command.
+
+    `argv` is the command as the image shall see it (see `inner_command`); `--sif-path` is taken out of it.
+    Raises ConfigError without an engine or without the image.
+    """
+    if not sif.is_file() and not sif.is_dir():
+        raise ConfigError(f"{FLAG} {sif}: no such image; environments/recipe_latest.def builds one")
+    engine = next((name for name in ENGINES if shutil.which(name)), None)
+    if engine is None and not dry_run:
+        raise ConfigError(f"{FLAG} needs {' or '.join(ENGINES)} on PATH, and neither is there: install one of them")
+    cwd = Path.cwd()
+    inner = without_image(argv)
+    python_path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = container_argv(
+        sif.resolve(),
+        inner,
+        engine=engine or ENGINES[0],
+        gpu=Path("/dev/nvidiactl").exists(),
+        binds=bind_folders(inner, cwd),
+        env={"PYTHONPATH": python_path},
+        cwd=cwd,
+    )
+    if dry_run:
+        print(shlex.join(command))
+        return 0
+    return run_child(command)
+
+
+def _flag_path(argv: Sequence[str], flag: str) -> Path | None:
+    """Return the path given as `flag PATH` or `flag=PATH`, the last one if several."""
+    path = None
+    for text, following in itertools.pairwise([*argv, ""]):
+        if text == flag and following:
+            path = following
+        elif text.startswith(f"{flag}="):
+            path = text.removeprefix(f"{flag}=")
+    return Path(path).expanduser() if path else None
+
+
+def _named_paths(argv: Sequence[str], cwd: Path) -> Iterator[Path]:
+    """Yield, as absolute paths, what may be paths in the arguments and in the configuration file."""
+    values = [text.partition("=")[2] if "=" in text else text for text in argv]
+    config = _flag_path(argv, "--config")
+    if config is not None and (cwd / config).is_file():
+        values += _PATH_IN_TEXT.findall((cwd / config).read_text(encoding="utf-8", errors="replace"))
+    for value in values:
+        if value and not value.startswith("-"):
+            yield Path(os.path.normpath(cwd / Path(value).expanduser()))
+
+
+def _existing_folder(path: Path) -> Path:
+    """Return the path itself or the nearest folder above it that exists."""
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def _below(path: Path, others: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(other) for other in others)

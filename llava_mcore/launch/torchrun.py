@@ -1,0 +1,33 @@
+"""The command line and the environment of the worker processes on one machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+
+def torchrun_argv(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
+    """Return the command that runs `python -m module arguments` as `num_processes` ranks of this machine.
+
+    The address is given because looking up the machine's own name fails on machines without a name service.
+    """
+    return [
+        sys.executable,
+        *("-m", "torch.distributed.run"),
+        "--standalone",
+        *("--local-addr", "127.0.0.1"),
+        *("--nproc-per-node", str(num_processes)),
+        *("-m", module),
+        *arguments,
+    ]
+
+
+def worker_env(
+    environ: Mapping[str, str], num_processes: int, *, cpu_cores: int, device_available: bool
+) -> dict[str, str]:
+    """Return the environment of the workers: all of `environ`, and OMP_NUM_THREADS where it is not set.
+
+    On the CPU the ranks share the cores; beside a GPU one thread is enough, and torchrun says so in a warning.
+    """
+    threads = 1 if device_available else max(1, cpu_cores // num_processes)
+    return {"OMP_NUM_THREADS": str(threads), **environ}

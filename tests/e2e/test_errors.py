@@ -1,0 +1,73 @@
+"""What goes wrong after the workers have started ends all of them, within a minute, with one clear message."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from llava_mcore.apps.import_hf import import_hf
+from tests.helpers.commands import run
+from tests.helpers.shards import jpeg, make_dataset
+from tests.helpers.tiny_hf import make_hf_llava
+
+SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("errors")
+    make_hf_llava(root / "hf")
+    import_hf(root / "hf", root / "megatron")
+    make_dataset(root / "data")
+    return root
+
+
+def train(root: Path, *, megatron: str = "megatron", hf: str = "hf", data: str = "data") -> str:
+    """Train on two data-parallel ranks, expect failure, and return what was printed."""
+    start = time.monotonic()
+    places = ("--megatron-load-dir", root / megatron, "--tokenizer-load-dir", root / hf, "--data-path", root / data)
+    sizes = ("--train-iters", 30, "--micro-batch-size", 2, "--global-batch-size", 4, "--seq-length", 64)
+    text = run(
+        "train/run.py",
+        "-g",
+        2,
+        *places,
+        *sizes,
+        "--save-dir",
+        root / "save",
+        "data.num_workers=1",
+        expect=1,
+        timeout=120,
+    )
+    assert time.monotonic() - start < SECONDS
+    assert text.count("error: ") == 1, text
+    return text
+
+
+def test_a_checkpoint_of_another_model(root: Path) -> None:
+    shutil.copytree(root / "megatron", root / "other")
+    path = root / "other" / "iter_0000000" / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["intermediate_size"] = 192
+    path.write_text(json.dumps(config))
+    text = train(root, megatron="other")
+    assert "is a checkpoint of another model" in text
+    assert "mlp.linear_fc1.weight" in text and "mlp.linear_fc2.weight" in text
+
+
+def test_a_folder_without_tokenizer(root: Path) -> None:
+    shutil.copytree(root / "hf", root / "bare")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (root / "bare" / name).unlink()
+    text = train(root, hf="bare")
+    assert str(root / "bare") in text and "tokenizer" in text
+
+
+def test_a_broken_picture_names_shard_and_sample(root: Path) -> None:
+    make_dataset(root / "broken", replace={17: {"jpg": jpeg(17)[:400]}})
+    text = train(root, data="broken")
+    assert "sample00017" in text and "000001.tar" in text

@@ -1,0 +1,261 @@
+"""Reading a run's configuration: precedence, messages, and that every flag does what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llava_mcore.__main__ import COMMANDS, main
+from llava_mcore.apps import show_config
+from llava_mcore.config.flags import ALL_FLAGS, make_parser, parse_command_line
+from llava_mcore.config.load import config_fields, load_run_config, run_config_yaml, save_run_config
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import ConfigError
+
+# flag as typed -> key -> value it must have; every value differs from the default
+FLAG_TABLE: list[tuple[str, str, Any]] = [
+    ("-g 3", "launch.num_gpus", 3),
+    ("--gpus 3", "launch.num_gpus", 3),
+    ("--name abc", "name", "abc"),
+    ("--log-interval 5", "logging.log_interval", 5),
+    ("--megatron-load-dir /m", "checkpoint.load", Path("/m")),
+    ("--tokenizer-load-dir /t", "checkpoint.hf_dir", Path("/t")),
+    ("--save-dir /s", "checkpoint.save_dir", Path("/s")),
+    ("--save", "checkpoint.save", True),
+    ("--save-interval 7", "checkpoint.save_interval", 7),
+    ("--save-optim", "checkpoint.save_optim", True),
+    ("--load-optim", "checkpoint.load_optim", True),
+    ("--init", "checkpoint.init", True),
+    ("--sif-path /i.sif", "launch.sif_path", Path("/i.sif")),
+    ("--data-path /d", "data.path", Path("/d")),
+    ("--seq-length 4096", "data.seq_length", 4096),
+    ("--tp 2", "parallel.tensor_model_parallel_size", 2),
+    ("--pp 4", "parallel.pipeline_model_parallel_size", 4),
+    ("--dist-optim", "parallel.use_distributed_optimizer", True),
+    ("--backend gloo", "parallel.backend", "gloo"),
+    ("--stage 1", "stage", 1),
+    ("--freeze-lm", "model.freeze_language_model", True),
+    ("--train-iters 9", "training.train_iters", 9),
+    ("--micro-batch-size 4", "training.micro_batch_size", 4),
+    ("--global-batch-size 8", "training.global_batch_size", 8),
+    ("--lr 1e-4", "optimizer.lr", 1e-4),
+    ("--precision fp16", "training.precision", "fp16"),
+    ("--deterministic", "training.deterministic", True),
+]
+
+
+def values_of(run: RunConfig) -> dict[str, Any]:
+    """Return every value by its dotted key."""
+    flat = {}
+    for key, _ in config_fields():
+        value: Any = run
+        for part in key.split("."):
+            value = getattr(value, part)
+        flat[key] = value
+    return flat
+
+
+def message_of(action: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as raised:
+        action()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("typed", "key", "value"), FLAG_TABLE, ids=[row[0].split()[0] for row in FLAG_TABLE])
+def test_flag_changes_its_key_and_no_other(typed: str, key: str, value: Any) -> None:
+    before = values_of(load_run_config())
+    after = values_of(parse_command_line(typed.split(), "run.py").load())
+    changed = {name: after[name] for name in after if after[name] != before[name]}
+    expected = {key: value}
+    if key == "stage":
+        expected |= {"optimizer.lr": 1e-3, "training.global_batch_size": 256}
+    assert changed == expected
+
+
+def test_every_flag_is_in_the_table_and_in_the_help() -> None:
+    names = {name for flag in ALL_FLAGS for name in flag.names}
+    assert names == {typed.split()[0] for typed, _, _ in FLAG_TABLE}
+    text = " ".join(make_parser("run.py", "", dry_run=True).format_help().split())
+    fields = dict(config_fields())
+    for flag in ALL_FLAGS:
+        assert flag.long_name in text
+        assert " ".join(str(fields[flag.key].description).split()) in text
+    assert "default: 0.001 in stage 1, 2e-05 in stage 2" in text
+    assert "{bf16,fp16,fp32}" in text
+
+
+def test_every_value_is_documented() -> None:
+    assert [key for key, field in config_fields() if not field.description] == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["--tpp", "2"], "--tpp: no such flag (did you mean --tp?)"),
+        (["--micro-batch", "2"], "--micro-batch: no such flag (did you mean --micro-batch-size?)"),
+        (["--wandb"], "--wandb: no such flag"),
+        (["--freeze_lm"], "did you mean --freeze-lm?"),
+        (["--tp"], "--tp: expected one argument"),
+    ],
+)
+def test_unknown_flag_is_an_error(typed: list[str], expected: str) -> None:
+    assert expected in message_of(lambda: parse_command_line(typed, "run.py"))
+
+
+def test_overrides_may_stand_between_flags() -> None:
+    run = parse_command_line(["training.seed=7", "--tp", "2", "data.num_workers=0", "--save"], "run.py").load()
+    assert (run.training.seed, run.data.num_workers, run.parallel.tensor_model_parallel_size) == (7, 0, 2)
+
+
+@given(st.sets(st.sampled_from(["file", "override", "flag"])))
+def test_flag_beats_override_beats_file_beats_default(
+    tmp_path_factory: pytest.TempPathFactory, given: set[str]
+) -> None:
+    lr = {"file": 0.1, "override": 0.2, "flag": 0.3}
+    path = tmp_path_factory.mktemp("config") / "run.yaml"
+    path.write_text(yaml.safe_dump({"optimizer": {"lr": lr["file"]}} if "file" in given else {}))
+    overrides = [f"optimizer.lr={lr['override']}"] if "override" in given else []
+    run = load_run_config(path, overrides, {"optimizer.lr": str(lr["flag"])} if "flag" in given else {})
+    winner = next((name for name in ("flag", "override", "file") if name in given), None)
+    assert run.optimizer.lr == (2e-5 if winner is None else lr[winner])
+
+
+@pytest.mark.parametrize(("stage", "lr", "batch"), [(1, 1e-3, 256), (2, 2e-5, 128)])
+def test_stage_sets_what_is_not_given(stage: int, lr: float, batch: int) -> None:
+    run = load_run_config(overrides=[f"stage={stage}"])
+    assert (run.optimizer.lr, run.training.global_batch_size) == (lr, batch)
+    run = load_run_config(overrides=[f"stage={stage}", "optimizer.lr=0.5"])
+    assert (run.optimizer.lr, run.training.global_batch_size) == (0.5, batch)
+
+
+folder_names = st.text(st.characters(exclude_characters="/\\\n\0", exclude_categories=["Cs", "Cc"]), min_size=1).filter(
+    lambda name: name.strip() and not name.startswith(".")
+)
+some_values = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": folder_names,
+        "stage": st.sampled_from([1, 2]),
+        "optimizer.lr": st.floats(1e-30, 1e3),
+        "optimizer.adam_beta2": st.floats(0, 1, exclude_max=True),
+        "training.seed": st.integers(0, 2**40),
+        "training.precision": st.sampled_from(["bf16", "fp32", None]),
+        "checkpoint.save_dir": folder_names.map(lambda name: Path("/data") / name),
+        "checkpoint.save": st.booleans(),
+    },
+)
+
+
+@given(some_values)
+def test_saved_configuration_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
+    run = load_run_config(flags=values)
+    path = tmp_path_factory.mktemp("config") / "deeper" / "run.yaml"
+    save_run_config(run, path)
+    assert load_run_config(path) == run
+    assert [file.name for file in path.parent.iterdir()] == ["run.yaml"]
+
+
+def test_json_is_read_as_well_as_yaml(tmp_path: Path) -> None:
+    run = load_run_config(overrides=["stage=1", "training.train_iters=5"])
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(yaml.safe_load(run_config_yaml(run))))
+    assert load_run_config(path) == run
+
+
+def test_all_mistakes_come_in_one_error_with_their_origin(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("optimizer:\n  lrr: 3\n  min_lr: -1\nmodel:\nlogging: 4\nnothing: {}\ntraining: {precision: fp8}\n")
+    overrides = ["lr=3", "foo", "launch.num_gpus=0", "name=a/b", "data.seqlength=5"]
+    flags = {"training.train_iters": "ten", "stage": "2"}
+    names = {"training.train_iters": "--train-iters", "stage": "--stage"}
+    message = message_of(lambda: load_run_config(path, overrides, flags, names))
+    for expected in (
+        "(11 problems)",
+        f"optimizer.lrr (in {path}): no such key (did you mean optimizer.lr?)",
+        f"optimizer.min_lr (in {path}): found -1, expected greater than or equal to 0",
+        f"logging (in {path}): a section, expected a mapping of keys, found 4",
+        f"nothing (in {path}): no such key",
+        f"training.precision (in {path}): found 'fp8', expected 'bf16', 'fp16' or 'fp32'",
+        "lr (from 'lr=3'): no such key (did you mean optimizer.lr?)",
+        "'foo': expected key=value",
+        "launch.num_gpus (from 'launch.num_gpus=0'): found '0', expected -1 (all GPUs) or a number",
+        "name (from 'name=a/b'): found 'a/b', expected the name of a folder",
+        "data.seqlength (from 'data.seqlength=5'): no such key (did you mean data.seq_length?)",
+        "training.train_iters (from --train-iters): found 'ten', expected a valid integer",
+    ):
+        assert expected in message
+    message = message_of(lambda: load_run_config(None, [], {"stage": "3"}, names))
+    assert "stage (from --stage): found 3, expected 1 or 2" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.yaml", "training: {seed: 1}\ntraining: {seed: 2}\n", "'training' is given twice"),
+        ("a.json", '{"stage": 1, "stage": 2}', "'stage' is given twice"),
+        ("a.yaml", "training: [", "not valid YAML"),
+        ("a.json", "{", "not valid JSON"),
+        ("a.yaml", "- 1\n", "expected a mapping of sections to values, found a list"),
+    ],
+)
+def test_unusable_file(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    (tmp_path / name).write_text(text)
+    message = message_of(lambda: load_run_config(tmp_path / name))
+    assert expected in message
+    assert str(tmp_path / name) in message
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    assert "cannot be read" in message_of(lambda: load_run_config(tmp_path / "none.yaml"))
+
+
+def test_empty_file_and_null_override_mean_defaults(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("")
+    assert load_run_config(tmp_path / "a.yaml", ["launch.sif_path=null", "data.path="]) == load_run_config()
+
+
+def test_configuration_cannot_be_changed() -> None:
+    run = load_run_config()
+    with pytest.raises(ValueError, match="frozen"):
+        run.optimizer.lr = 1.0
+
+
+def test_show_config_prints_what_config_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show_config.main(["--tp", "2", "training.seed=5"]) == 0
+    (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
+    expected = load_run_config(None, ["parallel.tensor_model_parallel_size=2", "training.seed=5"])
+    assert load_run_config(tmp_path / "run.yaml") == expected
+    assert show_config.main(["--tp", "two"]) == 2
+    assert "--tp): found 'two'" in capsys.readouterr().err
+
+
+def test_command_line_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+    assert main(["trian"]) == 2
+    assert "did you mean train?" in capsys.readouterr().err
+    assert main([]) == 2
+
+
+def test_config_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, llava_mcore.config.flags, llava_mcore.config.rules, llava_mcore.apps.train\n"
+    code += "print([name for name in ('torch', 'transformers', 'megatron') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_data_imports_no_megatron_core() -> None:
+    folder = Path(show_config.__file__).parents[1] / "data"
+    files = sorted(folder.rglob("*.py"))
+    assert files
+    assert [path.name for path in files if "megatron.core" in path.read_text(encoding="utf-8")] == []

@@ -1,0 +1,215 @@
+"""From options to command lines: torchrun, the child process, and Singularity against a recording stand-in."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llava_mcore.__main__ import main
+from llava_mcore.errors import ConfigError
+from llava_mcore.launch.process import run_child
+from llava_mcore.launch.singularity import (
+    REPOSITORY,
+    bind_folders,
+    container_argv,
+    inner_command,
+    requested_image,
+    rerun_in_container,
+    without_image,
+)
+from llava_mcore.launch.torchrun import torchrun_argv, worker_env
+
+
+def test_torchrun_command() -> None:
+    assert torchrun_argv(4, "some.worker", ["--config", "/a b/run.yaml"])[1:] == [
+        *("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"),
+        *("-m", "some.worker", "--config", "/a b/run.yaml"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("processes", "device", "given", "threads"),
+    [
+        (1, False, {}, "8"),
+        (3, False, {}, "2"),
+        (16, False, {}, "1"),
+        (4, True, {}, "1"),
+        (4, False, {"OMP_NUM_THREADS": "5"}, "5"),
+    ],
+)
+def test_worker_threads(processes: int, device: bool, given: dict[str, str], threads: str) -> None:
+    env = worker_env({"PATH": "/bin", **given}, processes, cpu_cores=8, device_available=device)
+    assert env == {"PATH": "/bin", "OMP_NUM_THREADS": threads}
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
+def test_exit_code_of_the_child(code: str, expected: int) -> None:
+    assert run_child([sys.executable, "-c", code]) == expected
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process inside `run_child`, whose child waits, and on a signal writes `ended` and exits with 21."""
+    child = f"""
+import pathlib, signal, sys, time
+def end(number, frame):
+    pathlib.Path({str(tmp_path)!r}, "ended").write_text(str(number))
+    sys.exit(21)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, end)
+pathlib.Path({str(tmp_path)!r}, "ready").touch()
+time.sleep(30)
+"""
+    argv = [sys.executable, "-c", child]
+    code = f"import sys; from llava_mcore.launch.process import run_child as run; sys.exit(run({argv!r}))"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
+    wait_for(tmp_path / "ready")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} did not appear"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_reach_the_child(number: signal.Signals, parent: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    parent.send_signal(number)
+    assert parent.wait(timeout=20) == 21
+    assert (tmp_path / "ended").read_text() == str(int(number))
+
+
+def test_child_ends_when_the_parent_is_killed(parent: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    parent.kill()
+    wait_for(tmp_path / "ended")
+
+
+def test_own_signal_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run_child([sys.executable, "-c", ""])
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("argv", "image", "rest"),
+    [
+        (["a", "--sif-path", "/i.sif", "b"], Path("/i.sif"), ["a", "b"]),
+        (["--sif-path=/i.sif", "b"], Path("/i.sif"), ["b"]),
+        (["--sif-path", "/1", "--sif-path", "/2"], Path("/2"), []),
+        (["--sif-path", "~/i.sif"], Path.home() / "i.sif", []),
+        (["a", "--sif-path"], None, ["a"]),
+        (["a", "--save"], None, ["a", "--save"]),
+    ],
+)
+def test_image_flag_is_found_and_taken_out(argv: list[str], image: Path | None, rest: list[str]) -> None:
+    assert requested_image(argv) == image
+    assert without_image(argv) == rest
+
+
+def test_container_command() -> None:
+    argv = container_argv(
+        Path("/i.sif"), ["python3", "x.py"], gpu=True, binds=[Path("/a"), Path("/b c")], env={"K": "v"}, cwd=Path("/a")
+    )
+    assert argv == [
+        *("singularity", "exec", "--nv", "--bind", "/a", "--bind", "/b c", "--env", "K=v", "--pwd", "/a"),
+        *("/i.sif", "python3", "x.py"),
+    ]
+    argv = container_argv(Path("/i.sif"), ["x"], engine="apptainer", gpu=False, binds=[], env={}, cwd=Path("/a"))
+    assert argv == ["apptainer", "exec", "--pwd", "/a", "/i.sif", "x"]
+
+
+def test_folder_that_bind_cannot_express() -> None:
+    with pytest.raises(ConfigError, match="':' or ','"):
+        container_argv(Path("/i.sif"), [], gpu=False, binds=[Path("/a:b")], env={}, cwd=Path("/"))
+
+
+def test_folders_that_the_command_needs_are_bound(tmp_path: Path) -> None:
+    for name in ("cwd/inside", "data", "models/hf", "store", "configured"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    (tmp_path / "cwd" / "run.yaml").write_text(f"data: {{path: {tmp_path / 'configured'}, seq_length: 8}}\n")
+    argv = [
+        *("train", "--data-path", str(tmp_path / "data"), f"--megatron-load-dir={tmp_path / 'models' / 'hf'}"),
+        *("--save-dir", str(tmp_path / "models" / "new" / "deep"), "--name", "x", "--lr", "1e-5", "--tp", "2"),
+        *("--tokenizer-load-dir", str(tmp_path / "link"), "--config", "run.yaml", "--text-model", "org/name"),
+        *("a=../data", "b=inside", "c=/usr/share", "d=/no-such-top-folder/x"),
+    ]
+    expected = {REPOSITORY, *(tmp_path / name for name in ("cwd", "data", "models", "link", "store", "configured"))}
+    assert set(bind_folders(argv, tmp_path / "cwd")) == expected
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a `singularity` on PATH that writes down what it is called with and exits with 5."""
+    folder, record = tmp_path / "bin", tmp_path / "record.json"
+    folder.mkdir()
+    script = f"""\
+        #!{sys.executable}
+        import json, os, sys
+        json.dump({{"argv": sys.argv[1:], "env": dict(os.environ)}}, open({str(record)!r}, "w"))
+        sys.exit(5)
+        """
+    (folder / "singularity").write_text(textwrap.dedent(script))
+    (folder / "singularity").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return record
+
+
+@pytest.mark.parametrize("command", ["train", "import-hf", "export-hf", "build"])
+def test_command_is_run_again_inside_the_image(
+    command: str, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "i.sif").touch()
+    monkeypatch.setenv("KEPT", "yes")
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "--tp", "2", "--sif-path", "i.sif"]) == 5
+    called = json.loads(engine.read_text())
+    override = ["launch.sif_path=null"] if command == "train" else []
+    inner = [str(tmp_path / "i.sif"), "python3", "-m", "llava_mcore", command, "--tp", "2", *override]
+    assert called["argv"][0] == "exec"
+    assert called["argv"][-len(inner) :] == inner
+    assert "--cleanenv" not in called["argv"]
+    assert called["env"]["KEPT"] == "yes"
+    assert called["env"]["PATH"] == os.environ["PATH"]
+
+
+def test_image_from_a_configuration_file(engine: Path, tmp_path: Path) -> None:
+    (tmp_path / "i.sif").touch()
+    (tmp_path / "run.yaml").write_text(f"launch: {{sif_path: {tmp_path / 'i.sif'}}}\n")
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 5
+    assert json.loads(engine.read_text())["argv"][-1] == "launch.sif_path=null"
+
+
+def test_dry_run_prints_the_exact_command(engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "i.sif").touch()
+    arguments = ["--dry-run", "--name", "a b", "--sif-path", str(tmp_path / "i.sif")]
+    assert main(["train", *arguments]) == 0
+    assert not engine.exists()
+    printed = shlex.split(capsys.readouterr().out)
+    assert rerun_in_container(tmp_path / "i.sif", inner_command("train", arguments)) == 5
+    assert json.loads(engine.read_text())["argv"] == printed[1:]
+
+
+def test_missing_image_and_missing_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"none\.sif: no such image"):
+        rerun_in_container(tmp_path / "none.sif", ["x"])
+    (tmp_path / "i.sif").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="needs singularity or apptainer on PATH"):
+        rerun_in_container(tmp_path / "i.sif", ["x"])

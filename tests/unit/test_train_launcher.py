@@ -1,0 +1,186 @@
+"""The launcher: everything is checked before anything starts, and the workers get the resolved run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llava_mcore.apps import train
+from llava_mcore.config.load import load_run_config
+
+HF_CONFIG: dict[str, Any] = {
+    "model_type": "llava",
+    "text_config": {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 512,
+    },
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+    },
+}
+
+
+class Folders:
+    """A Hugging Face folder, a Megatron folder at iteration 0, prepared shards, and a place for outputs."""
+
+    def __init__(self, root: Path) -> None:
+        self.hf, self.megatron, self.data, self.save = (root / name for name in ("hf", "mega", "data", "save"))
+        self.hf.mkdir()
+        (self.hf / "config.json").write_text(json.dumps(HF_CONFIG))
+        self.add_checkpoint(self.megatron, 0)
+        (self.data / ".nv-meta").mkdir(parents=True)
+        for name in ("dataset.yaml", "index.sqlite", "index.uuid"):
+            (self.data / ".nv-meta" / name).touch()
+        (self.data / ".nv-meta" / "split.yaml").write_text("split_parts: {train: [0.tar]}")
+
+    def add_checkpoint(self, folder: Path, iteration: int) -> None:
+        inside = folder / f"iter_{iteration:07d}"
+        (inside / "hf").mkdir(parents=True)
+        (inside / "metadata.json").write_text("{}")
+        (inside / "hf" / "config.json").write_text(json.dumps(HF_CONFIG))
+        (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
+
+    def flags(self, *more: str) -> list[str]:
+        flags = f"--megatron-load-dir {self.megatron} --data-path {self.data} --save-dir {self.save} --name r".split()
+        return [*flags, "-g", "2", "--tp", "2", "--train-iters", "6", "--seq-length", "64", *more]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Folders:
+    return Folders(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "_count_gpus", lambda: 0)
+
+
+def refusal(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert train.main(flags) == 2
+    return capsys.readouterr().err
+
+
+def test_dry_run_shows_the_run_and_writes_nothing(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(folders.flags("--dry-run")) == 0
+    printed = capsys.readouterr().out
+    assert "precision: fp32" in printed
+    assert "backend: gloo" in printed
+    assert f"--nproc-per-node 2 -m llava_mcore.apps.worker --config {folders.save}/r/run.yaml" in printed
+    assert not folders.save.exists()
+
+
+def test_workers_are_started_with_the_resolved_run(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stub_worker.py").write_text(
+        "import os, pathlib, sys\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'rank' + os.environ['RANK']).write_text(' '.join(sys.argv[1:]))\n"
+        "sys.exit(3 if os.environ.get('STUB_FAILS') else 0)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(train, "WORKER", "stub_worker")
+    assert train.main(folders.flags("--save", "training.seed=3")) == 0
+    written = folders.save / "r" / "run.yaml"
+    assert {(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)} == {f"--config {written}"}
+    run = load_run_config(written)
+    assert (run.training.precision, run.parallel.backend, run.launch.num_gpus) == ("fp32", "gloo", 2)
+    assert (run.training.seed, run.checkpoint.load) == (3, folders.megatron)
+    monkeypatch.setenv("STUB_FAILS", "1")
+    assert train.main(folders.flags()) == 1
+
+
+def test_all_problems_in_one_message_and_nothing_started(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    (folders.data / ".nv-meta").rename(folders.data / "elsewhere")
+    changes = ["-g", "4", "--tp", "4", "--pp", "3", "--seq-length", "999", "--backend", "nccl", "--save-optim"]
+    message = refusal(folders.flags(*changes), capsys)
+    for expected in (
+        "The run cannot start (7 problems)",
+        f"--tp 4 does not divide the key/value heads of the language model, which is 2 in {folders.megatron}",
+        "--pp 3 does not divide",
+        "4 processes (--gpus) cannot be divided into groups of --tp 4 x --pp 3 = 12",
+        "energon prepare",
+        "--seq-length 999 exceeds the 512 positions",
+        "--backend nccl needs GPUs",
+        "--save-optim has no effect without --save",
+    ):
+        assert expected in message
+    assert not folders.save.exists()
+
+
+def test_without_a_start_or_with_broken_checkpoints(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    rest = folders.flags()[2:]
+    assert "nothing to start from" in refusal(rest, capsys)
+    assert "--init needs the model's config" in refusal([*rest, "--init"], capsys)
+    assert "no such folder" in refusal([*rest, "--megatron-load-dir", "/nowhere"], capsys)
+    assert "model_type is 'llama'" in refusal_of_other_model(folders, rest, capsys)
+    (folders.megatron / "latest_checkpointed_iteration.txt").unlink()
+    assert "latest_checkpointed_iteration.txt" in refusal(folders.flags(), capsys)
+
+
+def refusal_of_other_model(folders: Folders, rest: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    (folders.hf / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return refusal([*rest, "--init", "--tokenizer-load-dir", str(folders.hf)], capsys)
+
+
+def test_from_random_weights(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    rest = folders.flags("--init", "--tokenizer-load-dir", str(folders.hf), "--dry-run")[2:]
+    assert train.main(rest) == 0
+    assert "--init loads none" in refusal([*rest, "--load-optim"], capsys)
+
+
+def test_an_earlier_run_is_resumed_or_left_alone(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    folders.add_checkpoint(folders.save / "r", 4)
+    assert "already holds a checkpoint: resume it with --load-optim" in refusal(folders.flags(), capsys)
+    assert train.main(folders.flags("--load-optim", "--dry-run")) == 0
+    assert train.main(folders.flags("--name", "other", "--dry-run")) == 0
+    message = refusal(folders.flags("--load-optim", "--train-iters", "4"), capsys)
+    assert "has reached iteration 4 of 4: raise --train-iters" in message
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flag", "world", "precision", "backend"),
+    [
+        (0, -1, 1, "fp32", "gloo"),
+        (0, 4, 4, "fp32", "gloo"),
+        (8, -1, 8, "bf16", "nccl"),
+        (8, 2, 2, "bf16", "nccl"),
+    ],
+)
+def test_what_the_machine_decides(gpus: int, flag: int, world: int, precision: str, backend: str) -> None:
+    run, world_size = train.resolve(load_run_config(None, [f"launch.num_gpus={flag}", "data.path=d"]), gpus)
+    assert (world_size, run.launch.num_gpus) == (world, world)
+    assert (run.training.precision, run.parallel.backend) == (precision, backend)
+    assert run.data.path == Path.cwd() / "d"
+
+
+def test_what_is_given_is_kept() -> None:
+    run, _ = train.resolve(load_run_config(None, ["training.precision=fp32", "parallel.backend=gloo"]), 8)
+    assert (run.training.precision, run.parallel.backend) == ("fp32", "gloo")
+
+
+def test_more_gpus_than_there_are(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "_count_gpus", lambda: 1)
+    assert "--gpus 2: this machine has 1" in refusal(folders.flags(), capsys)
+
+
+def test_a_mistyped_flag_ends_the_script_with_code_2_at_once() -> None:
+    script = Path(train.__file__).parents[2] / "scripts" / "train" / "run.py"
+    done = subprocess.run([sys.executable, str(script), "--tpp", "2"], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (2, "error: --tpp: no such flag (did you mean --tp?)\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from llava_mcore import log
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import LlavaMcoreError, problems
+from llava_mcore.launch.process import die_with_parent
 
 if TYPE_CHECKING:
     from llava_mcore.checkpoint.start import StartPoint
@@ -27,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="llava_mcore.apps.worker", allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, help="resolved run.yaml")
     args = parser.parse_args(argv)
+    die_with_parent(signal.SIGKILL)  # a worker without its torchrun would wait for the others for ever
     rank = int(os.environ["RANK"])
     log.set_up(rank)
     try:

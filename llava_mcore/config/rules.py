@@ -92,10 +92,8 @@ def check_values(run: RunConfig) -> Iterator[str]:
         yield f"--tokenizer-load-dir {checkpoint.hf_dir}: no such folder"
     if checkpoint.init and checkpoint.load is not None:
         yield "--init starts from random weights and --megatron-load-dir loads some: give one of the two"
-    if checkpoint.save_optim and not checkpoint.save:
-        yield "--save-optim has no effect without --save: add it"
-    if checkpoint.save_interval is not None and not checkpoint.save:
-        yield "--save-interval has no effect without --save: add it"
+    if checkpoint.save_optim and not checkpoint.saves:
+        yield "--save-optim has no effect without --save or --save-interval: add one of them"
     if model.freeze_language_model and model.freeze_vision_model and model.freeze_vision_projection:
         yield "all three parts are frozen, so nothing would be trained: unfreeze one of model.freeze_*"
     if optimizer.min_lr > optimizer.lr:

@@ -57,15 +57,20 @@ class CheckpointConfig(Section):
     save_dir: UserPath | None = None
     """Folder under which the run makes its own folder SAVE_DIR/NAME."""
     save: bool = False
-    """Save checkpoints: at the end, and at every save interval where one is given."""
+    """Save a checkpoint at the end of the run; a save interval asks for that too."""
     save_interval: int | None = Field(None, ge=1)
-    """Iterations between two checkpoints; not given: only one at the end."""
+    """Iterations between two checkpoints, beside the one at the end; not given: only that one, if asked for."""
     save_optim: bool = False
     """Also save the optimizer, the schedule, the random state and the place in the data, so that a run can resume."""
     load_optim: bool = False
     """Resume what --save-optim saved: from SAVE_DIR/NAME if it holds a checkpoint, else from the load folder."""
     init: bool = False
     """Start from random weights of the model that hf_dir describes instead of loading a checkpoint."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves at all."""
+        return self.save or self.save_interval is not None
 
 
 class DataConfig(Section):

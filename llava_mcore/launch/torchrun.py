@@ -13,7 +13,7 @@ def torchrun_argv(num_processes: int, module: str, arguments: Sequence[str]) -> 
     """
     return [
         sys.executable,
-        *("-m", "torch.distributed.run"),
+        *("-m", "llava_mcore.apps.torchrun"),  # torch.distributed.run with a shorter last word
         "--standalone",
         *("--local-addr", "127.0.0.1"),
         *("--nproc-per-node", str(num_processes)),

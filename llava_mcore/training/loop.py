@@ -64,10 +64,10 @@ def train(trainer: Trainer, loader: Loader | None, progress: Progress, hf: Path)
         if progress.iteration % run.logging.log_interval == 0:
             logger.info(metrics.line(run.training.train_iters, groups.world_size))
         interval = run.checkpoint.save_interval
-        if run.checkpoint.save and interval is not None and progress.iteration % interval == 0:
+        if interval is not None and progress.iteration % interval == 0:
             save_checkpoint(trainer, progress, hf, loader.state() if loader is not None else None)
             saved_at = progress.iteration
-    if run.checkpoint.save and saved_at != progress.iteration:
+    if run.checkpoint.saves and saved_at != progress.iteration:
         save_checkpoint(trainer, progress, hf, loader.state() if loader is not None else None)
 
 

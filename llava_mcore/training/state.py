@@ -6,8 +6,10 @@ leaves the newest complete checkpoint as it was.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import distrib_optimizer
 
 from llava_mcore.checkpoint import hf_files, layout
 from llava_mcore.checkpoint.megatron import load_state, model_state, save_state
@@ -58,7 +61,8 @@ def save_checkpoint(trainer: Trainer, progress: Progress, hf_source: Path, loade
         save_run_config(run, partial / RUN_FILE)
         (partial / LOADER_FOLDER).mkdir()
     dist.barrier(group=groups.control)
-    save_state(_state(trainer, progress, is_loading=False), partial)
+    with corruption_is_an_error(final):
+        save_state(_state(trainer, progress, is_loading=False), partial)
     if run.checkpoint.save_optim and groups.loads_data:
         torch.save(loader_state, partial / LOADER_FOLDER / _loader_file(groups))
     dist.barrier(group=groups.control)
@@ -68,6 +72,33 @@ def save_checkpoint(trainer: Trainer, progress: Progress, hf_source: Path, loade
         logger.info("saved %s", final)
     dist.barrier(group=groups.control)
     return final
+
+
+@contextlib.contextmanager
+def corruption_is_an_error(checkpoint: Path) -> Iterator[None]:
+    """Turn megatron-core's warning that it is about to save a shifted embedding into an error (0.19.2).
+
+    It comes with a distributed optimizer over tied embeddings on several pipeline stages, where the gradient buffer's
+    size is not aligned.
+    """
+
+    class Refuse(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "exceeds unpadded buffer" in record.getMessage():
+                raise CheckpointError(
+                    f"{checkpoint}: megatron-core would corrupt it ({record.getMessage()}); "
+                    "save without --dist-optim, with --pp 1, or with model.make_vocab_size_divisible_by = 128"
+                )
+
+    theirs, handler = logging.getLogger(distrib_optimizer.__name__), Refuse(logging.WARNING)
+    level = theirs.level
+    theirs.addHandler(handler)
+    theirs.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        theirs.removeHandler(handler)
+        theirs.setLevel(level)
 
 
 def _without_weights(folder: str, names: list[str]) -> list[str]:

@@ -31,18 +31,8 @@ def train(root: Path, *, megatron: str = "megatron", hf: str = "hf", data: str =
     start = time.monotonic()
     places = ("--megatron-load-dir", root / megatron, "--tokenizer-load-dir", root / hf, "--data-path", root / data)
     sizes = ("--train-iters", 30, "--micro-batch-size", 2, "--global-batch-size", 4, "--seq-length", 64)
-    text = run(
-        "train/run.py",
-        "-g",
-        2,
-        *places,
-        *sizes,
-        "--save-dir",
-        root / "save",
-        "data.num_workers=1",
-        expect=1,
-        timeout=120,
-    )
+    flags = ("-g", 2, *places, *sizes, "--save-dir", root / "save", "data.num_workers=1")
+    text = run("train/run.py", *flags, expect=2, timeout=120)
     assert time.monotonic() - start < SECONDS
     assert text.count("error: ") == 1, text
     return text

@@ -1,16 +1,10 @@
-"""Tiny language models and vision towers as a user would bring them to build_llava_jp, and fixtures that build.
-
-A test module takes the fixtures with `pytest_plugins = ("tests.helpers.build_parts",)`.
-"""
+"""Tiny language models and vision towers as a user would bring them to build_llava_jp."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -26,9 +20,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from llava_mcore.build.folder import build_llava
-from llava_mcore.build.options import BuildOptions
-from tests.helpers.tiny_hf import CORPUS, TEXTS, randomise, text_config, vision_config
+from tests.helpers.tiny_hf import CORPUS, randomise, text_config, vision_config
 
 VOCAB = 401
 CHATML = (
@@ -92,36 +84,6 @@ def save_image_processor(folder: Path, kind: str, pixels: int) -> None:
         CLIPImageProcessor(size={"shortest_edge": pixels}, crop_size=size).save_pretrained(folder)
     else:
         SiglipImageProcessor(size=size).save_pretrained(folder)
-
-
-@pytest.fixture(scope="session")
-def tiny_parts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A source folder by what it holds, written once: tiny_parts("clip"), tiny_parts("qwen2", tie=True)…"""
-    root, made = tmp_path_factory.mktemp("parts"), {}
-
-    def get(kind: str, **how: Any) -> Path:
-        key = (kind, *sorted(how.items()))
-        if key not in made:
-            folder = root / str(len(made))
-            made[key] = save_text(folder, kind, **how) if kind in TEXTS else save_vision(folder, kind, **how)
-        return made[key]
-
-    return get
-
-
-@pytest.fixture
-def build_tiny(tiny_parts: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """Build into a fresh folder, from tiny parts unless others are given."""
-    numbers = itertools.count()
-
-    def make(text: Path | None = None, vision: Path | None = None, **options: Any) -> Path:
-        out = tmp_path / f"built{next(numbers)}"
-        text, vision = text or tiny_parts("llama"), vision or tiny_parts("clip")
-        chosen = BuildOptions(save_dir=out, text_model=str(text), vision_model=str(vision), **options)
-        build_llava(chosen, say=lambda line: None)
-        return out
-
-    return make
 
 
 def load(folder: Path) -> LlavaForConditionalGeneration:

@@ -47,7 +47,16 @@ def write_shards(
 def prepare(folder: Path, *, sample_type: str = "VQASample") -> None:
     """Run `energon prepare` as docs/data.md says."""
     field_map = ["--field-map", FIELD_MAP] if sample_type == "VQASample" else []
-    command = ["prepare", str(folder), "--non-interactive", "--split-ratio", "1,0,0", "--no-progress", "--num-workers", "1"]
+    command = [
+        "prepare",
+        str(folder),
+        "--non-interactive",
+        "--split-ratio",
+        "1,0,0",
+        "--no-progress",
+        "--num-workers",
+        "1",
+    ]
     energon = Path(sys.executable).parent / "energon"
     subprocess.run([energon, *command, "--sample-type", sample_type, *field_map], check=True, capture_output=True)
     assert (folder / ".nv-meta" / "dataset.yaml").is_file()

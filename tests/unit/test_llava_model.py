@@ -91,7 +91,9 @@ def test_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = clip_vit_model.CLIPViTModel.__init__.__defaults__
     norm = tuple(WrappedTorchNorm if x is torch.nn.LayerNorm else x for x in defaults)
     monkeypatch.setattr(clip_vit_model.CLIPViTModel.__init__, "__defaults__", norm)
-    hf = make_hf_llava(tmp_path / "hf", vision_overrides={"image_size": 336}, text_overrides={"max_position_embeddings": 1024})
+    hf = make_hf_llava(
+        tmp_path / "hf", vision_overrides={"image_size": 336}, text_overrides={"max_position_embeddings": 1024}
+    )
     checkpoint = import_hf(tmp_path / "hf", tmp_path / "megatron", tp=2)
     text = torch.randint(5, 300, (1, 30), generator=torch.Generator().manual_seed(3))
     pixels = torch.randn(1, 3, 336, 336, generator=torch.Generator().manual_seed(4))

@@ -1,0 +1,227 @@
+"""The whole build: read the parts, compose them, write the folder, read it back."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerBase,
+)
+
+from llava_mcore.build import language, vision
+from llava_mcore.build.chat import choose_template
+from llava_mcore.build.compose import compose, llava_config
+from llava_mcore.build.language import IMAGE_TOKEN
+from llava_mcore.build.options import BuildOptions, Say
+from llava_mcore.build.sources import Source, find_source
+from llava_mcore.checkpoint.hf_files import partial_sibling, publish, require_absent
+from llava_mcore.errors import ConfigError, ConversionError, problems
+
+_SIZE = re.compile(r"[1-9]\d*(KB|MB|GB)")
+_PROBE = f"USER: {IMAGE_TOKEN}\nHow many of the 12 houses, 家, are red?  3."
+
+
+@dataclass(frozen=True)
+class Part:
+    """One row of the summary. `shape` is what a person wants to know of it; `parameters` are counted once if tied."""
+
+    name: str
+    source: str
+    shape: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where everything comes from."""
+
+    text: Source
+    vision: Source
+    tokenizer: Source
+    image_processor: Source
+
+
+def find_sources(options: BuildOptions) -> Sources:
+    """Resolve the names given. Raises ConfigError for one that cannot exist."""
+    text = find_source(options.text_model, "--text-model", gguf_file=options.gguf_file, may_be_gguf=True)
+    tower = find_source(options.vision_model, "--vision-model")
+    return Sources(
+        text,
+        tower,
+        find_source(options.tokenizer, "--tokenizer") if options.tokenizer else text,
+        find_source(options.image_processor, "--image-processor") if options.image_processor else tower,
+    )
+
+
+def build_llava(options: BuildOptions, say: Say) -> list[Part]:
+    """Make `options.save_dir`, a complete Hugging Face LLaVA folder, and return its parts.
+
+    Raises:
+        ConfigError, ConversionError: nothing was written.
+    """
+    require_absent(options.save_dir, what="a build")
+    if not _SIZE.fullmatch(options.max_shard_size):
+        raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected a size such as 500MB or 5GB")
+    sources = find_sources(options)
+    # Small files first: what cannot work is refused before gigabytes are read.
+    language.load_language_config(sources.text)
+    vision_config = vision.load_vision_config(sources.vision)
+    plan = vision.plan_features(vision_config, options)
+    image_processor = vision.load_image_processor(sources.image_processor, vision_config)
+    tokenizer = language.load_tokenizer(sources.tokenizer)
+    ids = language.add_special_tokens(tokenizer)
+    template = choose_template(tokenizer, options.chat_template, say)
+    processor = make_processor(image_processor, tokenizer, vision_config.patch_size, plan, template)
+
+    say(f"language model: {sources.text}")
+    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    text = language.load_language_model(sources.text, dtype, say)
+    fit_vocabulary(text, tokenizer, pad=options.vocab_size_padding, say=say)
+    say(f"vision tower: {sources.vision}")
+    tower = vision.load_vision_tower(sources.vision, vision_config, text.dtype)
+    generation = language.settled_generation_config(text, tokenizer, ids, say)
+    config = llava_config(text, tower, plan, ids)
+    model = compose(text, tower, config, seed=options.seed)
+    model.generation_config = generation
+    _say_features(plan, config, options, say)
+    write_folder(model, processor, options)
+    return summary(model, sources, options)
+
+
+def fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, *, pad: bool, say: Say) -> None:
+    """Grow the vocabulary of a language model if the tokenizer (or --vocab-size-padding) needs it."""
+    before = model.config.vocab_size
+    rows = language.wanted_vocab_size(tokenizer, before, pad=pad)
+    used = max(tokenizer.get_vocab().values()) + 1
+    if rows == before:
+        say(f"  vocabulary: {before} rows, {used} used; unchanged")
+        return
+    language.grow_vocabulary(model, rows)
+    say(f"  vocabulary: {before} rows -> {rows}, {used} used; new rows are the mean of the others")
+
+
+def make_processor(
+    image_processor: Any, tokenizer: PreTrainedTokenizerBase, patch_size: int, plan: vision.FeaturePlan, template: str
+) -> LlavaProcessor:
+    """Return the processor; tokenizer and processor share one chat template."""
+    tokenizer.chat_template = template
+    return LlavaProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        patch_size=patch_size,
+        vision_feature_select_strategy=plan.strategy,
+        num_additional_image_tokens=plan.class_tokens,
+        image_token=IMAGE_TOKEN,
+        chat_template=template,
+    )
+
+
+def write_folder(model: LlavaForConditionalGeneration, processor: LlavaProcessor, options: BuildOptions) -> None:
+    """Write everything beside the target, check it, and move it into place; leave nothing behind on failure.
+
+    Raises:
+        ConversionError: the disk, or a file that does not read back as what was written.
+    """
+    partial = _partial_folder(options.save_dir)
+    try:
+        model.save_pretrained(partial, max_shard_size=options.max_shard_size)
+        processor.save_pretrained(partial)
+        _make_readable(partial)
+        check_folder(partial, model.config, processor)
+        publish(partial, options.save_dir)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConversionError(f"{options.save_dir}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial_folder(target: Path) -> Path:
+    try:
+        return partial_sibling(target)
+    except OSError as error:
+        raise ConversionError(f"{target}: its folder cannot be made: {error}") from error
+
+
+def _make_readable(folder: Path) -> None:
+    """Give all files the mode of an ordinary new file: safetensors makes its own readable by their owner only."""
+    mode = (folder / "config.json").stat().st_mode
+    for path in folder.iterdir():
+        path.chmod(mode)
+
+
+def check_folder(folder: Path, config: LlavaConfig, processor: LlavaProcessor) -> None:
+    """Read config, tokenizer and processor back as a user would.
+
+    Raises:
+        ConversionError: lists what came back different.
+    """
+    found = []
+    read_config = LlavaConfig.from_pretrained(folder)
+    for key in ("image_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings", "vision_feature_layer"):
+        if getattr(read_config, key) != getattr(config, key):
+            found.append(f"config.json: {key} is {getattr(read_config, key)}, was {getattr(config, key)}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if language.token_ids(tokenizer) != language.token_ids(processor.tokenizer):
+        found.append(f"tokenizer: {language.token_ids(tokenizer)}, was {language.token_ids(processor.tokenizer)}")
+    if tokenizer(_PROBE).input_ids != processor.tokenizer(_PROBE).input_ids:
+        found.append(f"tokenizer: splits {_PROBE!r} differently")
+    read_processor = AutoProcessor.from_pretrained(folder)
+    if not tokenizer.chat_template == read_processor.chat_template == processor.chat_template:
+        found.append("chat template: differs")
+    size = config.vision_config.image_size
+    made = read_processor(images=Image.new("RGB", (size + 5, size // 2 + 3)), text=_PROBE)["input_ids"]
+    placeholders = list(made[0]).count(config.image_token_id)
+    if placeholders != config.image_seq_length:
+        found.append(f"processor: {placeholders} placeholders a picture, the tower makes {config.image_seq_length}")
+    if found:
+        raise ConversionError(problems("the folder does not read back as it was written", found))
+
+
+def summary(model: LlavaForConditionalGeneration, sources: Sources, options: BuildOptions) -> list[Part]:
+    """Return one row a part, tied weights counted once."""
+    config = model.config
+    text, tower = config.text_config, config.vision_config
+    tied = "tied" if config.tie_word_embeddings else "untied"
+    projector = model.model.multi_modal_projector
+    widths = f"{projector.linear_1.in_features} -> {text.hidden_size} -> {text.hidden_size}"
+    head = 0 if config.tie_word_embeddings else model.lm_head.weight.numel()
+    return [
+        Part(
+            "vision_tower",
+            str(sources.vision),
+            f"{tower.model_type}: {tower.num_hidden_layers} layers x {tower.hidden_size}, {tower.image_size} px",
+            _count(model.model.vision_tower),
+        ),
+        Part("multi_modal_projector", f"new, seed {options.seed}", widths, _count(projector)),
+        Part(
+            "language_model",
+            str(sources.text),
+            f"{text.model_type}: {text.num_hidden_layers} layers x {text.hidden_size}, vocabulary {text.vocab_size}",
+            _count(model.model.language_model),
+        ),
+        Part("lm_head", str(sources.text), tied, head),
+    ]
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _say_features(plan: vision.FeaturePlan, config: LlavaConfig, options: BuildOptions, say: Say) -> None:
+    """Say what the projector reads, as it decides how pictures become tokens."""
+    layers = " and ".join(str(layer) for layer in plan.layers)
+    expanded = " (--expand-projector)" if options.expand_projector else ""
+    say(f"  features: hidden state {layers}{expanded}, strategy {plan.strategy}: {plan.tokens} tokens a picture")
+    say(f"projector: {plan.input_width} -> {config.text_config.hidden_size}, new weights from seed {options.seed}")

@@ -1,0 +1,191 @@
+"""The language model: all its weights (lm_head too), its tokenizer, and the vocabulary they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tokenizers import pre_tokenizers
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from llava_mcore.build.options import VOCAB_MULTIPLE, Say
+from llava_mcore.build.sources import Source, check_loaded, reading, require_tokenizer_files
+from llava_mcore.errors import ConversionError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+IMAGE_TOKEN = "<image>"
+PAD_TOKEN = "<pad>"
+_SMALLEST_VOCABULARY = 32
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Ids that config, generation and tokenizer must agree on. `bos` is None when the tokenizer has none."""
+
+    image: int
+    pad: int
+    eos: int
+    bos: int | None
+
+
+def load_language_config(source: Source) -> PreTrainedConfig:
+    """Read the configuration of a supported, unquantised language model.
+
+    Raises:
+        ConversionError: unreadable, of another family, or quantised.
+    """
+    with reading("the language model's configuration", source):
+        config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
+    if config.model_type not in FAMILIES:
+        raise ConversionError(
+            f"{source}: model_type is {config.model_type!r}; language models that can be used: {', '.join(FAMILIES)}"
+        )
+    if "quantization_config" in config.to_dict() and source.gguf_file is None:
+        raise ConversionError(f"{source}: the weights are quantised and cannot be trained; use the unquantised model")
+    return config
+
+
+def load_language_model(source: Source, dtype: torch.dtype | str, say: Say) -> PreTrainedModel:
+    """Read the causal language model with its head. `dtype`: a torch dtype or "auto" (that of the files).
+
+    Raises:
+        ConversionError: unreadable, or weights are missing.
+    """
+    with reading("the language model", source):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.name, dtype=dtype, output_loading_info=True, **source.load_arguments
+        )
+    check_loaded(source, "language model", set(info["missing_keys"]))
+    if info["unexpected_keys"]:
+        say(f"  left out, not part of a {model.config.model_type} model: {', '.join(sorted(info['unexpected_keys']))}")
+    if source.gguf_file is not None:
+        del model.config.quantization_config  # the weights were dequantised while loading
+    return model
+
+
+def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """Read a tokenizer that has an EOS token.
+
+    Raises:
+        ConversionError: unreadable, without vocabulary, or without EOS.
+    """
+    hint = "Give --tokenizer TAG_OR_DIR."
+    require_tokenizer_files(source, hint)
+    with reading("the tokenizer", source, hint):
+        tokenizer = AutoTokenizer.from_pretrained(source.name, **source.load_arguments)
+    if len(tokenizer) < _SMALLEST_VOCABULARY:
+        raise ConversionError(f"{source}: the tokenizer has only {len(tokenizer)} entries: no vocabulary. {hint}")
+    if not tokenizer.is_fast:
+        raise ConversionError(f"{source}: {type(tokenizer).__name__} cannot be saved as a tokenizer.json. {hint}")
+    if source.gguf_file is not None:
+        _repair_gguf_tokenizer(tokenizer, source)
+    if tokenizer.eos_token_id is None:
+        raise ConversionError(f"{source}: the tokenizer has no EOS token, so no answer could be taught to end. {hint}")
+    return tokenizer
+
+
+def _repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
+    """Take from the file what transformers 5.17 gets wrong: EOS (it gives BOS), pad, and SmolLM's digit rule."""
+    from gguf import GGUFReader
+
+    with reading("the GGUF file", source):
+        fields = GGUFReader(f"{source.name}/{source.gguf_file}").fields if source.folder else {}
+    ids = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    for name, key in ids.items():
+        field = fields.get(f"tokenizer.ggml.{key}_token_id")
+        if field is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
+    tokenizer.clean_up_tokenization_spaces = False  # decoding must give back the text, "a ." too
+    kind = fields.get("tokenizer.ggml.pre")
+    if kind is not None and kind.contents() == "smollm":
+        # SmolLM cuts out every digit before the byte-level rule, which then cannot join a space to it.
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+
+
+def add_special_tokens(tokenizer: PreTrainedTokenizerBase) -> TokenIds:
+    """Give the tokenizer `<image>`, and `<pad>` unless it has a pad token that is not EOS."""
+    wanted: dict[str, Any] = {"extra_special_tokens": [IMAGE_TOKEN]}
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        wanted["pad_token"] = PAD_TOKEN
+    tokenizer.add_special_tokens(wanted, replace_extra_special_tokens=False)
+    return token_ids(tokenizer)
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase) -> TokenIds:
+    """Read the ids back from a tokenizer."""
+    image = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    return TokenIds(image, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id)
+
+
+def wanted_vocab_size(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, pad: bool) -> int:
+    """Return the rows the embedding needs: never fewer than now; a multiple of 128 if `pad`."""
+    rows = max(vocab_size, max(tokenizer.get_vocab().values()) + 1)
+    return -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE if pad else rows
+
+
+def grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
+    """Append rows to the embedding and the head, in place; each is the mean of the rows that were there.
+
+    The mean is deterministic, and a new token starts with an average logit, neither favoured nor shunned.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head.weight is embedding.weight
+    embedding.weight = _with_mean_rows(embedding.weight, vocab_size)
+    head.weight = embedding.weight if tied else _with_mean_rows(head.weight, vocab_size)
+    embedding.num_embeddings = head.out_features = model.config.vocab_size = vocab_size
+
+
+def _with_mean_rows(weight: nn.Parameter, rows: int) -> nn.Parameter:
+    """[v, h] -> [rows, h], without a second copy in fp32."""
+    mean = weight.data.mean(dim=0, dtype=torch.float32).to(weight.dtype)
+    return nn.Parameter(torch.cat([weight.data, mean.expand(rows - weight.shape[0], -1)]))
+
+
+def settle_ids(config: PreTrainedConfig, ids: TokenIds) -> None:
+    """Write the ids into a configuration, in place. A BOS that the tokenizer does not know stays as it is."""
+    config.pad_token_id, config.eos_token_id = ids.pad, ids.eos
+    if ids.bos is not None:
+        config.bos_token_id = ids.bos
+
+
+def settled_generation_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: TokenIds, say: Say
+) -> GenerationConfig:
+    """Return the language model's generation settings with our pad, and with our EOS among its stop tokens."""
+    generation = _portable(model.generation_config, say)
+    stops = generation.eos_token_id if generation.eos_token_id is not None else model.config.eos_token_id
+    listed = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    # A default id that is an ordinary word in this vocabulary must not end answers.
+    kept = [i for i in listed if i in special and i != ids.eos]
+    generation.eos_token_id = [ids.eos, *kept] if kept else ids.eos
+    generation.pad_token_id = ids.pad
+    if ids.bos is not None:
+        generation.bos_token_id = ids.bos
+    return generation
+
+
+def _portable(given: GenerationConfig, say: Say) -> GenerationConfig:
+    """Return a copy that transformers is willing to save: it refuses sampling settings without do_sample."""
+    values = {k: v for k, v in given.to_diff_dict().items() if k not in ("_from_model_config", "transformers_version")}
+    generation = GenerationConfig(**values)
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        lost = sorted(set(values) - {"bos_token_id", "eos_token_id", "pad_token_id"})
+        reason = str(error).splitlines()[0]
+        say(f"  generation settings left out ({', '.join(lost)}), transformers refuses them: {reason}")
+        generation = GenerationConfig(eos_token_id=given.eos_token_id, bos_token_id=given.bos_token_id)
+    return generation

@@ -1,0 +1,116 @@
+"""Where the parts come from: local folders, GGUF files, or tags of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from llava_mcore.errors import ConfigError, ConversionError, problems
+
+_TAG = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_LIBRARY_ERRORS = (StrictDataclassError, SafetensorError)
+_READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, *_LIBRARY_ERRORS)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder or a hub tag (`name`), and the GGUF file in it that holds the weights, if any."""
+
+    name: str
+    gguf_file: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.gguf_file}" if self.gguf_file else self.name
+
+    @property
+    def folder(self) -> Path | None:
+        """The local folder; None for a hub tag."""
+        path = Path(self.name)
+        return path if path.is_dir() else None
+
+    @property
+    def load_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of every `from_pretrained` that reads this source."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+
+def find_source(name: str, flag: str, *, gguf_file: str | None = None, may_be_gguf: bool = False) -> Source:
+    """Return where `name` points.
+
+    Args:
+        name: a folder, a hub tag, or (with `may_be_gguf`) a GGUF file.
+        flag: the flag that gave it, for the messages.
+        gguf_file: which GGUF file of the folder to read.
+        may_be_gguf: take the only GGUF file of a folder that has no other weights.
+
+    Raises:
+        ConfigError: no such folder or file, or several GGUF files to choose from.
+    """
+    path = Path(name).expanduser()
+    if may_be_gguf and path.is_file() and path.suffix == ".gguf":
+        return Source(str(path.parent), path.name)
+    if path.is_file():
+        raise ConfigError(f"{flag} {name}: is a file; expected a folder with config.json and weights, or a hub tag")
+    if path.is_dir():
+        return Source(str(path), _gguf_in(path, flag, gguf_file) if may_be_gguf else None)
+    if not _TAG.fullmatch(name) or name.startswith("."):
+        raise ConfigError(f"{flag} {name}: no such folder (and not a hub tag, which looks like owner/model)")
+    return Source(name, gguf_file)
+
+
+def _gguf_in(folder: Path, flag: str, wanted: str | None) -> str | None:
+    """Return the GGUF file of a folder: the one wanted, or the only one if there are no other weights."""
+    if wanted is not None:
+        if not (folder / wanted).is_file():
+            raise ConfigError(f"--gguf-file {wanted}: {folder} has no such file")
+        return wanted
+    found = sorted(path.name for path in folder.glob("*.gguf"))
+    other_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    if other_weights or not found:
+        return None
+    if len(found) > 1:
+        raise ConfigError(f"{flag} {folder}: holds several GGUF files; choose one with --gguf-file: {', '.join(found)}")
+    return found[0]
+
+
+@contextmanager
+def reading(what: str, source: Source, hint: str = "") -> Iterator[None]:
+    """Turn what transformers raises while reading into one ConversionError."""
+    try:
+        yield
+    except _READ_ERRORS as error:
+        kind = "" if source.folder else " (no folder of that name, so it was looked up on the Hugging Face hub)"
+        advice = f"\n{hint}" if hint else ""
+        text = str(error).strip() or repr(error)
+        raise ConversionError(f"{source}{kind}: {what} cannot be read: {text}{advice}") from error
+
+
+def require_tokenizer_files(source: Source, hint: str) -> None:
+    """Refuse a local folder without tokenizer files, for which transformers may invent an empty tokenizer.
+
+    Raises:
+        ConversionError: none of the known files is there.
+    """
+    if source.folder is None or source.gguf_file is not None:
+        return
+    if not any((source.folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConversionError(f"{source}: has no tokenizer (none of {', '.join(TOKENIZER_FILES)}). {hint}")
+
+
+def check_loaded(source: Source, what: str, missing: set[str]) -> None:
+    """Refuse a model of which some weights were not in the files: transformers would fill them with noise.
+
+    Raises:
+        ConversionError: lists the missing tensors.
+    """
+    if missing:
+        shown = [*sorted(missing)[:20], *([f"… and {len(missing) - 20} more"] if len(missing) > 20 else [])]
+        raise ConversionError(problems(f"{source}: the {what} lacks weights that its config.json calls for", shown))

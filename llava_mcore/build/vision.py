@@ -1,0 +1,137 @@
+"""The vision tower: its weights, which of its hidden states are used, and its image processor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    CLIPVisionModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    SiglipVisionModel,
+)
+
+from llava_mcore.build.options import BuildOptions
+from llava_mcore.build.sources import Source, check_loaded, reading
+from llava_mcore.errors import ConfigError, ConversionError
+
+TOWERS: dict[str, type[PreTrainedModel]] = {
+    "clip_vision_model": CLIPVisionModel,
+    "siglip_vision_model": SiglipVisionModel,
+}
+PAIRS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
+"""Folders with a text encoder too, of which only the tower is taken."""
+
+
+@dataclass(frozen=True)
+class FeaturePlan:
+    """What of the tower's output the projector reads.
+
+    `layers`: indices into its hidden states. `class_tokens`: positions before the patches. `tokens`: positions that
+    one picture takes in the language model. `input_width`: features a position, all layers side by side.
+    """
+
+    layers: tuple[int, ...]
+    strategy: Literal["default", "full"]
+    class_tokens: int
+    tokens: int
+    input_width: int
+
+    @property
+    def config_value(self) -> int | list[int]:
+        """`vision_feature_layer` as LlavaConfig spells it."""
+        return self.layers[0] if len(self.layers) == 1 else list(self.layers)
+
+
+def load_vision_config(source: Source) -> PreTrainedConfig:
+    """Read the tower's configuration, also out of a folder that has a text encoder beside it.
+
+    Raises:
+        ConversionError: unreadable, or of another family.
+    """
+    with reading("the vision model's configuration", source):
+        config = AutoConfig.from_pretrained(source.name)
+    if config.model_type in PAIRS:
+        return config.vision_config
+    if config.model_type not in TOWERS:
+        known = ", ".join([*PAIRS, *TOWERS])
+        raise ConversionError(f"{source}: model_type is {config.model_type!r}; vision models that can be used: {known}")
+    return config
+
+
+def load_vision_tower(source: Source, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Read the tower's weights.
+
+    Raises:
+        ConversionError: unreadable, or weights are missing.
+    """
+    with reading("the vision model", source):
+        tower, info = TOWERS[config.model_type].from_pretrained(source.name, dtype=dtype, output_loading_info=True)
+    check_loaded(source, "vision model", set(info["missing_keys"]))
+    return tower
+
+
+def plan_features(config: PreTrainedConfig, options: BuildOptions) -> FeaturePlan:
+    """Decide which hidden states are used and how many positions a picture takes.
+
+    Raises:
+        ConfigError: a layer the tower does not have, or a strategy that would drop a patch.
+    """
+    has_class_token = config.model_type == "clip_vision_model"
+    strategy = options.vision_feature_select_strategy or ("default" if has_class_token else "full")
+    if strategy == "default" and not has_class_token:
+        raise ConfigError(
+            "--vision-feature-select-strategy default drops the tower's first position, which is a patch: "
+            "a SigLIP tower has no class token. Use full."
+        )
+    layers = _feature_layers(config.num_hidden_layers, options)
+    patches = (config.image_size // config.patch_size) ** 2
+    class_tokens = int(has_class_token)
+    tokens = patches + class_tokens - int(strategy == "default")
+    return FeaturePlan(layers, strategy, class_tokens, tokens, config.hidden_size * len(layers))
+
+
+def _feature_layers(num_layers: int, options: BuildOptions) -> tuple[int, ...]:
+    """Return the layers asked for; --expand-projector adds the one half as deep."""
+    layers = options.vision_feature_layers
+    states = num_layers + 1
+    if not layers or not all(-states <= layer < states for layer in layers):
+        raise ConfigError(
+            f"--vision-feature-layer {' '.join(map(str, layers))}: this tower has hidden states 0 (the embedding) to "
+            f"{num_layers}, or -{states} to -1"
+        )
+    if not options.expand_projector:
+        return layers
+    if len(layers) > 1:
+        raise ConfigError("--expand-projector adds a second layer by itself: give only one --vision-feature-layer")
+    depth = layers[0] % states
+    if depth < 2:
+        raise ConfigError(f"--expand-projector: no layer lies halfway to --vision-feature-layer {layers[0]}")
+    half = depth // 2
+    return (layers[0], half if layers[0] >= 0 else half - states)
+
+
+def load_image_processor(source: Source, config: PreTrainedConfig) -> Any:
+    """Read the image processor and try it on a picture that is not square.
+
+    Raises:
+        ConversionError: unreadable, or its pictures do not have the tower's size.
+    """
+    hint = "Give --image-processor TAG_OR_DIR: a folder with preprocessor_config.json."
+    with reading("the image processor", source, hint):
+        processor = AutoImageProcessor.from_pretrained(source.name)
+    size = config.image_size
+    picture = np.zeros((size // 2 + 3, size + 5, 3), dtype=np.uint8)
+    with reading("a picture through the image processor", source):
+        made = tuple(processor(images=picture, return_tensors="pt")["pixel_values"].shape)
+    if made != (1, 3, size, size):
+        raise ConversionError(
+            f"{source}: the image processor makes pictures of shape {made[1:]}, but the tower takes {(3, size, size)}. "
+            "Give the matching one with --image-processor."
+        )
+    return processor

@@ -1,0 +1,1 @@
+"""From prepared webdataset shards to padded batches: samples, chat format, images, energon's loader."""

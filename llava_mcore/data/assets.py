@@ -1,0 +1,175 @@
+"""Everything of a Hugging Face folder that turns samples into model inputs, loaded and checked once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoTokenizer, LlavaConfig, PreTrainedTokenizerBase
+
+from llava_mcore.data.chat import ChatFormat
+from llava_mcore.data.images import ImagePreprocessor, load_image_processor, tokens_per_image
+from llava_mcore.errors import DataError, problems
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, StrictDataclassError)
+"""What transformers raises for files that are missing or make no sense."""
+
+
+@dataclass(frozen=True)
+class Assets:
+    """What the data pipeline needs of a checkpoint; loader processes inherit it."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+    images: ImagePreprocessor
+    image_token_id: int
+    tokens_per_image: int
+    pad_token_id: int
+    eos_token_id: int
+    image_size: int
+    """Height and width of a picture in pixels, as the vision tower takes it."""
+
+
+def load_assets(hf_dir: Path, *, checkpoint_hf_dir: Path | None = None) -> Assets:
+    """Load tokenizer, chat template and image processor from hf_dir.
+
+    checkpoint_hf_dir is the Hugging Face part of the checkpoint that is trained: its config.json counts, and it
+    supplies the image processor or chat template that a folder with only a tokenizer lacks.
+    Raises one DataError that lists everything that is missing or does not fit together.
+    """
+    found: list[str] = []
+    folders = [hf_dir] if checkpoint_hf_dir is None else [hf_dir, checkpoint_hf_dir]
+    config = _load_config(folders[-1], found)
+    tokenizer = _load_tokenizer(hf_dir, found)
+    template = None if tokenizer is None else _find_template(tokenizer, folders, found)
+    images = _load_images(folders, config, found)
+    image_length = None if config is None else _image_length(folders, config, found)
+    image_token = None if tokenizer is None else _check_tokenizer(tokenizer, config, found)
+    if found:
+        raise DataError(problems(f"{hf_dir} cannot prepare data for training", found))
+    assert tokenizer is not None and template is not None and images is not None
+    assert image_length is not None and image_token is not None
+    try:
+        chat = ChatFormat(tokenizer, template, image_token=image_token, image_length=image_length)
+    except DataError as error:
+        raise DataError(problems(f"{hf_dir} cannot prepare data for training", [str(error)])) from error
+    return Assets(
+        tokenizer=tokenizer,
+        chat=chat,
+        images=images,
+        image_token_id=chat.image_token_id,
+        tokens_per_image=image_length,
+        pad_token_id=int(tokenizer.pad_token_id),
+        eos_token_id=int(tokenizer.eos_token_id),
+        image_size=images.image_size,
+    )
+
+
+def _load_config(folder: Path, found: list[str]) -> LlavaConfig | None:
+    try:
+        config_dict = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if config_dict.get("model_type") != "llava":
+            found.append(f"{folder / 'config.json'}: model_type is {config_dict.get('model_type')!r}, expected 'llava'")
+            return None
+        return LlavaConfig.from_pretrained(folder, local_files_only=True)
+    except LOAD_ERRORS as error:
+        found.append(f"no usable config.json in {folder}: {error}")
+        return None
+
+
+def _load_tokenizer(folder: Path, found: list[str]) -> PreTrainedTokenizerBase | None:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        found.append(f"no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)}; see --tokenizer-load-dir")
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except LOAD_ERRORS as error:
+        found.append(f"the tokenizer in {folder} cannot be loaded: {error}")
+        return None
+    if not tokenizer.is_fast:
+        found.append(f"{type(tokenizer).__name__} in {folder} knows no offsets; save it with a tokenizer.json")
+        return None
+    return tokenizer
+
+
+def _find_template(tokenizer: PreTrainedTokenizerBase, folders: list[Path], found: list[str]) -> str | None:
+    """The template that Hugging Face's processor of the first folder that has one would take."""
+    for folder in folders:
+        jinja, legacy = folder / "chat_template.jinja", folder / "chat_template.json"
+        if jinja.is_file():
+            return jinja.read_text(encoding="utf-8")
+        if legacy.is_file():
+            return json.loads(legacy.read_text(encoding="utf-8"))["chat_template"]
+        if folder == folders[0] and tokenizer.chat_template is not None:
+            return tokenizer.get_chat_template()
+    found.append(f"no chat template in {folders[0]}: put a chat_template.jinja there")
+    return None
+
+
+def _load_images(folders: list[Path], config: LlavaConfig | None, found: list[str]) -> ImagePreprocessor | None:
+    folder = next((f for f in folders if any((f / name).is_file() for name in PROCESSOR_FILES)), None)
+    if folder is None:
+        found.append(f"no image processor in {folders[0]}: none of {', '.join(PROCESSOR_FILES)}")
+        return None
+    try:
+        processor = load_image_processor(folder)
+        return None if config is None else ImagePreprocessor(processor, config.vision_config.image_size)
+    except (*LOAD_ERRORS, DataError) as error:
+        found.append(f"the image processor in {folder} cannot be used: {error}")
+        return None
+
+
+def _image_length(folders: list[Path], config: LlavaConfig, found: list[str]) -> int | None:
+    """Tokens of a picture by the model's config; a processor that would make another number is reported."""
+    try:
+        length = tokens_per_image(config)
+    except DataError as error:
+        found.append(str(error))
+        return None
+    file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
+    if file is None:
+        return length
+    settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if settings.get("patch_size") is None:
+        return length  # written before processors expanded the placeholder
+    side = config.vision_config.image_size // int(settings["patch_size"])
+    served = side**2 + int(settings.get("num_additional_image_tokens") or 0)
+    served -= 1 if settings.get("vision_feature_select_strategy") == "default" else 0
+    if served != length:
+        found.append(
+            f"{file}: patch_size, num_additional_image_tokens and vision_feature_select_strategy make {served} tokens "
+            f"a picture, but the model's config.json makes {length} features; correct the processor's settings"
+        )
+    return length
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: LlavaConfig | None, found: list[str]) -> str:
+    """Check the special tokens and that every id has a row in the embedding. Returns the picture's placeholder."""
+    image_token = tokenizer.special_tokens_map.get("image_token", "<image>")
+    vocab = tokenizer.get_vocab()
+    image_id = vocab.get(image_token)
+    if tokenizer.pad_token_id is None:
+        found.append("the tokenizer has no pad token; build the folder with build_llava_jp.py or set pad_token")
+    if tokenizer.eos_token_id is None:
+        found.append("the tokenizer has no EOS token; set eos_token")
+    if image_id is None:
+        found.append(f"the tokenizer has no {image_token}; build the folder with build_llava_jp.py or add it")
+    elif image_id == tokenizer.pad_token_id:
+        found.append(f"the pad token and {image_token} are the same token ({image_id}); pads would count as pictures")
+    elif tokenizer.backend_tokenizer.encode(image_token, add_special_tokens=False).ids != [image_id]:
+        found.append(f"the tokenizer does not keep {image_token} as one token; add it as a special token")
+    if config is None:
+        return image_token
+    if image_id is not None and image_id != config.image_token_id:
+        found.append(f"image_token_id is {config.image_token_id} in config.json, but {image_token} is token {image_id}")
+    rows = config.text_config.vocab_size
+    beyond = sorted((i, token) for token, i in vocab.items() if i >= rows)
+    if beyond:
+        shown = ", ".join(f"{token} = {i}" for i, token in beyond[:5])
+        found.append(f"{len(beyond)} tokens have ids beyond the model's vocab_size {rows}: {shown}")
+    return image_token

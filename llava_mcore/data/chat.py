@@ -1,0 +1,266 @@
+"""Conversations -> token ids and the mask of what is learnt, by the chat template of the checkpoint.
+
+Where an assistant's answer begins and ends comes from the template: from its `{% generation %}` marks if it has them,
+else from the difference between the prompt and the whole conversation. Ids are never searched for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from llava_mcore.data.samples import IMAGE_MARK, Turn
+from llava_mcore.errors import DataError
+
+Span = tuple[int, int]
+"""Characters [start, end) of a rendered conversation."""
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MARK_WITH_NEWLINES = re.compile(rf"(\n?{re.escape(IMAGE_MARK)}\n?)")
+QUESTION, ANSWER = "probe-question-q7", "probe-answer-a7"
+CONTENT_FORMATS = (
+    {"system": "list", "user": "list", "assistant": "list"},
+    {"system": "string", "user": "list", "assistant": "string"},
+    {"system": "string", "user": "string", "assistant": "string"},
+)
+"""What templates take as a message's content: typed parts, or plain text. Tried in this order."""
+
+
+@dataclass(frozen=True)
+class ChatTokens:
+    """A tokenised conversation of n tokens with k pictures of N tokens each."""
+
+    input_ids: NDArray[np.int64]
+    """[n]"""
+    trained: NDArray[np.bool_]
+    """[n]"""
+    image_positions: NDArray[np.int64]
+    """[k * N]"""
+
+
+@dataclass(frozen=True)
+class Closing:
+    """What the template writes after an answer."""
+
+    text: str
+    """Everything after the answer; with generation marks, only what is to be learnt after the marked part."""
+    num_trained: int
+    """Characters of text that are learnt."""
+    has_eos: bool
+    """False: the EOS has to be added."""
+
+
+class ChatFormat:
+    """One tokenizer with one chat template. How the template works is found out once, by rendering a probe."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, *, image_token: str, image_length: int):
+        """`image_token` is the tokenizer's placeholder, of which a picture takes image_length.
+
+        Raises DataError for a template whose answers cannot be told from its prompts.
+        """
+        self.image_token = image_token
+        self.image_length = image_length
+        self.image_token_id = int(tokenizer.convert_tokens_to_ids(image_token))
+        self.eos_token = str(tokenizer.eos_token)
+        self._bos_token = tokenizer.bos_token
+        self._variables = tokenizer.special_tokens_map
+        self._template = template
+        # The bare tokenizer: it neither truncates nor pads, and encodes one text without starting threads,
+        # which must not be running when loader processes are forked.
+        self._encoder = tokenizer.backend_tokenizer
+        self._encoder.no_truncation()
+        self._encoder.no_padding()
+        self._has_marks = GENERATION_MARK.search(template) is not None
+        self.content_format = self._find_content_format()
+        self._closing = self._probe_marked() if self._has_marks else self._probe_unmarked()
+        self._check_tokens()
+
+    # -- rendering ---------------------------------------------------------------------------------------------
+
+    def render(self, turns: Sequence[Turn], *, add_generation_prompt: bool = False) -> str:
+        """Return the template's text of the turns, one placeholder a picture; with the answer's header if asked."""
+        return self._render(turns, self.content_format, add_generation_prompt)[0]
+
+    def _render(self, turns: Sequence[Turn], formats: dict[str, str], prompt: bool) -> tuple[str, list[Span]]:
+        messages = [{"role": t.role, "content": self._content(t, formats[t.role])} for t in turns]
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[messages],
+                chat_template=self._template,
+                return_assistant_tokens_mask=self._has_marks,
+                add_generation_prompt=prompt,
+                **self._variables,
+            )
+        # A template that expects text and gets a list, or the other way round, fails with a TypeError.
+        except (TemplateError, TypeError) as error:
+            raise DataError(f"the chat template cannot render the conversation: {error}") from error
+        return texts[0], [(int(start), int(end)) for start, end in spans[0]] if spans else []
+
+    def _content(self, turn: Turn, content_format: str) -> str | list[dict[str, str]]:
+        """A turn's text as the template wants it. In typed parts, a line break beside a picture is the template's."""
+        if content_format == "string":
+            return turn.text.replace(IMAGE_MARK, self.image_token)
+        pieces = MARK_WITH_NEWLINES.split(turn.text)
+        parts = [{"type": "image"} if IMAGE_MARK in p else {"type": "text", "text": p} for p in pieces if p]
+        return parts or [{"type": "text", "text": ""}]
+
+    # -- finding out how the template works ---------------------------------------------------------------------
+
+    def _find_content_format(self) -> dict[str, str]:
+        reasons = []
+        for formats in CONTENT_FORMATS:
+            try:
+                text, _ = self._render(_probe(), formats, False)
+            except DataError as error:
+                reasons.append(str(error))
+                continue
+            once = all(text.count(part) == 1 for part in (self.image_token, QUESTION, ANSWER))
+            if once and "'type':" not in text:  # a list where text was expected is written out as Python would
+                return formats
+            reasons.append(f"typed or plain content {formats} renders as {text!r}")
+        raise DataError(
+            f"the chat template renders a question with a picture neither from typed parts nor from text with "
+            f"{self.image_token}: " + "; ".join(dict.fromkeys(reasons))
+        )
+
+    def _probe_unmarked(self) -> Closing:
+        text, spans = self._difference_spans(_probe())
+        _, found, closing = text[slice(*spans[0])].partition(ANSWER)
+        if not found:
+            raise DataError(f"the chat template ends its prompt behind the answer; add {{% generation %}}: {text!r}")
+        before, eos, _ = closing.partition(self.eos_token)
+        trained = before + eos if eos else closing.rstrip()
+        return Closing(closing, len(trained), bool(eos))
+
+    def _probe_marked(self) -> Closing:
+        text, spans = self._render(_probe(), self.content_format, False)
+        if len(spans) != 1 or ANSWER not in text[slice(*spans[0])]:
+            raise DataError(f"the chat template's {{% generation %}} does not hold the answer: {text!r}")
+        start, end = spans[0]
+        if self.eos_token in text[start:end].partition(ANSWER)[2]:
+            return Closing("", 0, True)
+        before, eos, _ = text[end:].partition(self.eos_token)
+        closing = before + eos if eos else ""
+        return Closing(closing, len(closing), bool(eos))
+
+    def _check_tokens(self) -> None:
+        """The special tokens must be tokens, and a text must end where it ends."""
+        found = self.encode(_probe(), num_images=1)
+        eos_id = self._encoder.token_to_id(self.eos_token)
+        if eos_id not in found.input_ids[found.trained]:
+            raise DataError(f"the tokenizer does not turn {self.eos_token} after an answer into its EOS id {eos_id}")
+        if self._adds_special_tokens(self.render(_probe())):
+            added = self._encoder.encode("a", add_special_tokens=True)
+            if added.special_tokens_mask[-1]:
+                raise DataError(
+                    f"the tokenizer ends every text, so every prompt too, with {added.tokens[-1]}; "
+                    "take it out of post_processor in tokenizer.json, or begin the chat template with bos_token"
+                )
+
+    # -- conversations ------------------------------------------------------------------------------------------
+
+    def _marked_spans(self, turns: Sequence[Turn]) -> tuple[str, list[Span]]:
+        text, spans = self._render(turns, self.content_format, False)
+        num_answers = sum(turn.role == "assistant" for turn in turns)
+        if len(spans) != num_answers:
+            raise DataError(f"the chat template marks {len(spans)} answers of a conversation with {num_answers}")
+        closing = self._closing.text
+        if not all(text.startswith(closing, end) for _, end in spans):
+            raise DataError(f"the chat template does not close every answer with {closing!r}")
+        return text, [(start, end + len(closing)) for start, end in spans]
+
+    def _difference_spans(self, turns: Sequence[Turn]) -> tuple[str, list[Span]]:
+        """Spans from the end of each answer's prompt to the end of its turn."""
+        text = self.render(turns)
+        spans = []
+        for index, turn in enumerate(turns):
+            if turn.role != "assistant":
+                continue
+            prompt = self.render(turns[:index], add_generation_prompt=True)
+            upto = self.render(turns[: index + 1])
+            if not (upto.startswith(prompt) and text.startswith(upto)):
+                raise DataError(
+                    "the chat template does not begin a conversation with its prompt; add {% generation %} to it "
+                    f"(prompt {prompt!r}, conversation {text!r})"
+                )
+            spans.append((len(prompt), len(upto)))
+        return text, spans
+
+    def _unmarked_spans(self, turns: Sequence[Turn]) -> tuple[str, list[Span]]:
+        text, spans = self._difference_spans(turns)
+        closing = self._closing
+        if not all(text[start:end].endswith(closing.text) for start, end in spans):
+            raise DataError(f"the chat template does not close every answer with {closing.text!r}")
+        num_dropped = len(closing.text) - closing.num_trained
+        return text, [(start, end - num_dropped) for start, end in spans]
+
+    def segments(self, turns: Sequence[Turn]) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, every EOS included, and the spans of it that are learnt.
+
+        An EOS that the template lacks is put behind the last visible character of the answer's turn.
+        """
+        text, spans = self._marked_spans(turns) if self._has_marks else self._unmarked_spans(turns)
+        if self._closing.has_eos:
+            return text, spans
+        result, done, moved = "", 0, []
+        for start, end in spans:
+            end = start + len(text[start:end].rstrip())
+            shift = len(result) - done
+            result += text[done:end] + self.eos_token
+            moved.append((start + shift, len(result)))
+            done = end
+        return result + text[done:], moved
+
+    def encode(self, turns: Sequence[Turn], *, num_images: int) -> ChatTokens:
+        """Tokenise a conversation as Hugging Face's processor does and mark the answers with their EOS.
+
+        Raises DataError if marks and pictures do not match or the template cannot render the turns.
+        """
+        num_marks = sum(turn.text.count(IMAGE_MARK) for turn in turns)
+        if num_marks != num_images:
+            raise DataError(f"{num_marks} {IMAGE_MARK} in the conversation, but {num_images} pictures")
+        text, spans = self.segments(turns)
+        encoding = self._encoder.encode(text, add_special_tokens=self._adds_special_tokens(text))
+        ids = np.asarray(encoding.ids, dtype=np.int64)
+        is_image = ids == self.image_token_id
+        num_left = int(is_image.sum())
+        if num_left != num_images:
+            raise DataError(f"the chat template leaves {num_left} of {num_images} {self.image_token}: {text!r}")
+        trained = _tokens_in_spans(np.asarray(encoding.offsets, dtype=np.int64), spans)
+        repeats = np.where(is_image, self.image_length, 1)
+        return ChatTokens(
+            np.repeat(ids, repeats),
+            np.repeat(trained & ~is_image, repeats),
+            np.flatnonzero(np.repeat(is_image, repeats)),
+        )
+
+    def _adds_special_tokens(self, text: str) -> bool:
+        """Hugging Face's processors add BOS and the like unless the template has written BOS itself."""
+        return self._bos_token is None or not text.startswith(self._bos_token)
+
+
+def _probe() -> list[Turn]:
+    return [Turn("user", f"{IMAGE_MARK}\n{QUESTION}"), Turn("assistant", ANSWER)]
+
+
+def _tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[Any]:
+    """Return bool [n]: which tokens, with character offsets [n, 2], have a part in any of the spans.
+
+    All byte tokens of one character carry that character's offsets, so none of them is lost. A white-space token
+    whose offsets were trimmed to nothing ends at its right edge.
+    """
+    inside = np.zeros(len(offsets), dtype=np.bool_)
+    begins, ends = offsets[:, 0], offsets[:, 1]
+    for start, end in spans:
+        overlaps = (begins < end) & (ends > start)
+        trimmed = (begins == ends) & (begins > start) & (begins <= end)
+        inside |= overlaps | trimmed
+    return inside

@@ -1,0 +1,80 @@
+"""Pictures: bytes -> what the checkpoint's own image processor makes of them, and how many tokens that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoImageProcessor, BaseImageProcessor, LlavaConfig
+from transformers.image_processing_backends import TorchvisionBackend
+from transformers.image_utils import load_image
+
+from llava_mcore.errors import DataError
+
+NUM_CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+"""Tokens that a vision tower puts before its patches."""
+
+
+def decode_image(data: bytes) -> Image.Image:
+    """Decode one picture to RGB, turned upright by its EXIF, exactly as transformers loads a user's picture.
+
+    Raises DataError if the bytes are no whole picture.
+    """
+    try:
+        return load_image(Image.open(BytesIO(data)))
+    # Pillow reports a damaged PNG as SyntaxError, which energon would take for a fault of the program.
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"the picture cannot be decoded ({len(data)} bytes): {error}") from error
+
+
+class ImagePreprocessor:
+    """The checkpoint's image processor: pictures as bytes -> pixel values of one fixed square size."""
+
+    def __init__(self, processor: BaseImageProcessor, image_size: int) -> None:
+        """Check the processor on a wide picture; DataError if the result is not what the vision tower takes."""
+        self.processor = processor
+        self.image_size = image_size
+        found = tuple(self._process([Image.new("RGB", (image_size + 17, image_size // 2 + 5))]).shape[1:])
+        if found != (3, image_size, image_size):
+            raise DataError(
+                f"the image processor makes pictures of {' x '.join(map(str, found))}, but the vision tower takes "
+                f"3 x {image_size} x {image_size}; correct size and crop_size in the processor's configuration"
+            )
+
+    def _process(self, images: list[Image.Image]) -> Tensor:
+        return self.processor(images=images, return_tensors="pt")["pixel_values"]
+
+    def __call__(self, images: Sequence[bytes]) -> Tensor:
+        """Return float32 [k, 3, h, w]; k may be 0. DataError for a picture that cannot be decoded."""
+        if not images:
+            return torch.empty((0, 3, self.image_size, self.image_size))
+        return self._process([decode_image(data) for data in images])
+
+
+def load_image_processor(folder: Path) -> BaseImageProcessor:
+    """Load the processor, backed by torchvision whatever the folder names.
+
+    The Pillow-backed classes differ from it by up to 0.015 a value, so the choice is not left to what is installed.
+    Raises OSError or ValueError if the folder has none, DataError without torchvision.
+    """
+    processor = AutoImageProcessor.from_pretrained(folder, backend="torchvision", local_files_only=True)
+    if not isinstance(processor, TorchvisionBackend):
+        raise DataError(f"{type(processor).__name__} is not backed by torchvision; install torchvision")
+    return processor
+
+
+def tokens_per_image(config: LlavaConfig) -> int:
+    """Number of placeholder ids of a picture, which is the number of features that Hugging Face's model makes.
+
+    Patches, plus the class token if the tower has one, minus the first feature under the strategy "default"
+    (which drops patch 0 of a tower without class token). DataError for a tower that is not known.
+    """
+    vision = config.vision_config
+    if vision.model_type not in NUM_CLASS_TOKENS:
+        raise DataError(f"vision tower {vision.model_type!r} is not known; known are {sorted(NUM_CLASS_TOKENS)}")
+    features = (vision.image_size // vision.patch_size) ** 2 + NUM_CLASS_TOKENS[vision.model_type]
+    return features - (1 if config.vision_feature_select_strategy == "default" else 0)

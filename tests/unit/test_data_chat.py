@@ -1,0 +1,289 @@
+"""Chat templates of every kind: ids as Hugging Face's processor makes them, and exactly the answer and EOS learnt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+
+from llava_mcore.data.chat import ChatFormat, ChatTokens
+from llava_mcore.data.samples import IMAGE_MARK, Turn
+from llava_mcore.errors import DataError
+from tests.helpers.tiny_hf import CHAT_TEMPLATE, CORPUS, make_tokenizer
+
+N = 16
+LIST, STRING, MIXED = ("list", "list"), ("string", "string"), ("list", "string")
+
+
+@dataclass(frozen=True)
+class Case:
+    template: str
+    formats: tuple[str, str]
+    learnt: str
+    """What is learnt of the answer ANSWER, EOS shown as </s>."""
+    eos: str = "</s>"
+
+
+CASES = {
+    "marks with EOS": Case(CHAT_TEMPLATE, LIST, " ANSWER</s>"),
+    "marks without EOS": Case(
+        "{% for m in messages %}{{ m.role.upper() + ': ' }}"
+        "{% for p in m.content if p.type == 'image' %}<image>\n{% endfor %}{% for p in m.content if p.type == 'text' %}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ p.text + ' ' }}{% endgeneration %}"
+        "{% else %}{{ p.text + ' ' }}{% endif %}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
+        LIST,
+        " ANSWER</s>",  # the space lies before the mark, but in one token with the answer's first letters
+    ),
+    "marks before EOS": Case(
+        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{{ eos_token }}\n{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+        STRING,
+        "ANSWER</s>",
+    ),
+    "chatml of plain text": Case(
+        "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        STRING,
+        "ANSWER<|im_end|>",
+        eos="<|im_end|>",
+    ),
+    "chatml with another EOS": Case(
+        "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        STRING,
+        "ANSWER<|im_end|></s>",
+    ),
+    "instructions with BOS": Case(
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]"
+        "{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}",
+        STRING,
+        " ANSWER</s>",
+    ),
+    "typed question, plain answer": Case(
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{% for p in m.content %}"
+        "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}[/INST]{% else %}{{ m.content + eos_token }}"
+        "{% endif %}{% endfor %}",
+        MIXED,
+        "ANSWER</s>",
+    ),
+    "headings, nothing after": Case(
+        "{% for m in messages %}### {{ m.role | capitalize }}:\n{{ m.content }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}### Assistant:\n{% endif %}",
+        STRING,
+        "ANSWER</s>",
+    ),
+}
+
+
+def sentencepiece_like(prefix: str) -> PreTrainedTokenizerFast:
+    """BPE with byte fallback that turns spaces into ▁, as Llama's; it puts BOS before every text."""
+    alphabet = sorted(set("".join(CORPUS)) - set("漢字とかな ") | {"▁", "\n"})
+    vocab = {t: i for i, t in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *alphabet])}
+    merges = [("i", "s"), ("▁", "is"), ("▁", "t"), ("h", "e"), ("▁t", "he")]
+    vocab |= {a + b: len(vocab) + i for i, (a, b) in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    if prefix == "prepend":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def trimmed_byte_level() -> PreTrainedTokenizerFast:
+    """Byte-level BPE whose offsets leave spaces out, as GPT-2's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+TOKENIZERS = {
+    "byte level": make_tokenizer,
+    "trimmed": trimmed_byte_level,
+    "prepend": lambda: sentencepiece_like("prepend"),
+    "metaspace": lambda: sentencepiece_like("first"),
+}
+
+
+@cache
+def processor_and_format(tokenizer_name: str, case_name: str) -> tuple[LlavaProcessor, ChatFormat]:
+    case = CASES[case_name]
+    tokenizer = TOKENIZERS[tokenizer_name]()
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    if "<|im_end|>" in case.template:
+        tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+        tokenizer.eos_token = case.eos
+    processor = LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=case.template,
+    )
+    return processor, ChatFormat(tokenizer, case.template, image_token="<image>", image_length=N)
+
+
+def vqa(question: str, answer: str, *, image: bool) -> list[Turn]:
+    return [Turn("user", f"{IMAGE_MARK}\n{question}" if image else question), Turn("assistant", answer)]
+
+
+def served(processor: LlavaProcessor, formats: tuple[str, str], turns: list[Turn], **options: Any) -> list[int]:
+    """The ids that Hugging Face's processor makes of the same conversation."""
+    messages: list[dict[str, Any]] = []
+    images = [Image.new("RGB", (60, 60))] * sum(IMAGE_MARK in turn.text for turn in turns)
+    for turn in turns:
+        text = turn.text.removeprefix(f"{IMAGE_MARK}\n")
+        typed: list[dict[str, Any]] = [{"type": "image"}] if text != turn.text else []
+        as_list = formats[turn.role == "assistant"] == "list"
+        messages.append(
+            {"role": turn.role, "content": [*typed, {"type": "text", "text": text}] if as_list else turn.text}
+        )
+    text = processor.apply_chat_template(messages, **options)
+    bos = processor.tokenizer.bos_token
+    keep = {} if not text.startswith(bos) else {"add_special_tokens": False}
+    return processor(images=images or None, text=text, **keep)["input_ids"][0]
+
+
+def learnt(format_: ChatFormat, tokens: ChatTokens, tokenizer: PreTrainedTokenizerFast) -> str:
+    return tokenizer.decode(tokens.input_ids[tokens.trained].tolist(), clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("image", [True, False], ids=["picture", "text only"])
+@pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
+@pytest.mark.parametrize("case_name", CASES)
+def test_ids_and_mask_of_every_template(case_name: str, tokenizer_name: str, image: bool) -> None:
+    case = CASES[case_name]
+    processor, format_ = processor_and_format(tokenizer_name, case_name)
+    assert (format_.content_format["user"], format_.content_format["assistant"]) == case.formats
+    answer = "It is the 漢 house"
+    turns = vqa("What is this?", answer, image=image)
+    tokens = format_.encode(turns, num_images=int(image))
+
+    text = learnt(format_, tokens, processor.tokenizer)
+    expected = case.learnt.replace("ANSWER", answer)
+    # A tokenizer that puts ▁ before each piece of text makes one more space; it belongs to the answer's first token.
+    assert text == expected or (tokenizer_name in ("prepend", "metaspace") and text.lstrip() == expected.lstrip())
+
+    assert (tokens.input_ids == format_.image_token_id).sum() == len(tokens.image_positions) == N * image
+    prompt = served(processor, case.formats, turns[:1], add_generation_prompt=True)
+    assert tokens.input_ids[: len(prompt)].tolist() == prompt
+    if format_._closing.has_eos:
+        assert tokens.input_ids.tolist() == served(processor, case.formats, turns)
+    else:
+        after = np.flatnonzero(tokens.trained)[-1] + 1
+        assert tokens.input_ids[after - 1] == processor.tokenizer.eos_token_id
+        assert not processor.tokenizer.decode(tokens.input_ids[after:]).strip()
+
+
+@pytest.mark.parametrize("tokenizer_name", ["byte level", "prepend"])
+def test_mask_is_hugging_faces(tokenizer_name: str) -> None:
+    processor, format_ = processor_and_format(tokenizer_name, "marks with EOS")
+    turns = vqa("Which digit is shown?", "It is seven 漢字。", image=True)
+    found = format_.encode(turns, num_images=1)
+    expected = processor.tokenizer.apply_chat_template(
+        [{"role": t.role, "content": t.text} for t in turns],
+        chat_template=CHAT_TEMPLATE,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+    )
+    single = np.delete(np.arange(len(found.input_ids)), found.image_positions[1:])
+    skipped = int(tokenizer_name == "prepend")  # a tokenizer's own method leaves BOS out, its processor does not
+    assert found.input_ids[single].tolist()[skipped:] == expected["input_ids"]
+    assert found.trained[single].tolist()[skipped:] == [bool(m) for m in expected["assistant_masks"]]
+
+
+@pytest.mark.parametrize("case_name", [c for c in CASES if c != "instructions with BOS"])
+@settings(max_examples=40)
+@given(question=st.text(min_size=1), answer=st.text(min_size=1))
+def test_any_text(case_name: str, question: str, answer: str) -> None:
+    """Whatever is asked and answered, the learnt tokens are the answer and EOS, byte for byte."""
+    question, answer = "q" + question.replace(IMAGE_MARK, ""), "a" + answer.rstrip() + "z"
+    processor, format_ = processor_and_format("byte level", case_name)
+    tokens = format_.encode(vqa(question, answer, image=True), num_images=1)
+    assert learnt(format_, tokens, processor.tokenizer) == CASES[case_name].learnt.replace("ANSWER", answer)
+
+
+def test_answer_with_the_eos_text_in_it_is_learnt_whole() -> None:
+    for case_name in ("chatml of plain text", "instructions with BOS", "headings, nothing after"):
+        processor, format_ = processor_and_format("byte level", case_name)
+        answer = f"one{format_.eos_token}two"
+        text = learnt(format_, format_.encode(vqa("q", answer, image=False), num_images=0), processor.tokenizer)
+        assert text == CASES[case_name].learnt.replace("ANSWER", answer)
+
+
+def test_every_turn_and_every_picture() -> None:
+    processor, format_ = processor_and_format("byte level", "marks with EOS")
+    turns = [
+        Turn("user", f"{IMAGE_MARK}\n{IMAGE_MARK}\nCompare."),
+        Turn("assistant", "first"),
+        Turn("user", f"And {IMAGE_MARK} here?"),
+        Turn("assistant", "second"),
+    ]
+    tokens = format_.encode(turns, num_images=3)
+    assert learnt(format_, tokens, processor.tokenizer) == " first</s> second</s>"
+    assert len(tokens.image_positions) == 3 * N
+    for case_name in ("chatml of plain text", "headings, nothing after"):
+        processor, format_ = processor_and_format("byte level", case_name)
+        text = learnt(format_, format_.encode(turns, num_images=3), processor.tokenizer)
+        assert text == "".join(CASES[case_name].learnt.replace("ANSWER", t) for t in ("first", "second"))
+
+
+@pytest.mark.parametrize(("text", "num_images"), [("none", 1), (f"{IMAGE_MARK} {IMAGE_MARK}", 1), (IMAGE_MARK, 0)])
+def test_marks_must_match_pictures(text: str, num_images: int) -> None:
+    _, format_ = processor_and_format("byte level", "marks with EOS")
+    with pytest.raises(DataError, match=f"{text.count(IMAGE_MARK)} <image> .* {num_images} pictures"):
+        format_.encode([Turn("user", text), Turn("assistant", "yes")], num_images=num_images)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "neither from typed parts nor from text"),
+        ("{{ raise_exception('no roles') }}", "no roles"),
+        ("{% for m in messages %}", "Unexpected end of template"),
+        ("{% if add_generation_prompt %}>>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}", "its prompt"),
+        ("{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}", "does not hold"),
+    ],
+)
+def test_templates_that_cannot_be_trained_with(template: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ChatFormat(make_tokenizer(), template, image_token="<image>", image_length=N)
+
+
+def test_tokenizer_that_ends_every_prompt_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 2)]
+    )
+    with pytest.raises(DataError, match="ends every text, so every prompt too, with </s>"):
+        ChatFormat(tokenizer, CHAT_TEMPLATE, image_token="<image>", image_length=N)
+
+
+def test_eos_that_is_no_token_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    template = CHAT_TEMPLATE.replace("eos_token", "'<end>'")
+    tokenizer.add_special_tokens({"eos_token": "</s>"})
+    format_ = ChatFormat(tokenizer, template, image_token="<image>", image_length=N)
+    tokens = format_.encode(vqa("q", "a", image=False), num_images=0)
+    assert learnt(format_, tokens, tokenizer) == " a<end></s>"

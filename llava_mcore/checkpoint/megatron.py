@@ -1,4 +1,4 @@
-"""Megatron checkpoints through dist_checkpointing (torch_dist): they load at any tensor, pipeline and data parallel size."""
+"""Megatron checkpoints through dist_checkpointing (torch_dist): they load at any layout."""
 
 from __future__ import annotations
 

@@ -70,6 +70,14 @@ def load_assets(hf_dir: Path, *, checkpoint_hf_dir: Path | None = None) -> Asset
     )
 
 
+def _read_json(file: Path, found: list[str]) -> dict[str, Any] | None:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        found.append(f"{file} is no JSON: {error}")
+        return None
+
+
 def _load_config(folder: Path, found: list[str]) -> LlavaConfig | None:
     try:
         config_dict = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -104,7 +112,8 @@ def _find_template(tokenizer: PreTrainedTokenizerBase, folders: list[Path], foun
         if jinja.is_file():
             return jinja.read_text(encoding="utf-8")
         if legacy.is_file():
-            return json.loads(legacy.read_text(encoding="utf-8"))["chat_template"]
+            settings = _read_json(legacy, found)
+            return None if settings is None else settings["chat_template"]
         if folder == folders[0] and tokenizer.chat_template is not None:
             return tokenizer.get_chat_template()
     found.append(f"no chat template in {folders[0]}: put a chat_template.jinja there")
@@ -134,9 +143,9 @@ def _image_length(folders: list[Path], config: LlavaConfig, found: list[str]) ->
     file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
     if file is None:
         return length
-    settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if settings.get("patch_size") is None:
-        return length  # written before processors expanded the placeholder
+    settings = _read_json(file, found)
+    if settings is None or settings.get("patch_size") is None:
+        return length  # without: written before processors expanded the placeholder
     side = config.vision_config.image_size // int(settings["patch_size"])
     served = side**2 + int(settings.get("num_additional_image_tokens") or 0)
     served -= 1 if settings.get("vision_feature_select_strategy") == "default" else 0

@@ -9,6 +9,9 @@ import torch
 from llava_mcore.data.samples import Batch, EncodedSample
 from llava_mcore.errors import DataError
 
+MULTIPLE = 8
+"""Lengths are rounded up to this: fewer shapes, and matrix units like it."""
+
 
 def check_length(num_tokens: int, seq_length: int) -> None:
     """Raise DataError for a sample that does not fit; cutting it could cut a picture's placeholders in two."""
@@ -20,12 +23,14 @@ def check_length(num_tokens: int, seq_length: int) -> None:
 
 
 def collate(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: int) -> Batch:
-    """Pad every sample to seq_length on the right and shift the labels.
+    """Pad every sample on the right to the longest one (a multiple of 8, at most seq_length) and shift the labels.
 
-    All batches of a run have the same [b, s] because pipeline stages exchange tensors of one fixed shape.
+    Where a pipeline needs one length for all micro-batches of a step, it pads further by itself.
     A token is a label only if `trained` says so; the last position of a sample and all pads predict nothing.
     """
-    shape = (len(samples), seq_length)
+    longest = max(len(sample.input_ids) for sample in samples)
+    length = min(-(-longest // MULTIPLE) * MULTIPLE, seq_length)
+    shape = (len(samples), length)
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
     labels = torch.zeros(shape, dtype=torch.int64)
     loss_mask = torch.zeros(shape, dtype=torch.float32)
@@ -43,9 +48,9 @@ def collate(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: 
         input_ids=input_ids,
         labels=labels,
         loss_mask=loss_mask,
-        position_ids=torch.arange(seq_length).repeat(len(samples), 1),
+        position_ids=torch.arange(length).repeat(len(samples), 1),
         pixel_values=torch.cat([sample.pixel_values for sample in samples]),
-        image_positions=torch.cat([s.image_positions + row * seq_length for row, s in enumerate(samples)]),
+        image_positions=torch.cat([s.image_positions + row * length for row, s in enumerate(samples)]),
         sample_keys=keys,
         num_tokens=sum(len(sample.input_ids) for sample in samples),
     )

@@ -7,7 +7,7 @@ from io import BytesIO
 from pathlib import Path
 
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from transformers import AutoImageProcessor, BaseImageProcessor, LlavaConfig
 from transformers.image_processing_backends import TorchvisionBackend
@@ -26,6 +26,8 @@ def decode_image(data: bytes) -> Image.Image:
     """
     try:
         return load_image(Image.open(BytesIO(data)))
+    except UnidentifiedImageError as error:
+        raise DataError(f"the picture cannot be decoded ({len(data)} bytes): no known format") from error
     # Pillow reports a damaged PNG as SyntaxError, which energon would take for a fault of the program.
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"the picture cannot be decoded ({len(data)} bytes): {error}") from error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
+
+from llava_mcore.launch.singularity import REPOSITORY
 
 
 def torchrun_argv(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
@@ -25,9 +28,11 @@ def torchrun_argv(num_processes: int, module: str, arguments: Sequence[str]) -> 
 def worker_env(
     environ: Mapping[str, str], num_processes: int, *, cpu_cores: int, device_available: bool
 ) -> dict[str, str]:
-    """Return the environment of the workers: all of `environ`, and OMP_NUM_THREADS where it is not set.
+    """Return the environment of the workers: all of `environ`, our package on PYTHONPATH, and OMP_NUM_THREADS if unset.
 
+    A checkout that was not installed works from every folder that way.
     On the CPU the ranks share the cores; beside a GPU one thread is enough, and torchrun says so in a warning.
     """
     threads = 1 if device_available else max(1, cpu_cores // num_processes)
-    return {"OMP_NUM_THREADS": str(threads), **environ}
+    python_path = os.pathsep.join([str(REPOSITORY), *filter(None, [environ.get("PYTHONPATH")])])
+    return {"OMP_NUM_THREADS": str(threads), **environ, "PYTHONPATH": python_path}

@@ -137,6 +137,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no template": (lambda p: (p / "chat_template.jinja").unlink(), "put a chat_template.jinja there"),
     "template in Python": (lambda p: (p / "chat_template.jinja").write_text("{{ x.y.z }}"), "cannot render"),
     "no processor": (lambda p: (p / "processor_config.json").unlink(), "no image processor in"),
+    "processor cut off": (
+        lambda p: (p / "processor_config.json").write_text("{"),
+        r"processor_config\.json is no JSON",
+    ),
     "no config": (lambda p: (p / "config.json").unlink(), "no usable config.json"),
     "another model": (lambda p: _edit(p / "config.json", lambda c: c.update(model_type="llama")), "expected 'llava'"),
     "no pad": (_remove_pad, "no pad token"),

@@ -49,7 +49,12 @@ def test_torchrun_command() -> None:
 )
 def test_worker_threads(processes: int, device: bool, given: dict[str, str], threads: str) -> None:
     env = worker_env({"PATH": "/bin", **given}, processes, cpu_cores=8, device_available=device)
-    assert env == {"PATH": "/bin", "OMP_NUM_THREADS": threads}
+    assert env == {"PATH": "/bin", "OMP_NUM_THREADS": threads, "PYTHONPATH": str(REPOSITORY)}
+
+
+def test_workers_find_the_package_before_anything_else_on_the_path() -> None:
+    env = worker_env({"PYTHONPATH": "/elsewhere"}, 1, cpu_cores=1, device_available=False)
+    assert env["PYTHONPATH"] == f"{REPOSITORY}:/elsewhere"
 
 
 @pytest.mark.parametrize(

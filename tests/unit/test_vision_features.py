@@ -1,0 +1,71 @@
+"""Image features equal Hugging Face's: activation, norm epsilon, class token, feature layers, any number of patches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llava_mcore.apps.import_hf import import_hf
+from llava_mcore.checkpoint.megatron import load_weights
+from llava_mcore.errors import ConversionError
+from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.vision.features import feature_choice, tokens_per_image
+from llava_mcore.models.vlm import VisionLanguageModel, place_features
+from llava_mcore.parallel.groups import single_process
+from tests.helpers.tiny_hf import make_hf_llava
+
+CASES: dict[str, dict[str, Any]] = {
+    # A class token is dropped from the output only: positions stay where they are (trap 8).
+    "clip, default": {"vision": "clip"},
+    "clip, full": {"vision": "clip", "strategy": "full"},
+    # SigLIP has GELU (tanh) and its own epsilon (trap 5), and no class token to drop (trap 6).
+    "siglip, full": {"vision": "siglip"},
+    "siglip, default drops patch 0": {"vision": "siglip", "strategy": "default"},
+    # Neither 576 or 729 patches nor 16 heads of 64 (trap 11), and a picture that is no multiple of the patch.
+    "odd sizes": {"vision": "siglip", "vision_overrides": {"image_size": 75, "num_attention_heads": 2}},
+    "another epsilon and activation": {
+        "vision": "clip",
+        "vision_overrides": {"layer_norm_eps": 1e-2, "hidden_act": "gelu"},
+    },
+    "several layers": {"vision": "clip", "feature_layer": [-2, 0, 2]},
+    "last layer": {"vision": "siglip", "feature_layer": -1},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_features_equal_hugging_face(tmp_path: Path, case: str) -> None:
+    hf = make_hf_llava(tmp_path / "hf", **CASES[case])
+    checkpoint = import_hf(tmp_path / "hf", tmp_path / "megatron")
+    size = hf.config.vision_config.image_size
+    pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), single_process():
+        model = VisionLanguageModel(hf.config, ModelOptions(initialise=False))
+        load_weights([model], checkpoint)
+        ours = model.eval().image_features(pixels)
+        theirs = torch.cat(tuple(hf.get_image_features(pixel_values=pixels).pooler_output))
+    assert ours.shape[0] == 2 * tokens_per_image(hf.config) == theirs.shape[0]
+    assert (ours - theirs).abs().max().item() <= 1e-5
+
+
+@pytest.mark.parametrize("layer", [6, -7, 0, [], [0]])
+def test_feature_layers_that_cannot_be(tmp_path: Path, layer: Any) -> None:
+    hf = make_hf_llava(tmp_path / "hf")
+    hf.config.vision_feature_layer = layer
+    with pytest.raises(ConversionError, match="vision_feature_layer"):
+        feature_choice(hf.config)
+
+
+def test_features_go_to_their_places_and_gradients_come_back() -> None:
+    embeddings = torch.randn(5, 2, 3, requires_grad=True)
+    features = torch.randn(3, 3, requires_grad=True)
+    places = torch.tensor([1, 2, 7])  # sample 0, tokens 1 and 2; sample 1, token 2
+    placed = place_features(embeddings, features, places)
+    assert torch.equal(placed[1, 0], features[0]) and torch.equal(placed[2, 1], features[2])
+    assert torch.equal(placed[0], embeddings[0])
+    placed.sum().backward()
+    assert features.grad is not None and embeddings.grad is not None
+    assert torch.equal(features.grad, torch.ones(3, 3))
+    assert embeddings.grad[1, 0].abs().sum() == 0 and embeddings.grad[0, 0].sum() == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +20,9 @@ COMMANDS = {
     "check": ("check", "check a checkpoint against its model, tensor by tensor"),
     "show-config": ("show_config", "print the configuration that flags, overrides and a file make together"),
 }
+
+ON_CPU = ("build", "import-hf", "export-hf", "check")
+"""Commands that leave GPUs alone."""
 
 IN_CONTAINER = ("build", "import-hf", "train", "export-hf")
 """Commands that take --sif-path."""
@@ -40,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     if image is not None:
         return _rerun(image, name, arguments[1:])
     log.quiet_libraries()
+    if name in ON_CPU:
+        # Exact copies on the CPU: a visible GPU would only be initialised and held. Before torch is imported.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     app = importlib.import_module(f"llava_mcore.apps.{COMMANDS[name][0]}")
     return app.main(arguments[1:])
 

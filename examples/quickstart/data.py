@@ -80,9 +80,7 @@ def _jitter(picture: Image.Image, rng: random.Random) -> Image.Image:
     cos, sin, middle = math.cos(angle) * scale, math.sin(angle) * scale, IMAGE_SIZE / 2
     x, y = (middle + rng.uniform(-1, 1) * IMAGE_SIZE / 14 for _ in range(2))
     matrix = (cos, sin, middle - cos * x - sin * y, -sin, cos, middle + sin * x - cos * y)
-    return picture.transform(
-        picture.size, Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC, fillcolor=255
-    )
+    return picture.transform(picture.size, Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC, fillcolor=255)
 
 
 def jpeg(picture: Image.Image) -> bytes:

@@ -58,9 +58,9 @@ def make_language_model(folder: Path) -> int:
     tokenizer = make_tokenizer(folder)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,

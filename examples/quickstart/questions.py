@@ -41,7 +41,7 @@ FORMS: dict[str, Form] = {
             "Read the digit and give the numeral.",
         ),
         lambda digit, n: str(digit),
-        weight=4,
+        weight=5,
     ),
     "which digit (word)": Form(
         (
@@ -50,7 +50,7 @@ FORMS: dict[str, Form] = {
             "Read the digit and spell it out.",
         ),
         lambda digit, n: WORDS[digit],
-        weight=4,
+        weight=5,
     ),
     "even or odd": Form(
         ("Is this digit even or odd?", "Even or odd?", "Is the number shown odd or even?"),
@@ -60,12 +60,12 @@ FORMS: dict[str, Form] = {
     "larger than n": Form(
         ("Is it larger than {n}?", "Is this digit greater than {n}?", "Does the picture show more than {n}?"),
         lambda digit, n: yes_no(digit > n),
-        weight=2,
+        weight=1,
     ),
     "smaller than n": Form(
         ("Is it smaller than {n}?", "Is this digit less than {n}?", "Does the picture show less than {n}?"),
         lambda digit, n: yes_no(digit < n),
-        weight=2,
+        weight=1,
     ),
     "one more": Form(
         ("Which number comes next?", "Add one to this digit. Answer with a word.", "What is one more than this?"),

@@ -117,9 +117,16 @@ def import_flags(out: Path) -> list[object]:
 
 
 def train_flags(out: Path) -> list[object]:
-    places = ["--megatron-load-dir", out / "megatron", "--tokenizer-load-dir", out / "hf", "--data-path", out / "shards"]
-    layout = ["-g", 4, "--tp", 2, "--pp", 2]
-    return [*layout, "--config", "examples/quickstart/train.yaml", *places, "--save-dir", out / "runs", "--name", "digits"]
+    layout = ["-g", 4, "--tp", 2, "--pp", 2, "--config", "examples/quickstart/train.yaml"]
+    places = [
+        "--megatron-load-dir",
+        out / "megatron",
+        "--tokenizer-load-dir",
+        out / "hf",
+        "--data-path",
+        out / "shards",
+    ]
+    return [*layout, *places, "--save-dir", out / "runs", "--name", "digits", "--save"]
 
 
 def export_flags(out: Path) -> list[object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -14,8 +13,6 @@ def conversion_main(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], argv: Sequence[str]
 ) -> int:
     """Parse, run, and turn a user's error into one message and exit code 2."""
-    # Conversions are exact byte copies on the CPU; a visible GPU would only be initialised and held.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         return run(parser.parse_args(argv))
     except LlavaMcoreError as error:

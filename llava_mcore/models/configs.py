@@ -18,7 +18,8 @@ from llava_mcore.models.vision.features import feature_choice
 class ModelOptions:
     """What decides how a model is built, beside its Hugging Face config.
 
-    `initialise` False leaves the weights as allocated: they are about to be loaded.
+    `initialise` False leaves the weights as allocated: they are about to be loaded. `on_cpu` allocates nothing on a
+    GPU even where there is one.
     """
 
     params_dtype: torch.dtype = torch.float32
@@ -27,6 +28,7 @@ class ModelOptions:
     make_vocab_size_divisible_by: int = 128
     initialise: bool = True
     deterministic: bool = False
+    on_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def _common_fields(options: ModelOptions) -> dict[str, Any]:
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "perform_initialization": options.initialise,
-        "use_cpu_initialization": not torch.cuda.is_available(),
+        "use_cpu_initialization": options.on_cpu or not torch.cuda.is_available(),
         "deterministic_mode": options.deterministic,
         # The loss is summed over trained tokens and divided by their number once, over all micro-batches and ranks.
         "calculate_per_token_loss": True,

@@ -15,6 +15,6 @@ def meta_model(hf: LlavaConfig, *, num_vocab_rows: int) -> VisionLanguageModel:
     Args:
         num_vocab_rows: rows of the embedding, padding included.
     """
-    options = ModelOptions(initialise=False, make_vocab_size_divisible_by=num_vocab_rows)
+    options = ModelOptions(initialise=False, on_cpu=True, make_vocab_size_divisible_by=num_vocab_rows)
     with torch.device("meta"):
         return VisionLanguageModel(hf, options)

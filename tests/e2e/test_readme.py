@@ -47,7 +47,12 @@ def test_readme_commands(tmp_path: Path) -> None:
     env = os.environ | {name: str(tmp_path / folder) for name, folder in places.items()}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join(steps)], env=env, cwd=ROOT, capture_output=True, text=True, check=False
+        ["bash", "-euo", "pipefail", "-c", "\n".join(steps)],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert "bit for bit" in done.stdout

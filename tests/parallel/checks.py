@@ -17,8 +17,10 @@ from llava_mcore.parallel.groups import Groups, initialise, seed_everything
 
 def join(tp: int, pp: int) -> Groups:
     torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
     groups = initialise(
-        backend="gloo", tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, timeout_seconds=60
+        backend=backend, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, timeout_seconds=60
     )
     seed_everything(1)
     return groups
@@ -32,23 +34,24 @@ def load_model(groups: Groups, checkpoint: Path) -> VisionLanguageModel:
     )
     model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)
     load_weights([model], checkpoint)
-    return model.eval()
+    return model.to(groups.device).eval()
 
 
 def logits(groups: Groups, model: VisionLanguageModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """Run one micro-batch through the pipeline; the last stage returns [b, s, vocabulary]."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    inputs = {name: x.to(groups.device) for name, x in inputs.items()}
     ids = inputs["input_ids"]
-    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     out: list[torch.Tensor] = []
 
     def step(_: Any, stage: torch.nn.Module) -> Any:
         y = stage(ids, positions, inputs["pixel_values"], inputs["image_positions"])
 
         def collect(x: torch.Tensor, non_loss_data: bool = False) -> Any:
-            out.append(x.detach())
-            return x.sum(), torch.tensor(1), {}
+            out.append(x.detach().cpu())
+            return x.sum(), torch.tensor(1, device=x.device), {}
 
         return y, collect
 

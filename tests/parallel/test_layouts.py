@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,12 @@ def test_parity_and_round_trip(imported: dict[str, dict[str, Any]], tmp_path: Pa
     for name, made in imported.items():
         # What this layout wrote goes back to the very bytes that were imported.
         source = hf_folder(iteration_folder(made["megatron"], 0))
-        _copy_hf(source, hf_folder(targets[name]))
+        copy_hf(source, hf_folder(targets[name]))
         write_tracker(targets[name].parent, 0)
         export_hf(targets[name].parent, tmp_path / f"{name}-hf", tp=tp, pp=pp)
         assert_same_folder(made["hf"], tmp_path / f"{name}-hf")
 
 
-def _copy_hf(source: Path, target: Path) -> None:
-    import shutil
-
+def copy_hf(source: Path, target: Path) -> None:
+    """Give a checkpoint that a test world wrote the files that training would have copied."""
     shutil.copytree(source, target)

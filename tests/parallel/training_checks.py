@@ -25,7 +25,7 @@ def run_config(tp: int, pp: int, checkpoint: str, save_dir: str, **flags: Any) -
         "checkpoint.save_dir": save_dir,
         "parallel.tensor_model_parallel_size": tp,
         "parallel.pipeline_model_parallel_size": pp,
-        "parallel.backend": "gloo",
+        "parallel.backend": "nccl" if torch.cuda.is_available() else "gloo",
         "training.precision": "fp32",
         "training.train_iters": 20,
         "training.micro_batch_size": 2,

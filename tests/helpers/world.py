@@ -31,7 +31,8 @@ def run_world(size: int, function: str, *, timeout: float = 300, **arguments: An
         job = Path(folder)
         torch.save({"function": function, "arguments": arguments}, job / "job.pt")
         env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(size))
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         logs = [(job / f"log{rank}").open("w+") for rank in range(size)]
         processes = [
             subprocess.Popen(

@@ -11,13 +11,11 @@ WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 @dataclass(frozen=True)
 class Form:
-    """One kind of question. A wording may hold {n}, the word of a number from 1 to 8 drawn for each question."""
+    """One kind of question. `weight`: how often it is asked while training, relative to the other forms."""
 
     wordings: tuple[str, ...]
-    answer: Callable[[int, int], str]
-    """From the digit and n to the expected answer."""
+    answer: Callable[[int], str]
     weight: int
-    """How often it is asked while training, relative to the other forms."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,6 @@ class Question:
     answer: str
 
 
-def yes_no(truth: bool) -> str:
-    return "yes" if truth else "no"
-
-
 FORMS: dict[str, Form] = {
     "which digit (numeral)": Form(
         (
@@ -40,8 +34,8 @@ FORMS: dict[str, Form] = {
             "What digit do you see? Write it as a numeral.",
             "Read the digit and give the numeral.",
         ),
-        lambda digit, n: str(digit),
-        weight=5,
+        str,
+        weight=4,
     ),
     "which digit (word)": Form(
         (
@@ -49,27 +43,22 @@ FORMS: dict[str, Form] = {
             "What digit do you see? Write it as a word.",
             "Read the digit and spell it out.",
         ),
-        lambda digit, n: WORDS[digit],
-        weight=5,
+        lambda digit: WORDS[digit],
+        weight=4,
     ),
-    "even or odd": Form(
-        ("Is this digit even or odd?", "Even or odd?", "Is the number shown odd or even?"),
-        lambda digit, n: "odd" if digit % 2 else "even",
+    "is it even": Form(
+        ("Is this digit even?", "Is it an even number?", "Does the picture show an even digit?"),
+        lambda digit: "no" if digit % 2 else "yes",
         weight=2,
     ),
-    "larger than n": Form(
-        ("Is it larger than {n}?", "Is this digit greater than {n}?", "Does the picture show more than {n}?"),
-        lambda digit, n: yes_no(digit > n),
-        weight=1,
-    ),
-    "smaller than n": Form(
-        ("Is it smaller than {n}?", "Is this digit less than {n}?", "Does the picture show less than {n}?"),
-        lambda digit, n: yes_no(digit < n),
-        weight=1,
+    "larger than five": Form(
+        ("Is it larger than five?", "Is this digit greater than five?", "Does the picture show more than five?"),
+        lambda digit: "yes" if digit > 5 else "no",
+        weight=2,
     ),
     "one more": Form(
         ("Which number comes next?", "Add one to this digit. Answer with a word.", "What is one more than this?"),
-        lambda digit, n: WORDS[digit + 1],
+        lambda digit: WORDS[digit + 1],
         weight=2,
     ),
 }
@@ -78,8 +67,7 @@ WHICH_DIGIT = ("which digit (numeral)", "which digit (word)")
 
 def ask(form: str, digit: int, rng: random.Random) -> Question:
     """Word one question of a form about a digit, with its answer."""
-    kind, n = FORMS[form], rng.randint(1, 8)
-    return Question(form, rng.choice(kind.wordings).format(n=WORDS[n]), kind.answer(digit, n))
+    return Question(form, rng.choice(FORMS[form].wordings), FORMS[form].answer(digit))
 
 
 def draw_form(rng: random.Random) -> str:
@@ -89,6 +77,6 @@ def draw_form(rng: random.Random) -> str:
 
 def corpus() -> list[str]:
     """Return every question and every answer once: the text that the tokenizer is trained on."""
-    questions = {w.format(n=n) for form in FORMS.values() for w in form.wordings for n in WORDS[1:9]}
-    answers = {form.answer(digit, n) for form in FORMS.values() for digit in range(10) for n in range(1, 9)}
+    questions = {wording for form in FORMS.values() for wording in form.wordings}
+    answers = {form.answer(digit) for form in FORMS.values() for digit in range(10)}
     return sorted(questions) + sorted(answers)

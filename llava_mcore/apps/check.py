@@ -10,15 +10,10 @@ from pathlib import Path
 import torch
 
 from llava_mcore.apps.checkpoint_weights import CheckpointWeights
-from llava_mcore.apps.import_hf import VOCAB_DIVISIBLE_BY, checked_table
+from llava_mcore.apps.import_hf import model_and_table, open_folder
 from llava_mcore.checkpoint import hf_files, layout
-from llava_mcore.checkpoint.hf_config import load_hf_config, model_dims
-from llava_mcore.checkpoint.weights import check_shard_rules, parameter_shapes
-from llava_mcore.config.rules import check_layout
-from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.models.language.decoder import padded_vocab_size
-from llava_mcore.models.meta import meta_model
-from llava_mcore.models.parts import check_families
+from llava_mcore.checkpoint.hf_config import load_hf_config
+from llava_mcore.errors import ConversionError, problems
 from llava_mcore.parallel.groups import single_process
 
 
@@ -28,17 +23,9 @@ def check_folder(hf_dir: Path, *, tp: int, pp: int) -> str:
     Raises:
         ConversionError, ConfigError: lists everything that does not fit.
     """
-    hf = load_hf_config(hf_dir)
-    check_families(hf, source=str(hf_dir))
-    folder = hf_files.HfFolder.open(hf_dir)
-    wrong = check_layout(model_dims(hf), tp, pp, str(hf_dir))
-    if wrong:
-        raise ConfigError(problems(f"{hf_dir} cannot be cut into tp {tp} x pp {pp}", wrong))
-    rows = padded_vocab_size(hf.text_config.vocab_size, divisible_by=VOCAB_DIVISIBLE_BY, tensor_model_parallel_size=tp)
+    hf, folder = open_folder(hf_dir, tp=tp, pp=pp)
     with single_process():
-        model = meta_model(hf, num_vocab_rows=rows)
-        table = checked_table(hf, folder, parameter_shapes(model), rows)
-        check_shard_rules(table, model)
+        _, table = model_and_table(hf, folder, tp=tp)
     return (
         f"{hf_dir}: {len(folder.tensors)} tensors = {len(table.entries)} Megatron parameters, "
         f"{len(table.unused)} unused by training, {len(table.copies)} tied copies; fits tp {tp} x pp {pp}"

@@ -25,6 +25,7 @@ from llava_mcore.models.meta import meta_model
 from llava_mcore.models.names import detect_names
 from llava_mcore.models.parts import check_families
 from llava_mcore.models.table import mapping_table
+from llava_mcore.models.vlm import VisionLanguageModel
 from llava_mcore.parallel.groups import single_process
 
 logger = logging.getLogger(__name__)
@@ -45,19 +46,9 @@ def import_hf(hf_dir: Path, megatron_dir: Path, *, tp: int = 1, pp: int = 1, dty
         ConversionError, ConfigError: before anything is written.
     """
     hf_files.require_absent(megatron_dir, what="the import")
-    hf = load_hf_config(hf_dir)
-    check_families(hf, source=str(hf_dir))
-    folder = hf_files.HfFolder.open(hf_dir)
-    wrong = check_layout(model_dims(hf), tp, pp, str(hf_dir))
-    if wrong:
-        raise ConfigError(problems(f"{hf_dir} cannot be cut into tp {tp} x pp {pp}", wrong))
+    hf, folder = open_folder(hf_dir, tp=tp, pp=pp)
     with single_process():
-        rows = padded_vocab_size(
-            hf.text_config.vocab_size, divisible_by=VOCAB_DIVISIBLE_BY, tensor_model_parallel_size=tp
-        )
-        model = meta_model(hf, num_vocab_rows=rows)
-        table = checked_table(hf, folder, parameter_shapes(model), rows)
-        check_shard_rules(table, model)
+        model, table = model_and_table(hf, folder, tp=tp)
         partial = hf_files.partial_sibling(megatron_dir)
         checkpoint = layout.iteration_folder(partial, 0)
         checkpoint.mkdir()
@@ -67,6 +58,36 @@ def import_hf(hf_dir: Path, megatron_dir: Path, *, tp: int = 1, pp: int = 1, dty
     layout.write_tracker(partial, 0)
     hf_files.publish(partial, megatron_dir)
     return layout.iteration_folder(megatron_dir, 0)
+
+
+def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[LlavaConfig, hf_files.HfFolder]:
+    """Read config and headers of a folder and check that the model is known and can be cut.
+
+    Raises:
+        ConversionError, ConfigError: lists everything that does not fit.
+    """
+    hf = load_hf_config(hf_dir)
+    check_families(hf, source=str(hf_dir))
+    folder = hf_files.HfFolder.open(hf_dir)
+    wrong = check_layout(model_dims(hf), tp, pp, str(hf_dir))
+    if wrong:
+        raise ConfigError(problems(f"{hf_dir} cannot be cut into tp {tp} x pp {pp}", wrong))
+    return hf, folder
+
+
+def model_and_table(hf: LlavaConfig, folder: hf_files.HfFolder, *, tp: int) -> tuple[VisionLanguageModel, MappingTable]:
+    """Return the model without memory, its vocabulary padded for `tp`, and the folder's table, checked against it.
+
+    Process groups of one must exist.
+
+    Raises:
+        ConversionError: lists everything that does not fit.
+    """
+    rows = padded_vocab_size(hf.text_config.vocab_size, divisible_by=VOCAB_DIVISIBLE_BY, tensor_model_parallel_size=tp)
+    model = meta_model(hf, num_vocab_rows=rows)
+    table = checked_table(hf, folder, parameter_shapes(model), rows)
+    check_shard_rules(table, model)
+    return model, table
 
 
 def checked_table(

@@ -66,6 +66,7 @@ def together[T](groups: Groups, action: Callable[[], T]) -> T:
 def run_worker(run: RunConfig) -> None:
     """Join the world, build everything, train."""
     # Heavy imports come after the first lines on the console.
+    from llava_mcore.apps.init_folder import write_init_folder
     from llava_mcore.checkpoint.start import start_point
     from llava_mcore.data.assets import load_assets
     from llava_mcore.data.loader import TrainLoader
@@ -110,7 +111,12 @@ def run_worker(run: RunConfig) -> None:
         return loader
 
     loader = together(groups, open_data)
-    train(trainer, loader, progress, start.hf_dir)
+    hf_source = start.hf_dir
+    if start.kind == "init" and run.checkpoint.saves:
+        hf_source = run.run_dir / "hf"
+        if groups.rank == 0:
+            write_init_folder(start.hf_dir, hf_source, run.training.seed)
+    train(trainer, loader, progress, hf_source)
     if loader is not None:
         loader.close()
     shut_down()

@@ -79,7 +79,7 @@ class HfFolder:
 
     def record(self) -> dict[str, Any]:
         """Return what is needed to write the same files again (JSON)."""
-        return {name: asdict(info) for name, info in self.tensors.items()}
+        return to_record(self.tensors)
 
 
 def _read_header(folder: Path, file: str) -> dict[str, TensorInfo]:
@@ -88,8 +88,13 @@ def _read_header(folder: Path, file: str) -> dict[str, TensorInfo]:
         return {name: TensorInfo(file, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
 
 
+def to_record(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Return names, files, dtypes and shapes as JSON."""
+    return {name: asdict(info) for name, info in tensors.items()}
+
+
 def infos_from_record(record: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Inverse of `HfFolder.record`."""
+    """Inverse of `to_record`."""
     return {name: TensorInfo(x["file"], x["dtype"], tuple(x["shape"])) for name, x in record.items()}
 
 

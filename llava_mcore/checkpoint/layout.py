@@ -80,8 +80,12 @@ def write_tracker(root: Path, iteration: int) -> None:
 
 def write_record(checkpoint: Path, record: dict[str, Any]) -> None:
     """Note which Hugging Face tensors the checkpoint came from."""
-    path = hf_folder(checkpoint) / RECORD
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record_file(hf_folder(checkpoint), record)
+
+
+def write_record_file(folder: Path, record: dict[str, Any]) -> None:
+    """Write the note into a folder of Hugging Face files."""
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:

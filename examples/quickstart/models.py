@@ -82,7 +82,7 @@ def make_vision_tower(folder: Path, image_size: int) -> int:
         num_hidden_layers=4,  # LLaVA takes the output of the last layer but one
         num_attention_heads=4,
         image_size=image_size,
-        patch_size=image_size // 4,
+        patch_size=image_size // 2,
         initializer_factor=2.0,
     )
     torch.manual_seed(SEED + 1)

@@ -35,7 +35,7 @@ FORMS: dict[str, Form] = {
             "Read the digit and give the numeral.",
         ),
         str,
-        weight=4,
+        weight=6,
     ),
     "which digit (word)": Form(
         (
@@ -44,7 +44,7 @@ FORMS: dict[str, Form] = {
             "Read the digit and spell it out.",
         ),
         lambda digit: WORDS[digit],
-        weight=4,
+        weight=6,
     ),
     "is it even": Form(
         ("Is this digit even?", "Is it an even number?", "Does the picture show an even digit?"),

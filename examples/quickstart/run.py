@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 MARK = ".quickstart"
-NUM_SAMPLES = 30_000
+NUM_SAMPLES = 40_000
 GOAL = 0.95
 console = Console()
 

@@ -75,6 +75,7 @@ def curves(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict
         "text only": (untied, set(range(8)), short),
         "pictures only": (untied, set(), short),
         "stage 1": (untied, mixed, short | stage1),
+        "short": (untied, mixed, short),
         "bf16": (untied, mixed, short | {"training.precision": "bf16"}),
     }
     out = {}

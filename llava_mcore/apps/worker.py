@@ -42,8 +42,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def resumes(run: RunConfig, start: StartPoint) -> bool:
-    """Tell whether to continue a run; imported weights (iteration 0) have nothing to continue."""
-    return start.kind == "resume" or (start.kind == "load" and run.checkpoint.load_optim and start.iteration > 0)
+    """Tell whether to continue a run.
+
+    The load folder is continued if it holds the optimizer of the same stage; imported weights and those of an earlier
+    stage are what a run starts from, so that one command line serves the first start and every later one.
+    """
+    if start.kind == "resume":
+        return True
+    if start.kind != "load" or not run.checkpoint.load_optim or start.checkpoint is None:
+        return False
+    written_by = start.checkpoint / "run.yaml"
+    before = load_run_config(written_by, [], {}) if written_by.is_file() else None
+    if before is not None and before.checkpoint.save_optim and before.stage == run.stage:
+        return True
+    logger.info("%s gives weights only: this run starts at iteration 0", start.checkpoint)
+    return False
 
 
 def together[T](groups: Groups, action: Callable[[], T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -56,7 +57,7 @@ def plot_predictions(answered: list[tuple[Exam, str]], exam_folder: Path, path: 
         axes.set_yticks([])
         for spine in axes.spines.values():
             spine.set(color=GREEN if right else RED, linewidth=3)
-        axes.set_title(question.question.replace("? ", "?\n").replace(". ", ".\n"), fontsize=9)
+        axes.set_title(textwrap.fill(question.question, width=26), fontsize=9)
         note = f"{text}  ✓" if right else f"{text or '(nothing)'}  ✗ ({question.answer})"
         axes.set_xlabel(note, fontsize=12, color=GREEN if right else RED, fontweight="bold")
     figure.suptitle("Scans the model has never seen: its answers", fontsize=15)

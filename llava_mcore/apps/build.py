@@ -54,8 +54,9 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--chat-template",
         type=Path,
-        metavar="FILE",
-        help="Jinja chat template (default: the tokenizer's own; if it has none, a plain USER: ASSISTANT: one)",
+        metavar="NAME|FILE",
+        help="chat template by name (vicuna, llama-2, llama-3, chatml, llm-jp, mistral, plain) or a Jinja file "
+        "(default: the tokenizer's own; if it has none, a plain USER: ASSISTANT: one)",
     )
 
 

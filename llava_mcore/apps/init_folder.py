@@ -1,7 +1,8 @@
-"""The Hugging Face files that travel with a run from random weights, so that it can be exported like any other."""
+"""The Hugging Face files that travel inside every checkpoint of a run, so that it can be exported."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,29 @@ from torch import Tensor
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from llava_mcore.checkpoint import hf_files, layout
+from llava_mcore.checkpoint.chat_template import write_chat_template
 from llava_mcore.checkpoint.hf_config import load_hf_config
+from llava_mcore.checkpoint.start import StartPoint
 from llava_mcore.models.names import detect_names
 from llava_mcore.models.table import mapping_table
 
 _DTYPE = "F32"
+
+
+def write_carried_folder(start: StartPoint, target: Path, *, seed: int, chat_template: str) -> Path:
+    """Write what the run's checkpoints carry to `target`, in place of what is there, and return it.
+
+    The files are those of the checkpoint that the run starts from, or, from random weights, of the folder that
+    describes the model; the chat template is the one that is trained with.
+    """
+    if target.exists():
+        shutil.rmtree(target)
+    if start.kind == "init":
+        write_init_folder(start.hf_dir, target, seed)
+    else:
+        shutil.copytree(start.hf_dir, target)
+    write_chat_template(target, chat_template)
+    return target
 
 
 def write_init_folder(hf_dir: Path, target: Path, seed: int) -> Path:

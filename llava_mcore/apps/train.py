@@ -17,6 +17,7 @@ from llava_mcore.errors import ConfigError, LlavaMcoreError, problems
 from llava_mcore.launch.process import run_child
 from llava_mcore.launch.singularity import inner_command, rerun_in_container
 from llava_mcore.launch.torchrun import torchrun_argv, worker_env
+from llava_mcore.templates.named import absolute_choice, check_choice
 
 WORKER = "llava_mcore.apps.worker"
 
@@ -48,7 +49,7 @@ def resolve(run: RunConfig, gpu_count: int) -> tuple[RunConfig, int]:
         "training": {"precision": run.training.precision or ("bf16" if gpu_count else "fp32")},
         "launch": {"num_gpus": world_size},
         "checkpoint": {name: _absolute(getattr(run.checkpoint, name)) for name in ("load", "hf_dir", "save_dir")},
-        "data": {"path": _absolute(run.data.path)},
+        "data": {"path": _absolute(run.data.path), "chat_template": absolute_choice(run.data.chat_template)},
     }
     sections = {name: getattr(run, name).model_copy(update=change) for name, change in changes.items()}
     return run.model_copy(update=sections), world_size
@@ -77,6 +78,10 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
         found.append(str(error))
     try:
         check_dataset(run.data.path)
+    except LlavaMcoreError as error:
+        found.append(str(error))
+    try:
+        check_choice(run.data.chat_template)
     except LlavaMcoreError as error:
         found.append(str(error))
     return found + check_run(run, dims, world_size, gpu_count > 0, source)

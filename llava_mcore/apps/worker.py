@@ -79,9 +79,10 @@ def together[T](groups: Groups, action: Callable[[], T]) -> T:
 def run_worker(run: RunConfig) -> None:
     """Join the world, build everything, train."""
     # Heavy imports come after the first lines on the console.
-    from llava_mcore.apps.init_folder import write_init_folder
+    from llava_mcore.apps.init_folder import write_carried_folder
+    from llava_mcore.checkpoint.chat_template import require_same_template
     from llava_mcore.checkpoint.start import start_point
-    from llava_mcore.data.assets import load_assets
+    from llava_mcore.data.assets import Assets, load_assets
     from llava_mcore.data.loader import TrainLoader
     from llava_mcore.parallel.groups import initialise, seed_everything, shut_down
     from llava_mcore.training.determinism import make_deterministic
@@ -100,35 +101,49 @@ def run_worker(run: RunConfig) -> None:
     seed_everything(run.training.seed)
     start = together(groups, lambda: start_point(run))
     trainer = together(groups, lambda: build_trainer(run, groups, start))
-    progress, loader_state = Progress(), None
-    if resumes(run, start):
+    progress, loader_states = Progress(), None
+    resuming = resumes(run, start)
+
+    def open_assets() -> Assets | None:
+        if not groups.loads_data:
+            return None
+        assets = load_assets(
+            run.checkpoint.hf_dir or start.hf_dir,
+            checkpoint_hf_dir=start.hf_dir,
+            chat_template=run.data.chat_template,
+            lang=run.data.lang,
+        )
+        if resuming:
+            require_same_template(start.hf_dir, assets.chat.template)
+        return assets
+
+    assets = together(groups, open_assets)
+    if resuming:
         checkpoint = start.checkpoint
         assert checkpoint is not None
-        progress, loader_state = together(groups, lambda: resume(trainer, checkpoint))
+        progress, loader_states = together(groups, lambda: resume(trainer, checkpoint))
         logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
 
     def open_data() -> TrainLoader | None:
-        if not groups.loads_data:
+        if assets is None:
             return None
-        assets = load_assets(run.checkpoint.hf_dir or start.hf_dir, checkpoint_hf_dir=start.hf_dir)
-        loader = TrainLoader(
+        return TrainLoader(
             run.data,
             assets,
             micro_batch_size=run.training.micro_batch_size,
             dp_rank=groups.dp_rank,
             dp_size=groups.dp_size,
             seed=run.training.seed,
+            saved=loader_states,
         )
-        if loader_state is not None:
-            loader.restore(loader_state)
-        return loader
 
     loader = together(groups, open_data)
     hf_source = start.hf_dir
-    if start.kind == "init" and run.checkpoint.saves:
-        hf_source = run.run_dir / "hf"
-        if groups.rank == 0:
-            write_init_folder(start.hf_dir, hf_source, run.training.seed)
+    if run.checkpoint.saves and groups.rank == 0:
+        assert assets is not None, "rank 0 loads data"
+        hf_source = write_carried_folder(
+            start, run.run_dir / "hf", seed=run.training.seed, chat_template=assets.chat.template
+        )
     train(trainer, loader, progress, hf_source)
     if loader is not None:
         loader.close()

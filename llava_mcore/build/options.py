@@ -25,7 +25,7 @@ class BuildOptions:
         gguf_file: name of the GGUF file inside the text model's folder; None looks for one.
         tokenizer: None takes the text model's.
         image_processor: None takes the vision model's.
-        chat_template: Jinja file; None takes the tokenizer's template, or a plain one.
+        chat_template: name of a template or Jinja file; None takes the tokenizer's template, or a plain one.
         dtype: of every weight; "auto" is the text model's own.
         vocab_size_padding: round the vocabulary up to a multiple of 128.
         expand_projector: let the projector read a second layer of the tower, so that its input is twice as wide.

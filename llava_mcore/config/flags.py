@@ -51,6 +51,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "data": (
         Flag("data.path", ("--data-path",)),
         Flag("data.seq_length", ("--seq-length",)),
+        Flag("data.num_workers", ("--num-workers",)),
+        Flag("data.packing", ("--packing",)),
+        Flag("data.on_too_long", ("--on-too-long",)),
+        Flag("data.max_skip_rate", ("--max-skip-rate",)),
+        Flag("data.chat_template", ("--chat-template",)),
+        Flag("data.lang", ("--lang",)),
     ),
     "parallel": (
         Flag("parallel.tensor_model_parallel_size", ("--tp",)),

@@ -79,11 +79,29 @@ class DataConfig(Section):
     path: UserPath | None = None
     """Folder of webdataset shards that `energon prepare` has prepared."""
     seq_length: int = Field(2048, ge=1)
-    """Tokens of a padded sample, image tokens included."""
+    """Most tokens of a sample, or of a pack of samples; image tokens included."""
     num_workers: int = Field(2, ge=0)
     """Loader processes of each data-parallel rank; 0 loads in the training process."""
-    shuffle_buffer_size: int = Field(1000, ge=0)
-    """Samples that each loader process keeps to shuffle among; 0 or 1 keeps the order within a shard."""
+    shuffle_buffer_size: int = Field(100, ge=0)
+    """Samples that each stream keeps to shuffle among; 0 or 1 keeps the order within a shard."""
+    num_streams: int | None = Field(None, ge=1)
+    """Streams that the data are divided into for the whole run: at least as many as data-parallel ranks will ever
+    serve them, best a multiple of their number. Not given: a multiple of it from 16 on, which a resumed run keeps."""
+    packing: bool = False
+    """Pack samples into sequences of seq_length tokens; they neither see nor follow each other."""
+    packing_buffer_size: int = Field(64, ge=1)
+    """Samples among which each stream looks for those that fill a pack best."""
+    on_too_long: Literal["drop", "truncate", "error"] = "drop"
+    """What becomes of a conversation longer than seq_length: left out and counted, cut (never inside a picture), or an
+    error that ends the run."""
+    max_skip_rate: float = Field(0.01, ge=0, le=1)
+    """Part of the samples that may be left out as broken or too long before the run ends with a list of them."""
+    chat_template: str | None = None
+    """Chat template to train with and to export: vicuna, llama-2, llama-3, chatml, llm-jp, mistral, plain, or a .jinja
+    file. Not given: the tokenizer's own."""
+    lang: Literal["jp", "en"] | None = None
+    """Language of prompts for data without questions; a tokenizer without a chat template gets llm-jp (jp) or vicuna
+    (en)."""
 
 
 class ModelConfig(Section):

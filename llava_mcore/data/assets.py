@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from transformers import AutoTokenizer, LlavaConfig, PreTrainedTokenizerBase
 
 from llava_mcore.data.chat import ChatFormat
 from llava_mcore.data.images import ImagePreprocessor, load_image_processor, tokens_per_image
-from llava_mcore.errors import DataError, problems
+from llava_mcore.data.template_choice import Lang, TemplateChoice, choose_template
+from llava_mcore.errors import DataError, LlavaMcoreError, problems
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -33,31 +37,46 @@ class Assets:
     eos_token_id: int
     image_size: int
     """Height and width of a picture in pixels, as the vision tower takes it."""
+    lang: Lang
+    """Language of the prompts for data without questions (data.prompts)."""
 
 
-def load_assets(hf_dir: Path, *, checkpoint_hf_dir: Path | None = None) -> Assets:
+def load_assets(
+    hf_dir: Path, *, checkpoint_hf_dir: Path | None = None, chat_template: str | None = None, lang: Lang | None = None
+) -> Assets:
     """Load tokenizer, chat template and image processor from hf_dir.
 
-    checkpoint_hf_dir is the Hugging Face part of the checkpoint that is trained: its config.json counts, and it
-    supplies the image processor or chat template that a folder with only a tokenizer lacks.
-    Raises one DataError that lists everything that is missing or does not fit together.
+    Args:
+        checkpoint_hf_dir: the Hugging Face part of the checkpoint that is trained: its config.json counts, and it
+            supplies the image processor or chat template that a folder with only a tokenizer lacks.
+        chat_template: a name or a .jinja file; None takes the folder's own.
+        lang: of the prompts for data without questions, and of the template where there is no other.
+
+    Raises:
+        DataError: lists everything that is missing or does not fit together.
     """
     found: list[str] = []
     folders = [hf_dir] if checkpoint_hf_dir is None else [hf_dir, checkpoint_hf_dir]
     config = _load_config(folders[-1], found)
     tokenizer = _load_tokenizer(hf_dir, found)
-    template = None if tokenizer is None else _find_template(tokenizer, folders, found)
+    choice = None
+    if tokenizer is not None:
+        try:
+            choice = choose_template(tokenizer, folders, chat_template=chat_template, lang=lang)
+        except LlavaMcoreError as error:
+            found.append(str(error))
     images = _load_images(folders, config, found)
     image_length = None if config is None else _image_length(folders, config, found)
     image_token = None if tokenizer is None else _check_tokenizer(tokenizer, config, found)
     if found:
         raise DataError(problems(f"{hf_dir} cannot prepare data for training", found))
-    assert tokenizer is not None and template is not None and images is not None
+    assert tokenizer is not None and choice is not None and images is not None
     assert image_length is not None and image_token is not None
     try:
-        chat = ChatFormat(tokenizer, template, image_token=image_token, image_length=image_length)
+        chat = ChatFormat(tokenizer, choice.text, image_token=image_token, image_length=image_length)
     except DataError as error:
         raise DataError(problems(f"{hf_dir} cannot prepare data for training", [str(error)])) from error
+    _log_choice(choice, chat)
     return Assets(
         tokenizer=tokenizer,
         chat=chat,
@@ -67,7 +86,14 @@ def load_assets(hf_dir: Path, *, checkpoint_hf_dir: Path | None = None) -> Asset
         pad_token_id=int(tokenizer.pad_token_id),
         eos_token_id=int(tokenizer.eos_token_id),
         image_size=images.image_size,
+        lang=choice.lang,
     )
+
+
+def _log_choice(choice: TemplateChoice, chat: ChatFormat) -> None:
+    logger.info("chat template: %s; prompts for data without questions: %s", choice.reason, choice.lang)
+    if chat.adds_eos:
+        logger.info("it does not end answers with %s: training adds that, apply_chat_template will not", chat.eos_token)
 
 
 def _read_json(file: Path, found: list[str]) -> dict[str, Any] | None:
@@ -103,21 +129,6 @@ def _load_tokenizer(folder: Path, found: list[str]) -> PreTrainedTokenizerBase |
         found.append(f"{type(tokenizer).__name__} in {folder} knows no offsets; save it with a tokenizer.json")
         return None
     return tokenizer
-
-
-def _find_template(tokenizer: PreTrainedTokenizerBase, folders: list[Path], found: list[str]) -> str | None:
-    """The template that Hugging Face's processor of the first folder that has one would take."""
-    for folder in folders:
-        jinja, legacy = folder / "chat_template.jinja", folder / "chat_template.json"
-        if jinja.is_file():
-            return jinja.read_text(encoding="utf-8")
-        if legacy.is_file():
-            settings = _read_json(legacy, found)
-            return None if settings is None else settings["chat_template"]
-        if folder == folders[0] and tokenizer.chat_template is not None:
-            return tokenizer.get_chat_template()
-    found.append(f"no chat template in {folders[0]}: put a chat_template.jinja there")
-    return None
 
 
 def _load_images(folders: list[Path], config: LlavaConfig | None, found: list[str]) -> ImagePreprocessor | None:

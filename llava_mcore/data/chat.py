@@ -19,6 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
+from llava_mcore.templates.named import flatten_parts
 
 Span = tuple[int, int]
 """Characters [start, end) of a rendered conversation."""
@@ -32,6 +33,8 @@ CONTENT_FORMATS = (
     {"system": "string", "user": "string", "assistant": "string"},
 )
 """What templates take as a message's content: typed parts, or plain text. Tried in this order."""
+FLATTENED = {"system": "flat", "user": "flat", "assistant": "flat"}
+"""Text as our own preamble makes it of typed parts: a template that begins with it is rendered without."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class ChatFormat:
         self.eos_token = str(tokenizer.eos_token)
         self._bos_token = tokenizer.bos_token
         self._variables = tokenizer.special_tokens_map
-        self._template = template
+        self.template = template
+        self._body = template.removeprefix(flatten_parts())
         # The bare tokenizer: it neither truncates nor pads, and encodes one text without starting threads,
         # which must not be running when loader processes are forked.
         self._encoder = tokenizer.backend_tokenizer
@@ -94,7 +98,7 @@ class ChatFormat:
         try:
             texts, spans = render_jinja_template(
                 conversations=[messages],
-                chat_template=self._template,
+                chat_template=self._body,
                 return_assistant_tokens_mask=self._has_marks,
                 add_generation_prompt=prompt,
                 **self._variables,
@@ -109,14 +113,21 @@ class ChatFormat:
         if content_format == "string":
             return turn.text.replace(IMAGE_MARK, self.image_token)
         pieces = MARK_WITH_NEWLINES.split(turn.text)
+        if content_format == "flat":
+            return "\n".join(IMAGE_MARK if IMAGE_MARK in p else p for p in pieces if p)
         parts = [{"type": "image"} if IMAGE_MARK in p else {"type": "text", "text": p} for p in pieces if p]
         return parts or [{"type": "text", "text": ""}]
+
+    @property
+    def adds_eos(self) -> bool:
+        """Whether answers get an EOS that the template itself does not write."""
+        return not self._closing.has_eos
 
     # -- finding out how the template works ---------------------------------------------------------------------
 
     def _find_content_format(self) -> dict[str, str]:
         reasons = []
-        for formats in CONTENT_FORMATS:
+        for formats in CONTENT_FORMATS if self._body == self.template else (FLATTENED,):
             try:
                 text, _ = self._render(_probe(), formats, False)
             except DataError as error:

@@ -1,16 +1,18 @@
-"""Raw parts of a shard's sample -> a conversation. Pictures stay undecoded here."""
+"""Raw parts of a shard's sample -> its conversations. Pictures stay undecoded here."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args, get_type_hints
 
 from megatron.energon import FileStoreDecoder, TextSample, VQASample, basic_sample_keys, stateless
 
-from llava_mcore.data.samples import IMAGE_MARK, ChatSample, Turn
+from llava_mcore.data.prompts import POOL_KEY
+from llava_mcore.data.samples import IMAGE_MARK, ChatSample, Conversation, Turn
 from llava_mcore.errors import DataError
 
+ROLES = get_args(get_type_hints(Turn)["role"])
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
 
 
@@ -40,23 +42,120 @@ class TextDecoder(FileStoreDecoder):
 
 
 @stateless
-def cook_vqa(sample: dict[str, Any]) -> ChatSample:
-    """Cook a sample of a CrudeWebdataset: `json` with "question", the answer in `txt`, and at most one picture.
+def cook_chat(sample: dict[str, Any]) -> ChatSample:
+    """Cook a sample of a CrudeWebdataset.
 
-    A sample without a picture is text only, so both kinds mix in one dataset. DataError if a part is missing.
+    Its json part holds "messages", or "pack" (several conversations), each with `<image>` where a picture stands and
+    the pictures as parts in that order (`0.jpg`, `1.png`, …); or "question", with the answer in a txt part and at
+    most one picture. Where the dataset has a prompt pool, the question may be missing: an empty one stands for it.
+    DataError if something is missing or of a wrong kind.
     """
-    pictures = [key for key in sample if not key.startswith("__") and key.rsplit(".", 1)[-1].lower() in IMAGE_PARTS]
+    has_pool = POOL_KEY in (sample.get("__subflavors__") or {})
+    pictures = _pictures(sample)
+    about = sample.get("json")
+    if not isinstance(about, dict):
+        raise DataError(f"a part .json with an object is needed, found {_kind(about)}")
+    forms = [form for form in ("messages", "pack", "question") if form in about]
+    if len(forms) != 1:
+        raise DataError(f'the json must have one of "messages", "pack" and "question", found {forms or sorted(about)}')
+    conversations: tuple[Conversation, ...]
+    if forms == ["question"]:
+        conversations = (_question(about["question"], sample, pictures, has_pool=has_pool),)
+    else:
+        members = [about] if forms == ["messages"] else about["pack"]
+        conversations = _share_pictures(members, [sample[name] for name in pictures], has_pool=has_pool)
+    return ChatSample(**basic_sample_keys(sample), conversations=conversations)
+
+
+def _pictures(sample: dict[str, Any]) -> list[str]:
+    """Return the names of the picture parts, numbered ones in the order of their numbers."""
+    names = [key for key in sample if not key.startswith("__") and key.rsplit(".", 1)[-1].lower() in IMAGE_PARTS]
+    if len(names) < 2:
+        return names
+    numbers = [name.partition(".")[0] for name in names]
+    if not all(number.isdecimal() for number in numbers) or len(set(numbers)) != len(numbers):
+        raise DataError(f"several pictures must be numbered (0.jpg, 1.png, …), found the parts {names}")
+    return sorted(names, key=lambda name: int(name.partition(".")[0]))
+
+
+def _question(question: Any, sample: dict[str, Any], pictures: Sequence[str], *, has_pool: bool) -> Conversation:
     if len(pictures) > 1:
-        raise DataError(f"one picture at most is allowed, found the parts {pictures}")
-    if not isinstance(sample.get("json"), dict) or "question" not in sample["json"]:
-        raise DataError('a part .json with {"question": …} is needed')
+        raise DataError(f'with "question", one picture at most is allowed, found the parts {list(pictures)}')
     if "txt" not in sample:
         raise DataError("a part .txt with the answer is needed")
-    return ChatSample(
-        **basic_sample_keys(sample),
-        turns=vqa_turns(sample["json"]["question"], sample["txt"], has_image=bool(pictures)),
-        images=tuple(sample[key] for key in pictures),
-    )
+    turns = vqa_turns(question, sample["txt"], has_image=bool(pictures), has_pool=has_pool)
+    return Conversation(turns, tuple(sample[name] for name in pictures))
+
+
+def _share_pictures(members: Any, pictures: list[bytes], *, has_pool: bool) -> tuple[Conversation, ...]:
+    """Return the conversations of a sample, each with as many of its pictures as it has marks."""
+    if not isinstance(members, list) or not members or not all(isinstance(member, dict) for member in members):
+        raise DataError('"pack" must be a list of objects with "messages"')
+    conversations, used = [], 0
+    for member in members:
+        turns = chat_turns(member.get("messages"), has_pool=has_pool)
+        if has_pool and len(members) == 1:
+            turns = _place_pictures(turns, len(pictures))
+        num_marks = sum(turn.text.count(IMAGE_MARK) for turn in turns)
+        conversations.append(Conversation(turns, tuple(pictures[used : used + num_marks])))
+        used += num_marks
+    if used != len(pictures):
+        raise DataError(f"{used} {IMAGE_MARK} in the conversation, but {len(pictures)} pictures")
+    return tuple(conversations)
+
+
+def _place_pictures(turns: tuple[Turn, ...], num_pictures: int) -> tuple[Turn, ...]:
+    """Put all pictures into an empty question, unless the conversation places them."""
+    if any(IMAGE_MARK in turn.text for turn in turns):
+        return turns
+    first = next(place for place, turn in enumerate(turns) if turn.role == "user")
+    if turns[first].text.strip():
+        return turns
+    return (*turns[:first], Turn("user", "\n".join([IMAGE_MARK] * num_pictures)), *turns[first + 1 :])
+
+
+def with_prompt(turns: Sequence[Turn], prompt: str) -> tuple[Turn, ...]:
+    """Return the turns with the prompt as question where the first one is empty but for its pictures."""
+    first = next(place for place, turn in enumerate(turns) if turn.role == "user")
+    marks = turns[first].text.strip()
+    if marks.replace(IMAGE_MARK, "").strip():
+        return tuple(turns)
+    return (*turns[:first], Turn("user", f"{marks}\n{prompt}".strip()), *turns[first + 1 :])
+
+
+def chat_turns(messages: Any, *, has_pool: bool = False) -> tuple[Turn, ...]:
+    """Return the turns of a list of `{"role": …, "content": text}`; with a pool, an answer may come first.
+
+    DataError unless there is an answer and users and assistants take turns, after at most one system message.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'"messages" must be a list that is not empty, found {_kind(messages)}')
+    turns = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise DataError(f'message {number} must have a "role" and a text as "content", found {message!r:.200}')
+        if message.get("role") not in ROLES:
+            raise DataError(f"message {number}: the role is {message.get('role')!r}, allowed are {', '.join(ROLES)}")
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise DataError(f"message {number}: the answer is empty")
+        turns.append(Turn(message["role"], message["content"]))
+    start = 1 if turns and turns[0].role == "system" else 0
+    if has_pool and turns[start:] and turns[start].role == "assistant":
+        turns.insert(start, Turn("user", ""))
+    spoken = [turn.role for turn in turns if turn.role != "system"]
+    if any(role != ("user", "assistant")[place % 2] for place, role in enumerate(spoken)):
+        raise DataError(f"user and assistant must take turns, the user first; found {', '.join(spoken)}")
+    if "assistant" not in spoken or any(turn.role == "system" for turn in turns[1:]):
+        raise DataError(f"an answer is needed, and a system message only at the beginning; found {_roles(turns)}")
+    return tuple(turns)
+
+
+def _roles(turns: Sequence[Turn]) -> str:
+    return ", ".join(turn.role for turn in turns)
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {value!r:.80}"
 
 
 def chat_from_standard(sample: Any) -> ChatSample:
@@ -71,17 +170,22 @@ def chat_from_standard(sample: Any) -> ChatSample:
     answers = [sample.answers] if isinstance(sample.answers, str) else sample.answers
     if not answers:
         raise DataError("the sample has no answer; map the field answers, for example to txt")
-    return ChatSample.derive_from(
-        sample, turns=vqa_turns(sample.context, answers[0], has_image=True), images=(sample.image,)
-    )
+    has_pool = POOL_KEY in (sample.__subflavors__ or {})
+    turns = vqa_turns(sample.context, answers[0], has_image=True, has_pool=has_pool)
+    return ChatSample.derive_from(sample, conversations=(Conversation(turns, (sample.image,)),))
 
 
-def vqa_turns(question: Any, answer: Any, *, has_image: bool) -> tuple[Turn, ...]:
-    """Return question and answer without white space around; the picture goes first unless the question places it."""
-    for name, text in (("question", question), ("answer", answer)):
-        if not isinstance(text, str) or not text.strip():
+def vqa_turns(question: Any, answer: Any, *, has_image: bool, has_pool: bool = False) -> tuple[Turn, ...]:
+    """Return question and answer without white space around; the picture goes first unless the question places it.
+
+    With a pool the question may be empty or None.
+    """
+    if has_pool and question is None:
+        question = ""
+    for name, text, may_be_empty in (("question", question, has_pool), ("answer", answer, False)):
+        if not isinstance(text, str) or not (text.strip() or may_be_empty):
             raise DataError(f"the {name} must be text that is not empty, found {text!r}")
     question = question.strip()
     if has_image and IMAGE_MARK not in question:
-        question = f"{IMAGE_MARK}\n{question}"
+        question = f"{IMAGE_MARK}\n{question}".strip()
     return (Turn("user", question), Turn("assistant", answer.strip()))

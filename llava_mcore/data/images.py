@@ -14,6 +14,7 @@ from transformers.image_processing_backends import TorchvisionBackend
 from transformers.image_utils import load_image
 
 from llava_mcore.errors import DataError
+from llava_mcore.pixels import NO_SCALE, normalise
 
 NUM_CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Tokens that a vision tower puts before its patches."""
@@ -34,27 +35,51 @@ def decode_image(data: bytes) -> Image.Image:
 
 
 class ImagePreprocessor:
-    """The checkpoint's image processor: pictures as bytes -> pixel values of one fixed square size."""
+    """The checkpoint's image processor: pictures as bytes -> pixels of one fixed square size.
+
+    Rescaling and normalising are left to the device (`llava_mcore.pixels`) where that gives the same bits: it is two
+    thirds of the processor's time, and makes four times as much to hand over between processes.
+    """
 
     def __init__(self, processor: BaseImageProcessor, image_size: int) -> None:
         """Check the processor on a wide picture; DataError if the result is not what the vision tower takes."""
         self.processor = processor
         self.image_size = image_size
-        found = tuple(self._process([Image.new("RGB", (image_size + 17, image_size // 2 + 5))]).shape[1:])
+        self.pixel_scale = NO_SCALE
+        probe = [_probe(image_size + 17, image_size // 2 + 5)]
+        expected = self._process(probe)
+        found = tuple(expected.shape[1:])
         if found != (3, image_size, image_size):
             raise DataError(
                 f"the image processor makes pictures of {' x '.join(map(str, found))}, but the vision tower takes "
                 f"3 x {image_size} x {image_size}; correct size and crop_size in the processor's configuration"
             )
+        if processor.do_rescale and processor.do_normalize:
+            self.pixel_scale = torch.tensor([processor.image_mean, processor.image_std]) * (
+                1.0 / processor.rescale_factor
+            )
+            pixels = self._process(probe)
+            if pixels.dtype != torch.uint8 or not torch.equal(normalise(pixels, self.pixel_scale), expected):
+                self.pixel_scale = NO_SCALE
 
     def _process(self, images: list[Image.Image]) -> Tensor:
-        return self.processor(images=images, return_tensors="pt")["pixel_values"]
+        leave_out = {"do_rescale": False, "do_normalize": False} if len(self.pixel_scale) else {}
+        return self.processor(images=images, return_tensors="pt", **leave_out)["pixel_values"]
 
     def __call__(self, images: Sequence[bytes]) -> Tensor:
-        """Return float32 [k, 3, h, w]; k may be 0. DataError for a picture that cannot be decoded."""
+        """Return [k, 3, h, w]; k may be 0. uint8 that `pixel_scale` normalises, or float32 where that is empty.
+
+        DataError for a picture that cannot be decoded.
+        """
         if not images:
-            return torch.empty((0, 3, self.image_size, self.image_size))
+            dtype = torch.uint8 if len(self.pixel_scale) else torch.float32
+            return torch.empty((0, 3, self.image_size, self.image_size), dtype=dtype)
         return self._process([decode_image(data) for data in images])
+
+
+def _probe(width: int, height: int) -> Image.Image:
+    """A picture with all values of a byte in it."""
+    return Image.effect_noise((width, height), 200).convert("RGB")
 
 
 def load_image_processor(folder: Path) -> BaseImageProcessor:

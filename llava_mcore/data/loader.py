@@ -3,145 +3,175 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from megatron.energon import SavableDataLoader, SavableDataset, WorkerConfig, get_train_dataset
-from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint
+from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset
+from megatron.energon.wrappers.gc_dataset import gc_init_worker
+from torch.utils.data import DataLoader
 
 from llava_mcore.config.schema import DataConfig
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.dataset_path import SPLIT, check_dataset, fingerprint
-from llava_mcore.data.plain import from_plain, to_plain
 from llava_mcore.data.samples import Batch
-from llava_mcore.data.task_encoder import ChatTaskEncoder, raise_data_error
+from llava_mcore.data.skips import Skips, raise_data_error
+from llava_mcore.data.streams import (
+    Delivery,
+    Stream,
+    StreamServer,
+    Turns,
+    default_num_streams,
+    share,
+    streams_of_rank,
+)
+from llava_mcore.data.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError, problems
+
+logger = logging.getLogger(__name__)
 
 SAMPLES_PER_SLICE = 100
 """Samples that are read one after the other before another place of the data is drawn, when shuffling."""
-SECONDS_BETWEEN_SNAPSHOTS = 10.0
-"""Loader processes note their place this often; a restored loader repeats at most this much work."""
-FORMAT = 1
+FORMAT = 2
 WORKER_ERROR = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback")
 
 
 class TrainLoader:
-    """Batches of one data-parallel rank, for ever, in an order fixed by seed, data and settings.
+    """Batches of one data-parallel rank, for ever, in an order fixed by seed, data and number of streams.
 
-    The samples are divided over data-parallel size x max(1, num_workers) streams, and rank r takes the streams from
-    r * max(1, num_workers) on, one batch of each in turn. So runs that agree in this product (1 rank with 2 workers,
-    2 ranks with 1 or 0 workers) and in micro-batch size read the same global batches, as long as the number of
-    micro-batches of a global batch is a multiple of the product. Other numbers give another order.
+    What the ranks read together is the same for every number of ranks and of loader processes (see `streams`), as
+    long as the number of ranks divides both the number of streams and that of a step's micro-batches; otherwise only
+    the order differs.
 
-    Everything that fails, a broken sample too, raises DataError.
+    A broken sample is left out and reported in `Batch.skipped`; whatever else fails raises DataError.
     """
 
     def __init__(
-        self, data: DataConfig, assets: Assets, *, micro_batch_size: int, dp_rank: int, dp_size: int, seed: int
+        self,
+        data: DataConfig,
+        assets: Assets,
+        *,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        saved: Sequence[dict[str, Any]] | None = None,
     ) -> None:
-        """Open the data; nothing is read before the first batch. DataError for data that is not prepared."""
+        """Open the data, at the beginning or behind a saved place; nothing is read before the first batch.
+
+        Args:
+            saved: what `state` returned on every rank of the run that is continued, however many they were.
+
+        Raises:
+            DataError: data that are not prepared; a place that does not belong to these data and settings.
+        """
         leaves = check_dataset(data.path)
         assert data.path is not None
         self.path: Path = data.path
         self._settings: dict[str, Any] = {
-            "data-parallel size": dp_size,
-            "data-parallel rank": dp_rank,
-            "data.num_workers": data.num_workers,
+            "data.num_streams": data.num_streams,
             "data.shuffle_buffer_size": data.shuffle_buffer_size,
-            "training.micro_batch_size": micro_batch_size,
+            "data.packing": data.packing,
+            "data.packing_buffer_size": data.packing_buffer_size if data.packing else None,
             "training.seed": seed,
             "megatron-energon": version("megatron-energon"),
             "data (made by energon prepare)": fingerprint(self.path),
         }
-        workers = WorkerConfig(
-            rank=dp_rank,
-            world_size=dp_size,
-            num_workers=data.num_workers,
-            seed_offset=seed,
-            global_error_handler=raise_data_error,
-            restore_error_handler=raise_data_error,
-        )
-        encoder = ChatTaskEncoder(assets, seq_length=data.seq_length)
+        places = self._take_over(saved) if saved is not None else {}
+
         with self._reading():
-            dataset = _open_dataset(data, encoder, workers, micro_batch_size)
-            _check_streams(dataset, workers, leaves)
-            self._loader: _ExactLoader | None = _ExactLoader(
-                dataset, checkpoint_every_sec=SECONDS_BETWEEN_SNAPSHOTS, watchdog_timeout_seconds=None
-            )
-        self._loader.pin_memory = torch.cuda.is_available()
-        # Else starting the loader would draw from the global generator, and a resumed run from another place of it.
-        self._loader.generator = torch.Generator().manual_seed(seed)
-        self._batches: Iterator[Batch] | None = None
+            if self.num_streams is None:
+                num_samples = _open_stream(0, 1, data, assets, 1, seed).dataset.len_worker(0)
+                self._settings["data.num_streams"] = default_num_streams(dp_size, data.num_workers, num_samples)
+            numbers = streams_of_rank(self.num_streams, dp_rank, dp_size)
+            streams = {n: _open_stream(n, self.num_streams, data, assets, micro_batch_size, seed) for n in numbers}
+            _check_streams(streams, self.num_streams, leaves)
+            self._restore(streams, places)
+        self._places = {n: places.get(n) for n in numbers}
+        num_batches = {n: 0 if place is None else int(place["num_batches"]) for n, place in self._places.items()}
+        self._turns = iter(Turns(num_batches))
+        self._sources = _serve(streams, num_batches, data.num_workers, seed)
+        self._closed = False
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that the data are divided into, over all ranks."""
+        return self._settings["data.num_streams"]
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next micro-batch. DataError if a sample or a shard cannot be read; the loader is closed then."""
+        """Return the next micro-batch. DataError if the data cannot be read; the loader is closed then."""
+        if self._closed:
+            raise DataError(f"the loader of {self.path} is closed")
+        stream = next(self._turns)
         try:
             with self._reading():
-                if self._batches is None:
-                    self._batches = iter(self._open())
-                return next(self._batches)
+                delivery = self._sources[stream].next()
         except StopIteration:
             self.close()
             raise DataError(f"{self.path}: the data ended") from None
         except DataError:
             self.close()
             raise
+        assert delivery.stream == stream
+        self._places[stream] = delivery.place
+        return delivery.batch
 
     def state(self) -> dict[str, Any]:
-        """Return the place behind the last batch taken, as plain containers and tensors.
+        """Return this rank's place behind the last batch taken, as plain containers and tensors.
 
         `torch.save` it, one for each data-parallel rank; `torch.load(…, weights_only=True)` reads it.
         """
-        with self._reading():
-            place = to_plain(self._open().save_state_rank())
-        return {"format": FORMAT, "settings": self._settings, "place": place}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue behind the batch after which state was taken. Only before the first batch.
-
-        Raises DataError that lists every setting in which this loader differs from the one that was saved.
-        """
-        assert self._batches is None, "restore() comes before the first batch"
-        self._check_state(state)
-        try:
-            place = from_plain(state["place"])
-            with self._reading():
-                self._open().restore_state_rank(place)
-        except (KeyError, TypeError, AttributeError, AssertionError) as error:
-            raise DataError(f"the saved place in {self.path} cannot be restored: {error!r}") from error
+        return {"format": FORMAT, "settings": self._settings, "streams": dict(self._places)}
 
     def close(self) -> None:
         """End the loader processes. Calling it again does nothing."""
-        if self._loader is not None:
-            self._loader.close()
-        self._loader = self._batches = None
+        self._closed = True
+        for source in set(self._sources.values()):
+            source.close()
+        self._sources = {}
 
-    def _open(self) -> _ExactLoader:
-        if self._loader is None:
-            raise DataError(f"the loader of {self.path} is closed")
-        return self._loader
+    def _take_over(self, saved: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any] | None]:
+        """Return the place of every stream of a saved run, whose number of streams is taken over.
 
-    def _check_state(self, state: dict[str, Any]) -> None:
-        if not isinstance(state, dict) or state.get("format") != FORMAT or "place" not in state:
+        Raises DataError that lists every setting in which this loader differs from the one that was saved.
+        """
+        if not saved or any(not isinstance(s, dict) or s.get("format") != FORMAT for s in saved):
             raise DataError(f"this is no place in the data that this version saved (expected format {FORMAT})")
-        saved: dict[str, Any] = state["settings"]
+        before = saved[0]["settings"]
+        if self.num_streams is None:
+            self._settings["data.num_streams"] = before["data.num_streams"]
         found = [
-            f"{name}: saved with {saved.get(name)}, now {self._settings.get(name)}"
-            for name in dict.fromkeys([*saved, *self._settings])
-            if saved.get(name) != self._settings.get(name)
+            f"{name}: saved with {before.get(name)}, now {self._settings.get(name)}"
+            for name in dict.fromkeys([*before, *self._settings])
+            if before.get(name) != self._settings.get(name)
         ]
         if found:
             advice = "resume with the same settings, or start the data anew (without --load-optim)"
             raise DataError(problems(f"the saved place does not belong to this loader of {self.path}; {advice}", found))
+        places = {number: place for state in saved for number, place in state["streams"].items()}
+        missing = sorted(set(range(before["data.num_streams"])) - set(places))
+        if missing:
+            raise DataError(f"the saved place in {self.path} is not complete: streams {missing} are missing")
+        return places
+
+    def _restore(self, streams: dict[int, Stream], places: dict[int, dict[str, Any] | None]) -> None:
+        for number, stream in streams.items():
+            place = places.get(number)
+            if place is None:
+                continue  # it had not given a batch yet
+            try:
+                stream.restore(place)
+            except (KeyError, TypeError, AttributeError, AssertionError) as error:
+                raise DataError(f"the saved place in {self.path} cannot be restored: {error!r}") from error
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -166,65 +196,86 @@ class TrainLoader:
 
     def _killed(self, error: Exception) -> DataError:
         return DataError(
-            f"{self.path}: a loader process was killed ({error!r}); if memory ran out, lower data.num_workers or "
-            "data.shuffle_buffer_size"
+            f"{self.path}: a loader process was killed ({error!r}); if memory ran out, lower data.num_workers, "
+            "data.shuffle_buffer_size or data.packing_buffer_size"
         )
 
 
-class _ExactLoader(SavableDataLoader[Batch]):
-    """Energon's loader (7.4.1) without a loss of place, and with an end."""
+class _Source:
+    """Deliveries of one loader process, or of this process."""
 
-    _iterator: Any  # torch's
+    def __init__(self, server: StreamServer, *, in_process: bool, seed: int) -> None:
+        # A generator of its own: starting would else draw from the global one, and a resumed run go on differently.
+        self._loader = DataLoader(
+            server,
+            batch_size=None,
+            num_workers=0 if in_process else 1,
+            worker_init_fn=gc_init_worker,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(seed),
+        )
+        self._iterator: Any = None
+
+    def next(self) -> Delivery:
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        return next(self._iterator)
 
     def close(self) -> None:
-        """End the loader processes at once. Left to the garbage collector, each would be waited for five seconds."""
-        if self.num_workers > 0 and self._iterator is not None:
+        """End the process at once. Left to the garbage collector, it would be waited for five seconds."""
+        if self._loader.num_workers > 0 and self._iterator is not None:
             self._iterator._shutdown_workers()
-        self._iterator = self._epoch_iterator = None
-
-    def restore_state_rank(self, state: SavableDataLoaderState | None) -> None:
-        """Restore, and count right.
-
-        Energon restores for each worker a snapshot and the number of batches to skip after it, but counts a worker
-        that has not delivered yet as being at the snapshot. Saving again before every worker has delivered would
-        repeat batches.
-        """
-        super().restore_state_rank(state)
-        if state is None or self.num_workers == 0:
-            return
-        for worker, place in enumerate(state.worker_states):
-            assert isinstance(place, SavableDatasetCheckpoint)
-            if place.state is not None:
-                self._worker_sample_counters[worker] = place.state.sample_index + place.offset - 1
+        self._iterator = None
 
 
-def _open_dataset(
-    data: DataConfig, encoder: ChatTaskEncoder, workers: WorkerConfig, batch_size: int
-) -> SavableDataset[Batch]:
+def _serve(streams: dict[int, Stream], num_batches: dict[int, int], num_workers: int, seed: int) -> dict[int, _Source]:
+    """Return where each stream's deliveries come from: loader processes, or this process without any."""
+    if num_workers > len(streams):
+        logger.info("this rank serves %d streams: %d of %d loader processes", len(streams), len(streams), num_workers)
+    sources: dict[int, _Source] = {}
+    for numbers in share(list(streams), max(1, num_workers)):
+        server = StreamServer({n: streams[n] for n in numbers}, Turns(num_batches))
+        source = _Source(server, in_process=num_workers == 0, seed=seed)
+        sources |= dict.fromkeys(numbers, source)
+    return sources
+
+
+def _open_stream(
+    number: int, num_streams: int, data: DataConfig, assets: Assets, micro_batch_size: int, seed: int
+) -> Stream:
+    """Open one stream: to energon it is a rank of its own."""
+    skips = Skips(stop_if_too_long=data.on_too_long == "error")
+    workers = WorkerConfig(
+        rank=number,
+        world_size=num_streams,
+        num_workers=1,
+        seed_offset=seed,
+        global_error_handler=skips,
+        restore_error_handler=raise_data_error,
+    )
     shuffles = data.shuffle_buffer_size > 1
     try:
-        return get_train_dataset(
+        dataset: SavableDataset[Batch] = get_train_dataset(
             data.path,
             split_part=SPLIT,
             worker_config=workers,
-            batch_size=batch_size,
+            batch_size=micro_batch_size,
             shuffle_buffer_size=data.shuffle_buffer_size if shuffles else None,
             max_samples_per_sequence=SAMPLES_PER_SLICE if shuffles else None,
-            task_encoder=encoder,
+            task_encoder=ChatTaskEncoder(data, assets, skips, seed=seed),
         )
     # What energon finds wrong in dataset.yaml, split.yaml or a blend is mostly found by assertions and look-ups.
     except (AssertionError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise DataError(f"{data.path} cannot be opened, see its .nv-meta/dataset.yaml: {error!r}") from error
+    return Stream(dataset, workers, skips)
 
 
-def _check_streams(dataset: SavableDataset[Batch], workers: WorkerConfig, leaves: list[Path]) -> None:
+def _check_streams(streams: dict[int, Stream], num_streams: int, leaves: list[Path]) -> None:
     """Every stream needs a sample: one without would end and let the other ranks wait for it."""
-    empty = [i for i in range(max(1, workers.num_workers)) if dataset.len_worker(i) == 0]
-    if empty:
-        streams = workers.world_size * max(1, workers.num_workers)
+    if any(stream.dataset.len_worker(0) == 0 for stream in streams.values()):
         raise DataError(
-            f"{', '.join(map(str, leaves))}: fewer samples than the {streams} streams of {workers.world_size} "
-            f"data-parallel ranks with {workers.num_workers} workers each; lower data.num_workers"
+            f"{', '.join(map(str, leaves))}: fewer samples than the {num_streams} streams that they are divided into; "
+            "lower data.num_streams"
         )
 
 

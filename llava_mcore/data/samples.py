@@ -1,8 +1,8 @@
 """The sample types of the pipeline, in the order in which they follow each other.
 
-    VQASample or crude dict  ->  ChatSample  ->  EncodedSample  ->  Batch
+    raw parts  ->  ChatSample  ->  TokenSample  ->  (packed TokenSample)  ->  EncodedSample  ->  Batch
 
-Legend: b micro-batch size, s padded length, n tokens of a sample, k pictures of a sample, N tokens per picture.
+Legend: b micro-batch size, s padded length, n tokens of a conversation, k pictures, N tokens per picture.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from megatron.energon import Batch as EnergonBatch
 from megatron.energon import Sample, edataclass
 from torch import Tensor
@@ -26,31 +27,76 @@ class Turn:
     text: str
 
 
-@edataclass
-class ChatSample(Sample):
-    """A conversation with its pictures, not yet decoded, so that a shuffle buffer of them stays small."""
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns with their pictures, not yet decoded, so that a shuffle buffer of them stays small."""
 
     turns: tuple[Turn, ...]
     images: tuple[bytes, ...]
 
 
 @edataclass
-class EncodedSample(Sample):
-    """A conversation as the model reads it. Packing joins these."""
+class ChatSample(Sample):
+    """What one key of a shard holds: one conversation, or several that were packed when the shard was written."""
 
+    conversations: tuple[Conversation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenConversation:
+    """A conversation as the model reads it, its pictures still undecoded."""
+
+    key: str
+    """The sample's key; with a number behind it in a sample that was packed beforehand."""
     input_ids: Tensor
     """int64 [n]; every picture already stands as its N placeholder ids."""
     trained: Tensor
     """bool [n]; True where the token itself (not the one after it) is to be learnt."""
     image_positions: Tensor
-    """int64 [k * N]; indices into input_ids, in the order of pixel_values."""
+    """int64 [k * N]; indices into input_ids, in the order of the pictures."""
+    images: tuple[bytes, ...]
+    truncated: bool
+    """Whether the end was cut off."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@edataclass
+class TokenSample(Sample):
+    """One conversation, or those of a pack."""
+
+    conversations: list[TokenConversation]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all conversations."""
+        return sum(len(conversation) for conversation in self.conversations)
+
+
+@edataclass
+class EncodedSample(Sample):
+    """A TokenSample with its pictures decoded."""
+
+    conversations: list[TokenConversation]
     pixel_values: Tensor
-    """float32 [k, 3, h, w]."""
+    """[k, 3, h, w]; the pictures of all conversations, uint8 or (if the processor demands it) float32."""
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A sample that was left out: where it lies and why."""
+
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}"
 
 
 @edataclass
 class Batch(EnergonBatch):
-    """One micro-batch of CPU tensors."""
+    """One micro-batch of CPU tensors: b rows, or one row in which packed conversations follow each other."""
 
     # The base class requires these two; defaults let other ranks build a batch from received tensors.
     __key__: list[str] = field(default_factory=list)
@@ -63,12 +109,21 @@ class Batch(EnergonBatch):
     loss_mask: Tensor
     """float32 [b, s]; 1 where trained."""
     position_ids: Tensor
-    """int64 [b, s]."""
+    """int64 [b, s]; they begin anew with every packed conversation."""
     pixel_values: Tensor
-    """float32 [number of pictures, 3, h, w]; the first dim may be 0."""
+    """[number of pictures, 3, h, w]; the first dim may be 0; uint8 that pixel_scale normalises, or float32."""
+    pixel_scale: Tensor
+    """float32 [2, 3] for `llava_mcore.pixels.normalise`; [0, 3] if pixel_values are float32."""
     image_positions: Tensor
     """int64 [number of pictures * N]; indices into the flattened [b * s], in the order of pixel_values."""
+    cu_seqlens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    """int32 [conversations + 1]: where each packed conversation begins, the padding behind the last one being one of
+    its own; [0] when nothing is packed."""
     sample_keys: list[str]
-    """The key of each sample, b of them."""
+    """The key of every conversation."""
     num_tokens: int
-    """Tokens of all samples, pictures included and padding left out."""
+    """Tokens of all conversations, pictures included and padding left out."""
+    num_truncated: int = 0
+    """Conversations whose end was cut off."""
+    skipped: list[Skip] = field(default_factory=list)
+    """What was left out between the batch before and this one."""

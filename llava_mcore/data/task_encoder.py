@@ -2,69 +2,134 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.energon import Cooker, Sample, SourceInfo, TaskEncoder, stateless
-from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
+from megatron.energon import Cooker, Sample, SavableDataset, SkipSample, TaskEncoder, WorkerConfig, stateless
 
+from llava_mcore.config.schema import DataConfig
 from llava_mcore.data.assets import Assets
-from llava_mcore.data.collate import check_length, collate
-from llava_mcore.data.cooking import TextDecoder, chat_from_standard, cook_vqa
-from llava_mcore.data.samples import Batch, ChatSample, EncodedSample
+from llava_mcore.data.collate import collate
+from llava_mcore.data.cooking import TextDecoder, chat_from_standard, cook_chat, with_prompt
+from llava_mcore.data.encode import fit, tokenise
+from llava_mcore.data.packing_dataset import PackingDataset
+from llava_mcore.data.prompts import POOL_KEY, choose_prompt
+from llava_mcore.data.samples import (
+    Batch,
+    ChatSample,
+    Conversation,
+    EncodedSample,
+    TokenConversation,
+    TokenSample,
+)
+from llava_mcore.data.skips import Skips
 from llava_mcore.errors import DataError
 
 
 class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
-    """Encodes samples and batches them. Every step is stateless, so a loader's place can be restored exactly.
+    """Tokenises samples, packs them if asked to, decodes pictures and batches.
 
-    Packing belongs into `select_samples_to_pack` and `pack_selected_samples`, between `encode_sample` and `batch`.
+    Every step is stateless, so the place in the data can be restored exactly. Pictures are decoded last: the buffers
+    for shuffling and packing hold them as files.
     """
 
     decoder = TextDecoder()
-    cookers = (Cooker(cook_vqa),)
+    cookers = (Cooker(cook_chat),)
 
-    def __init__(self, assets: Assets, *, seq_length: int) -> None:
-        """seq_length: tokens of a padded sample."""
+    def __init__(self, data: DataConfig, assets: Assets, skips: Skips, *, seed: int) -> None:
+        """seed: chooses a sample's prompt where its dataset has a pool of them."""
+        self.data = data
+        self.seed = seed
         self.assets = assets
-        self.seq_length = seq_length
+        self.skips = skips
 
     @stateless
-    def encode_sample(self, sample: Sample) -> EncodedSample:
-        """Tokenise and decode one sample. DataError if it is broken or longer than seq_length."""
-        chat: ChatSample = chat_from_standard(sample)
-        tokens = self.assets.chat.encode(chat.turns, num_images=len(chat.images))
-        check_length(len(tokens.input_ids), self.seq_length)
-        return EncodedSample.derive_from(
-            chat,
-            input_ids=torch.from_numpy(tokens.input_ids),
-            trained=torch.from_numpy(tokens.trained),
-            image_positions=torch.from_numpy(tokens.image_positions),
-            pixel_values=self.assets.images(chat.images),
-        )
+    def preencode_sample(self, sample: Sample) -> TokenSample:
+        """Tokenise one sample. DataError if it is broken or does not fit."""
+        chat = chat_from_standard(sample)
+        single = len(chat.conversations) == 1
+        if not single and not self.data.packing:
+            raise DataError("the sample was packed when it was written; train with --packing")
+        keys = [chat.__key__ if single else f"{chat.__key__}#{i}" for i in range(len(chat.conversations))]
+        truncate = self.data.on_too_long == "truncate"
+        found = [
+            fit(tokenise(self._prompted(chat, conversation, key), self.assets, key), self.data.seq_length, truncate)
+            for key, conversation in zip(keys, chat.conversations, strict=True)
+        ]
+        tokens = TokenSample.derive_from(chat, conversations=found)
+        if tokens.num_tokens > self.data.seq_length:
+            raise DataError(
+                f"a pack of {tokens.num_tokens} tokens was written, but data.seq_length is {self.data.seq_length}; "
+                "train with the sequence length (--pack-to) and the tokenizer that the data were prepared with"
+            )
+        return tokens
+
+    def _prompted(self, chat: ChatSample, conversation: Conversation, key: str) -> Conversation:
+        """Return the conversation with a question from its dataset's prompt pool, if that has one."""
+        pool = (chat.__subflavors__ or {}).get(POOL_KEY)
+        if pool is None:
+            return conversation
+        prompt = choose_prompt(pool, self.assets.lang, key, self.seed)
+        return replace(conversation, turns=with_prompt(conversation.turns, prompt))
+
+    @stateless
+    def postencode_sample(self, sample: TokenSample) -> EncodedSample:
+        """Decode the pictures. Of a pack, a conversation with a broken one is left out. DataError if none is left."""
+        if len(sample.conversations) == 1:
+            images = sample.conversations[0].images
+            return EncodedSample.derive_from(
+                sample, conversations=sample.conversations, pixel_values=self.assets.images(images)
+            )
+        kept: list[TokenConversation] = []
+        pixels: list[torch.Tensor] = []
+        for conversation in sample.conversations:
+            try:
+                pixels.append(self.assets.images(conversation.images))
+                kept.append(conversation)
+            except DataError as error:
+                sources = [s for s in sample.__sources__ or () if _made_of(s.file_names, conversation.key)]
+                self.skips.note(conversation.key, sources, error)
+        if not kept:
+            raise SkipSample
+        return EncodedSample.derive_from(sample, conversations=kept, pixel_values=torch.cat(pixels))
 
     @stateless
     def batch(self, samples: list[EncodedSample]) -> Batch:
-        """Pad samples to one micro-batch."""
-        return collate(samples, seq_length=self.seq_length, pad_token_id=self.assets.pad_token_id)
+        """Make one micro-batch."""
+        return collate(
+            samples,
+            seq_length=self.data.seq_length,
+            pad_token_id=self.assets.pad_token_id,
+            packed=self.data.packing,
+            pixel_scale=self.assets.images.pixel_scale,
+        )
+
+    def build_batch(
+        self,
+        dataset: SavableDataset[Any],
+        *,
+        batch_size: int | None,
+        batch_drop_last: bool = False,
+        packing_buffer_size: int | None = None,
+        worker_config: WorkerConfig,
+    ) -> SavableDataset[Any]:
+        """Put packing between tokenising and decoding (called by energon; packing_buffer_size is its own packing's)."""
+        if self.data.packing:
+            dataset = PackingDataset(
+                dataset,
+                buffer_size=self.data.packing_buffer_size,
+                capacity=self.data.seq_length,
+                worker_config=worker_config,
+            )
+        return super().build_batch(
+            dataset,
+            batch_size=batch_size,
+            batch_drop_last=batch_drop_last,
+            packing_buffer_size=packing_buffer_size,
+            worker_config=worker_config,
+        )
 
 
-def raise_data_error(error: Exception, sample: Any, sources: list[SourceInfo] | None) -> None:
-    """Energon's error handler: say where the sample lies and what is wrong with it, and end the loading.
-
-    sample is whatever the failing step was given: raw parts, a sample, or a list of samples.
-    """
-    if isinstance(sample, RawSampleData):
-        sources = [s for part in sample.data if part is not None for s in part["__sources__"]]
-    reason = str(error) if isinstance(error, (DataError, ValueError)) else f"{type(error).__name__}: {error}"
-    places = [f"{s.dataset_path}: shard {s.shard_name}, sample {_stem(s)}" for s in sources or ()]
-    raise DataError(f"{'; '.join(dict.fromkeys(places)) or 'a sample of unknown place'}: {reason}") from error
-
-
-def _stem(source: SourceInfo) -> str:
-    """A sample's key with the parts that were read of it, such as `000012 (jpg, json, txt)`."""
-    names = [name.rpartition("/")[2].partition(".") for name in source.file_names]
-    folder = source.file_names[0].rpartition("/")[0] if source.file_names else ""
-    if not names:
-        return f"number {source.index} (none of the wanted parts)"
-    return f"{folder and folder + '/'}{names[0][0]} ({', '.join(part for _, _, part in names)})"
+def _made_of(file_names: tuple[str, ...], key: str) -> bool:
+    return any(name.partition(".")[0] == key.partition("#")[0] for name in file_names)

@@ -9,6 +9,7 @@ b: samples, s: tokens, i: pictures, n: tokens a picture, h: language hidden size
 from __future__ import annotations
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -69,6 +70,8 @@ class VisionLanguageModel(MegatronModule):
         pixel_values: Tensor,
         image_positions: Tensor,
         labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Run this stage.
 
@@ -78,10 +81,12 @@ class VisionLanguageModel(MegatronModule):
             pixel_values: [i, 3, height, width]; i may be 0. Only read on the first stage.
             image_positions: int64 [i * n], indices into the flattened [b * s], in the order of the pictures.
             labels: int64 [b, s], already shifted.
+            loss_mask: float32 [b, s], 1 where the loss counts.
+            packed_seq_params: where the packed sequences of the only row begin; they do not see each other.
 
         Returns:
-            On the last stage the loss of every token [b, s] if labels are given, else logits [b, s, vocabulary];
-            on the others hidden states [s, b, h].
+            On the last stage the summed loss of the tokens that count if labels and loss_mask are given, the loss of
+            every token [b, s] with labels alone, else logits [b, s, vocabulary]; on the others hidden states [s, b, h].
         """
         decoder_input = None
         if self.pre_process:
@@ -94,6 +99,8 @@ class VisionLanguageModel(MegatronModule):
             attention_mask=None,
             decoder_input=decoder_input,
             labels=labels,
+            loss_mask=loss_mask,
+            packed_seq_params=packed_seq_params,
             output_processor=self.language_model.loss_or_logits,
         )
 

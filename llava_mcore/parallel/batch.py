@@ -14,9 +14,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.pixels import NO_SCALE, normalise
 
 
 class TensorFields(Protocol):
@@ -27,7 +29,9 @@ class TensorFields(Protocol):
     loss_mask: Tensor
     position_ids: Tensor
     pixel_values: Tensor
+    pixel_scale: Tensor
     image_positions: Tensor
+    cu_seqlens: Tensor
 
 
 class HostBatch(TensorFields, Protocol):
@@ -40,8 +44,11 @@ class HostBatch(TensorFields, Protocol):
 class MicroBatch:
     """One micro-batch on the device. Pictures are only there on the first stage.
 
-    input_ids, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s]; pixel_values: float32
-    [i, 3, height, width]; image_positions: int64 [i * n], flat indices into [b * s].
+    input_ids, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s].
+    pixel_values: [i, 3, height, width]; uint8 that pixel_scale [2, 3] normalises, or float32 where that is [0, 3].
+    image_positions: int64 [i * n], flat indices into [b * s].
+    cu_seqlens: int32 [sequences + 1], where the packed sequences of the only row begin; empty if nothing is packed.
+    max_seqlen: tokens of the longest of them.
     """
 
     input_ids: Tensor
@@ -49,18 +56,38 @@ class MicroBatch:
     loss_mask: Tensor
     position_ids: Tensor
     pixel_values: Tensor
+    pixel_scale: Tensor
     image_positions: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
         b, s = self.input_ids.shape
         return b, s
 
+    def normalised_pixels(self) -> Tensor:
+        """Return float32 [i, 3, height, width], as late as they are needed: they take four times the memory."""
+        return normalise(self.pixel_values, self.pixel_scale)
 
-_HEADER = 7  # b, s, i, 3, height, width, number of image positions
+    @property
+    def packed_seq_params(self) -> PackedSeqParams | None:
+        """What attention and rotary embeddings need to keep packed sequences apart."""
+        if not self.cu_seqlens.numel():
+            return None
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_kv=self.cu_seqlens,
+            max_seqlen_q=self.max_seqlen,
+            max_seqlen_kv=self.max_seqlen,
+        )
 
 
-def share_step(groups: Groups, batches: list[HostBatch] | None, num_micro_batches: int) -> list[MicroBatch]:
+_HEADER = 10  # b, s, i, 3, height, width, image positions, rows of pixel_scale, bounds, longest sequence
+
+
+def share_step(groups: Groups, batches: Sequence[HostBatch] | None, num_micro_batches: int) -> list[MicroBatch]:
     """Hand the step's micro-batches to every rank of this model replica; a collective call.
 
     Args:
@@ -85,16 +112,39 @@ def _share(groups: Groups, batches: Sequence[TensorFields] | None, num_micro_bat
         return [_to_device(x, groups.device) for x in batches]
     dist.broadcast(header, groups.model_parallel_source, group=groups.control_replica)
     shapes: list[list[int]] = header.tolist()
-    everyone, first_stage = groups.model_parallel, groups.tensor_parallel
+    everyone = groups.model_parallel
     token_shapes = [[4, b, s] for b, s, *_ in shapes]
     tokens = _broadcast(groups, everyone, _each(batches, _token_planes), token_shapes, torch.int64)
-    if not groups.is_first_stage:
-        nothing = torch.empty(0, device=groups.device)
-        return [_unpack(t, nothing, nothing.long()) for t in tokens]
-    pixel_shapes, place_shapes = [x[2:6] for x in shapes], [x[6:] for x in shapes]
-    pixels = _broadcast(groups, first_stage, _each(batches, lambda x: x.pixel_values), pixel_shapes, torch.float32)
-    places = _broadcast(groups, first_stage, _each(batches, lambda x: x.image_positions), place_shapes, torch.int64)
-    return [_unpack(t, p, q) for t, p, q in zip(tokens, pixels, places, strict=True)]
+    bound_shapes, longest = [x[8:9] for x in shapes], [x[9] for x in shapes]
+    bounds = _broadcast(groups, everyone, _each(batches, lambda x: x.cu_seqlens), bound_shapes, torch.int32)
+    pictures = [_no_pictures(groups.device)] * num_micro_batches
+    if groups.is_first_stage:
+        pictures = _broadcast_pictures(groups, batches, shapes)
+    return [_unpack(t, p, b, m) for t, p, b, m in zip(tokens, pictures, bounds, longest, strict=True)]
+
+
+Pictures = tuple[Tensor, Tensor, Tensor]
+"""pixel_values, pixel_scale, image_positions."""
+
+
+def _no_pictures(device: torch.device) -> Pictures:
+    return torch.empty(0, device=device), NO_SCALE.to(device), torch.empty(0, dtype=torch.int64, device=device)
+
+
+def _broadcast_pictures(
+    groups: Groups, batches: Sequence[TensorFields] | None, shapes: list[list[int]]
+) -> list[Pictures]:
+    """Broadcast the pictures within the first stage."""
+    group = groups.tensor_parallel
+    pixel_type = torch.uint8 if any(x[7] for x in shapes) else torch.float32  # the processor's, so one for all
+    pixels = _broadcast(groups, group, _each(batches, lambda x: x.pixel_values), [x[2:6] for x in shapes], pixel_type)
+    scales = _broadcast(
+        groups, group, _each(batches, lambda x: x.pixel_scale), [[x[7], 3] for x in shapes], torch.float32
+    )
+    places = _broadcast(
+        groups, group, _each(batches, lambda x: x.image_positions), [x[6:7] for x in shapes], torch.int64
+    )
+    return list(zip(pixels, scales, places, strict=True))
 
 
 def pad_to(batch: TensorFields, length: int) -> TensorFields:
@@ -107,18 +157,33 @@ def pad_to(batch: TensorFields, length: int) -> TensorFields:
         return torch.nn.functional.pad(x, (0, length - s))
 
     row, column = batch.image_positions // s, batch.image_positions % s
+    bounds = batch.cu_seqlens
+    if bounds.numel():  # the padding becomes a sequence of its own
+        bounds = torch.cat([bounds, bounds.new_tensor([length])])
     return MicroBatch(
         input_ids=padded(batch.input_ids),
         labels=padded(batch.labels),
         loss_mask=padded(batch.loss_mask),
         position_ids=padded(batch.position_ids),
         pixel_values=batch.pixel_values,
+        pixel_scale=batch.pixel_scale,
         image_positions=row * length + column,
+        cu_seqlens=bounds,
     )
 
 
 def _describe(batch: TensorFields) -> list[int]:
-    return [*batch.input_ids.shape, *batch.pixel_values.shape, batch.image_positions.numel()]
+    numbers = [
+        batch.image_positions.numel(),
+        len(batch.pixel_scale),
+        batch.cu_seqlens.numel(),
+        _longest(batch.cu_seqlens),
+    ]
+    return [*batch.input_ids.shape, *batch.pixel_values.shape, *numbers]
+
+
+def _longest(cu_seqlens: Tensor) -> int:
+    return int(cu_seqlens.diff().max()) if cu_seqlens.numel() else 0
 
 
 def _token_planes(batch: TensorFields) -> Tensor:
@@ -144,9 +209,9 @@ def _broadcast(
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
-def _unpack(tokens: Tensor, pixel_values: Tensor, image_positions: Tensor) -> MicroBatch:
+def _unpack(tokens: Tensor, pictures: Pictures, cu_seqlens: Tensor, max_seqlen: int) -> MicroBatch:
     input_ids, labels, position_ids, loss_mask = tokens
-    return MicroBatch(input_ids, labels, loss_mask.float(), position_ids, pixel_values, image_positions)
+    return MicroBatch(input_ids, labels, loss_mask.float(), position_ids, *pictures, cu_seqlens, max_seqlen)
 
 
 def _to_device(batch: TensorFields, device: torch.device) -> MicroBatch:
@@ -156,5 +221,8 @@ def _to_device(batch: TensorFields, device: torch.device) -> MicroBatch:
         loss_mask=batch.loss_mask.to(device),
         position_ids=batch.position_ids.to(device),
         pixel_values=batch.pixel_values.to(device),
+        pixel_scale=batch.pixel_scale.to(device),
         image_positions=batch.image_positions.to(device),
+        cu_seqlens=batch.cu_seqlens.to(device),
+        max_seqlen=_longest(batch.cu_seqlens),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -149,8 +149,8 @@ def agree(groups: Groups, problem: str | None) -> list[str]:
     return [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if text is not None]
 
 
-def sum_over_replicas(groups: Groups, value: int) -> int:
-    """Add a count over all ranks, on the host; ranks with nothing to count pass 0. A collective call."""
-    total = torch.tensor([value], dtype=torch.int64)
-    dist.all_reduce(total, group=groups.control)
-    return int(total.item())
+def sum_over_ranks(groups: Groups, values: Sequence[int]) -> list[int]:
+    """Add counts over all ranks, on the host; ranks with nothing to count pass zeros. A collective call."""
+    totals = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(totals, group=groups.control)
+    return [int(total) for total in totals]

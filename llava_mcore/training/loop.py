@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
-from llava_mcore.parallel.batch import HostBatch, MicroBatch, share_step
-from llava_mcore.parallel.groups import Groups, agree, sum_over_replicas
+from llava_mcore.parallel.batch import MicroBatch, share_step
+from llava_mcore.parallel.groups import Groups, agree
 from llava_mcore.training.metrics import Metrics, MetricsFile
 from llava_mcore.training.setup import Trainer
+from llava_mcore.training.skipped import Counts, LoadedBatch, SkipBudget, count_all
 from llava_mcore.training.state import Progress, save_checkpoint
 from llava_mcore.training.step import train_step
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Loader(Protocol):
     """Where a rank's micro-batches come from."""
 
-    def __next__(self) -> HostBatch: ...
+    def __next__(self) -> LoadedBatch: ...
 
     def state(self) -> Any: ...
 
@@ -36,10 +37,14 @@ def train(trainer: Trainer, loader: Loader | None, progress: Progress, hf: Path)
     run, groups = trainer.run, trainer.groups
     metrics_file = MetricsFile(run.run_dir, keep_until=progress.iteration) if groups.rank == 0 else None
     num_micro_batches = run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size)
+    budget = SkipBudget(run.data.max_skip_rate)
     saved_at = -1
     while progress.iteration < run.training.train_iters:
         start = time.perf_counter()
-        batches, num_tokens = fetch_step(groups, loader, num_micro_batches)
+        batches, counts = fetch_step(groups, loader, num_micro_batches, budget)
+        progress.consumed_conversations += counts.num_conversations
+        progress.skipped_conversations += counts.num_skipped
+        budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)
         waited = time.perf_counter() - start
         result = train_step(
             groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, run.training.global_batch_size
@@ -52,9 +57,13 @@ def train(trainer: Trainer, loader: Loader | None, progress: Progress, hf: Path)
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
-            num_tokens=num_tokens,
+            num_tokens=counts.num_tokens,
             num_trained_tokens=result.num_trained_tokens,
-            tokens_per_second=num_tokens / seconds,
+            num_conversations=counts.num_conversations,
+            num_skipped=counts.num_skipped,
+            num_truncated=counts.num_truncated,
+            fill=counts.num_tokens / counts.num_places,
+            tokens_per_second=counts.num_tokens / seconds,
             step_seconds=seconds,
             data_wait_seconds=waited,
             consumed_samples=progress.consumed_samples,
@@ -71,21 +80,24 @@ def train(trainer: Trainer, loader: Loader | None, progress: Progress, hf: Path)
         save_checkpoint(trainer, progress, hf, loader.state() if loader is not None else None)
 
 
-def fetch_step(groups: Groups, loader: Loader | None, num_micro_batches: int) -> tuple[list[MicroBatch], int]:
-    """Return the step's micro-batches and the global batch's tokens (without padding); a collective call.
+def fetch_step(
+    groups: Groups, loader: Loader | None, num_micro_batches: int, budget: SkipBudget
+) -> tuple[list[MicroBatch], Counts]:
+    """Return the step's micro-batches and what the global batch holds; a collective call.
 
     Raises:
-        DataError: on all ranks, when any of them met bad data.
+        DataError: on all ranks, when any of them met data that cannot be read.
     """
-    batches: list[HostBatch] | None = None
+    batches: list[LoadedBatch] | None = None
     problem: str | None = None
     if loader is not None:
         try:
             batches = [next(loader) for _ in range(num_micro_batches)]
+            budget.report(batches)
         except LlavaMcoreError as error:
             problem = str(error)
     found = agree(groups, problem)
     if found:
         raise DataError(problems("training data cannot be used", found), on_all_ranks=True)
-    num_tokens = sum_over_replicas(groups, sum(x.num_tokens for x in batches or []))
-    return share_step(groups, batches, num_micro_batches), num_tokens
+    counts = count_all(groups, batches or [])
+    return share_step(groups, batches, num_micro_batches), counts

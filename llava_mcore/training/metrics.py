@@ -12,7 +12,7 @@ FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Metrics:
-    """One iteration. Seconds are wall time; tokens leave padding out."""
+    """One iteration. Seconds are wall time; tokens leave padding out; fill: the part of a batch that is no padding."""
 
     iteration: int
     loss: float
@@ -20,6 +20,10 @@ class Metrics:
     lr: float
     num_tokens: int
     num_trained_tokens: int
+    num_conversations: int
+    num_skipped: int
+    num_truncated: int
+    fill: float
     tokens_per_second: float
     step_seconds: float
     data_wait_seconds: float
@@ -29,9 +33,11 @@ class Metrics:
         """Return the console line."""
         rate = self.tokens_per_second / num_devices / 1000
         wait = 100 * self.data_wait_seconds / self.step_seconds if self.step_seconds else 0.0
+        lost = [(self.num_skipped, "left out"), (self.num_truncated, "cut")]
+        losses = "".join(f" | {number} samples {what}" for number, what in lost if number)
         return (
             f"step {self.iteration}/{train_iters} | loss {self.loss:.4f} | grad norm {self.grad_norm:.3f} | "
-            f"lr {self.lr:.2e} | {rate:.2f}k tok/s/device | data wait {wait:.1f} % | {self.step_seconds:.2f} s"
+            f"lr {self.lr:.2e} | {rate:.2f}k tok/s/device | data wait {wait:.1f} % | {self.step_seconds:.2f} s{losses}"
         )
 
 

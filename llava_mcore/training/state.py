@@ -10,7 +10,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
+    """Rows of all batches: samples, or packs of them."""
+    consumed_conversations: int = 0
+    skipped_conversations: int = 0
+    """Those that were left out as broken or too long."""
 
 
 def save_checkpoint(trainer: Trainer, progress: Progress, hf_source: Path, loader_state: Any | None) -> Path:
@@ -106,17 +110,17 @@ def _without_weights(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if hf_files.is_weight_file(Path(name)) and name != layout.UNUSED]
 
 
-def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, Any | None]:
+def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | None]:
     """Load what `save_checkpoint` wrote; a collective call.
 
     Returns:
-        The progress and, on ranks that load data, the loader's state.
+        The progress and, on ranks that load data, the loader states of all ranks that had saved one.
 
     Raises:
         CheckpointError: saved without an optimizer, or under settings the state does not fit.
     """
     before = load_run_config(checkpoint / RUN_FILE, [], {})
-    _check_resumable(trainer.run, before, trainer.groups, checkpoint)
+    _check_resumable(trainer.run, before, checkpoint)
     same_layout = before.parallel.tensor_model_parallel_size == trainer.groups.tp_size and (
         before.parallel.pipeline_model_parallel_size == trainer.groups.pp_size
     )
@@ -130,28 +134,26 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, Any | None]:
         _set_random_state(loaded["random"])
     else:
         logger.info("another layout than the checkpoint's: dropout draws other numbers from here on")
-    loader_state = None
+    loader_states = None
     if trainer.groups.loads_data:
-        path = checkpoint / LOADER_FOLDER / _loader_file(trainer.groups)
-        loader_state = torch.load(path, weights_only=True)
-    return Progress(loaded["iteration"], loaded["consumed_samples"]), loader_state
+        files = sorted((checkpoint / LOADER_FOLDER).iterdir())
+        loader_states = [torch.load(file, weights_only=True) for file in files]
+    return Progress(**{field.name: loaded[field.name] for field in fields(Progress)}), loader_states
 
 
-def _check_resumable(run: RunConfig, before: RunConfig, groups: Groups, checkpoint: Path) -> None:
+def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> None:
     if not before.checkpoint.save_optim:
         raise CheckpointError(f"{checkpoint} was saved without --save-optim: it holds weights only, nothing to resume")
-    dp_before = len(list((checkpoint / LOADER_FOLDER).iterdir()))
     pairs = {
-        "data-parallel size": (dp_before, groups.dp_size),
         "--dist-optim": (before.parallel.use_distributed_optimizer, run.parallel.use_distributed_optimizer),
         "--precision": (before.training.precision, run.training.precision),
         "--global-batch-size": (before.training.global_batch_size, run.training.global_batch_size),
-        "--micro-batch-size": (before.training.micro_batch_size, run.training.micro_batch_size),
+        "--lang": (before.data.lang, run.data.lang),
         "frozen parts": (before.model, run.model),
     }
     found = [f"{what}: saved with {a}, now {b}" for what, (a, b) in pairs.items() if a != b]
     if found:
-        title = f"{checkpoint} cannot be resumed like this (tp and pp may change, these may not)"
+        title = f"{checkpoint} cannot be resumed like this (the layout may change, these may not)"
         raise CheckpointError(problems(title, found))
 
 
@@ -163,8 +165,7 @@ def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, with_rando
     """Return everything that is saved, or the empty form of everything to load."""
     run, groups = trainer.run, trainer.groups
     state: dict[str, Any] = {
-        "iteration": progress.iteration,
-        "consumed_samples": progress.consumed_samples,
+        **asdict(progress),
         **model_state(trainer.models),
     }
     if not run.checkpoint.save_optim and not is_loading:

@@ -31,9 +31,8 @@ class StepResult:
     updated: bool
 
 
-def loss_sum(loss_mask: Tensor, token_loss: Tensor) -> tuple[Tensor, Tensor, Report]:
-    """Return the summed loss of the trained tokens and their number. loss_mask, token_loss: [b, s]."""
-    total = (token_loss.float() * loss_mask).sum()
+def loss_sum(loss_mask: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Report]:
+    """Return the summed loss of the trained tokens and their number. loss_mask: [b, s]."""
     count = loss_mask.sum().to(torch.int)
     return total, count, {"sums": torch.stack([total.detach(), count.float()])}
 
@@ -41,7 +40,15 @@ def loss_sum(loss_mask: Tensor, token_loss: Tensor) -> tuple[Tensor, Tensor, Rep
 def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, partial]:
     """Run one micro-batch through this stage (called by megatron-core's schedules)."""
     batch = next(batches)
-    output = model(batch.input_ids, batch.position_ids, batch.pixel_values, batch.image_positions, labels=batch.labels)
+    output = model(
+        batch.input_ids,
+        batch.position_ids,
+        batch.normalised_pixels(),
+        batch.image_positions,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+        packed_seq_params=batch.packed_seq_params,
+    )
     return output, partial(loss_sum, batch.loss_mask)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.apps.import_hf import import_hf
-from tests.helpers.commands import run
+from tests.helpers.commands import read_metrics, run
 from tests.helpers.shards import jpeg, make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -26,15 +26,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def train(root: Path, *, megatron: str = "megatron", hf: str = "hf", data: str = "data") -> str:
+def train(
+    root: Path, *more: object, megatron: str = "megatron", hf: str = "hf", data: str = "data", expect: int = 2
+) -> str:
     """Train on two data-parallel ranks, expect failure, and return what was printed."""
     start = time.monotonic()
     places = ("--megatron-load-dir", root / megatron, "--tokenizer-load-dir", root / hf, "--data-path", root / data)
-    sizes = ("--train-iters", 30, "--micro-batch-size", 2, "--global-batch-size", 4, "--seq-length", 64)
-    flags = ("-g", 2, *places, *sizes, "--save-dir", root / "save", "data.num_workers=1")
-    text = run("train/run.py", *flags, expect=2, timeout=120)
+    sizes = ("--train-iters", 12, "--micro-batch-size", 2, "--global-batch-size", 4, "--seq-length", 64)
+    flags = ("-g", 2, *places, *sizes, "--save-dir", root / "save", "data.num_workers=1", *more)
+    text = run("train/run.py", *flags, expect=expect, timeout=120)
     assert time.monotonic() - start < SECONDS
-    assert text.count("error: ") == 1, text
+    assert text.count("error: ") == (1 if expect else 0), text
     return text
 
 
@@ -57,7 +59,15 @@ def test_a_folder_without_tokenizer(root: Path) -> None:
     assert str(root / "bare") in text and "tokenizer" in text
 
 
-def test_a_broken_picture_names_shard_and_sample(root: Path) -> None:
-    make_dataset(root / "broken", replace={17: {"jpg": jpeg(17)[:400]}})
-    text = train(root, data="broken")
-    assert "sample00017" in text and "000001.tar" in text
+def test_broken_pictures_are_left_out_until_they_are_too_many(root: Path) -> None:
+    """Two of 40 samples are broken. Each is named and counted; a rate that forbids them ends all ranks."""
+    make_dataset(root / "broken", replace={i: {"jpg": jpeg(i)[:400]} for i in (17, 30)})
+    text = train(root, "--max-skip-rate", 0.0, data="broken")
+    assert "more than data.max_skip_rate = 0 (--max-skip-rate) allows" in text
+    error = text[text.index("error: ") :]
+    assert "sample000" in error and ".tar" in error and "the picture cannot be decoded" in error
+    text = train(root, "--packing", expect=0, data="broken")
+    assert "left out: " in text and "sample00017" in text and "000001.tar" in text
+    metrics = read_metrics(root / "save" / "run")
+    assert sum(m["num_skipped"] for m in metrics) >= 2 and all(m["loss"] > 0 for m in metrics)
+    assert all(m["num_conversations"] > 4 for m in metrics), "packs of several samples"

@@ -15,6 +15,7 @@ from transformers import LlavaForConditionalGeneration
 from llava_mcore.apps.export_hf import export_hf
 from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.apps.init_folder import write_init_folder
+from llava_mcore.templates.named import family_format
 from tests.helpers.commands import read_metrics, run
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
@@ -39,12 +40,13 @@ def losses(root: Path, name: str, *flags: object) -> list[float]:
 
 
 def test_deterministic_runs_from_random_weights_are_equal(root: Path) -> None:
-    first = losses(root, "a", "--init", "--deterministic", "--tp", 2, "--save")
-    assert losses(root, "b", "--init", "--deterministic", "--tp", 2) == first
+    first = losses(root, "a", "--init", "--deterministic", "--tp", 2, "--save", "--chat-template", "plain")
+    assert losses(root, "b", "--init", "--deterministic", "--tp", 2, "--chat-template", "plain") == first
     assert 5.0 < first[0] < 8.0  # about ln(401): nothing has been learnt
     export_hf(root / "save" / "a", root / "exported")
     _, info = LlavaForConditionalGeneration.from_pretrained(root / "exported", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert (root / "exported" / "chat_template.jinja").read_text().endswith(family_format("plain"))
 
 
 @pytest.mark.parametrize("tie", [False, True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LlavaConfig
 
 from llava_mcore.models.vision.features import tokens_per_image
+from llava_mcore.pixels import NO_SCALE
 
 LENGTH = 48
 
@@ -23,8 +24,13 @@ class FakeBatch:
     loss_mask: Tensor
     position_ids: Tensor
     pixel_values: Tensor
+    pixel_scale: Tensor
     image_positions: Tensor
+    cu_seqlens: Tensor
     num_tokens: int
+    sample_keys: list[str]
+    skipped: list[object] = field(default_factory=list)
+    num_truncated: int = 0
 
 
 def sample(hf: LlavaConfig, index: int, *, text_only: bool) -> dict[str, Tensor]:
@@ -54,8 +60,11 @@ def micro_batch(hf: LlavaConfig, indices: list[int], text_only: set[int]) -> Fak
         loss_mask=mask,
         position_ids=torch.arange(LENGTH).expand(len(rows), -1).contiguous(),
         pixel_values=torch.cat([x["pixels"] for x in rows]),
+        pixel_scale=NO_SCALE,
         image_positions=torch.cat([x["places"] + i * LENGTH for i, x in enumerate(rows)]),
+        cu_seqlens=torch.empty(0, dtype=torch.int32),
         num_tokens=ids.numel(),
+        sample_keys=[str(i) for i in indices],
     )
 
 
@@ -76,3 +85,28 @@ class FakeLoader:
 
     def restore(self, state: Any) -> None:
         self.count = state
+
+
+class PackedLoader(FakeLoader):
+    """The samples of FakeLoader, each up to its last trained token, one behind the other in a single row."""
+
+    def __next__(self) -> FakeBatch:
+        padded = super().__next__()
+        ends = [int(row.nonzero().max()) + 2 for row in padded.loss_mask]
+        return FakeBatch(
+            input_ids=_joined(padded.input_ids, ends),
+            labels=_joined(padded.labels, ends),
+            loss_mask=_joined(padded.loss_mask, ends),
+            position_ids=_joined(padded.position_ids, ends),
+            pixel_values=padded.pixel_values,
+            pixel_scale=padded.pixel_scale,
+            image_positions=padded.image_positions % LENGTH
+            + torch.tensor([0, *ends]).cumsum(0)[padded.image_positions // LENGTH],
+            cu_seqlens=torch.tensor([0, *ends]).cumsum(0).to(torch.int32),
+            num_tokens=sum(ends),
+            sample_keys=padded.sample_keys,
+        )
+
+
+def _joined(rows: Tensor, ends: list[int]) -> Tensor:
+    return torch.cat([row[:end] for row, end in zip(rows, ends, strict=True)])[None]

@@ -45,6 +45,15 @@ def test_loss_curve_equals_one_process(results: dict[Any, Any], layout: tuple[in
     assert here["grad_norm"][0] == pytest.approx(reference["grad_norm"][0], rel=1e-5)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_samples_train_as_padded_ones(results: dict[Any, Any], layout: tuple[int, int, int]) -> None:
+    """Packed samples of unequal length, at every layout, against the padded ones in one process."""
+    reference, here = results[1, 1, 1]["short"], results[layout]["packed"]
+    assert here["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+    assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+    assert here["grad_norm"][0] == pytest.approx(reference["grad_norm"][0], rel=1e-5)
+
+
 def test_loss_falls_and_bf16_is_close(results: dict[Any, Any]) -> None:
     plain = results[1, 1, 1]["plain"]["loss"]
     assert plain[-1] < 0.9 * plain[0]

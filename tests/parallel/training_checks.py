@@ -12,8 +12,9 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups, seed_everything
 from llava_mcore.training.loop import fetch_step
 from llava_mcore.training.setup import Trainer, build_trainer
+from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.step import train_step
-from tests.helpers.batches import FakeLoader
+from tests.helpers.batches import FakeLoader, PackedLoader
 from tests.parallel.checks import join
 
 GLOBAL_BATCH = 8
@@ -42,18 +43,20 @@ def make_trainer(groups: Groups, run: RunConfig) -> Trainer:
     return build_trainer(run, groups, start_point(run))
 
 
-def curve(groups: Groups, run: RunConfig, text_only: set[int]) -> dict[str, list[float]]:
+def curve(
+    groups: Groups, run: RunConfig, text_only: set[int], kind: type[FakeLoader] = FakeLoader
+) -> dict[str, list[float]]:
     """Train and return losses and gradient norms."""
     trainer = make_trainer(groups, run)
     size = run.training.micro_batch_size
     loader = None
     if groups.loads_data:
-        loader = FakeLoader(
+        loader = kind(
             trainer.hf, micro_batch_size=size, dp_rank=groups.dp_rank, dp_size=groups.dp_size, text_only=text_only
         )
     losses, norms, rates = [], [], []
     for _ in range(run.training.train_iters):
-        batches, _ = fetch_step(groups, loader, GLOBAL_BATCH // (size * groups.dp_size))
+        batches, _ = fetch_step(groups, loader, GLOBAL_BATCH // (size * groups.dp_size), SkipBudget(0.0))
         result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
         losses.append(result.loss)
         norms.append(result.grad_norm)
@@ -76,10 +79,12 @@ def curves(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict
         "pictures only": (untied, set(), short),
         "stage 1": (untied, mixed, short | stage1),
         "short": (untied, mixed, short),
+        "packed": (untied, mixed, short),
         "bf16": (untied, mixed, short | {"training.precision": "bf16"}),
     }
     out = {}
     for name, (checkpoint, text_only, flags) in runs.items():
-        out[name] = curve(groups, run_config(tp, pp, checkpoint, save_dir, **flags), text_only)
+        kind = PackedLoader if name == "packed" else FakeLoader
+        out[name] = curve(groups, run_config(tp, pp, checkpoint, save_dir, **flags), text_only, kind)
     torch.distributed.barrier()
     return out

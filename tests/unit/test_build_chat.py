@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from transformers import AutoProcessor, AutoTokenizer
 
-from llava_mcore.build.chat import PLAIN
 from llava_mcore.data.assets import load_assets
+from llava_mcore.templates.named import family_format
 from tests.helpers.build_parts import CHATML, make_text_tokenizer, save_text
 
 pytest_plugins = ("tests.helpers.build_fixtures",)
 
+PLAIN = family_format("plain")
 STRICT = (
     "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}{{ '[INST] '"

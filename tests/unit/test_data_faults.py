@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.samples import Batch
 from llava_mcore.errors import DataError
 from tests.helpers.tiny_hf import make_hf_llava
-from tests.unit.test_data_loader import open_loader, take
+from tests.unit.test_data_loader import check_batch, open_loader, take
 from tests.unit.test_data_shards import make_vqa, picture, prepare, select_shards, vqa_sample, write_shard
 
 
@@ -52,35 +51,85 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One shard of one sample for each fault, prepared without complaint."""
+    """A good sample before and behind each fault, in shards of one fault each, prepared without complaint."""
     root = tmp_path_factory.mktemp("faulty")
     for number, (parts, _) in enumerate(FAULTS.values()):
-        write_shard(root / f"{number:06d}.tar", [vqa_sample(number, **parts)])
+        samples = [vqa_sample(100 + number), vqa_sample(number, **parts), vqa_sample(200 + number)]
+        write_shard(root / f"{number:06d}.tar", samples)
     return prepare(root)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_names_dataset_shard_and_sample(faulty: Path, assets: Assets, fault: str) -> None:
-    number = list(FAULTS).index(fault)
+@pytest.mark.parametrize(("workers", "packing"), [(0, False), (1, False), (0, True)])
+def test_every_fault_is_left_out_and_named(faulty: Path, assets: Assets, workers: int, packing: bool) -> None:
+    """One epoch: every good sample, and a report of every broken one with its dataset, shard and key."""
+    number_of_good = 2 * len(FAULTS)
+    loader = open_loader(faulty, assets, workers=workers, shuffle=0, num_streams=1, micro_batch_size=1, packing=packing)
+    batches = []
+    while sum(len(batch.sample_keys) for batch in batches) < 2 * number_of_good:
+        batches.append(next(loader))
+        check_batch(batches[-1], assets)
+    loader.close()
+    keys = {key for batch in batches for key in batch.sample_keys}
+    assert keys == {f"{100 * h + n:06d}" for h in (1, 2) for n in range(len(FAULTS))}
+    found = sorted({str(skip) for batch in batches for skip in batch.skipped})
+    assert len(found) == len(FAULTS)
+    for number, (text, (_, reason)) in enumerate(zip(found, FAULTS.values(), strict=True)):
+        assert text.startswith(f"{faulty}: shard {number:06d}.tar, sample {number:06d}")
+        assert re.search(reason, text), text
+
+
+def test_one_broken_picture_costs_a_pack_only_its_conversation(assets: Assets, tmp_path: Path) -> None:
+    write_shard(tmp_path / "000000.tar", [vqa_sample(0), vqa_sample(1, jpg=b"no picture"), vqa_sample(2)])
+    prepare(tmp_path)
+    loader = open_loader(
+        tmp_path, assets, shuffle=0, num_streams=1, micro_batch_size=1, packing=True, packing_buffer_size=3,
+        seq_length=256,
+    )  # fmt: skip
+    batch = next(loader)
+    assert "000001" not in batch.sample_keys and {"000000", "000002"} <= set(batch.sample_keys)
+    assert next(re.sub(".*: shard", "shard", str(skip)) for skip in batch.skipped) == (
+        "shard 000000.tar, sample 000001 (jpg, json, txt), conversation 000001: "
+        "the picture cannot be decoded (10 bytes): no known format"
+    )
+    check_batch(batch, assets)
+
+
+def test_too_long_may_be_cut_or_end_the_run(faulty: Path, assets: Assets) -> None:
+    number = list(FAULTS).index("too long")
     select_shards(faulty, f"{number:06d}.tar")
-    loader = open_loader(faulty, assets)
-    place = rf"shard {number:06d}\.tar, sample {number:06d} .*: "
-    with pytest.raises(DataError, match=f"{place}.*{FAULTS[fault][1]}") as caught:
-        next(loader)
-    assert str(caught.value).startswith(str(faulty)) and caught.value.__cause__ is not None
-    with pytest.raises(DataError, match="closed"):
-        next(loader)
+    options: dict[str, Any] = {"shuffle": 0, "num_streams": 1, "micro_batch_size": 1}
+    with pytest.raises(DataError, match=rf"sample {number:06d} .*{FAULTS['too long'][1]}"):
+        take(open_loader(faulty, assets, on_too_long="error", **options), 3)
+    # The question alone is too long: nothing to learn would be left.
+    batches = take(open_loader(faulty, assets, on_too_long="truncate", **options), 3)
+    assert "nothing to learn is left" in str(next(skip for batch in batches for skip in batch.skipped))
+    batches = take(open_loader(faulty, assets, on_too_long="truncate", seq_length=37, **options), 3)
+    assert all(batch.num_truncated == 1 and batch.num_tokens == 37 for batch in batches)
 
 
-def test_fault_in_a_loader_process_reads_the_same(faulty: Path, assets: Assets) -> None:
-    select_shards(faulty, "000000.tar")
+def test_nothing_but_broken_samples(assets: Assets, tmp_path: Path) -> None:
+    write_shard(tmp_path / "000000.tar", (vqa_sample(n, txt=" ") for n in range(4)))
+    prepare(tmp_path)
     messages = []
     for workers in (0, 1):
-        with pytest.raises(DataError) as caught:
-            next(open_loader(faulty, assets, workers=workers))
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1] and "\n" not in messages[0]
+        with pytest.raises(DataError, match=r"100 samples in a row cannot be used.*(?s:.*)the answer must be") as error:
+            next(open_loader(tmp_path, assets, workers=workers, shuffle=0, num_streams=1))
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
     assert not multiprocessing.active_children()
+
+
+def test_fault_of_the_program_is_not_taken_for_bad_data(
+    dataset: Path, assets: Assets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr("llava_mcore.data.task_encoder.fit", fails)
+    monkeypatch.setattr("llava_mcore.data.task_encoder.tokenise", fails)
+    with pytest.raises(DataError, match=r"shard 00000\d.tar, sample .*AttributeError: no such thing") as caught:
+        next(open_loader(dataset, assets))
+    assert isinstance(caught.value.__cause__, DataError)
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
@@ -111,12 +160,11 @@ def test_killed_loader_process_is_reported(
 ) -> None:
     """What torch raises for a dead process, depending on where it notices it."""
 
-    def dies() -> Iterator[Batch]:
+    def dies(source: object) -> None:
         raise error
-        yield
 
     loader = open_loader(dataset, assets)
-    monkeypatch.setattr(loader, "_batches", dies())
+    monkeypatch.setattr("llava_mcore.data.loader._Source.next", dies)
     with pytest.raises(DataError, match=r"a loader process was killed .* lower data\.num_workers"):
         next(loader)
 

@@ -6,23 +6,23 @@ import multiprocessing
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from llava_mcore.config.schema import DataConfig
-from llava_mcore.data import loader as loader_module
 from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.collate import collate
 from llava_mcore.data.loader import TrainLoader
-from llava_mcore.data.samples import Batch, EncodedSample
+from llava_mcore.data.samples import Batch
 from llava_mcore.errors import DataError
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_shards import make_vqa, picture, prepare, vqa_sample, write_shard
 
-TENSORS = ("input_ids", "labels", "loss_mask", "position_ids", "pixel_values", "image_positions")
+TENSORS = ("input_ids", "labels", "loss_mask", "position_ids", "pixel_values", "pixel_scale", "image_positions")
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_loader(path: Path, assets: Assets, *, workers: int = 0, shuffle: int = 8, **options: Any) -> TrainLoader:
-    data = DataConfig(
-        path=path, num_workers=workers, seq_length=options.pop("seq_length", 64), shuffle_buffer_size=shuffle
-    )
+    """`options`: fields of the data configuration, and arguments of the loader."""
+    fields = {name: options.pop(name) for name in set(options) & set(DataConfig.model_fields)}
+    data = DataConfig(path=path, num_workers=workers, shuffle_buffer_size=shuffle, **({"seq_length": 64} | fields))
     return TrainLoader(data, assets, **({"micro_batch_size": 2, "dp_rank": 0, "dp_size": 1, "seed": 5} | options))
 
 
@@ -68,21 +68,28 @@ def check_batch(batch: Batch, assets: Assets) -> None:
     b, s = batch.input_ids.shape
     ids = (batch.input_ids, batch.labels, batch.position_ids)
     assert all(t.shape == (b, s) and t.dtype == torch.int64 for t in ids)
-    assert batch.loss_mask.shape == (b, s) and len(batch.sample_keys) == b
+    assert batch.loss_mask.shape == (b, s)
     assert batch.image_positions.dtype == torch.int64
-    assert batch.loss_mask.dtype == batch.pixel_values.dtype == torch.float32
-    assert batch.position_ids.tolist() == [list(range(s))] * b
+    assert batch.loss_mask.dtype == torch.float32
+    assert batch.pixel_values.dtype == torch.uint8 and batch.pixel_scale.shape == (2, 3)
     assert len(batch.image_positions) == assets.tokens_per_image * len(batch.pixel_values)
     flat = batch.input_ids.flatten()
     assert torch.equal(torch.nonzero(flat == assets.image_token_id)[:, 0], batch.image_positions)
     trained = batch.loss_mask.bool()
     assert torch.equal(batch.labels[:, :-1][trained[:, :-1]], batch.input_ids[:, 1:][trained[:, :-1]])
-    assert not trained[:, -1].any() and not batch.labels[~trained].any()
+    assert not batch.labels[~trained].any()
     assert not (batch.labels[trained] == assets.pad_token_id).any()
     assert not (batch.labels[trained] == assets.image_token_id).any()
-    for row in range(b):
-        learnt = batch.labels[row][trained[row]]
-        assert learnt[-1] == assets.eos_token_id and (learnt == assets.eos_token_id).sum() == 1
+    bounds = batch.cu_seqlens.tolist() or [row * s for row in range(b + 1)]
+    spans = [slice(*pair) for pair in pairwise(bounds)]
+    assert bounds[0] == 0 and bounds[-1] == b * s and len(spans) - len(batch.sample_keys) in (0, 1)
+    for number, span in enumerate(spans):
+        positions = batch.position_ids.flatten()[span]
+        assert torch.equal(positions, torch.arange(len(positions)))
+        learnt = batch.labels.flatten()[span][trained.flatten()[span]]
+        if number < len(batch.sample_keys):  # behind them comes padding
+            assert learnt[-1] == assets.eos_token_id and (learnt == assets.eos_token_id).sum() == 1
+        assert not trained.flatten()[span][-1]
 
 
 def test_batches_are_what_the_model_takes(dataset: Path, assets: Assets, capfd: pytest.CaptureFixture[str]) -> None:
@@ -105,29 +112,6 @@ def test_batches_are_what_the_model_takes(dataset: Path, assets: Assets, capfd: 
     assert capfd.readouterr().out == ""
 
 
-def test_collate_shifts_labels_and_places_pictures() -> None:
-    def encoded(ids: list[int], trained: list[int], places: list[int]) -> EncodedSample:
-        return EncodedSample(
-            __key__=f"k{len(ids)}",
-            __restore_key__=(),
-            input_ids=torch.tensor(ids),
-            trained=torch.tensor(trained, dtype=torch.bool),
-            image_positions=torch.tensor(places, dtype=torch.int64),
-            pixel_values=torch.ones(len(places) // 2, 3, 2, 2),
-        )
-
-    samples = [encoded([8, 7, 2], [0, 1, 1], []), encoded([4, 4, 9, 2, 10], [0, 0, 1, 1, 0], [0, 1])]
-    batch = collate(samples, seq_length=5, pad_token_id=0)
-    assert batch.input_ids.tolist() == [[8, 7, 2, 0, 0], [4, 4, 9, 2, 10]]
-    # The first text token after a picture is learnt like any other of the answer.
-    assert batch.labels.tolist() == [[7, 2, 0, 0, 0], [0, 9, 2, 0, 0]]
-    assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 0], [0, 1, 1, 0, 0]]
-    assert batch.image_positions.tolist() == [5, 6] and batch.pixel_values.shape == (1, 3, 2, 2)
-    assert batch.sample_keys == ["k3", "k5"]
-    with pytest.raises(DataError, match=r"has 5 tokens .* data\.seq_length is 4"):
-        collate(samples, seq_length=4, pad_token_id=0)
-
-
 def test_batch_is_pinned_whole(dataset: Path, assets: Assets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
     batch = next(open_loader(dataset, assets))
@@ -143,19 +127,19 @@ def test_training_processes_random_numbers_are_left_alone(dataset: Path, assets:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("shuffle", [0, 8])
-def test_ranks_and_workers_share_the_data_alike(dataset: Path, assets: Assets, shuffle: int) -> None:
-    """1 rank x 2 workers, 2 ranks x 1 worker and 2 ranks x 0 workers: equal global batches of 2 micro-batches."""
-    one = open_loader(dataset, assets, workers=2, shuffle=shuffle)
-    expected = take(one, 12)
-    one.close()
-    for workers in (1, 0):
-        ranks = [open_loader(dataset, assets, workers=workers, shuffle=shuffle, dp_rank=r, dp_size=2) for r in range(2)]
-        assert_equal([next(rank) for _ in range(6) for rank in ranks], expected)
+@pytest.mark.parametrize("packing", [False, True])
+def test_ranks_and_workers_change_nothing(dataset: Path, assets: Assets, packing: bool) -> None:
+    """Any number of ranks and loader processes: the same global batches of 4 micro-batches, tensor by tensor."""
+    options: dict[str, Any] = {"num_streams": 8, "packing": packing, "packing_buffer_size": 5}
+    one = open_loader(dataset, assets, **options)
+    expected = take(one, 24)
+    for dp, workers in ((2, 1), (4, 0), (1, 3), (2, 9)):
+        ranks = [open_loader(dataset, assets, workers=workers, dp_rank=r, dp_size=dp, **options) for r in range(dp)]
+        steps = [[take(rank, 4 // dp) for rank in ranks] for _ in range(6)]
         for rank in ranks:
             rank.close()
-    epoch = [key for batch in expected for key in batch.sample_keys]
-    assert len(set(epoch)) == len(epoch) == 24  # half an epoch, nothing twice
+        # Rank r's j-th micro-batch of a step is the step's micro-batch number j * dp + r.
+        assert_equal([step[r][j] for step in steps for j in range(4 // dp) for r in range(dp)], expected)
 
 
 def test_seed_changes_the_order(dataset: Path, assets: Assets) -> None:
@@ -170,8 +154,8 @@ from tests.unit.test_data_loader import open_loader, take, load_assets
 torch.set_num_threads(1)
 assets = load_assets(Path(sys.argv[1]))
 for workers in (0, 2):
-    loader = open_loader(Path(sys.argv[2]), assets, workers=workers)
-    loader.restore(torch.load(f"{sys.argv[3]}/state{workers}.pt", weights_only=True))
+    saved = [torch.load(f"{sys.argv[3]}/state{workers}.pt", weights_only=True)]
+    loader = open_loader(Path(sys.argv[2]), assets, workers=workers, saved=saved)
     torch.save(take(loader, 20), f"{sys.argv[3]}/batches{workers}.pt")
     loader.close()
 """
@@ -191,55 +175,103 @@ def test_resume_in_a_new_process(dataset: Path, assets: Assets, folder: Path, tm
         assert_equal(torch.load(tmp_path / f"batches{workers}.pt", weights_only=False), expected[workers])
 
 
-@pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["fresh snapshots", "old snapshots"])
-def test_saved_and_restored_again_and_again(
-    dataset: Path, assets: Assets, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A place saved right after a restore, before every worker has delivered, is no less exact."""
-    monkeypatch.setattr(loader_module, "SECONDS_BETWEEN_SNAPSHOTS", seconds)
-    steps = [9, 1, 0, 5]
-    unbroken = open_loader(dataset, assets, workers=2)
-    expected = take(unbroken, sum(steps))
-    unbroken.close()
-    found, state = [], None
-    for number in steps:
-        loader = open_loader(dataset, assets, workers=2)
-        if state is not None:
-            loader.restore(state)
-        found += take(loader, number)
-        state = loader.state()
-        loader.close()
-    assert_equal(found, expected)
+def test_stopped_at_random_and_resumed_on_other_ranks(dataset: Path, assets: Assets) -> None:
+    """Twenty stops, each time another number of ranks and loader processes: the unbroken run's batches.
+
+    Steps have 4 micro-batches, and every number of ranks divides them and the streams.
+    """
+    random = Random(8)
+    options: dict[str, Any] = {"num_streams": 8, "packing": True, "packing_buffer_size": 5}
+    found: list[Batch] = []
+    saved: list[dict[str, Any]] | None = None
+    for _ in range(20):
+        dp, workers = random.choice((1, 2, 4)), random.choice((0, 0, 1, 2))
+        ranks = [
+            open_loader(dataset, assets, workers=workers, dp_rank=r, dp_size=dp, saved=saved, **options)
+            for r in range(dp)
+        ]
+        for _ in range(random.randrange(3)):
+            parts = [take(rank, 4 // dp) for rank in ranks]
+            found += [parts[r][j] for j in range(4 // dp) for r in range(dp)]
+        saved = [rank.state() for rank in ranks]
+        for rank in ranks:
+            rank.close()
+    unbroken = open_loader(dataset, assets, **options)
+    assert len(found) > 60
+    assert_equal(found, take(unbroken, len(found)))
+
+
+def test_ranks_that_do_not_divide_the_streams_lose_nothing(dataset: Path, assets: Assets) -> None:
+    """8 streams of 6 samples on 1, 3 and 5 ranks: other steps, but each stream's samples in its own order."""
+    options: dict[str, Any] = {"num_streams": 8, "micro_batch_size": 1}
+    per_stream: dict[int, list[str]] = {n: [] for n in range(8)}
+    unbroken = open_loader(dataset, assets, **options)
+    for number, batch in enumerate(take(unbroken, 96)):
+        per_stream[number % 8] += batch.sample_keys
+    stream_of = {key: n for n, keys_ in per_stream.items() for key in keys_}
+    seen: dict[int, list[str]] = {n: [] for n in range(8)}
+    saved: list[dict[str, Any]] | None = None
+    for dp, number in ((1, 7), (3, 5), (5, 4), (2, 3)):
+        ranks = [open_loader(dataset, assets, dp_rank=r, dp_size=dp, saved=saved, **options) for r in range(dp)]
+        for rank in ranks:
+            for batch in take(rank, number):
+                for key in batch.sample_keys:
+                    seen[stream_of[key]].append(key)
+        saved = [rank.state() for rank in ranks]
+    assert sum(map(len, seen.values())) == 7 + 15 + 20 + 6
+    assert all(keys_ == per_stream[n][: len(keys_)] for n, keys_ in seen.items())
+
+
+def test_epoch_is_seen_exactly_once_whatever_the_ranks(dataset: Path, assets: Assets) -> None:
+    """48 samples in 16 streams of 3; a third of the epoch on 2 ranks, a third on 4, the rest on 1."""
+    saved: list[dict[str, Any]] | None = None
+    seen: Counter[str] = Counter()
+    for dp, number in ((2, 8), (4, 4), (1, 16)):
+        ranks = [
+            open_loader(dataset, assets, workers=1, shuffle=0, dp_rank=r, dp_size=dp, saved=saved, micro_batch_size=1)
+            for r in range(dp)
+        ]
+        for rank in ranks:
+            seen.update(key for batch in take(rank, number) for key in batch.sample_keys)
+        saved = [rank.state() for rank in ranks]
+        for rank in ranks:
+            rank.close()
+    assert len(seen) == 48 and set(seen.values()) == {1}
 
 
 def test_state_of_another_loader_is_refused(dataset: Path, assets: Assets, tmp_path: Path) -> None:
     state = open_loader(dataset, assets).state()
     other = make_vqa(tmp_path, shards=3, samples=16)
-    loader = open_loader(other, assets, workers=1, shuffle=9, micro_batch_size=1, dp_rank=1, dp_size=2, seed=6)
     with pytest.raises(DataError) as caught:
-        loader.restore(state)
+        open_loader(other, assets, shuffle=9, seed=6, packing=True, num_streams=4, saved=[state])
     message = str(caught.value)
     for line in (
-        "(7 problems)",
-        "data-parallel size: saved with 1, now 2",
-        "data-parallel rank: saved with 0, now 1",
-        "data.num_workers: saved with 0, now 1",
+        "(6 problems)",
+        "data.num_streams: saved with 16, now 4",
         "data.shuffle_buffer_size: saved with 8, now 9",
-        "training.micro_batch_size: saved with 2, now 1",
+        "data.packing: saved with False, now True",
+        "data.packing_buffer_size: saved with None, now 64",
         "training.seed: saved with 5, now 6",
         "data (made by energon prepare): saved with",
     ):
         assert line in message
-    for wrong in ({}, {"format": 0}, {**state, "place": {"__kind__": "os", "fields": {}}}, {**state, "place": 3}):
+    half = open_loader(dataset, assets, dp_size=2).state()
+    with pytest.raises(DataError, match=r"not complete: streams \[1, 3, 5"):
+        open_loader(dataset, assets, saved=[half])
+    with pytest.raises(DataError, match=r"16 streams, which 17 data-parallel ranks cannot share"):
+        open_loader(dataset, assets, dp_size=17, saved=[state])
+    state["streams"][0] = {"dataset": {"__kind__": "os", "fields": {}}, "num_batches": 1}
+    for wrong in ([], [{}], [{"format": 0}], [state]):
         with pytest.raises(DataError, match=r"no place in the data|cannot be restored"):
-            open_loader(dataset, assets).restore(wrong)
+            open_loader(dataset, assets, saved=wrong)
 
 
-def test_too_few_samples_for_the_streams(assets: Assets, tmp_path: Path) -> None:
+def test_few_samples_are_divided_over_fewer_streams(assets: Assets, tmp_path: Path) -> None:
     make_vqa(tmp_path, shards=1, samples=3)
-    with pytest.raises(DataError, match=r"fewer samples than the 4 streams .* lower data\.num_workers"):
-        for rank in range(2):
-            open_loader(tmp_path, assets, workers=2, dp_rank=rank, dp_size=2)
+    assert [open_loader(tmp_path, assets, dp_size=n).num_streams for n in (1, 2, 3)] == [3, 2, 3]
+    with pytest.raises(DataError, match=r"fewer samples than the 4 streams .* lower data\.num_streams"):
+        for rank in range(4):
+            open_loader(tmp_path, assets, dp_rank=rank, dp_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +293,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_pictures_and_text_mix_in_one_dataset(mixed: Path, assets: Assets) -> None:
-    batches = take(open_loader(mixed / "crude", assets), 13)
+    batches = take(open_loader(mixed / "crude", assets, num_streams=1), 13)
     for batch in batches:
         check_batch(batch, assets)
         pictures = [int(key) % 2 == 1 or key == "000020" for key in batch.sample_keys]
@@ -284,6 +316,5 @@ def test_blends(mixed: Path, assets: Assets) -> None:
     seen = {int(key) // 100 for batch in take(loader, 15) for key in batch.sample_keys}
     state, expected = loader.state(), take(loader, 10)
     assert seen == {0, 1}
-    again = open_loader(mixed / "blend.yaml", assets)
-    again.restore(state)
+    again = open_loader(mixed / "blend.yaml", assets, saved=[state])
     assert_equal(take(again, 10), expected)

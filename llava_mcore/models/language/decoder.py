@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.language.linear_cross_entropy import OutputLayer
 
 # Frequencies that depend on the sequence length (dynamic, longrope) have no fixed table.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -69,6 +70,8 @@ class LanguageModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.true_vocab_size = hf.vocab_size
+        if post_process:  # GPTModel lets nobody choose this layer's class
+            self.output_layer.__class__ = OutputLayer
         self._use_hf_rope(hf)
 
     def _use_hf_rope(self, hf: PretrainedConfig) -> None:
@@ -89,9 +92,19 @@ class LanguageModel(GPTModel):
             layer.self_attention._yarn_concentration_factor = rope.attention_scaling
 
     def loss_or_logits(self, hidden_states: Tensor, **given: Any) -> Tensor:
-        """GPTModel's output processor: loss [b, s] where labels are given, else logits [b, s, vocabulary]."""
-        logits, _ = given["output_layer"](hidden_states, weight=given["output_weight"])  # [s, b, rows / tp]
+        """GPTModel's output processor.
+
+        Returns:
+            Without labels the logits [b, s, vocabulary]. With labels and a loss mask the sum of mask * loss, [],
+            for which no logits are kept. With labels alone the loss of every token [b, s], from whole logits.
+        """
+        layer, weight = given["output_layer"], given["output_weight"]
         labels: Tensor | None = given["labels"]
+        mask: Tensor | None = given["loss_mask"]
+        if labels is not None and mask is not None:
+            total, _ = layer(hidden_states, weight, labels=labels, token_weights=mask, vocab_size=self.true_vocab_size)
+            return total
+        logits, _ = layer(hidden_states, weight)  # [s, b, rows / tp]
         if labels is not None:
             self._mask_padding(logits)
             return self.compute_language_model_loss(labels, logits)

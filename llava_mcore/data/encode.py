@@ -1,0 +1,60 @@
+"""A conversation -> tokens, no longer than a sequence. Pictures stay undecoded: packing only needs lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from llava_mcore.data.assets import Assets
+from llava_mcore.data.samples import Conversation, TokenConversation
+from llava_mcore.errors import DataError
+
+
+class TooLongError(DataError):
+    """A conversation that does not fit into a sequence."""
+
+
+def tokenise(conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
+    """Render and tokenise a conversation, whatever its length. DataError if the template cannot render it."""
+    tokens = assets.chat.encode(conversation.turns, num_images=len(conversation.images))
+    return TokenConversation(
+        key=key,
+        input_ids=torch.from_numpy(tokens.input_ids),
+        trained=torch.from_numpy(tokens.trained),
+        image_positions=torch.from_numpy(tokens.image_positions),
+        images=conversation.images,
+        truncated=False,
+    )
+
+
+def fit(tokens: TokenConversation, seq_length: int, truncate: bool) -> TokenConversation:
+    """Return the conversation if it fits, else its beginning if it may be truncated.
+
+    Raises:
+        TooLongError: it may not be truncated, or nothing that is learnt would be left.
+    """
+    if len(tokens) <= seq_length:
+        return tokens
+    found = f"the sample has {len(tokens)} tokens (pictures included), but data.seq_length is {seq_length}"
+    if not truncate:
+        raise TooLongError(f"{found}; raise data.seq_length (--seq-length), or choose --on-too-long drop or truncate")
+    shorter = cut(tokens, seq_length)
+    if not shorter.trained.any():
+        raise TooLongError(f"{found}; nothing to learn is left of it if it is truncated")
+    return shorter
+
+
+def cut(tokens: TokenConversation, seq_length: int) -> TokenConversation:
+    """Return at most the first seq_length tokens, without a picture whose placeholders would be cut in two."""
+    placeholders = tokens.image_positions.view(max(1, len(tokens.images)), -1)  # [k, N]; [1, 0] without pictures
+    whole = [bool(place[-1] < seq_length) for place in placeholders if len(place)]
+    end = seq_length if all(whole) else min(seq_length, int(placeholders[whole.index(False), 0]))
+    return replace(
+        tokens,
+        input_ids=tokens.input_ids[:end],
+        trained=tokens.trained[:end],
+        image_positions=placeholders[: sum(whole)].reshape(-1),
+        images=tokens.images[: sum(whole)],
+        truncated=True,
+    )

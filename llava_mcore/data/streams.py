@@ -1,0 +1,139 @@
+"""The streams that the data are divided into, and the order in which ranks and loader processes serve them.
+
+A run divides its data over a fixed number S of streams. Each has its own part of every dataset, shuffle buffer and
+packing buffer, and a place that can be saved. Of n data-parallel ranks, rank r serves the streams s with s mod n = r,
+always the one that has given the fewest batches. So the micro-batches of all ranks together come from stream
+0, 1, …, S - 1, 0, … whatever n is, and which process of a rank serves a stream changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from megatron.energon import SavableDataset, WorkerConfig
+from megatron.energon.cache import NoCachePool
+from megatron.energon.errors import FatalSampleError
+from torch.utils.data import IterableDataset
+
+from llava_mcore.data.plain import from_plain, to_plain
+from llava_mcore.data.samples import Batch
+from llava_mcore.data.skips import Skips
+from llava_mcore.errors import DataError, problems
+
+LEAST_STREAMS = 16
+"""So that a run that begins on one rank may continue on up to 16."""
+STREAMS_PER_RANK = 2
+"""So that a run may continue on twice as many ranks."""
+SHOWN_SKIPS = 10
+
+
+def default_num_streams(dp_size: int, num_workers: int, num_samples: int) -> int:
+    """Return a multiple of dp_size that every loader process of a rank can serve equally many of.
+
+    Every stream needs a sample, so of few samples fewer streams are made, but never fewer than ranks.
+    """
+    per_rank = max(STREAMS_PER_RANK, math.ceil(LEAST_STREAMS / dp_size))
+    workers = max(1, num_workers)
+    wanted = dp_size * workers * math.ceil(per_rank / workers)
+    return max(dp_size, min(wanted, num_samples // dp_size * dp_size))
+
+
+def streams_of_rank(num_streams: int, dp_rank: int, dp_size: int) -> list[int]:
+    """Return the streams that a rank serves. DataError if there are fewer streams than ranks."""
+    if num_streams < dp_size:
+        raise DataError(
+            f"the data are divided into {num_streams} streams, which {dp_size} data-parallel ranks cannot share; "
+            f"continue with {num_streams} ranks at most, or begin a run with a larger data.num_streams"
+        )
+    return list(range(dp_rank, num_streams, dp_size))
+
+
+class Turns:
+    """Whose turn it is: the stream that has given the fewest batches, the first of several."""
+
+    def __init__(self, num_batches: dict[int, int]) -> None:
+        """num_batches: what each stream has given already."""
+        self._num_batches = dict(num_batches)
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            stream = min(self._num_batches, key=lambda s: (self._num_batches[s], s))
+            self._num_batches[stream] += 1
+            yield stream
+
+
+@dataclass
+class Delivery:
+    """A batch of a stream, and the stream's place behind it as plain containers."""
+
+    stream: int
+    batch: Batch
+    place: dict[str, Any]
+
+    def pin_memory(self) -> Self:
+        """Copy the tensors to pinned memory (called by torch)."""
+        self.batch = self.batch.pin_memory()
+        return self
+
+
+class Stream:
+    """One stream: an endless dataset of energon's with a place."""
+
+    def __init__(self, dataset: SavableDataset[Batch], workers: WorkerConfig, skips: Skips) -> None:
+        self.dataset = dataset
+        self._workers = workers
+        self._skips = skips
+        self._cache = NoCachePool()
+        self._num_batches = 0
+        self._batches: Iterator[Batch] | None = None
+
+    def restore(self, place: dict[str, Any]) -> None:
+        """Continue behind a place, before the first batch. KeyError or TypeError for one that is not known."""
+        assert self._batches is None, "restore() comes before the first batch"
+        self.dataset.restore_state(from_plain(place["dataset"]))
+        self._num_batches = place["num_batches"]
+
+    def place(self) -> dict[str, Any]:
+        """Return the place behind the last batch."""
+        return {"dataset": to_plain(self.dataset.save_state()), "num_batches": self._num_batches}
+
+    def __next__(self) -> Batch:
+        """Return the next batch. DataError if one sample after the other is broken."""
+        self._workers.worker_activate(self._num_batches, cache_pool=self._cache)
+        try:
+            if self._batches is None:
+                self._batches = iter(self.dataset)
+            batch = next(self._batches)
+        except FatalSampleError as error:
+            found = self._skips.take()
+            shown = [str(skip) for skip in found[-SHOWN_SKIPS:]]
+            raise DataError(problems(f"{len(found)} samples in a row cannot be used; the last ones", shown)) from error
+        finally:
+            self._workers.worker_deactivate()
+        self._num_batches += 1
+        batch.skipped = self._skips.take()
+        return batch
+
+
+class StreamServer(IterableDataset[Delivery]):
+    """What one loader process serves: its streams, whenever it is their turn among all those of the rank."""
+
+    def __init__(self, streams: dict[int, Stream], turns: Turns) -> None:
+        """streams: those of this process; turns: of all streams of the rank."""
+        self.streams = streams
+        self._turns = turns
+
+    def __iter__(self) -> Iterator[Delivery]:
+        for number in self._turns:
+            if number in self.streams:
+                stream = self.streams[number]
+                yield Delivery(number, next(stream), stream.place())
+
+
+def share(streams: Sequence[int], num_processes: int) -> list[list[int]]:
+    """Divide a rank's streams over loader processes, as evenly as they go; none stays without one."""
+    processes = min(num_processes, len(streams))
+    return [list(streams[process::processes]) for process in range(processes)]

@@ -1,0 +1,178 @@
+"""Model FLOPs of one training step, and model FLOPs utilisation (MFU). The formula: docs/performance_formulas.md.
+
+Counted are the matrix products that the model's definition needs, 2 * m * n * k each, on real tokens: pads,
+recomputation and parts of a kernel that a causal mask discards are not counted, nor is anything that is not a matrix
+product. Plain numbers from Hugging Face's config: no tensors, no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from transformers import LlavaConfig
+
+from llava_mcore.models.language.dense import head_dim
+from llava_mcore.models.vision.features import feature_choice, tokens_per_image
+
+_TERA = 1e12
+
+# Dense peak in TFLOP/s by the device's name, BF16 and FP8: NVIDIA's data sheets, figures with sparsity halved. Other
+# boards of the same chip have other clocks, so a name that is not here has no peak.
+_PEAKS: dict[str, tuple[float, float | None]] = {
+    "NVIDIA A100-SXM4-40GB": (312, None),
+    "NVIDIA A100-SXM4-80GB": (312, None),
+    "NVIDIA A100-PCIE-40GB": (312, None),
+    "NVIDIA A100 80GB PCIe": (312, None),
+    "NVIDIA H100 80GB HBM3": (989, 1979),
+    "NVIDIA H100 PCIe": (756, 1513),
+    "NVIDIA H100 NVL": (835, 1671),
+    "NVIDIA H200": (989, 1979),
+    "NVIDIA H200 NVL": (835, 1671),
+    "NVIDIA B200": (2250, 4500),
+    "NVIDIA GB200": (2500, 5000),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step trains on, over all micro-batches and ranks.
+
+    `num_tokens` counts real tokens, image tokens included; `num_pairs` the (query, key) pairs of causal attention:
+    n * (n + 1) / 2 for a sample of n tokens, packed or not.
+    """
+
+    num_tokens: int
+    num_pairs: int
+    num_images: int
+
+    @classmethod
+    def of_samples(cls, lengths: Sequence[int], num_images: int) -> Workload:
+        """Build from the length of every sample, in tokens without padding."""
+        return cls(sum(lengths), sum(n * (n + 1) // 2 for n in lengths), num_images)
+
+
+@dataclass(frozen=True)
+class TrainedParts:
+    """The parts whose weights get a gradient."""
+
+    language_model: bool = True
+    vision_model: bool = False
+    vision_projection: bool = True
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Forward and backward FLOPs of one part."""
+
+    forward: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of one step by part. The tower's layers after the last feature layer do not run and do not count."""
+
+    patch_embedding: Flops
+    vision_layers: Flops
+    vision_attention: Flops
+    projection: Flops
+    language_layers: Flops
+    language_attention: Flops
+    head: Flops
+
+    @property
+    def total(self) -> int:
+        return sum(part.total for part in self.parts().values())
+
+    def parts(self) -> dict[str, Flops]:
+        """Return the parts by name, in the order of the forward pass."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def model_flops(hf: LlavaConfig, workload: Workload, trained: TrainedParts) -> ModelFlops:
+    """Return the FLOPs of one step.
+
+    A matrix product whose weight is trained costs as much again for the weight's gradient; one through which
+    gradients flow to something trained below costs as much again for its input's. A product of two activations
+    (attention) costs twice its forward where gradients flow, frozen weights or not.
+    """
+    text, images = hf.text_config, workload.num_images
+    into_projection = trained.vision_model  # gradients that must go below a part
+    into_language = into_projection or trained.vision_projection
+    vision = _vision(hf, images, trained=trained.vision_model)
+    width = hf.vision_config.hidden_size * len(feature_choice(hf).layers)
+    tokens = images * tokens_per_image(hf)
+    first = _linear(2 * tokens * width * text.hidden_size, weight=trained.vision_projection, inputs=into_projection)
+    second = _linear(2 * tokens * text.hidden_size**2, weight=trained.vision_projection, inputs=into_language)
+    language = trained.language_model
+    flows = language or into_language
+    layers = 2 * workload.num_tokens * text.num_hidden_layers * _decoder_layer_weights(hf)
+    attention = 4 * workload.num_pairs * text.num_hidden_layers * text.num_attention_heads * head_dim(text)
+    return ModelFlops(
+        **vision,
+        projection=Flops(first.forward + second.forward, first.backward + second.backward),
+        language_layers=_linear(layers, weight=language, inputs=flows),
+        language_attention=_attention(attention, flows=flows),
+        head=_linear(2 * workload.num_tokens * text.hidden_size * text.vocab_size, weight=language, inputs=flows),
+    )
+
+
+def _linear(forward: int, *, weight: bool, inputs: bool) -> Flops:
+    return Flops(forward, forward * (weight + inputs))
+
+
+def _attention(forward: int, *, flows: bool) -> Flops:
+    return Flops(forward, 2 * forward * flows)
+
+
+def _decoder_layer_weights(hf: LlavaConfig) -> int:
+    """Return the weights of a decoder layer's matrices: queries, keys, values, output, gated MLP."""
+    text = hf.text_config
+    heads, groups = text.num_attention_heads, text.num_key_value_heads
+    attention = text.hidden_size * head_dim(text) * (2 * heads + 2 * groups)
+    return attention + 3 * text.hidden_size * text.intermediate_size
+
+
+def _vision(hf: LlavaConfig, num_images: int, *, trained: bool) -> dict[str, Flops]:
+    """Return the tower's parts: every token of a picture sees every other, and pixels need no gradient."""
+    vision, features = hf.vision_config, feature_choice(hf)
+    patches = (vision.image_size // vision.patch_size) ** 2
+    tokens = tokens_per_image(hf) + features.drop_first_token
+    weights = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
+    patch = 2 * num_images * patches * vision.num_channels * vision.patch_size**2 * vision.hidden_size
+    layers = 2 * num_images * tokens * features.num_layers * weights
+    attention = 4 * num_images * tokens**2 * features.num_layers * vision.hidden_size
+    return {
+        "patch_embedding": _linear(patch, weight=trained, inputs=False),
+        "vision_layers": _linear(layers, weight=trained, inputs=trained),
+        "vision_attention": _attention(attention, flows=trained),
+    }
+
+
+def peak_flops(device_name: str, *, fp8: bool = False) -> float | None:
+    """Return the dense peak of a device in FLOP/s, or None where it is not known.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name()` gives it.
+        fp8: the peak of FP8 instead of BF16 products.
+    """
+    peaks = _PEAKS.get(device_name, (None, None))
+    peak = peaks[1] if fp8 else peaks[0]
+    return None if peak is None else peak * _TERA
+
+
+def mfu(flops: int, seconds: float, num_devices: int, peak: float) -> float:
+    """Return model FLOPs utilisation, 0 to 1.
+
+    Args:
+        flops: of the step, over all devices.
+        seconds: wall time of the step, waiting for data included.
+        num_devices: devices that took part.
+        peak: of one device, in FLOP/s.
+    """
+    return flops / (seconds * num_devices * peak)

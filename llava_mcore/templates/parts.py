@@ -1,0 +1,78 @@
+"""Templates that know only plain text get a preamble, so that typed content (`{"type": "image"}`) works as well."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from llava_mcore.errors import ConversionError
+from llava_mcore.templates.named import flatten_parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PICTURE = "<image>"
+_TEXT = "What does 7f3a show?"
+_ANSWER = "A 9c1e."
+
+
+def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str) -> str:
+    """Return the template, behind the preamble if it does not understand typed content; it stays unchanged itself.
+
+    Args:
+        origin: where the template comes from, for the message.
+
+    Raises:
+        ConversionError: the template cannot say a question and its answer, with or without a picture.
+    """
+    if understands_parts(tokenizer, template):
+        return template
+    wrapped = flatten_parts() + template
+    _check_wrapped(tokenizer, template, wrapped, origin)
+    return wrapped
+
+
+def understands_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Tell whether a template renders typed content, a picture as one `<image>`."""
+    try:
+        rendered = _render(tokenizer, template, _conversation(as_parts=True))
+    except (TemplateError, TypeError):
+        return False
+    return rendered.count(PICTURE) == 1 and _is_said(rendered)
+
+
+def _check_wrapped(tokenizer: PreTrainedTokenizerBase, template: str, wrapped: str, origin: str) -> None:
+    """Raise ConversionError unless the wrapped template does to parts what the original does to strings."""
+    text = _conversation(as_parts=False)
+    try:
+        expected = _render(tokenizer, template, text)
+        made = [_render(tokenizer, wrapped, c) for c in (text, _conversation(as_parts=True))]
+    except (TemplateError, TypeError) as error:
+        raise ConversionError(
+            f"chat template ({origin}): cannot render a question about a picture and its answer: {error}\n"
+            "Give another one with --chat-template NAME|FILE."
+        ) from error
+    if made != [expected, expected] or not _is_said(expected) or expected.count(PICTURE) != 1:
+        raise ConversionError(
+            f"chat template ({origin}): the question, its picture or the answer is missing from what it renders: "
+            f"{expected!r}\nGive another one with --chat-template NAME|FILE."
+        )
+
+
+def _is_said(rendered: str) -> bool:
+    """Tell whether question and answer appear as text, not as the printed form of a list."""
+    return _TEXT in rendered and _ANSWER in rendered and "'type'" not in rendered
+
+
+def _conversation(*, as_parts: bool) -> list[dict[str, Any]]:
+    """Return a question about a picture and its answer."""
+    if not as_parts:
+        question, answer = f"{PICTURE}\n{_TEXT}", _ANSWER
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    parts = [{"type": "image"}, {"type": "text", "text": _TEXT}]
+    return [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": _ANSWER}]}]
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, template: str, conversation: list[dict[str, Any]]) -> str:
+    return str(tokenizer.apply_chat_template(conversation, chat_template=template, tokenize=False))

@@ -1,0 +1,84 @@
+"""Saving in one test world and resuming in another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.loop import fetch_step
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.skipped import SkipBudget
+from llava_mcore.training.state import Progress, resume, save_checkpoint
+from llava_mcore.training.step import train_step
+from tests.helpers.batches import FakeLoader
+from tests.parallel.checks import join
+from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
+
+STEPS = 4
+OPTIMIZERS = {"plain": False, "distributed": True}
+
+
+def train_steps(groups: Groups, trainer: Trainer, run: RunConfig, loader: FakeLoader | None) -> list[float]:
+    """Train STEPS steps and return their losses."""
+    number = GLOBAL_BATCH // (run.training.micro_batch_size * groups.dp_size)
+    losses = []
+    for _ in range(STEPS):
+        batches, _ = fetch_step(groups, loader, number, SkipBudget(0.0))
+        result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
+        losses.append(result.loss)
+    return losses
+
+
+def open_fake_loader(groups: Groups, trainer: Trainer, run: RunConfig, steps_taken: int) -> FakeLoader | None:
+    """Return the loader behind so many steps, on ranks that load data."""
+    if not groups.loads_data:
+        return None
+    size = run.training.micro_batch_size
+    loader = FakeLoader(
+        trainer.hf, micro_batch_size=size, dp_rank=groups.dp_rank, dp_size=groups.dp_size, text_only={1, 3}
+    )
+    loader.restore(steps_taken * GLOBAL_BATCH // (size * groups.dp_size))
+    return loader
+
+
+def configure(name: str, tp: int, pp: int, checkpoint: str, save_dir: str, *, resumes: bool) -> RunConfig:
+    flags: dict[str, Any] = {
+        "name": name,
+        "checkpoint.save": True,
+        "checkpoint.save_optim": True,
+        "checkpoint.load_optim": resumes,
+        "parallel.use_distributed_optimizer": OPTIMIZERS[name],
+    }
+    return run_config(tp, pp, checkpoint, save_dir, **flags)
+
+
+def train_and_save(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str) -> dict[str, list[float]]:
+    """Train, save, train on; return the losses after the save, for each kind of optimizer."""
+    groups = join(tp, pp)
+    found = {}
+    for name in OPTIMIZERS:
+        run = configure(name, tp, pp, checkpoint, save_dir, resumes=False)
+        trainer = make_trainer(groups, run)
+        loader = open_fake_loader(groups, trainer, run, 0)
+        train_steps(groups, trainer, run, loader)
+        state = None if loader is None else loader.state()
+        save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
+        found[name] = train_steps(groups, trainer, run, loader)
+    return found
+
+
+def resume_and_train(tp: int, pp: int, checkpoint: str, save_dir: str) -> dict[str, list[float]]:
+    """Resume what `train_and_save` saved and return the losses from there on."""
+    groups = join(tp, pp)
+    found = {}
+    for name in OPTIMIZERS:
+        run = configure(name, tp, pp, checkpoint, save_dir, resumes=True)
+        trainer = make_trainer(groups, run)
+        progress, states = resume(trainer, latest_checkpoint(run.run_dir)[0])
+        assert progress.iteration == STEPS and (states is not None) == groups.loads_data
+        loader = open_fake_loader(groups, trainer, run, STEPS)
+        found[name] = train_steps(groups, trainer, run, loader)
+    return found

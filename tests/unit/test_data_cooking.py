@@ -1,0 +1,101 @@
+"""Raw parts of a sample -> conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llava_mcore.data.cooking import chat_turns, cook_chat, with_prompt
+from llava_mcore.data.prompts import POOLS
+from llava_mcore.data.samples import Turn
+from llava_mcore.errors import DataError
+
+
+def raw(json: Any, *, pool: str | None = None, **parts: Any) -> dict[str, Any]:
+    subflavors = {} if pool is None else {"prompt_pool": pool}
+    keys = {"__key__": "k", "__restore_key__": (), "__sources__": (), "__subflavors__": subflavors}
+    return {**keys, "json": json, **{name.replace("_", "."): part for name, part in parts.items()}}
+
+
+def message(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def test_conversation_with_pictures_anywhere() -> None:
+    messages = [
+        message("system", "Be brief."),
+        message("user", "Compare <image> and <image>."),
+        message("assistant", "Both are red."),
+        message("user", "And this?\n<image>"),
+        message("assistant", "Blue."),
+    ]
+    parts: dict[str, Any] = {"10.jpg": b"c", "2.png": b"b", "0.jpg": b"a"}
+    (found,) = cook_chat(raw({"messages": messages, "num_tokens": 3}) | parts).conversations
+    assert [(t.role, t.text) for t in found.turns] == [(m["role"], m["content"]) for m in messages]
+    assert found.images == (b"a", b"b", b"c"), "in the order of their numbers"
+
+
+def test_pack_shares_its_pictures() -> None:
+    first = {"messages": [message("user", "<image> a"), message("assistant", "1")]}
+    second = {"messages": [message("user", "b"), message("assistant", "2")]}
+    third = {"messages": [message("user", "<image><image> c"), message("assistant", "3")]}
+    parts: dict[str, Any] = {"0.jpg": b"x", "1.jpg": b"y", "2.jpg": b"z"}
+    found = cook_chat(raw({"pack": [first, second, third]}) | parts).conversations
+    assert [c.images for c in found] == [(b"x",), (), (b"y", b"z")]
+
+
+USER, ASSISTANT = message("user", "q"), message("assistant", "a")
+BROKEN: list[tuple[Any, str]] = [
+    (None, "a part .json with an object is needed, found nothing"),
+    ([1], r"found list \[1\]"),
+    ({"id": 3}, r"one of .*found \['id'\]"),
+    ({"messages": [USER], "question": "q"}, r"found \['messages', 'question'\]"),
+    ({"messages": []}, "must be a list that is not empty"),
+    ({"messages": "q"}, "found str 'q'"),
+    ({"messages": [USER, {"role": "assistant"}]}, "message 1 must have"),
+    ({"messages": [USER, message("assistant", " ")]}, "message 1: the answer is empty"),
+    ({"messages": [USER, message("tool", "a")]}, "the role is 'tool', allowed are system, user, assistant"),
+    ({"messages": [USER]}, "an answer is needed"),
+    ({"messages": [ASSISTANT]}, "must take turns, the user first; found assistant"),
+    ({"messages": [USER, USER, ASSISTANT]}, "must take turns"),
+    ({"messages": [USER, message("system", "s"), ASSISTANT]}, "a system message only at the beginning"),
+    ({"messages": [message("user", "<image>"), ASSISTANT]}, "1 <image> in the conversation, but 0 pictures"),
+    ({"pack": []}, '"pack" must be a list of objects'),
+    ({"pack": [3]}, '"pack" must be a list of objects'),
+    ({"question": "q"}, "a part .txt with the answer is needed"),
+]
+
+
+@pytest.mark.parametrize(("json", "reason"), BROKEN)
+def test_broken_samples(json: Any, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        cook_chat(raw(json))
+
+
+def test_picture_parts_that_have_no_order() -> None:
+    messages = {"messages": [message("user", "<image><image>"), ASSISTANT]}
+    with pytest.raises(DataError, match=r"several pictures must be numbered .* found the parts \['jpg', 'png'\]"):
+        cook_chat(raw(messages, jpg=b"x", png=b"y"))
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        raw({"messages": [ASSISTANT]}, pool="caption", jpg=b"x"),
+        raw({"messages": [message("user", ""), ASSISTANT]}, pool="caption", jpg=b"x"),
+        raw({"messages": [message("user", "<image>"), ASSISTANT]}, pool="caption", jpg=b"x"),
+        raw({"question": ""}, pool="caption", jpg=b"x", txt="a"),
+        raw({"question": None}, pool="caption", jpg=b"x", txt="a"),
+    ],
+)
+def test_question_from_a_pool(sample: dict[str, Any]) -> None:
+    (found,) = cook_chat(sample).conversations
+    prompt = POOLS["caption"]["en"][0]
+    assert with_prompt(found.turns, prompt) == (Turn("user", f"<image>\n{prompt}"), Turn("assistant", "a"))
+    assert found.images == (b"x",)
+
+
+def test_pool_leaves_questions_alone() -> None:
+    turns = chat_turns([message("user", "<image>\nWhy?"), ASSISTANT], has_pool=True)
+    assert with_prompt(turns, "Describe it.") == turns

@@ -1,0 +1,123 @@
+"""Packing: which samples share a pack, and what becomes of their tokens."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llava_mcore.data.collate import collate, pack
+from llava_mcore.data.encode import TooLongError, cut, fit
+from llava_mcore.data.packing import best_fit, fill, fullest_pack, online_fill
+from llava_mcore.data.samples import EncodedSample, TokenConversation
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
+
+
+@given(LENGTHS)
+def test_no_pack_around_the_first_sample_is_fuller(lengths: list[int]) -> None:
+    capacity = 40
+    found = fullest_pack(lengths, capacity)
+    others = [lengths[0] + sum(x) for n in range(len(lengths)) for x in combinations(lengths[1:], n)]
+    assert found[0] == 0 and found == sorted(set(found))
+    assert sum(lengths[i] for i in found) == max(total for total in others if total <= capacity)
+
+
+@given(st.lists(st.integers(1, 100), max_size=60))
+def test_every_sample_is_in_one_pack_that_it_fits_into(lengths: list[int]) -> None:
+    packs = best_fit(lengths, 100)
+    assert sorted(i for p in packs for i in p) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in p) <= 100 for p in packs)
+    assert packs == best_fit(lengths, 100)
+
+
+def test_too_long_for_a_pack() -> None:
+    with pytest.raises(ValueError, match="41 tokens does not fit into a pack of 40"):
+        best_fit([3, 41], 40)
+
+
+def llava_lengths(number: int) -> list[int]:
+    """Nine of ten samples with one picture of 576 tokens, short and long conversations."""
+    draw = random.Random(3)
+    texts = [int(draw.lognormvariate(5, 0.8)) + 8 for _ in range(number)]
+    return [min(4096, text + 576 * (draw.random() < 0.9)) for text in texts]
+
+
+def test_fill_of_llava_like_lengths() -> None:
+    lengths = llava_lengths(3000)
+    assert online_fill(lengths, 4096, 64) > 0.995
+    assert fill(lengths, best_fit(lengths[:1000], 4096), 4096) < online_fill(lengths, 4096, 16)
+
+
+def conversation(
+    length: int, *, images: int = 0, trained_from: int = 0, width: int = 3, at: int = 0
+) -> TokenConversation:
+    """Ids 10, 11, …; pictures of `width` placeholders (id 4) one after the other from `at`."""
+    ids = torch.arange(10, 10 + length)
+    places = torch.arange(at, at + images * width)
+    ids[places] = 4
+    trained = torch.arange(length) >= trained_from
+    trained[places] = False
+    return TokenConversation(f"k{length}", ids, trained, places, tuple(b"%d" % i for i in range(images)), False)
+
+
+def encoded(*conversations: TokenConversation) -> EncodedSample:
+    num_images = sum(len(c.images) for c in conversations)
+    pixels = torch.ones(num_images, 3, 2, 2)
+    return EncodedSample(__key__="s", __restore_key__=(), conversations=list(conversations), pixel_values=pixels)
+
+
+def test_padding_shifts_labels_and_places_pictures() -> None:
+    samples = [encoded(conversation(3, trained_from=1)), encoded(conversation(5, images=1, width=2, trained_from=2))]
+    batch = collate(samples, seq_length=5, pad_token_id=0, packed=False)
+    assert batch.input_ids.tolist() == [[10, 11, 12, 0, 0], [4, 4, 12, 13, 14]]
+    # The first text token after a picture is learnt like any other of the answer.
+    assert batch.labels.tolist() == [[11, 12, 0, 0, 0], [0, 12, 13, 14, 0]]
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 0], [0, 1, 1, 1, 0]]
+    assert batch.image_positions.tolist() == [5, 6] and batch.pixel_values.shape == (1, 3, 2, 2)
+    assert batch.sample_keys == ["k3", "k5"] and batch.num_tokens == 8 and not batch.cu_seqlens.numel()
+
+
+def test_packing_begins_anew_with_every_conversation() -> None:
+    first = encoded(conversation(3, trained_from=1), conversation(5, images=1, width=2, trained_from=2))
+    second = encoded(conversation(4, trained_from=0))
+    batch = pack([first, second], seq_length=8, pad_token_id=0)
+    assert batch.input_ids.tolist() == [[10, 11, 12, 4, 4, 12, 13, 14, 10, 11, 12, 13, 0, 0, 0, 0]]
+    # No conversation learns the first token of the next one.
+    assert batch.labels.tolist() == [[11, 12, 0, 0, 12, 13, 14, 0, 11, 12, 13, 0, 0, 0, 0, 0]]
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3]]
+    assert batch.cu_seqlens.tolist() == [0, 3, 8, 12, 16] and batch.cu_seqlens.dtype == torch.int32
+    assert batch.image_positions.tolist() == [3, 4]
+    assert batch.sample_keys == ["k3", "k5", "k4"] and batch.num_tokens == 12
+    full = pack([first], seq_length=8, pad_token_id=0)
+    assert full.cu_seqlens.tolist() == [0, 3, 8]
+
+
+@given(st.integers(0, 3), st.integers(0, 9), st.integers(0, 12), st.integers(1, 24))
+def test_truncation_never_cuts_a_picture(images: int, at: int, rest: int, most: int) -> None:
+    whole = conversation(at + images * 3 + rest, images=images, at=at)
+    short = cut(whole, most)
+    n = len(short)
+    assert n <= most and torch.equal(short.input_ids, whole.input_ids[:n])
+    assert torch.equal(short.trained, whole.trained[:n])
+    assert len(short.image_positions) == 3 * len(short.images) == int((short.input_ids == 4).sum())
+    assert short.images == whole.images[: len(short.images)] and short.truncated
+    if len(short.images) == images:
+        assert n == min(most, len(whole))
+    else:  # as much as fits before the picture that did not
+        assert n == at + 3 * len(short.images) <= most < n + 3 or n == most
+
+
+def test_what_is_too_long() -> None:
+    talk = conversation(12, trained_from=8)
+    assert fit(talk, 12, truncate=False) is talk
+    with pytest.raises(TooLongError, match=r"12 tokens .* data\.seq_length is 11; .*--on-too-long"):
+        fit(talk, 11, truncate=False)
+    assert len(fit(talk, 9, truncate=True)) == 9
+    with pytest.raises(TooLongError, match="nothing to learn is left"):
+        fit(talk, 8, truncate=True)

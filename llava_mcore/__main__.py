@@ -14,6 +14,7 @@ from llava_mcore.launch.singularity import inner_command, requested_image, rerun
 
 COMMANDS = {
     "build": ("build", "compose a Hugging Face LLaVA folder from a language model and a vision tower"),
+    "prepare": ("prepare", "write energon shards from conversations and pictures in any usual format"),
     "import-hf": ("import_hf", "convert a Hugging Face folder to a Megatron checkpoint"),
     "train": ("train", "train; the same as scripts/train/run.py"),
     "export-hf": ("export_hf", "convert a Megatron checkpoint to a Hugging Face folder"),
@@ -21,7 +22,7 @@ COMMANDS = {
     "show-config": ("show_config", "print the configuration that flags, overrides and a file make together"),
 }
 
-ON_CPU = ("build", "import-hf", "export-hf", "check")
+ON_CPU = ("build", "prepare", "import-hf", "export-hf", "check")
 """Commands that leave GPUs alone."""
 
 IN_CONTAINER = ("build", "import-hf", "train", "export-hf")

@@ -1,4 +1,4 @@
-"""Check a Hugging Face folder, or a Megatron checkpoint against it, tensor by tensor. Exit code 0: all is well."""
+"""Check a Hugging Face folder, a Megatron checkpoint against it, or a dataset. Exit code 0: all is well."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
+from llava_mcore.apps import check_data
 from llava_mcore.apps.checkpoint_weights import CheckpointWeights
 from llava_mcore.apps.import_hf import model_and_table, open_folder
 from llava_mcore.checkpoint import hf_files, layout
 from llava_mcore.checkpoint.hf_config import load_hf_config
-from llava_mcore.errors import ConversionError, problems
+from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.parallel.groups import single_process
 
 
@@ -72,17 +73,24 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m llava_mcore check",
         allow_abbrev=False,
         description="Check that a Hugging Face LLaVA folder converts completely; with --megatron-dir, also that the "
-        "newest checkpoint there holds exactly the folder's weights. Exit code 0 means yes.",
+        "newest checkpoint there holds exactly the folder's weights. Or, with --data-path, look a dataset over as "
+        "training will read it. Exit code 0 means yes, 2 no.",
     )
-    p.add_argument("--hf-dir", type=Path, required=True, help="Hugging Face LLaVA folder")
-    p.add_argument("--megatron-dir", type=Path, help="folder of Megatron checkpoints to compare with it")
-    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check and read for (default 1)")
-    p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
+    model = p.add_argument_group("a model")
+    model.add_argument("--hf-dir", type=Path, help="Hugging Face LLaVA folder")
+    model.add_argument("--megatron-dir", type=Path, help="folder of Megatron checkpoints to compare with it")
+    model.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check and read for (default 1)")
+    model.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
+    check_data.add_flags(p)
     return p
 
 
 def run(args: argparse.Namespace) -> int:
     """Check as the flags say; errors mean failure."""
+    if (args.hf_dir is None) == (args.data_path is None):
+        raise ConfigError("say what to check: --hf-dir (a model) or --data-path (a dataset), one of them")
+    if args.data_path is not None:
+        return check_data.run(args)
     print(check_folder(args.hf_dir, tp=args.tp, pp=args.pp))
     if args.megatron_dir is not None:
         print(check_checkpoint(args.hf_dir, args.megatron_dir, tp=args.tp))

@@ -111,5 +111,6 @@ def _count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.absolute()
+def _absolute[T](path: T | None) -> T | Path | None:
+    """Return an absolute path; URLs are left as they are."""
+    return path.absolute() if isinstance(path, Path) else path

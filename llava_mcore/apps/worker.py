@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from llava_mcore import log
 from llava_mcore.config.load import load_run_config
+from llava_mcore.config.rules import pad_multiple
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import LlavaMcoreError, problems
 from llava_mcore.launch.process import die_with_parent
@@ -134,6 +135,7 @@ def run_worker(run: RunConfig) -> None:
             dp_rank=groups.dp_rank,
             dp_size=groups.dp_size,
             seed=run.training.seed,
+            pad_multiple=pad_multiple(run),
             saved=loader_states,
         )
 

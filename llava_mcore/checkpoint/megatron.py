@@ -5,7 +5,7 @@ from __future__ import annotations
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,13 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.transformer.module import MegatronModule
@@ -21,6 +27,7 @@ from megatron.core.transformer.module import MegatronModule
 from llava_mcore.errors import CheckpointError, problems
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's format number, read by its own loaders
+EXTRA_STATE = "_extra_state"
 
 
 def save_state(state: ShardedStateDict, folder: Path) -> None:
@@ -41,9 +48,29 @@ def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
     """
     check_model(state, folder)
     try:
-        return dist_checkpointing.load(state, str(folder))
+        stored = load_sharded_metadata(str(folder))
+        return dist_checkpointing.load(_without_absent_extra_state(state, stored), str(folder))
     except CheckpointingException as error:
         raise CheckpointError(f"{folder}: dist_checkpointing cannot load it: {error}") from error
+
+
+def _without_absent_extra_state(state: Any, stored: Container[str]) -> Any:
+    """Leave out what only some layers keep beside their weights, such as Transformer Engine's FP8 scales."""
+    if not isinstance(state, dict):
+        return state
+
+    def is_absent(value: Any) -> bool:
+        return isinstance(value, ShardedObject) and value.key.endswith(EXTRA_STATE) and value.unique_key not in stored
+
+    return {k: _without_absent_extra_state(v, stored) for k, v in state.items() if not is_absent(v)}
+
+
+def fill_model(model: torch.nn.Module, loaded: dict[str, Any]) -> None:
+    """Give a model its loaded state. CheckpointError if anything but a layer's extra state is missing."""
+    missing, unexpected = model.load_state_dict(loaded, strict=False)
+    wrong = [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]
+    if wrong:
+        raise CheckpointError(problems("the loaded state does not fit the model", wrong))
 
 
 def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
@@ -129,7 +156,7 @@ def load_weights(chunks: Sequence[MegatronModule], folder: Path) -> None:
     stored = stored_tensors(folder)
     loaded = load_state(state, folder)
     for i, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[f"model{i}"])
+        fill_model(chunk, loaded[f"model{i}"])
     _zero_padding(padding, stored)
     unfilled = [name for name, p in named if p.isnan().any()]
     if unfilled:

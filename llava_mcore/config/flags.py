@@ -72,6 +72,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("training.global_batch_size", ("--global-batch-size",)),
         Flag("optimizer.lr", ("--lr",)),
         Flag("training.precision", ("--precision",)),
+        Flag("training.fp8", ("--fp8",)),
+        Flag("training.fp8_recipe", ("--fp8-recipe",)),
+        Flag("training.fp8_format", ("--fp8-format",)),
         Flag("training.deterministic", ("--deterministic",)),
     ),
 }
@@ -165,7 +168,7 @@ def _metavar(annotation: Any) -> str:
     kinds = [kind for kind in (get_args(annotation) or (annotation,)) if kind is not type(None)]
     if get_origin(annotation) is Literal:
         return "{" + ",".join(str(choice) for choice in kinds) + "}"
-    if len(kinds) == 1 and get_origin(kinds[0]) is not None:
+    if get_origin(kinds[0]) is not None:
         return _metavar(kinds[0])
     return {int: "N", float: "X", Path: "PATH"}.get(kinds[0], "TEXT")
 

@@ -47,6 +47,8 @@ def check_run(
     found = [*check_values(run), *check_batch(run, world_size)]
     if run.parallel.backend == "nccl" and not device_available:
         found.append("--backend nccl needs GPUs and none was found: leave the flag away, or use gloo")
+    if run.training.fp8 and not device_available:
+        found.append("--fp8 needs a GPU with FP8 (Hopper or newer) and none was found: leave the flag away")
     if dims is not None:
         parallel = run.parallel
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -96,8 +98,22 @@ def check_values(run: RunConfig) -> Iterator[str]:
         yield "--save-optim has no effect without --save or --save-interval: add one of them"
     if model.freeze_language_model and model.freeze_vision_model and model.freeze_vision_projection:
         yield "all three parts are frozen, so nothing would be trained: unfreeze one of model.freeze_*"
+    training = run.training
+    if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):
+        yield "--fp8 goes with Transformer Engine and half precision: leave --precision fp32 and local layers away"
+    if training.fp8_recipe == "delayed" and (training.fp8_first_layers_bf16 or training.fp8_last_layers_bf16):
+        yield "training.fp8_first_layers_bf16 and …_last_… do not work with --fp8-recipe delayed: choose another recipe"
+    if training.fp8 and run.data.seq_length % pad_multiple(run):
+        yield f"--seq-length {run.data.seq_length} must be a multiple of {pad_multiple(run)} with --fp8: change it"
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}: lower it"
+
+
+def pad_multiple(run: RunConfig) -> int:
+    """Return what the number of tokens of a micro-batch is padded to: 8, or what FP8's matrix products need."""
+    if not run.training.fp8:
+        return 8
+    return 128 if run.training.fp8_recipe == "blockwise" else 16
 
 
 def check_length(seq_length: int, dims: ModelDims, source: str) -> Iterator[str]:

@@ -35,7 +35,15 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+def _path_or_url(value: Any) -> Any:
+    """A Path would take one of the two slashes out of a URL."""
+    if not isinstance(value, str | Path):
+        raise ValueError("expected a path or a URL")
+    return value if "://" in str(value) else Path(value).expanduser()
+
+
 UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+DataPath = Annotated[Path | str, BeforeValidator(_path_or_url)]
 GpuCount = Annotated[int, Field(ge=-1), AfterValidator(_gpu_count)]
 
 
@@ -76,12 +84,14 @@ class CheckpointConfig(Section):
 class DataConfig(Section):
     """What is trained on."""
 
-    path: UserPath | None = None
-    """Folder of webdataset shards that `energon prepare` has prepared."""
+    path: DataPath | None = None
+    """Prepared folder of shards, or the .yaml file of a blend; or the URL of either in an object store."""
     seq_length: int = Field(2048, ge=1)
     """Most tokens of a sample, or of a pack of samples; image tokens included."""
     num_workers: int = Field(2, ge=0)
     """Loader processes of each data-parallel rank; 0 loads in the training process."""
+    timeout: int = Field(600, ge=1)
+    """Seconds that a loader process may take for a batch before the run ends; without any, only storage has limits."""
     shuffle_buffer_size: int = Field(100, ge=0)
     """Samples that each stream keeps to shuffle among; 0 or 1 keeps the order within a shard."""
     num_streams: int | None = Field(None, ge=1)
@@ -113,8 +123,20 @@ class ModelConfig(Section):
     """Keep the vision tower as it is."""
     freeze_vision_projection: bool = False
     """Keep the projection between the vision tower and the language model as it is."""
+    transformer_impl: Literal["transformer_engine", "local"] | None = None
+    """Whose layers are used: Transformer Engine's fused ones, or torch's; not given: the former on GPUs if it is
+    installed. Checkpoints are the same."""
     make_vocab_size_divisible_by: int = Field(128, ge=1)
     """The embedding is padded to a multiple of this times the tensor-parallel size; the padding is never exported."""
+
+    def frozen_parts(self) -> str:
+        """Return the names of the parts that are not trained."""
+        parts = {
+            "language model": self.freeze_language_model,
+            "vision tower": self.freeze_vision_model,
+            "projection": self.freeze_vision_projection,
+        }
+        return ", ".join(name for name, frozen in parts.items() if frozen) or "none"
 
 
 class ParallelConfig(Section):
@@ -126,6 +148,10 @@ class ParallelConfig(Section):
     """Pipeline stages that the layers are divided into."""
     use_distributed_optimizer: bool = False
     """Divide the optimizer's state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = True
+    """On GPUs, reduce gradients over the data-parallel ranks while the backward pass still runs."""
+    overlap_param_gather: bool = True
+    """On GPUs with the distributed optimizer, gather updated weights while the next forward pass already runs."""
     backend: Literal["nccl", "gloo"] | None = None
     """Communication backend; not given: nccl with GPUs, gloo without."""
 
@@ -164,6 +190,16 @@ class TrainingConfig(Section):
     """Samples of one iteration over all data-parallel ranks and micro-batches."""
     precision: Literal["bf16", "fp16", "fp32"] | None = None
     """Number format of weights and activations; not given: bf16 with GPUs, fp32 without."""
+    fp8: bool = False
+    """Multiply in FP8 in the language model's layers (Transformer Engine on Hopper or newer), beside bf16."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
+    """How FP8 values are scaled: by the largest value of earlier steps, of this tensor, or of its blocks."""
+    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
+    """FP8 numbers: e4m3 forward and e5m2 for gradients (hybrid), or e4m3 for all."""
+    fp8_first_layers_bf16: int = Field(0, ge=0)
+    """First layers of the language model that stay in bf16 (not with the delayed recipe)."""
+    fp8_last_layers_bf16: int = Field(0, ge=0)
+    """Last layers of the language model that stay in bf16 (not with the delayed recipe)."""
     seed: int = Field(1234, ge=0)
     """Seed of initialisation, dropout and shuffling."""
     deterministic: bool = False

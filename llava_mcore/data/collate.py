@@ -10,9 +10,6 @@ from torch import Tensor
 from llava_mcore.data.samples import Batch, EncodedSample, TokenConversation
 from llava_mcore.pixels import NO_SCALE
 
-MULTIPLE = 8
-"""Lengths are rounded up to this: fewer shapes, and matrix units like it."""
-
 
 def collate(
     samples: Sequence[EncodedSample],
@@ -20,25 +17,30 @@ def collate(
     seq_length: int,
     pad_token_id: int,
     packed: bool,
+    multiple: int = 8,
     pixel_scale: Tensor = NO_SCALE,
 ) -> Batch:
     """Make one micro-batch.
 
     A token is a label only if `trained` says so; the last position of a conversation and all pads predict nothing.
+
+    Args:
+        multiple: lengths are rounded up to this: fewer shapes, and matrix units like or even need it.
+        pixel_scale: that of the image processor.
     """
     make = pack if packed else pad
-    batch = make(samples, seq_length=seq_length, pad_token_id=pad_token_id)
+    batch = make(samples, seq_length=seq_length, pad_token_id=pad_token_id, multiple=multiple)
     batch.pixel_scale = pixel_scale
     return batch
 
 
-def pad(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: int) -> Batch:
-    """Pad every conversation, one a sample, on the right to the longest one (a multiple of 8, at most seq_length).
+def pad(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: int, multiple: int = 8) -> Batch:
+    """Pad every conversation, one a sample, on the right to the longest one (rounded up, at most seq_length).
 
     Where a pipeline needs one length for all micro-batches of a step, it pads further by itself.
     """
     conversations = [sample.conversations[0] for sample in samples]
-    length = _rounded(max(map(len, conversations)), seq_length)
+    length = _rounded(max(map(len, conversations)), multiple, seq_length)
     rows = [_row([conversation], length, pad_token_id) for conversation in conversations]
     positions = [c.image_positions + row * length for row, c in enumerate(conversations)]
     planes = [torch.cat(planes) for planes in zip(*rows, strict=True)]
@@ -46,11 +48,11 @@ def pad(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: int)
     return _batch(samples, planes, positions)
 
 
-def pack(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: int) -> Batch:
+def pack(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: int, multiple: int = 8) -> Batch:
     """Put all conversations behind each other into one row; b packs give at most b * seq_length tokens."""
     conversations = [conversation for sample in samples for conversation in sample.conversations]
     ends = torch.tensor([0, *map(len, conversations)]).cumsum(0)
-    length = _rounded(int(ends[-1]), seq_length * len(samples))
+    length = _rounded(int(ends[-1]), multiple, seq_length * len(samples))
     positions = [c.image_positions + start for c, start in zip(conversations, ends[:-1], strict=True)]
     batch = _batch(samples, _row(conversations, length, pad_token_id), positions)
     bounds = ends if ends[-1] == length else torch.cat([ends, torch.tensor([length])])
@@ -58,8 +60,8 @@ def pack(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: int
     return batch
 
 
-def _rounded(length: int, most: int) -> int:
-    return min(-(-length // MULTIPLE) * MULTIPLE, most)
+def _rounded(length: int, multiple: int, most: int) -> int:
+    return min(-(-length // multiple) * multiple, most)
 
 
 def _row(conversations: Sequence[TokenConversation], length: int, pad_token_id: int) -> list[Tensor]:
@@ -99,5 +101,6 @@ def _batch(samples: Sequence[EncodedSample], planes: Sequence[Tensor], positions
         image_positions=torch.cat(list(positions)),
         sample_keys=[conversation.key for conversation in conversations],
         num_tokens=sum(map(len, conversations)),
+        num_pairs=sum(n * (n + 1) // 2 for n in map(len, conversations)),
         num_truncated=sum(conversation.truncated for conversation in conversations),
     )

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
-from megatron.energon import FileStoreDecoder, TextSample, VQASample, basic_sample_keys, stateless
+from megatron.energon import FileStore, FileStoreDecoder, TextSample, VQASample, basic_sample_keys, stateless
 
+from llava_mcore.data.picture_store import stored_pictures
 from llava_mcore.data.prompts import POOL_KEY
 from llava_mcore.data.samples import IMAGE_MARK, ChatSample, Conversation, Turn
 from llava_mcore.errors import DataError
@@ -42,28 +43,36 @@ class TextDecoder(FileStoreDecoder):
 
 
 @stateless
-def cook_chat(sample: dict[str, Any]) -> ChatSample:
-    """Cook a sample of a CrudeWebdataset.
+def cook_chat(sample: dict[str, Any], *, images: FileStore[bytes] | None = None) -> ChatSample:
+    """Cook a sample of a CrudeWebdataset or of a jsonl file.
 
     Its json part holds "messages", or "pack" (several conversations), each with `<image>` where a picture stands and
     the pictures as parts in that order (`0.jpg`, `1.png`, …); or "question", with the answer in a txt part and at
     most one picture. Where the dataset has a prompt pool, the question may be missing: an empty one stands for it.
-    DataError if something is missing or of a wrong kind.
+    Instead of picture parts, "images" in the json may list names in the dataset's store of pictures (`aux: {images: …}`
+    in a blend), which are read only here.
+
+    Raises:
+        DataError: something is missing or of a wrong kind; the sample is left out.
+        RuntimeError: the store of pictures cannot be reached; the run ends.
     """
     has_pool = POOL_KEY in (sample.get("__subflavors__") or {})
-    pictures = _pictures(sample)
+    parts = _pictures(sample)
     about = sample.get("json")
     if not isinstance(about, dict):
         raise DataError(f"a part .json with an object is needed, found {_kind(about)}")
     forms = [form for form in ("messages", "pack", "question") if form in about]
     if len(forms) != 1:
         raise DataError(f'the json must have one of "messages", "pack" and "question", found {forms or sorted(about)}')
+    pictures = [sample[part] for part in parts]
+    if not parts and about.get("images"):
+        pictures = stored_pictures(about["images"], images, sample)
     conversations: tuple[Conversation, ...]
     if forms == ["question"]:
         conversations = (_question(about["question"], sample, pictures, has_pool=has_pool),)
     else:
         members = [about] if forms == ["messages"] else about["pack"]
-        conversations = _share_pictures(members, [sample[name] for name in pictures], has_pool=has_pool)
+        conversations = _share_pictures(members, pictures, has_pool=has_pool)
     return ChatSample(**basic_sample_keys(sample), conversations=conversations)
 
 
@@ -78,13 +87,13 @@ def _pictures(sample: dict[str, Any]) -> list[str]:
     return sorted(names, key=lambda name: int(name.partition(".")[0]))
 
 
-def _question(question: Any, sample: dict[str, Any], pictures: Sequence[str], *, has_pool: bool) -> Conversation:
+def _question(question: Any, sample: dict[str, Any], pictures: Sequence[bytes], *, has_pool: bool) -> Conversation:
     if len(pictures) > 1:
-        raise DataError(f'with "question", one picture at most is allowed, found the parts {list(pictures)}')
+        raise DataError(f'with "question", one picture at most is allowed, found {len(pictures)}')
     if "txt" not in sample:
         raise DataError("a part .txt with the answer is needed")
     turns = vqa_turns(question, sample["txt"], has_image=bool(pictures), has_pool=has_pool)
-    return Conversation(turns, tuple(sample[name] for name in pictures))
+    return Conversation(turns, tuple(pictures))
 
 
 def _share_pictures(members: Any, pictures: list[bytes], *, has_pool: bool) -> tuple[Conversation, ...]:

@@ -4,85 +4,122 @@ from __future__ import annotations
 
 import hashlib
 import shlex
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
+import ryml
 import yaml
 from megatron.energon import traverse_metadataset
+from megatron.energon.epathlib import EPath
 
+from llava_mcore.data.remote import check_profile, check_remote_shards, locate, reading
+from llava_mcore.data.shard_files import check_shards
 from llava_mcore.errors import DataError, problems
 
 META = ".nv-meta"
 FIELD_MAP = '{"image":"jpg","context":"json[question]","answers":"txt"}'
 META_FILES = ("dataset.yaml", "split.yaml", "index.sqlite", "index.uuid")
 SPLIT = "train"
+BLEND_ERRORS = (AssertionError, AttributeError, ValueError, KeyError, TypeError, OSError, ryml.ExceptionBasic)
+"""What energon raises for a blend: it parses with ryml and checks with assertions and plain look-ups."""
+URL_HINT = " (in a blend, paths in object stores begin with msc://, see docs/remote_data.md)"
 
 
-def check_dataset(path: Path | None) -> list[Path]:
-    """Return the datasets of a data path: itself, or those that a blend (`*.yaml`) names.
+def check_dataset(path: Path | str | None) -> list[Path | EPath]:
+    """Return the datasets of a data path: itself, or those that a blend (`*.yaml`) names; remote ones as EPath.
 
     Raises one DataError that names everything that is missing and the command that prepares a dataset.
     """
     if path is None:
         raise DataError("no data path given; set data.path (--data-path)")
-    leaves = _leaves(path)
-    found = [problem for leaf in leaves for problem in _check_leaf(leaf)]
+    location = locate(path)
+    leaves = reading(location, lambda: _leaves(location))
+    found = [problem for leaf in leaves for problem in reading(leaf, partial(_check_leaf, leaf))]
     if found:
         raise DataError(problems(f"{path} cannot be trained on", found))
-    return leaves
+    return [leaf.local_path() if leaf.is_local() else leaf for leaf in leaves]
 
 
-def fingerprint(path: Path) -> list[str]:
+def fingerprint(path: Path | str) -> list[str]:
     """Return one hash for each dataset of a checked path, and one for a blend's file.
 
     It is made from what `energon prepare` gave the data and from how it is divided and read, not from where it lies,
     so a dataset may be moved between save and resume, but not prepared anew.
     """
-    hashes = [hashlib.sha256(path.read_bytes()).hexdigest()] if path.is_file() else []
-    for leaf in _leaves(path):
-        if leaf.is_file():
-            hashes.append(hashlib.sha256(f"{leaf.name} {leaf.stat().st_size}".encode()).hexdigest())
+    location = locate(path)
+    return reading(location, lambda: _hashes(location))
+
+
+def _hashes(location: EPath) -> list[str]:
+    hashes = [hashlib.sha256(location.read_bytes()).hexdigest()] if _kind(location) != "folder" else []
+    for leaf in _leaves(location):
+        if _kind(leaf) == "file":
+            hashes.append(hashlib.sha256(f"{leaf.name} {leaf.size()}".encode()).hexdigest())
             continue
         parts = [(leaf / META / name).read_bytes() for name in ("index.uuid", "split.yaml", "dataset.yaml")]
         hashes.append(hashlib.sha256(b"\0".join(parts)).hexdigest())
     return hashes
 
 
-def _leaves(path: Path) -> list[Path]:
-    if not path.exists():
-        raise DataError(f"data path {path} does not exist")
-    if path.is_dir():
-        return [path]
-    if path.suffix != ".yaml":
-        raise DataError(f"data path {path} must be a prepared folder or the .yaml file of a blend")
+def _kind(location: EPath) -> Literal["file", "folder", "nothing"]:
+    """Tell what lies there. A store that lists nothing has a folder where a dataset's index is."""
+    if location.is_file():
+        return "file"
+    is_folder = location.is_dir() or (location / META / "dataset.yaml").is_file()
+    return "folder" if is_folder else "nothing"
+
+
+def _leaves(location: EPath) -> list[EPath]:
+    kind = _kind(location)
+    if kind == "nothing":
+        raise DataError(f"data path {location} does not exist")
+    if kind == "folder":
+        return [location]
+    if location.internal_path.suffix != ".yaml":
+        raise DataError(f"data path {location} must be a prepared folder or the .yaml file of a blend")
     try:
-        references = traverse_metadataset(path, split_part=SPLIT)
-    # Energon checks a blend's file with assertions and plain look-ups.
-    except (AssertionError, ValueError, KeyError, TypeError, OSError, yaml.YAMLError) as error:
-        raise DataError(f"{path} is no blend of datasets that energon can read: {error}") from error
-    return list(dict.fromkeys(Path(str(reference.path)) for reference in references))
+        references = traverse_metadataset(location, split_part=SPLIT)
+    except BLEND_ERRORS as error:
+        hint = URL_HINT if "protocol" in str(error) else ""
+        raise DataError(f"{location} is no blend of datasets that energon can read: {error!r}{hint}") from error
+    return list(dict.fromkeys(EPath(reference.path) for reference in references))
 
 
-def _check_leaf(leaf: Path) -> list[str]:
-    if leaf.is_file():
-        return [] if leaf.suffix == ".jsonl" else [f"{leaf} is neither a prepared folder nor a .jsonl file"]
-    if not leaf.is_dir():
-        return [f"{leaf} does not exist"]
-    if not (leaf / META).is_dir():
+def _check_leaf(leaf: EPath) -> list[str]:
+    kind = _kind(leaf)
+    found = check_profile(leaf)
+    if kind == "file":
+        if leaf.internal_path.suffix != ".jsonl":
+            return [f"{leaf} is neither a prepared folder nor a .jsonl file"]
+        return found + _check_shards(leaf)
+    if kind == "nothing":
+        return [f"{leaf} does not exist{URL_HINT if ':/' in str(leaf.internal_path) else ''}"]
+    present = [name for name in META_FILES if (leaf / META / name).is_file()]
+    if not present:
         return [f"{leaf} has no {META}: it is not prepared. Prepare it with\n{prepare_command(leaf)}"]
-    missing = [name for name in META_FILES if not (leaf / META / name).is_file()]
-    if missing:
+    if len(present) < len(META_FILES):
+        missing = [name for name in META_FILES if name not in present]
         return [
             f"{leaf / META} is not complete ({', '.join(missing)} missing). Prepare it anew with\n"
             f"{prepare_command(leaf)} --force-overwrite"
         ]
-    with (leaf / META / "split.yaml").open(encoding="utf-8") as file:
-        split = yaml.safe_load(file)
-    if not (split.get("split_parts") or {}).get(SPLIT):
-        return [f"{leaf} has no shards in its {SPLIT!r} part; see {leaf / META / 'split.yaml'} (ratios count shards)"]
-    return []
+    split_file = leaf / META / "split.yaml"
+    try:
+        parts = yaml.safe_load(split_file.read_bytes())["split_parts"]
+        is_empty = not (parts or {}).get(SPLIT)
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        return [f"{split_file} does not say which shards belong to which part (split_parts): {error}"]
+    if is_empty:
+        return [f"{leaf} has no shards in its {SPLIT!r} part; see {split_file} (ratios count shards)"]
+    return found + _check_shards(leaf)
 
 
-def prepare_command(path: Path) -> str:
+def _check_shards(leaf: EPath) -> list[str]:
+    return check_shards(leaf.local_path()) if leaf.is_local() else check_remote_shards(leaf)
+
+
+def prepare_command(path: EPath) -> str:
     """The shell command that prepares shards of jpg, json and txt."""
     return (
         f"energon prepare {shlex.quote(str(path))} --non-interactive --split-ratio 1,0,0 "

@@ -12,14 +12,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
+import ryml
 import torch
 from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset
+from megatron.energon.epathlib import EPath
 from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from torch.utils.data import DataLoader
 
 from llava_mcore.config.schema import DataConfig
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.dataset_path import SPLIT, check_dataset, fingerprint
+from llava_mcore.data.remote import locate, renew_connections, storage_message
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.skips import Skips, raise_data_error
 from llava_mcore.data.streams import (
@@ -61,11 +64,13 @@ class TrainLoader:
         dp_rank: int,
         dp_size: int,
         seed: int,
+        pad_multiple: int = 8,
         saved: Sequence[dict[str, Any]] | None = None,
     ) -> None:
         """Open the data, at the beginning or behind a saved place; nothing is read before the first batch.
 
         Args:
+            pad_multiple: what the tokens of a micro-batch are padded to a multiple of.
             saved: what `state` returned on every rank of the run that is continued, however many they were.
 
         Raises:
@@ -73,7 +78,8 @@ class TrainLoader:
         """
         leaves = check_dataset(data.path)
         assert data.path is not None
-        self.path: Path = data.path
+        self.path: Path | str = data.path
+        self._timeout = data.timeout
         self._settings: dict[str, Any] = {
             "data.num_streams": data.num_streams,
             "data.shuffle_buffer_size": data.shuffle_buffer_size,
@@ -85,18 +91,23 @@ class TrainLoader:
         }
         places = self._take_over(saved) if saved is not None else {}
 
+        def open_stream(number: int, num_streams: int, batch_size: int) -> Stream:
+            skips = Skips(stop_if_too_long=data.on_too_long == "error")
+            encoder = ChatTaskEncoder(data, assets, skips, seed=seed, pad_multiple=pad_multiple)
+            return _open_stream(number, num_streams, data, encoder, batch_size)
+
         with self._reading():
             if self.num_streams is None:
-                num_samples = _open_stream(0, 1, data, assets, 1, seed).dataset.len_worker(0)
+                num_samples = open_stream(0, 1, 1).dataset.len_worker(0)
                 self._settings["data.num_streams"] = default_num_streams(dp_size, data.num_workers, num_samples)
             numbers = streams_of_rank(self.num_streams, dp_rank, dp_size)
-            streams = {n: _open_stream(n, self.num_streams, data, assets, micro_batch_size, seed) for n in numbers}
+            streams = {n: open_stream(n, self.num_streams, micro_batch_size) for n in numbers}
             _check_streams(streams, self.num_streams, leaves)
             self._restore(streams, places)
         self._places = {n: places.get(n) for n in numbers}
         num_batches = {n: 0 if place is None else int(place["num_batches"]) for n, place in self._places.items()}
         self._turns = iter(Turns(num_batches))
-        self._sources = _serve(streams, num_batches, data.num_workers, seed)
+        self._sources = _serve(streams, num_batches, data, seed)
         self._closed = False
 
     @property
@@ -190,6 +201,14 @@ class TrainLoader:
         except (OSError, ValueError, tarfile.TarError) as error:
             raise DataError(f"{self.path} cannot be read: {type(error).__name__}: {_own_message(error)}") from error
         except RuntimeError as error:
+            message = storage_message(error)
+            if message is not None:
+                raise DataError(f"{self.path} cannot be read: {message}") from error
+            if str(error).startswith("DataLoader timed out"):
+                raise DataError(
+                    f"{self.path}: no batch came within data.timeout = {self._timeout} seconds; see whether its "
+                    "storage answers, or raise data.timeout"
+                ) from error
             if "DataLoader worker" not in str(error):
                 raise
             raise self._killed(error) from error
@@ -204,13 +223,15 @@ class TrainLoader:
 class _Source:
     """Deliveries of one loader process, or of this process."""
 
-    def __init__(self, server: StreamServer, *, in_process: bool, seed: int) -> None:
+    def __init__(self, server: StreamServer, *, in_process: bool, seed: int, timeout: float) -> None:
+        """timeout: seconds that a loader process may take for a delivery."""
         # A generator of its own: starting would else draw from the global one, and a resumed run go on differently.
         self._loader = DataLoader(
             server,
             batch_size=None,
             num_workers=0 if in_process else 1,
-            worker_init_fn=gc_init_worker,
+            worker_init_fn=_start_worker,
+            timeout=0 if in_process else timeout,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(seed),
         )
@@ -228,49 +249,54 @@ class _Source:
         self._iterator = None
 
 
-def _serve(streams: dict[int, Stream], num_batches: dict[int, int], num_workers: int, seed: int) -> dict[int, _Source]:
+def _start_worker(worker: int) -> None:
+    """The first thing that a loader process does."""
+    renew_connections()
+    gc_init_worker(worker)
+
+
+def _serve(streams: dict[int, Stream], num_batches: dict[int, int], data: DataConfig, seed: int) -> dict[int, _Source]:
     """Return where each stream's deliveries come from: loader processes, or this process without any."""
+    num_workers = data.num_workers
     if num_workers > len(streams):
         logger.info("this rank serves %d streams: %d of %d loader processes", len(streams), len(streams), num_workers)
     sources: dict[int, _Source] = {}
     for numbers in share(list(streams), max(1, num_workers)):
         server = StreamServer({n: streams[n] for n in numbers}, Turns(num_batches))
-        source = _Source(server, in_process=num_workers == 0, seed=seed)
+        source = _Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout)
         sources |= dict.fromkeys(numbers, source)
     return sources
 
 
-def _open_stream(
-    number: int, num_streams: int, data: DataConfig, assets: Assets, micro_batch_size: int, seed: int
-) -> Stream:
+def _open_stream(number: int, num_streams: int, data: DataConfig, encoder: ChatTaskEncoder, batch_size: int) -> Stream:
     """Open one stream: to energon it is a rank of its own."""
-    skips = Skips(stop_if_too_long=data.on_too_long == "error")
+    assert data.path is not None
     workers = WorkerConfig(
         rank=number,
         world_size=num_streams,
         num_workers=1,
-        seed_offset=seed,
-        global_error_handler=skips,
+        seed_offset=encoder.seed,
+        global_error_handler=encoder.skips,
         restore_error_handler=raise_data_error,
     )
     shuffles = data.shuffle_buffer_size > 1
     try:
         dataset: SavableDataset[Batch] = get_train_dataset(
-            data.path,
+            locate(data.path),
             split_part=SPLIT,
             worker_config=workers,
-            batch_size=micro_batch_size,
+            batch_size=batch_size,
             shuffle_buffer_size=data.shuffle_buffer_size if shuffles else None,
             max_samples_per_sequence=SAMPLES_PER_SLICE if shuffles else None,
-            task_encoder=ChatTaskEncoder(data, assets, skips, seed=seed),
+            task_encoder=encoder,
         )
     # What energon finds wrong in dataset.yaml, split.yaml or a blend is mostly found by assertions and look-ups.
-    except (AssertionError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except (AssertionError, KeyError, TypeError, AttributeError, ImportError, ryml.ExceptionBasic) as error:
         raise DataError(f"{data.path} cannot be opened, see its .nv-meta/dataset.yaml: {error!r}") from error
-    return Stream(dataset, workers, skips)
+    return Stream(dataset, workers, encoder.skips, name=str(data.path))
 
 
-def _check_streams(streams: dict[int, Stream], num_streams: int, leaves: list[Path]) -> None:
+def _check_streams(streams: dict[int, Stream], num_streams: int, leaves: Sequence[Path | EPath]) -> None:
     """Every stream needs a sample: one without would end and let the other ranks wait for it."""
     if any(stream.dataset.len_worker(0) == 0 for stream in streams.values()):
         raise DataError(

@@ -123,6 +123,8 @@ class Batch(EnergonBatch):
     """The key of every conversation."""
     num_tokens: int
     """Tokens of all conversations, pictures included and padding left out."""
+    num_pairs: int = 0
+    """Pairs of tokens that causal attention looks at: n * (n + 1) / 2 for a conversation of n tokens."""
     num_truncated: int = 0
     """Conversations whose end was cut off."""
     skipped: list[Skip] = field(default_factory=list)

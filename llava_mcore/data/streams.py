@@ -19,6 +19,7 @@ from megatron.energon.errors import FatalSampleError
 from torch.utils.data import IterableDataset
 
 from llava_mcore.data.plain import from_plain, to_plain
+from llava_mcore.data.remote import STORAGE_ERRORS, storage_message
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.skips import Skips
 from llava_mcore.errors import DataError, problems
@@ -27,18 +28,20 @@ LEAST_STREAMS = 16
 """So that a run that begins on one rank may continue on up to 16."""
 STREAMS_PER_RANK = 2
 """So that a run may continue on twice as many ranks."""
+LEAST_SAMPLES = 8
+"""Samples of a stream, so that a broken one does not leave it with nothing."""
 SHOWN_SKIPS = 10
 
 
 def default_num_streams(dp_size: int, num_workers: int, num_samples: int) -> int:
     """Return a multiple of dp_size that every loader process of a rank can serve equally many of.
 
-    Every stream needs a sample, so of few samples fewer streams are made, but never fewer than ranks.
+    Of few samples fewer streams are made, but never fewer than ranks.
     """
     per_rank = max(STREAMS_PER_RANK, math.ceil(LEAST_STREAMS / dp_size))
     workers = max(1, num_workers)
     wanted = dp_size * workers * math.ceil(per_rank / workers)
-    return max(dp_size, min(wanted, num_samples // dp_size * dp_size))
+    return max(dp_size, min(wanted, num_samples // LEAST_SAMPLES // dp_size * dp_size))
 
 
 def streams_of_rank(num_streams: int, dp_rank: int, dp_size: int) -> list[int]:
@@ -82,8 +85,10 @@ class Delivery:
 class Stream:
     """One stream: an endless dataset of energon's with a place."""
 
-    def __init__(self, dataset: SavableDataset[Batch], workers: WorkerConfig, skips: Skips) -> None:
+    def __init__(self, dataset: SavableDataset[Batch], workers: WorkerConfig, skips: Skips, *, name: str) -> None:
+        """name: of the data, for messages."""
         self.dataset = dataset
+        self._name = name
         self._workers = workers
         self._skips = skips
         self._cache = NoCachePool()
@@ -101,7 +106,7 @@ class Stream:
         return {"dataset": to_plain(self.dataset.save_state()), "num_batches": self._num_batches}
 
     def __next__(self) -> Batch:
-        """Return the next batch. DataError if one sample after the other is broken."""
+        """Return the next batch. DataError if one sample after the other is broken, or the storage fails for good."""
         self._workers.worker_activate(self._num_batches, cache_pool=self._cache)
         try:
             if self._batches is None:
@@ -111,6 +116,11 @@ class Stream:
             found = self._skips.take()
             shown = [str(skip) for skip in found[-SHOWN_SKIPS:]]
             raise DataError(problems(f"{len(found)} samples in a row cannot be used; the last ones", shown)) from error
+        except STORAGE_ERRORS as error:
+            message = storage_message(error)
+            if message is None:
+                raise
+            raise DataError(f"{self._name} cannot be read: {message}") from error
         finally:
             self._workers.worker_deactivate()
         self._num_batches += 1

@@ -37,10 +37,11 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
     decoder = TextDecoder()
     cookers = (Cooker(cook_chat),)
 
-    def __init__(self, data: DataConfig, assets: Assets, skips: Skips, *, seed: int) -> None:
-        """seed: chooses a sample's prompt where its dataset has a pool of them."""
+    def __init__(self, data: DataConfig, assets: Assets, skips: Skips, *, seed: int = 0, pad_multiple: int = 8) -> None:
+        """seed: chooses a sample's prompt where its dataset has a pool of them; pad_multiple: see `collate`."""
         self.data = data
         self.seed = seed
+        self.pad_multiple = pad_multiple
         self.assets = assets
         self.skips = skips
 
@@ -102,6 +103,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             seq_length=self.data.seq_length,
             pad_token_id=self.assets.pad_token_id,
             packed=self.data.packing,
+            multiple=self.pad_multiple,
             pixel_scale=self.assets.images.pixel_scale,
         )
 

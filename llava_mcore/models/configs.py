@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import LlavaConfig
 
@@ -15,11 +16,34 @@ from llava_mcore.models.vision.features import feature_choice
 
 
 @dataclass(frozen=True)
+class Fp8Options:
+    """How the language model's layers multiply in FP8. The tower and the projection stay in params_dtype."""
+
+    recipe: Literal["delayed", "tensorwise", "blockwise"]
+    format: Literal["hybrid", "e4m3"]
+    num_bf16_layers_at_start: int = 0
+    num_bf16_layers_at_end: int = 0
+
+    def fields(self) -> dict[str, Any]:
+        """Return TransformerConfig fields."""
+        return {
+            "fp8": self.format,
+            "fp8_recipe": self.recipe,
+            "fp8_amax_history_len": 1024 if self.recipe == "delayed" else 1,
+            "fp8_amax_compute_algo": "max",
+            "first_last_layers_bf16": bool(self.num_bf16_layers_at_start or self.num_bf16_layers_at_end),
+            "num_layers_at_start_in_bf16": self.num_bf16_layers_at_start,
+            "num_layers_at_end_in_bf16": self.num_bf16_layers_at_end,
+        }
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """What decides how a model is built, beside its Hugging Face config.
 
     `initialise` False leaves the weights as allocated: they are about to be loaded. `on_cpu` allocates nothing on a
-    GPU even where there is one.
+    GPU even where there is one. `transformer_impl`: whose layers the decoder and the encoder are made of; checkpoints
+    are the same.
     """
 
     params_dtype: torch.dtype = torch.float32
@@ -29,6 +53,8 @@ class ModelOptions:
     initialise: bool = True
     deterministic: bool = False
     on_cpu: bool = False
+    transformer_impl: Literal["transformer_engine", "local"] = "local"
+    fp8: Fp8Options | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +69,7 @@ class PartConfigs:
 def part_configs(hf: LlavaConfig, options: ModelOptions) -> PartConfigs:
     """Derive the three configurations. Only the language model is pipelined: the tower sits on stage 0."""
     common = _common_fields(options)
-    pipeline = {
+    pipeline: dict[str, Any] = {
         "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
         "pipeline_dtype": options.params_dtype,
         "batch_p2p_comm": True,
@@ -51,8 +77,14 @@ def part_configs(hf: LlavaConfig, options: ModelOptions) -> PartConfigs:
     }
     projection = mlp.config_from_hf(hf) | {"num_attention_heads": options.tensor_model_parallel_size}
     vision = vision_part(hf).config_from_hf(hf.vision_config, feature_choice(hf).num_layers)
+    language = language_part(hf).config_from_hf(hf.text_config)
+    if options.fp8 is not None:
+        language |= options.fp8.fields()
+    if options.transformer_impl == "transformer_engine":
+        # Kernels that round otherwise than Hugging Face's operations, in the last bits.
+        pipeline |= {"bias_activation_fusion": language["activation_func"] is F.silu, "apply_rope_fusion": True}
     return PartConfigs(
-        language=TransformerConfig(**common, **pipeline, **language_part(hf).config_from_hf(hf.text_config)),
+        language=TransformerConfig(**(common | pipeline | language)),
         vision=TransformerConfig(**common, **vision),
         projection=TransformerConfig(**common, **projection),
     )
@@ -68,9 +100,10 @@ def _common_fields(options: ModelOptions) -> dict[str, Any]:
         "perform_initialization": options.initialise,
         "use_cpu_initialization": options.on_cpu or not torch.cuda.is_available(),
         "deterministic_mode": options.deterministic,
+        "transformer_impl": options.transformer_impl,
         # The loss is summed over trained tokens and divided by their number once, over all micro-batches and ranks.
         "calculate_per_token_loss": True,
-        # Fusions need Apex or Transformer Engine kernels, and change the last bits.
+        # Fusions need Apex or Transformer Engine kernels, and change the last bits (see part_configs).
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,

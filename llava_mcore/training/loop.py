@@ -7,7 +7,10 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
+from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
 from llava_mcore.parallel.batch import MicroBatch, share_step
 from llava_mcore.parallel.groups import Groups, agree
 from llava_mcore.training.metrics import Metrics, MetricsFile
@@ -38,6 +41,12 @@ def train(trainer: Trainer, loader: Loader | None, progress: Progress, hf: Path)
     metrics_file = MetricsFile(run.run_dir, keep_until=progress.iteration) if groups.rank == 0 else None
     num_micro_batches = run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size)
     budget = SkipBudget(run.data.max_skip_rate)
+    trained = TrainedParts(
+        language_model=not run.model.freeze_language_model,
+        vision_model=not run.model.freeze_vision_model,
+        vision_projection=not run.model.freeze_vision_projection,
+    )
+    peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
     saved_at = -1
     while progress.iteration < run.training.train_iters:
         start = time.perf_counter()
@@ -52,6 +61,7 @@ def train(trainer: Trainer, loader: Loader | None, progress: Progress, hf: Path)
         progress.iteration += 1
         progress.consumed_samples += run.training.global_batch_size
         seconds = time.perf_counter() - start
+        flops = model_flops(trainer.hf, Workload(counts.num_tokens, counts.num_pairs, counts.num_images), trained).total
         metrics = Metrics(
             iteration=progress.iteration,
             loss=result.loss,
@@ -67,6 +77,9 @@ def train(trainer: Trainer, loader: Loader | None, progress: Progress, hf: Path)
             step_seconds=seconds,
             data_wait_seconds=waited,
             consumed_samples=progress.consumed_samples,
+            tflops_per_device=flops / seconds / groups.world_size / 1e12,
+            mfu=None if peak is None else mfu(flops, seconds, groups.world_size, peak),
+            memory_gib=torch.cuda.max_memory_allocated() / 2**30 if groups.device.type == "cuda" else None,
         )
         if metrics_file is not None:
             metrics_file.append(metrics)

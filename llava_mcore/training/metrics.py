@@ -12,7 +12,11 @@ FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Metrics:
-    """One iteration. Seconds are wall time; tokens leave padding out; fill: the part of a batch that is no padding."""
+    """One iteration. Seconds are wall time; tokens leave padding out; fill: the part of a batch that is no padding.
+
+    mfu: model FLOPs utilisation, None where the device's peak is not known; memory: the most that rank 0 has allocated
+    on its GPU since the start, None without one.
+    """
 
     iteration: int
     loss: float
@@ -28,16 +32,22 @@ class Metrics:
     step_seconds: float
     data_wait_seconds: float
     consumed_samples: int
+    tflops_per_device: float
+    mfu: float | None
+    memory_gib: float | None
 
     def line(self, train_iters: int, num_devices: int) -> str:
         """Return the console line."""
         rate = self.tokens_per_second / num_devices / 1000
         wait = 100 * self.data_wait_seconds / self.step_seconds if self.step_seconds else 0.0
+        speed = f"{rate:.2f}k tok/s/device"
+        if self.mfu is not None:
+            speed += f" | {self.tflops_per_device:.0f} TF/s/device | MFU {100 * self.mfu:.1f} %"
         lost = [(self.num_skipped, "left out"), (self.num_truncated, "cut")]
         losses = "".join(f" | {number} samples {what}" for number, what in lost if number)
         return (
             f"step {self.iteration}/{train_iters} | loss {self.loss:.4f} | grad norm {self.grad_norm:.3f} | "
-            f"lr {self.lr:.2e} | {rate:.2f}k tok/s/device | data wait {wait:.1f} % | {self.step_seconds:.2f} s{losses}"
+            f"lr {self.lr:.2e} | {speed} | data wait {wait:.1f} % | {self.step_seconds:.2f} s{losses}"
         )
 
 

@@ -11,6 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.parallel.groups import Groups
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -21,17 +22,25 @@ def params_dtype(run: RunConfig) -> torch.dtype:
     return DTYPES[run.training.precision]
 
 
-def data_parallel(run: RunConfig, model: MegatronModule) -> DistributedDataParallel:
+def data_parallel(run: RunConfig, groups: Groups, model: MegatronModule) -> DistributedDataParallel:
     """Wrap one model chunk: lower precision at the borders, gradients reduced over data-parallel ranks."""
     dtype = params_dtype(run)
+    on_gpu = groups.device.type == "cuda"
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=dtype != torch.float32,
         use_distributed_optimizer=run.parallel.use_distributed_optimizer,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=on_gpu and run.parallel.overlap_grad_reduce,
+        overlap_param_gather=on_gpu and overlaps_param_gather(run),
         check_for_nan_in_grad=run.training.precision != "fp16",  # fp16's loss scaler meets infinities by design
     )
     inner = model if dtype == torch.float32 else Float16Module(model.config, model)
     return DistributedDataParallel(model.config, config, inner)
+
+
+def overlaps_param_gather(run: RunConfig) -> bool:
+    """Tell whether a run on GPUs gathers weights during the forward pass; only a distributed optimizer divides them."""
+    parallel = run.parallel
+    return parallel.use_distributed_optimizer and parallel.overlap_grad_reduce and parallel.overlap_param_gather
 
 
 def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
@@ -51,6 +60,7 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
         fp16=run.training.precision == "fp16",
         initial_loss_scale=2.0**16,
         use_distributed_optimizer=run.parallel.use_distributed_optimizer,
+        overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
     )
     return get_megatron_optimizer(config, list(chunks))
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import LlavaConfig
@@ -16,7 +18,8 @@ from llava_mcore.checkpoint.hf_config import load_hf_config
 from llava_mcore.checkpoint.megatron import load_weights
 from llava_mcore.checkpoint.start import StartPoint
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.models.configs import ModelOptions
+from llava_mcore.errors import ConfigError
+from llava_mcore.models.configs import Fp8Options, ModelOptions
 from llava_mcore.models.parts import check_families
 from llava_mcore.models.vlm import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups
@@ -58,11 +61,12 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     if start.checkpoint is not None:
         # Also before a resume: the optimizer's fp32 copies are made from these.
         load_weights([model], start.checkpoint)
-    chunks = [data_parallel(run, model)]
+    chunks = [data_parallel(run, groups, model)]
     optimizer = build_optimizer(run, chunks)
     scheduler = build_scheduler(run, optimizer)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss
+    model.config.no_sync_func = chunks[0].no_sync
     _log_parts(model, groups)
     return Trainer(run, groups, hf, chunks, optimizer, scheduler)
 
@@ -76,6 +80,8 @@ def build_model(run: RunConfig, groups: Groups, hf: LlavaConfig, *, initialise: 
         make_vocab_size_divisible_by=run.model.make_vocab_size_divisible_by,
         initialise=initialise,
         deterministic=run.training.deterministic,
+        transformer_impl=transformer_impl(run, groups),
+        fp8=fp8_options(run),
     )
     model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)
     model.freeze(
@@ -83,7 +89,43 @@ def build_model(run: RunConfig, groups: Groups, hf: LlavaConfig, *, initialise: 
         vision_model=run.model.freeze_vision_model,
         vision_projection=run.model.freeze_vision_projection,
     )
+    if options.transformer_impl == "transformer_engine":
+        fuse_weight_gradients(model)
     return model.to(groups.device)
+
+
+def fuse_weight_gradients(model: VisionLanguageModel) -> None:
+    """Let Transformer Engine's layers add weight gradients to the fp32 sum themselves, without a copy in between.
+
+    The configuration's gradient_accumulation_fusion would do so too, but then megatron-core's own output layer
+    demands Apex.
+    """
+    for module in model.modules():
+        if vars(module).get("fuse_wgrad_accumulation") is False:
+            module.fuse_wgrad_accumulation = True
+
+
+def transformer_impl(run: RunConfig, groups: Groups) -> Literal["transformer_engine", "local"]:
+    """Return whose layers to use. ConfigError if Transformer Engine is asked for, also by --fp8, and not there."""
+    usable = groups.device.type == "cuda" and HAVE_TE
+    chosen = run.model.transformer_impl or ("transformer_engine" if usable or run.training.fp8 else "local")
+    if chosen == "transformer_engine" and not usable:
+        wanted = "--fp8" if run.model.transformer_impl is None else "model.transformer_impl = transformer_engine"
+        raise ConfigError(f"{wanted} needs GPUs and the package transformer-engine: install it, or leave that away")
+    return chosen
+
+
+def fp8_options(run: RunConfig) -> Fp8Options | None:
+    """Return how to multiply in FP8, or None."""
+    training = run.training
+    if not training.fp8:
+        return None
+    return Fp8Options(
+        recipe=training.fp8_recipe,
+        format=training.fp8_format,
+        num_bf16_layers_at_start=training.fp8_first_layers_bf16,
+        num_bf16_layers_at_end=training.fp8_last_layers_bf16,
+    )
 
 
 def _log_parts(model: VisionLanguageModel, groups: Groups) -> None:
@@ -91,4 +133,5 @@ def _log_parts(model: VisionLanguageModel, groups: Groups) -> None:
         sizes = [(p.numel(), p.requires_grad) for p in part.parameters()]
         total, trained = sum(n for n, _ in sizes), sum(n for n, t in sizes if t)
         logger.info("%-18s %14s parameters on this rank, %s trained", name, f"{total:,}", f"{trained:,}")
+    logger.info("layers: %s%s", model.config.transformer_impl, ", FP8" if model.config.fp8 else "")
     logger.info("layout: tp %d x pp %d x dp %d on %s", groups.tp_size, groups.pp_size, groups.dp_size, groups.device)

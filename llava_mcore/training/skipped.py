@@ -25,6 +25,7 @@ class LoadedBatch(HostBatch, Protocol):
     sample_keys: Sequence[str]
     skipped: Sequence[object]
     num_truncated: int
+    num_pairs: int
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class Counts:
     """Those that were left out."""
     num_truncated: int = 0
     """Those that were cut."""
+    num_pairs: int = 0
+    """Pairs of tokens that causal attention looks at."""
+    num_images: int = 0
+    """Pictures."""
 
 
 def count(batches: Sequence[LoadedBatch]) -> Counts:
@@ -51,6 +56,8 @@ def count(batches: Sequence[LoadedBatch]) -> Counts:
         num_conversations=sum(len(batch.sample_keys) for batch in batches),
         num_skipped=sum(len(batch.skipped) for batch in batches),
         num_truncated=sum(batch.num_truncated for batch in batches),
+        num_pairs=sum(batch.num_pairs for batch in batches),
+        num_images=sum(len(batch.pixel_values) for batch in batches),
     )
 
 

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import distrib_optimizer
 
 from llava_mcore.checkpoint import hf_files, layout
-from llava_mcore.checkpoint.megatron import load_state, model_state, save_state
+from llava_mcore.checkpoint.megatron import fill_model, load_state, model_state, save_state
 from llava_mcore.config.load import load_run_config, save_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, problems
@@ -54,6 +54,9 @@ def save_checkpoint(trainer: Trainer, progress: Progress, hf_source: Path, loade
         loader_state: the data loader's state on ranks that load data, else None.
     """
     run, groups = trainer.run, trainer.groups
+    for chunk in trainer.chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)  # the update's weights are gathered in the next forward pass
     final = layout.iteration_folder(run.run_dir, progress.iteration)
     partial = final.parent / f".{final.name}.partial"
     if groups.rank == 0:
@@ -127,7 +130,7 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
     progress = Progress()
     loaded = load_state(_state(trainer, progress, is_loading=True, with_random=same_layout), checkpoint)
     for i, model in enumerate(trainer.models):
-        model.load_state_dict(loaded[f"model{i}"])
+        fill_model(model, loaded[f"model{i}"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     if same_layout:
@@ -149,7 +152,7 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
         "--precision": (before.training.precision, run.training.precision),
         "--global-batch-size": (before.training.global_batch_size, run.training.global_batch_size),
         "--lang": (before.data.lang, run.data.lang),
-        "frozen parts": (before.model, run.model),
+        "frozen parts": (before.model.frozen_parts(), run.model.frozen_parts()),
     }
     found = [f"{what}: saved with {a}, now {b}" for what, (a, b) in pairs.items() if a != b]
     if found:

@@ -31,6 +31,7 @@ class FakeBatch:
     sample_keys: list[str]
     skipped: list[object] = field(default_factory=list)
     num_truncated: int = 0
+    num_pairs: int = 0
 
 
 def sample(hf: LlavaConfig, index: int, *, text_only: bool) -> dict[str, Tensor]:

@@ -26,11 +26,14 @@ def join(tp: int, pp: int) -> Groups:
     return groups
 
 
-def load_model(groups: Groups, checkpoint: Path) -> VisionLanguageModel:
-    """Build this rank's part and fill it from a checkpoint."""
+def load_model(groups: Groups, checkpoint: Path, **options_: Any) -> VisionLanguageModel:
+    """Build this rank's part and fill it from a checkpoint. `options_`: other fields of ModelOptions."""
     hf = load_hf_config(hf_folder(checkpoint))
     options = ModelOptions(
-        tensor_model_parallel_size=groups.tp_size, pipeline_model_parallel_size=groups.pp_size, initialise=False
+        tensor_model_parallel_size=groups.tp_size,
+        pipeline_model_parallel_size=groups.pp_size,
+        initialise=False,
+        **options_,
     )
     model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)
     load_weights([model], checkpoint)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
@@ -44,23 +46,27 @@ def open_fake_loader(groups: Groups, trainer: Trainer, run: RunConfig, steps_tak
     return loader
 
 
-def configure(name: str, tp: int, pp: int, checkpoint: str, save_dir: str, *, resumes: bool) -> RunConfig:
+def configure(name: str, tp: int, pp: int, checkpoint: str, save_dir: str, impl: str, *, resumes: bool) -> RunConfig:
     flags: dict[str, Any] = {
         "name": name,
         "checkpoint.save": True,
         "checkpoint.save_optim": True,
         "checkpoint.load_optim": resumes,
         "parallel.use_distributed_optimizer": OPTIMIZERS[name],
+        "model.transformer_impl": impl,
+        "training.precision": "bf16" if torch.cuda.is_available() else "fp32",
     }
     return run_config(tp, pp, checkpoint, save_dir, **flags)
 
 
-def train_and_save(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str) -> dict[str, list[float]]:
+def train_and_save(
+    tp: int, pp: int, checkpoint: str, save_dir: str, hf: str, impl: str = "local"
+) -> dict[str, list[float]]:
     """Train, save, train on; return the losses after the save, for each kind of optimizer."""
     groups = join(tp, pp)
     found = {}
     for name in OPTIMIZERS:
-        run = configure(name, tp, pp, checkpoint, save_dir, resumes=False)
+        run = configure(name, tp, pp, checkpoint, save_dir, impl, resumes=False)
         trainer = make_trainer(groups, run)
         loader = open_fake_loader(groups, trainer, run, 0)
         train_steps(groups, trainer, run, loader)
@@ -70,12 +76,12 @@ def train_and_save(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str) ->
     return found
 
 
-def resume_and_train(tp: int, pp: int, checkpoint: str, save_dir: str) -> dict[str, list[float]]:
+def resume_and_train(tp: int, pp: int, checkpoint: str, save_dir: str, impl: str = "local") -> dict[str, list[float]]:
     """Resume what `train_and_save` saved and return the losses from there on."""
     groups = join(tp, pp)
     found = {}
     for name in OPTIMIZERS:
-        run = configure(name, tp, pp, checkpoint, save_dir, resumes=True)
+        run = configure(name, tp, pp, checkpoint, save_dir, impl, resumes=True)
         trainer = make_trainer(groups, run)
         progress, states = resume(trainer, latest_checkpoint(run.run_dir)[0])
         assert progress.iteration == STEPS and (states is not None) == groups.loads_data

@@ -28,6 +28,7 @@ def run_config(tp: int, pp: int, checkpoint: str, save_dir: str, **flags: Any) -
         "parallel.pipeline_model_parallel_size": pp,
         "parallel.backend": "nccl" if torch.cuda.is_available() else "gloo",
         "training.precision": "fp32",
+        "model.transformer_impl": "local",
         "training.train_iters": 20,
         "training.micro_batch_size": 2,
         "training.global_batch_size": GLOBAL_BATCH,
@@ -82,9 +83,18 @@ def curves(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict
         "packed": (untied, mixed, short),
         "bf16": (untied, mixed, short | {"training.precision": "bf16"}),
     }
+    return run_all(groups, runs, save_dir)
+
+
+def run_all(
+    groups: Groups, runs: dict[str, tuple[str, set[int], dict[str, Any]]], save_dir: str
+) -> dict[str, dict[str, list[float]]]:
+    """Train every run and return its curve."""
     out = {}
     for name, (checkpoint, text_only, flags) in runs.items():
-        kind = PackedLoader if name == "packed" else FakeLoader
-        out[name] = curve(groups, run_config(tp, pp, checkpoint, save_dir, **flags), text_only, kind)
+        kind = PackedLoader if name.startswith("packed") else FakeLoader
+        out[name] = curve(
+            groups, run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, **flags), text_only, kind
+        )
     torch.distributed.barrier()
     return out

@@ -55,6 +55,9 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--global-batch-size 8", "training.global_batch_size", 8),
     ("--lr 1e-4", "optimizer.lr", 1e-4),
     ("--precision fp16", "training.precision", "fp16"),
+    ("--fp8", "training.fp8", True),
+    ("--fp8-recipe blockwise", "training.fp8_recipe", "blockwise"),
+    ("--fp8-format e4m3", "training.fp8_format", "e4m3"),
     ("--deterministic", "training.deterministic", True),
 ]
 

@@ -133,16 +133,21 @@ def test_fault_of_the_program_is_not_taken_for_bad_data(
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_shard_damaged_after_preparing(dataset: Path, assets: Assets, tmp_path: Path, damage: str) -> None:
+def test_damaged_shards(dataset: Path, assets: Assets, tmp_path: Path, damage: str) -> None:
+    """Damaged before the start: told at once, all of them. Damaged while a run reads them: it ends."""
     copy = Path(shutil.copytree(dataset, tmp_path / "copy"))
+    opened = [open_loader(copy, assets, workers=workers) for workers in (0, 1)]
     for shard in copy.glob("*.tar"):
         if damage == "cut":
             shard.write_bytes(shard.read_bytes()[:3000])
         else:
             shard.unlink()
-    for workers in (0, 1):
+    expected = "has 3000 bytes, but its index needs" if damage == "cut" else "is missing"
+    with pytest.raises(DataError, match=rf"(?s)\(2 problems\).*000000\.tar {expected}.*000001\.tar {expected}"):
+        open_loader(copy, assets)
+    for loader in opened:
         with pytest.raises(DataError, match=r"copy cannot be read: .*00000\d\.tar"):
-            take(open_loader(copy, assets, workers=workers), 24)
+            take(loader, 24)
 
 
 @pytest.mark.parametrize(

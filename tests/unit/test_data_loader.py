@@ -247,7 +247,7 @@ def test_state_of_another_loader_is_refused(dataset: Path, assets: Assets, tmp_p
     message = str(caught.value)
     for line in (
         "(6 problems)",
-        "data.num_streams: saved with 16, now 4",
+        "data.num_streams: saved with 6, now 4",
         "data.shuffle_buffer_size: saved with 8, now 9",
         "data.packing: saved with False, now True",
         "data.packing_buffer_size: saved with None, now 64",
@@ -256,9 +256,9 @@ def test_state_of_another_loader_is_refused(dataset: Path, assets: Assets, tmp_p
     ):
         assert line in message
     half = open_loader(dataset, assets, dp_size=2).state()
-    with pytest.raises(DataError, match=r"not complete: streams \[1, 3, 5"):
+    with pytest.raises(DataError, match=r"not complete: streams \[1, 3, 5\]"):
         open_loader(dataset, assets, saved=[half])
-    with pytest.raises(DataError, match=r"16 streams, which 17 data-parallel ranks cannot share"):
+    with pytest.raises(DataError, match=r"6 streams, which 17 data-parallel ranks cannot share"):
         open_loader(dataset, assets, dp_size=17, saved=[state])
     state["streams"][0] = {"dataset": {"__kind__": "os", "fields": {}}, "num_batches": 1}
     for wrong in ([], [{}], [{"format": 0}], [state]):
@@ -268,7 +268,7 @@ def test_state_of_another_loader_is_refused(dataset: Path, assets: Assets, tmp_p
 
 def test_few_samples_are_divided_over_fewer_streams(assets: Assets, tmp_path: Path) -> None:
     make_vqa(tmp_path, shards=1, samples=3)
-    assert [open_loader(tmp_path, assets, dp_size=n).num_streams for n in (1, 2, 3)] == [3, 2, 3]
+    assert [open_loader(tmp_path, assets, dp_size=n).num_streams for n in (1, 2, 3)] == [1, 2, 3]
     with pytest.raises(DataError, match=r"fewer samples than the 4 streams .* lower data\.num_streams"):
         for rank in range(4):
             open_loader(tmp_path, assets, dp_rank=rank, dp_size=4)

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -33,7 +36,9 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_model_parall
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Return the decoder layer for a machine without Transformer Engine."""
+    """Return the decoder layer: Transformer Engine's, or torch's for a machine without it."""
+    if config.transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     spec.submodules.self_attention.submodules.core_attention = SDPAttention
     return spec

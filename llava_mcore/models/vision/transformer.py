@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.models.common.vision_module.vision_module import VisionModule
-from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.models.vision.vit_layer_specs import (
+    get_vit_layer_with_local_spec,
+    get_vit_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -38,12 +41,22 @@ class VisionShape:
         return (self.image_size // self.patch_size) ** 2
 
 
-def layer_spec() -> ModuleSpec:
-    """Return the encoder layer for a machine without Transformer Engine."""
+# Transformer Engine has the norms inside the linear layers behind them; its names are those of checkpoints.
+CHECKPOINT_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """Return the encoder layer: Transformer Engine's, or torch's for a machine without it."""
+    if config.transformer_impl == "transformer_engine":
+        return get_vit_layer_with_transformer_engine_spec()
     spec = get_vit_layer_with_local_spec()
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = WrappedTorchNorm
     layer.self_attention.submodules.core_attention = SDPAttention
+    layer.sharded_state_dict_keys_map = CHECKPOINT_NAMES
     return spec
 
 
@@ -61,7 +74,7 @@ class VisionTransformer(VisionModule):
         self.position_embeddings = nn.Embedding(num_positions, hidden, dtype=dtype)
         if shape.pre_norm:
             self.ln_pre = WrappedTorchNorm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
-        self.decoder = TransformerBlock(config, layer_spec(), post_layer_norm=False, post_process=False)
+        self.decoder = TransformerBlock(config, layer_spec(config), post_layer_norm=False, post_process=False)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Return features [b, s (- 1), l*h] of pictures [b, 3, height, width]."""

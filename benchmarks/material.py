@@ -1,0 +1,157 @@
+"""What the training benchmarks run on: Hugging Face folders of published shapes (no weights) and real shards."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron.energon.flavors import BaseWebdatasetFactory
+from PIL import Image, ImageFilter
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+)
+
+CLIP_L = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA_13B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40}
+LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 16, "num_attention_heads": 16}
+QWEN_7B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+SHAPES: dict[str, tuple[str, dict[str, int], str, dict[str, int]]] = {
+    "llava-1.5-7b": ("clip", CLIP_L, "llama", LLAMA_7B),
+    "llava-1.5-13b": ("clip", CLIP_L, "llama", LLAMA_13B),
+    "siglip-so400m-qwen2.5-7b": ("siglip", SO400M, "qwen2", QWEN_7B),
+    "llava-1b": ("clip", CLIP_L, "llama", LLAMA_1B),
+}
+"""Name -> tower and its shape, decoder and its shape."""
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} ASSISTANT:{% else %}"
+    "{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes as tokens: lengths are then known from the text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
+    vocab = {token: number for number, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens={"image_token": "<image>"},
+        chat_template=TEMPLATE,
+    )
+
+
+def make_hf_folder(folder: Path, shape: str, *, seq_length: int, num_layers: int | None = None) -> LlavaConfig:
+    """Write config, tokenizer and processor of a published shape; `num_layers` shortens its decoder."""
+    tower, vision, decoder, text = SHAPES[shape]
+    tokenizer = make_tokenizer()
+    image_id = int(tokenizer.convert_tokens_to_ids("<image>"))
+    clip = tower == "clip"
+    size, patch = (336, 14) if clip else (384, 14)
+    vision_config = (CLIPVisionConfig if clip else SiglipVisionConfig)(**vision, image_size=size, patch_size=patch)
+    fields: dict[str, Any] = {"vocab_size": 32064, "max_position_embeddings": max(4096, seq_length), **text}
+    if num_layers is not None:
+        fields["num_hidden_layers"] = num_layers
+    text_config = (LlamaConfig if decoder == "llama" else Qwen2Config)(
+        **fields, bos_token_id=1, eos_token_id=2, pad_token_id=3, tie_word_embeddings=False
+    )
+    strategy, features = ("default", (size // patch) ** 2) if clip else ("full", (size // patch) ** 2)
+    config = LlavaConfig(
+        vision_config=vision_config,
+        text_config=text_config,
+        image_token_id=image_id,
+        image_token_index=image_id,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy=strategy,
+        image_seq_length=features,
+        tie_word_embeddings=False,
+    )
+    sizes = {"height": size, "width": size}
+    images: Any = (
+        CLIPImageProcessor(size={"shortest_edge": size}, crop_size=sizes) if clip else SiglipImageProcessor(size=sizes)
+    )
+    processor = LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=patch,
+        vision_feature_select_strategy=strategy,
+        num_additional_image_tokens=1 if clip else 0,
+        chat_template=TEMPLATE,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return config
+
+
+def make_jpeg(seed: int, width: int = 640, height: int = 480) -> bytes:
+    """Return smooth coloured noise as a JPEG of about the size of a photograph's."""
+    noise = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+    image = Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).filter(ImageFilter.GaussianBlur(1))
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=85)
+    return buffer.getvalue()
+
+
+def make_shards(folder: Path, *, num_samples: int, num_shards: int = 8, num_pictures: int = 64) -> Path:
+    """Write and index shards of conversations with lengths like LLaVA's mix: nine of ten with one picture."""
+    draw = random.Random(0)
+    pictures = [make_jpeg(number) for number in range(num_pictures)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(num_shards):
+        with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
+            for number in range(shard, num_samples, num_shards):
+                has_picture = draw.random() < 0.9
+                length = min(3000, int(draw.lognormvariate(5, 0.8)) + 8)
+                answer = "".join(draw.choices("abcdefghij klmnop ", k=length))
+                question = "<image>\nWhat is this?" if has_picture else "What is this?"
+                messages = [{"role": "user", "content": question}, {"role": "assistant", "content": f"{answer}."}]
+                _add(tar, f"{number:08d}.json", json.dumps({"messages": messages}).encode())
+                if has_picture:
+                    _add(tar, f"{number:08d}.0.jpg", pictures[number % num_pictures])
+    BaseWebdatasetFactory.prepare_dataset(
+        str(folder),
+        [f"{shard:05d}.tar" for shard in range(num_shards)],
+        split_parts_ratio=[("train", 1.0), ("val", 0.0), ("test", 0.0)],
+        workers=4,
+    )
+    (folder / ".nv-meta" / "dataset.yaml").write_text(
+        "__module__: megatron.energon\n__class__: CrudeWebdataset\n", encoding="utf-8"
+    )
+    return folder
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))

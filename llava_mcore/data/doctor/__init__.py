@@ -1,0 +1,1 @@
+"""Looks a dataset over before it is trained on, through the functions that training uses."""

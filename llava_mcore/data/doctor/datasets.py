@@ -1,0 +1,162 @@
+"""The datasets of a data path, opened as training opens them, with every sample readable by its number."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ryml
+from megatron.energon import Cooker, CrudeSample, SavableDataset, SourceInfo, WorkerConfig, load_dataset
+from megatron.energon.cache import NoCachePool
+from megatron.energon.flavors.webdataset.base_webdataset import BaseWebdatasetFactory
+from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
+from megatron.energon.metadataset.loader_interface import LoadedDataset
+
+from llava_mcore.data.dataset_path import SPLIT
+from llava_mcore.data.task_encoder import ChatTaskEncoder
+from llava_mcore.errors import DataError
+
+ErrorHandler = Callable[[Exception, Any, list[SourceInfo] | None], None]
+
+OPEN_ERRORS = (
+    AssertionError,
+    AttributeError,
+    EmptyDatasetError,
+    ImportError,
+    KeyError,
+    OSError,
+    TypeError,
+    ValueError,
+    ryml.ExceptionBasic,
+)
+"""What energon raises for a dataset.yaml, split.yaml or blend that makes no sense."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The samples of one shard that belong to the data: numbers first to first + count - 1 of their dataset."""
+
+    name: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One dataset of a data path."""
+
+    path: str
+    shards: tuple[Shard, ...]
+    share: str
+    """How a blend takes it: its part of all samples, or how often in an epoch; empty if the blend does not say."""
+    repeats: float | None
+    """How often its samples come in an epoch of the blend; None if the blend draws by weight and has no epochs."""
+    source: SavableDataset[Any]
+    cook: Callable[[Any], Any]
+    """What training does with a raw sample before it is tokenised."""
+    workers: WorkerConfig
+    firsts: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "firsts", tuple(shard.first for shard in self.shards))
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all its shards."""
+        return sum(shard.count for shard in self.shards)
+
+    def shard_of(self, number: int) -> Shard:
+        """Return the shard that holds a sample."""
+        return self.shards[bisect_right(self.firsts, number) - 1]
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Let energon's steps run inside, which ask for the loader process that they belong to."""
+        self.workers.worker_activate(0, cache_pool=NoCachePool())
+        try:
+            yield
+        finally:
+            self.workers.worker_deactivate()
+
+    def read(self, number: int) -> Any:
+        """Read one sample and decode its parts; what the decoding raises goes through the handler of errors."""
+        return self.source.restore_sample((type(self.source).__name__, 0, "Webdataset", number))
+
+
+def open_datasets(path: Path, encoder: ChatTaskEncoder, on_error: ErrorHandler) -> list[Dataset]:
+    """Open every dataset of a prepared folder or a blend.
+
+    Args:
+        on_error: gets what decoding the parts of a sample raises, and must raise.
+
+    Raises:
+        DataError: energon cannot open them.
+    """
+    workers = WorkerConfig(rank=0, world_size=1, num_workers=0, restore_error_handler=on_error)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # energon prints a line for each .jsonl
+            loaded = load_dataset(path).get_datasets(
+                training=False, split_part=SPLIT, worker_config=workers, decoder=encoder.decoder
+            )
+            return [_open(one, encoder, workers) for one in loaded.datasets]
+    except OPEN_ERRORS as error:
+        raise DataError(f"{path} cannot be opened, see its .nv-meta/dataset.yaml: {error!r}") from error
+
+
+def _open(loaded: LoadedDataset, encoder: ChatTaskEncoder, workers: WorkerConfig) -> Dataset:
+    factory = loaded.dataset
+    cook: Callable[[Any], Any] = _as_it_is
+    if factory.__sample_type__ is CrudeSample:
+        cook = _Cook(encoder, _cooker(encoder, factory.subflavors or {}), loaded.aux or {})
+    weight, repetitions = loaded.weight, loaded.repetitions
+    return Dataset(
+        path=str(factory.path),
+        shards=_shards(factory),
+        share=f"{weight:.1%}" if weight is not None else f"x {repetitions:g}" if repetitions is not None else "",
+        repeats=None if weight is not None else float(repetitions or 1),
+        source=factory.build(),
+        cook=cook,
+        workers=workers,
+    )
+
+
+def _shards(factory: Any) -> tuple[Shard, ...]:
+    """The shards of a dataset, cut to the subset that a blend takes of it."""
+    webdataset = isinstance(factory, BaseWebdatasetFactory)
+    counts = [(s.name, s.count) for s in factory.shards] if webdataset else [(factory.path.name, len(factory))]
+    start, end = 0, sum(count for _, count in counts)
+    if factory.subset is not None:
+        start, end = factory.subset.compute_subset(end)
+    shards, number = [], 0
+    for name, count in counts:
+        first, last = max(number, start), min(number + count, end)
+        if first < last:
+            shards.append(Shard(name, first, last - first))
+        number += count
+    return tuple(shards)
+
+
+def _cooker(encoder: ChatTaskEncoder, subflavors: dict[str, Any]) -> Cooker[Any]:
+    for cooker in encoder.cookers:
+        if cooker.is_match(subflavors):
+            return cooker
+    raise DataError(f"no way to read samples with the subflavors {subflavors}")
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample
+
+
+@dataclass(frozen=True)
+class _Cook:
+    encoder: ChatTaskEncoder
+    cooker: Cooker[Any]
+    aux: dict[str, Any]
+
+    def __call__(self, sample: Any) -> Any:
+        return self.encoder.cook_crude_sample(sample, cooker=self.cooker, aux=self.aux)

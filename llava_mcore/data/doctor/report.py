@@ -1,0 +1,102 @@
+"""The doctor's report: what was looked at, what was found, and whether to train."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llava_mcore.data.doctor.tally import Tally, bins, expected_fill, quantile
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+NUM_BINS = 10
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that is known after looking a data path over."""
+
+    data_path: str
+    tokenizer_dir: str
+    seq_length: int
+    packing_buffer_size: int
+    max_skip_rate: float
+    full: bool
+    """Whether every sample was looked at."""
+    seconds: float
+    """For looking at the samples."""
+    stop: tuple[str, ...]
+    """What would end training, apart from samples."""
+    remarks: tuple[str, ...]
+    tally: Tally
+
+    @property
+    def skip_rate(self) -> float:
+        """Part of the conversations looked at that training would leave out."""
+        return self.tally.num_left_out / max(1, self.tally.num_seen)
+
+    @property
+    def reasons_not_to_train(self) -> list[str]:
+        """In a few words each; empty if there is nothing against it."""
+        tally, found = self.tally, []
+        if self.stop:
+            found.append("the dataset is not as it was prepared, or cannot be opened")
+        fatal = sum(group.count for group in tally.problems("stop"))
+        if fatal:
+            found.append(f"{fatal} samples that would end training")
+        if tally.num_looked_at and tally.num_left_out >= tally.num_seen:
+            found.append("no sample can be used")
+        elif self.skip_rate > self.max_skip_rate:
+            found.append(
+                f"{tally.num_left_out} of {tally.num_seen} samples would be left out, more than --max-skip-rate "
+                f"{self.max_skip_rate:g}"
+            )
+        return found
+
+    @property
+    def fill(self) -> float | None:
+        """How full packs of seq_length tokens will be; None if no sample fits."""
+        return expected_fill(self.tally.lengths, self.seq_length, self.packing_buffer_size)
+
+    def epoch(self) -> dict[str, int] | None:
+        """Return samples, tokens and pictures of an epoch, estimated from those looked at; None without epochs."""
+        data = self.tally.datasets
+        if not data or any(one.repeats is None for one in data):
+            return None
+        weighted = [(one, one.repeats or 0.0) for one in data]
+        return {
+            "samples": round(sum(r * one.per_sample(one.num_used) for one, r in weighted)),
+            "tokens": round(sum(r * one.per_sample(one.num_tokens) for one, r in weighted)),
+            "pictures": round(sum(r * one.per_sample(one.num_images) for one, r in weighted)),
+        }
+
+    def quantiles(self) -> dict[str, int]:
+        """Return tokens of a sample that so many do not exceed."""
+        return {name: quantile(self.tally.lengths, part) for name, part in QUANTILES.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as plain containers."""
+        tally = self.tally
+        return {
+            "data_path": self.data_path,
+            "tokenizer_dir": self.tokenizer_dir,
+            "train": not self.reasons_not_to_train,
+            "reasons_not_to_train": self.reasons_not_to_train,
+            "full": self.full,
+            "looked_at": tally.num_looked_at,
+            "conversations": tally.num_seen,
+            "left_out": tally.num_left_out,
+            "max_skip_rate": self.max_skip_rate,
+            "seconds": round(self.seconds, 3),
+            "seq_length": self.seq_length,
+            "tokens_per_sample": {
+                **self.quantiles(),
+                "histogram": [list(one) for one in bins(tally.lengths, NUM_BINS)],
+            },
+            "packing": {"buffer_size": self.packing_buffer_size, "fill": self.fill},
+            "pictures_per_sample": {str(number): count for number, count in sorted(tally.images.items())},
+            "epoch": self.epoch(),
+            "datasets": [asdict(one) for one in tally.datasets],
+            "stop": list(self.stop),
+            "remarks": list(self.remarks),
+            "groups": [asdict(g) for level in ("stop", "left out", "remark") for g in tally.problems(level)],
+        }

@@ -1,0 +1,182 @@
+"""One sample: everything that training does to it, and what is noticed on the way."""
+
+from __future__ import annotations
+
+import tarfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from megatron.energon import SkipSample, SourceInfo
+from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
+
+from llava_mcore.config.schema import DataConfig, TrainingConfig
+from llava_mcore.data.assets import Assets
+from llava_mcore.data.cooking import chat_from_standard
+from llava_mcore.data.doctor.datasets import Dataset, open_datasets
+from llava_mcore.data.encode import TooLongError
+from llava_mcore.data.samples import ChatSample, EncodedSample, TokenConversation
+from llava_mcore.data.skips import DATA_ERRORS, Skips
+from llava_mcore.data.task_encoder import ChatTaskEncoder
+from llava_mcore.errors import DataError
+
+Status = Literal["used", "left out", "stop", "excluded"]
+
+SEED: int = TrainingConfig.model_fields["seed"].default
+"""Chooses the prompts of data without questions, as training does unless it is told another seed."""
+BOUNDLESS = 2**40
+READ_ERRORS = (OSError, ValueError, tarfile.TarError)
+"""What reading a shard raises. Training ends with it: the samples behind would be wrong as well."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one sample."""
+
+    dataset: int
+    number: int
+    shard: str
+    key: str
+    status: Status = "used"
+    """stop: training would end; excluded: split.yaml takes the sample out."""
+    reasons: tuple[str, ...] = ()
+    """Why the sample, or conversations of a pack, are left out, or why training would end."""
+    remarks: tuple[str, ...] = ()
+    num_conversations: int = 1
+    num_tokens: int = 0
+    """Pictures included; 0 if it could not be tokenised."""
+    num_trained: int = 0
+    num_images: int = 0
+
+
+class Examiner:
+    """Examines samples of a data path by dataset and number."""
+
+    def __init__(self, path: Path, assets: Assets, *, seq_length: int) -> None:
+        """Open the datasets; nothing is read yet. DataError if energon cannot open them."""
+        self.assets = assets
+        self._skips = Skips(stop_if_too_long=False)
+        # With packing, both single conversations and packs written beforehand are accepted.
+        data = DataConfig(path=path, seq_length=seq_length, packing=True)
+        self._encoder = ChatTaskEncoder(data, assets, self._skips, seed=SEED)
+        boundless = data.model_copy(update={"seq_length": BOUNDLESS})
+        self._measure = ChatTaskEncoder(boundless, assets, self._skips, seed=SEED)
+        self._key = ""
+        self.datasets: list[Dataset] = open_datasets(path, self._encoder, self._on_decode_error)
+
+    def examine(self, dataset: int, number: int) -> Finding:
+        """Read, tokenise and decode one sample; raises nothing that a sample could cause."""
+        shard = self.datasets[dataset].shard_of(number)
+        self._key = f"number {number - shard.first}"
+        blank = Finding(dataset, number, shard.name, self._key)
+        try:
+            with self.datasets[dataset].reading():
+                found = self._follow(self.datasets[dataset], blank)
+        except SkipSample:
+            found = replace(blank, status="left out")
+        except DataError as error:  # a fault that no other sample is free of
+            found = replace(blank, status="stop", reasons=(str(error),))
+        except READ_ERRORS as error:
+            found = replace(
+                blank, status="stop", reasons=(f"the shard cannot be read: {type(error).__name__}: {error}",)
+            )
+        skipped = tuple(skip.reason for skip in self._skips.take())
+        if found.status == "left out" and not skipped:
+            return replace(found, key=self._key, status="excluded")
+        return replace(found, key=self._key, reasons=found.reasons + skipped)
+
+    def conversation(self, found: Finding) -> TokenConversation:
+        """Return the first conversation of a sample that was examined before and can be used."""
+        data = self.datasets[found.dataset]
+        with data.reading():
+            return self._encoder.preencode_sample(data.cook(data.read(found.number))).conversations[0]
+
+    def _follow(self, data: Dataset, blank: Finding) -> Finding:
+        raw = data.read(blank.number)
+        self._key = raw["__key__"] if isinstance(raw, dict) else raw.__key__
+        num_tokens = 0
+        try:
+            chat = chat_from_standard(data.cook(raw))
+            tokens = self._encoder.preencode_sample(chat)
+            num_tokens = tokens.num_tokens
+            encoded = self._encoder.postencode_sample(tokens)
+        except TooLongError as error:
+            self._skips(error, raw, None)
+            return replace(blank, status="left out", num_tokens=self._measure.preencode_sample(chat).num_tokens)
+        except (*DATA_ERRORS, DataError) as error:
+            self._skips(error, raw, None)
+            return replace(blank, status="left out", num_tokens=num_tokens)
+        used = encoded.conversations
+        return replace(
+            blank,
+            **_verdict(chat, encoded, self.assets),
+            remarks=(*_stored(raw, num_tokens), *_remarks(chat, used, self.assets), *_parts_twice(chat)),
+            num_conversations=len(chat.conversations),
+            num_tokens=num_tokens,
+            num_trained=sum(int(conversation.trained.sum()) for conversation in used),
+            num_images=sum(len(conversation.images) for conversation in used),
+        )
+
+    def _on_decode_error(self, error: Exception, sample: Any, sources: list[SourceInfo] | None) -> None:
+        """Energon's handler: note the sample as training does, and go on with the next one."""
+        raw = sample.data[0] if isinstance(sample, RawSampleData) else None
+        if raw is not None:
+            self._key = raw["__key__"]
+            self._skips(error, sample, sources)
+        raise SkipSample from error
+
+
+def _verdict(chat: ChatSample, encoded: EncodedSample, assets: Assets) -> dict[str, Any]:
+    """Compare what the model will get; a disagreement would end training or spoil it silently."""
+    reasons = []
+    for conversation in encoded.conversations:
+        num_placeholders = int((conversation.input_ids == assets.image_token_id).sum())
+        wanted = len(conversation.images) * assets.tokens_per_image
+        if num_placeholders != wanted or len(conversation.image_positions) != wanted:
+            reasons.append(
+                f"{num_placeholders} placeholders, but {len(conversation.images)} pictures of "
+                f"{assets.tokens_per_image} features"
+            )
+        if conversation.trained[conversation.image_positions].any():
+            reasons.append("the chat template has the model learn the placeholders of a picture")
+        if not conversation.trained.any():
+            reasons.append("the chat template leaves nothing to learn of a conversation with an answer")
+    if len(encoded.pixel_values) != sum(len(conversation.images) for conversation in encoded.conversations):
+        reasons.append(f"{len(encoded.pixel_values)} pictures were made of other than as many files")
+    return {"status": "stop" if reasons else "used", "reasons": tuple(reasons)}
+
+
+def _stored(raw: Any, num_tokens: int) -> list[str]:
+    """Compare with the count that was written when the data were prepared."""
+    about = raw.get("json") if isinstance(raw, dict) else None
+    if not isinstance(about, dict):
+        return []
+    members = about.get("pack", [about])
+    counts = [member["num_tokens"] for member in members if isinstance(member.get("num_tokens"), int)]
+    if len(counts) < len(members) or sum(counts) == num_tokens:
+        return []
+    return [
+        f"its json says num_tokens {sum(counts)}, but it has {num_tokens}: it was prepared with another tokenizer, "
+        "chat template or number of tokens a picture (training counts anew)"
+    ]
+
+
+def _remarks(chat: ChatSample, used: list[TokenConversation], assets: Assets) -> list[str]:
+    """Compare the mask with the answers, where no conversation of a pack was left out."""
+    if len(used) != len(chat.conversations):
+        return []
+    found = []
+    for conversation, tokens in zip(chat.conversations, used, strict=True):
+        num_answers = sum(turn.role == "assistant" for turn in conversation.turns)
+        begins = tokens.trained & ~torch.cat([torch.zeros(1, dtype=torch.bool), tokens.trained[:-1]])
+        num_ends = int((tokens.input_ids[tokens.trained] == assets.eos_token_id).sum())
+        if int(begins.sum()) != num_answers or num_ends < num_answers:
+            found.append(f"{num_answers} answers, but {int(begins.sum())} trained stretches with {num_ends} EOS")
+    return found
+
+
+def _parts_twice(chat: ChatSample) -> list[str]:
+    names = [name for source in chat.__sources__ or () for name in source.file_names]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    return [f"the shard holds {', '.join(twice)} more than once; the last one is used"] if twice else []

@@ -1,0 +1,82 @@
+"""Which samples to look at, and looking at them in several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from llava_mcore.data.doctor.datasets import Dataset
+from llava_mcore.data.doctor.samples import Examiner, Finding
+from llava_mcore.errors import DataError
+
+LEAST_SAMPLES = 256
+"""Of few shards, several samples each are looked at, so that there is something to count."""
+CHUNK = 32
+GOLDEN = 0.618034
+"""Multiples of it are spread evenly over 0 to 1 whatever their number."""
+
+Task = tuple[int, tuple[int, ...]]
+"""A dataset and the numbers of samples of one of its shards."""
+
+
+def choose(datasets: Sequence[Dataset], *, full: bool) -> list[Task]:
+    """Choose all samples, or one of every shard and at least 256 in all. The same data give the same choice."""
+    num_shards = sum(len(data.shards) for data in datasets)
+    each = max(1, -(-LEAST_SAMPLES // max(1, num_shards)))
+    tasks: list[Task] = []
+    place = count(1)
+    for index, data in enumerate(datasets):
+        for shard in data.shards:
+            if full or each >= shard.count:
+                numbers: Sequence[int] = range(shard.count)
+            elif each == 1:
+                numbers = [int(shard.count * (next(place) * GOLDEN % 1))]
+            else:  # from the first to the last
+                numbers = [i * (shard.count - 1) // (each - 1) for i in range(each)]
+            found = [shard.first + number for number in numbers]
+            tasks += [(index, tuple(found[i : i + CHUNK])) for i in range(0, len(found), CHUNK)]
+    return tasks
+
+
+def scan(examiner: Examiner, tasks: Sequence[Task], *, num_workers: int, on_finding: Callable[[Finding], Any]) -> None:
+    """Examine the samples of all tasks in their order, in this process or in num_workers others.
+
+    Raises:
+        DataError: a process was killed.
+    """
+    loader = DataLoader(
+        _Tasks(examiner, tasks),
+        batch_size=None,
+        num_workers=num_workers,
+        collate_fn=_unchanged,
+        multiprocessing_context="fork" if num_workers else None,
+    )
+    try:
+        for findings in loader:
+            for found in findings:
+                on_finding(found)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise DataError(f"a process was killed ({error}); if memory ran out, lower --num-workers") from error
+
+
+class _Tasks(TorchDataset[list[Finding]]):
+    def __init__(self, examiner: Examiner, tasks: Sequence[Task]) -> None:
+        self.examiner = examiner
+        self.tasks = tasks
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, index: int) -> list[Finding]:
+        dataset, numbers = self.tasks[index]
+        return [self.examiner.examine(dataset, number) for number in numbers]
+
+
+def _unchanged(findings: list[Finding]) -> list[Finding]:
+    return findings

@@ -1,0 +1,42 @@
+"""A conversation as the model will read it: what is trained stands out, pictures are short."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.text import Text
+
+from llava_mcore.data.assets import Assets
+from llava_mcore.data.samples import TokenConversation
+
+TRAINED_STYLE = "bold green"
+IMAGE_STYLE = "cyan"
+
+
+def conversation_text(tokens: TokenConversation, assets: Assets, *, coloured: bool) -> Text:
+    """Return the text of all tokens, trained ones coloured, or between « and » where there are no colours."""
+    text = Text()
+    ids = tokens.input_ids.tolist()
+    kinds = [(i == assets.image_token_id, bool(t)) for i, t in zip(ids, tokens.trained.tolist(), strict=True)]
+    start = 0
+    for (is_image, trained), run in groupby(kinds):
+        end = start + len(list(run))
+        if is_image:
+            picture = f"<image \N{MULTIPLICATION SIGN}{assets.tokens_per_image}>"
+            text.append(picture * ((end - start) // assets.tokens_per_image), IMAGE_STYLE)
+        else:
+            piece = _decode(ids, start, end, assets)
+            shown = piece if coloured or not trained else f"«{piece}»"
+            text.append(shown, TRAINED_STYLE if trained else "")
+        start = end
+    return text
+
+
+def _decode(ids: list[int], start: int, end: int, assets: Assets) -> str:
+    """Decode tokens with those before them: decoded alone, some tokenizers drop the first one's leading space."""
+    before = [i for i in ids[:start] if i != assets.image_token_id]
+    both = assets.tokenizer.decode(before + ids[start:end], clean_up_tokenization_spaces=False)
+    alone = assets.tokenizer.decode(before, clean_up_tokenization_spaces=False)
+    if both.startswith(alone):
+        return both[len(alone) :]
+    return str(assets.tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False))

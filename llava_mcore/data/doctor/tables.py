@@ -1,0 +1,112 @@
+"""The report on the console."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from llava_mcore.data.doctor.report import NUM_BINS, Report
+from llava_mcore.data.doctor.tally import Group, bins
+
+BAR = 40
+LEVELS = {"stop": "would end training", "left out": "would be left out", "remark": "to know"}
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print datasets, lengths and problems; the last line says whether to train."""
+    tally = report.tally
+    if tally.num_looked_at:
+        _print_datasets(report, console)
+        _print_lengths(report, console)
+    for problem in report.stop:
+        _line(console, f"problem: {problem}", style="red")
+    for level in ("stop", "left out", "remark"):
+        for group in tally.problems(level):
+            _print_group(group, console)
+    for remark in report.remarks:
+        _line(console, f"to know: {remark}")
+    if tally.num_packs:
+        _line(console, f"to know: {tally.num_packs} samples were packed when they were written: train with --packing")
+    _print_verdict(report, console)
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    """A line that is neither wrapped nor searched for mark-up, so that it can be copied and searched."""
+    console.print(text, style=style or None, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_datasets(report: Report, console: Console) -> None:
+    tally = report.tally
+    looked = "every sample" if report.full else "a choice from every shard"
+    rate = tally.num_looked_at / max(report.seconds, 1e-9)
+    _line(
+        console,
+        f"looked at {tally.num_looked_at} samples ({looked}) in {report.seconds:.1f} s, {rate:.0f} samples/s",
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("dataset", overflow="fold")
+    for name in ("share", "shards", "samples", "samples/shard", "looked at", "left out", "tokens/sample"):
+        table.add_column(name, justify="right")
+    for data in tally.datasets:
+        table.add_row(
+            data.path,
+            data.share,
+            str(data.num_shards),
+            str(data.num_samples),
+            f"{data.num_samples / max(1, data.num_shards):.0f}",
+            str(data.num_seen),
+            str(data.num_left_out),
+            f"{data.num_tokens / max(1, data.num_used):.0f}",
+        )
+    console.print(table)
+
+
+def _print_lengths(report: Report, console: Console) -> None:
+    tally = report.tally
+    if not tally.lengths:
+        return
+    quantiles = "  ".join(f"{name} {value}" for name, value in report.quantiles().items())
+    _line(console, f"\ntokens per sample, pictures included: {quantiles}")
+    found = bins(tally.lengths, NUM_BINS)
+    most = max(count for _, _, count in found)
+    width = len(str(found[-1][1]))
+    for first, last, count in found:
+        bar = "█" * -(-count * BAR // most) + " " if count else ""
+        _line(console, f"  {first:>{width}} to {last:>{width}} {bar}{count}")
+    pictures = ", ".join(f"{number}: {count}" for number, count in sorted(tally.images.items()))
+    _line(console, f"pictures per sample: {pictures or 'none could be used'}")
+    if report.fill is not None:
+        mean = sum(n * c for n, c in tally.lengths.items()) / tally.lengths.total()
+        _line(
+            console,
+            f"packs of --seq-length {report.seq_length}: {report.fill:.1%} full with --packing, about "
+            f"{report.seq_length * report.fill / mean:.1f} samples each",
+        )
+    epoch = report.epoch()
+    if epoch is None:
+        _line(console, "an epoch: none, the blend draws by weight")
+    else:
+        about = "" if report.full else "about "
+        _line(console, f"an epoch: {about}" + ", ".join(f"{number:,} {name}" for name, number in epoch.items()))
+    _line(console, "")
+
+
+def _print_group(group: Group, console: Console) -> None:
+    style = "red" if group.level == "stop" else "yellow" if group.level == "left out" else ""
+    _line(console, f"{group.count} {LEVELS[group.level]}: {group.reason}", style=style)
+    for path, shard, key in group.examples:
+        _line(console, f"    {path}: shard {shard}, sample {key}")
+    if group.count > len(group.examples):
+        _line(console, f"    and {group.count - len(group.examples)} more")
+
+
+def _print_verdict(report: Report, console: Console) -> None:
+    against = report.reasons_not_to_train
+    if against:
+        _line(console, f"do not train: {'; '.join(against)}", style="bold red")
+        return
+    tally = report.tally
+    skipped = (
+        f"{tally.num_left_out} of {tally.num_seen} samples would be left out" if tally.num_left_out else "all well"
+    )
+    _line(console, f"train: {skipped}", style="bold green")

@@ -1,0 +1,153 @@
+"""What the samples come to: counts, lengths, and problems in groups, in memory that does not grow with the data."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llava_mcore.data.doctor.samples import Finding
+from llava_mcore.data.packing import online_fill
+
+EXAMPLES = 3
+VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+DRAWN = 2048
+"""Lengths that are packed to find out how full packs will be."""
+
+
+@dataclass
+class Group:
+    """Samples with the same problem, up to the numbers and texts in its message."""
+
+    level: str
+    """left out, stop or remark."""
+    reason: str
+    """The message for the first of them."""
+    count: int = 0
+    examples: list[tuple[str, str, str]] = field(default_factory=list)
+    """Dataset, shard and key of the first ones."""
+
+
+@dataclass
+class DatasetTally:
+    """One dataset's samples."""
+
+    path: str
+    share: str
+    repeats: float | None
+    num_shards: int
+    num_samples: int
+    num_seen: int = 0
+    """Conversations looked at."""
+    num_left_out: int = 0
+    num_excluded: int = 0
+    num_tokens: int = 0
+    num_images: int = 0
+
+    @property
+    def num_used(self) -> int:
+        """Conversations looked at that training would use."""
+        return self.num_seen - self.num_left_out
+
+    def per_sample(self, total: int) -> float:
+        """Return what a total over the samples looked at comes to over all samples of the dataset."""
+        return total * self.num_samples / max(1, self.num_seen + self.num_excluded)
+
+
+@dataclass
+class Tally:
+    """All datasets' samples."""
+
+    datasets: list[DatasetTally]
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Tokens of a sample -> number of samples, those that are too long included."""
+    images: Counter[int] = field(default_factory=Counter)
+    """Pictures of a sample -> number of samples."""
+    groups: dict[tuple[str, str], Group] = field(default_factory=dict)
+    num_looked_at: int = 0
+    """Samples; a pack counts once."""
+    num_packs: int = 0
+    """Samples of several conversations."""
+    examples: list[Finding] = field(default_factory=list)
+    """The first samples without any problem, for showing."""
+
+    def add(self, found: Finding, *, num_examples: int) -> None:
+        """Count one sample; keep it if it is among the first num_examples without a problem."""
+        data = self.datasets[found.dataset]
+        self.num_looked_at += 1
+        if found.status == "excluded":
+            data.num_excluded += 1
+            return
+        level = "stop" if found.status == "stop" else "left out"
+        for level_, reasons in ((level, found.reasons), ("remark", found.remarks)):
+            for reason in reasons:
+                self._note(level_, reason, found)
+        data.num_seen += found.num_conversations
+        data.num_left_out += len(found.reasons)
+        if found.num_tokens:
+            self.lengths[found.num_tokens] += 1
+        if found.status != "used":
+            return
+        self.num_packs += found.num_conversations > 1
+        self.images[found.num_images] += 1
+        data.num_tokens += found.num_tokens
+        data.num_images += found.num_images
+        if len(self.examples) < num_examples and not found.reasons and not found.remarks:
+            self.examples.append(found)
+
+    def _note(self, level: str, reason: str, found: Finding) -> None:
+        group = self.groups.setdefault((level, VALUES.sub("…", reason)), Group(level, reason))
+        group.count += 1
+        if len(group.examples) < EXAMPLES:
+            group.examples.append((self.datasets[found.dataset].path, found.shard, found.key))
+
+    @property
+    def num_seen(self) -> int:
+        """Conversations looked at."""
+        return sum(data.num_seen for data in self.datasets)
+
+    @property
+    def num_left_out(self) -> int:
+        """Conversations that training would leave out, or end with."""
+        return sum(data.num_left_out for data in self.datasets)
+
+    def problems(self, level: str) -> list[Group]:
+        """Return the groups of one level, the largest first."""
+        return sorted((g for g in self.groups.values() if g.level == level), key=lambda g: -g.count)
+
+
+def quantile(counts: Counter[int], part: float) -> int:
+    """Return the smallest value that at least this part of all do not exceed; 0 of none."""
+    wanted, seen = part * counts.total(), 0
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= wanted:
+            return value
+    return 0
+
+
+def bins(counts: Counter[int], number: int) -> list[tuple[int, int, int]]:
+    """Return (first, last, how many) of `number` ranges of one width over all values, empty ones included."""
+    if not counts:
+        return []
+    low, high = min(counts), max(counts)
+    width = max(1, -(-(high - low + 1) // number))
+    found = [0] * -(-(high - low + 1) // width)
+    for value, count in counts.items():
+        found[(value - low) // width] += count
+    return [(low + i * width, low + (i + 1) * width - 1, count) for i, count in enumerate(found)]
+
+
+def expected_fill(lengths: Counter[int], seq_length: int, buffer_size: int) -> float | None:
+    """Return how full the packs of such samples will be, from 0 to 1; None if none fits.
+
+    A stream of lengths is drawn as they occur, and packed as the loader does.
+    """
+    values = sorted(value for value in lengths if value <= seq_length)
+    if not values:
+        return None
+    weights: Sequence[int] = [lengths[value] for value in values]
+    drawn = random.Random(0).choices(values, weights, k=DRAWN)
+    return online_fill(drawn, seq_length, buffer_size)

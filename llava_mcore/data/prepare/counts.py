@@ -1,0 +1,150 @@
+"""What a shard holds and what was skipped: counted where it is written, added up by the main process."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from llava_mcore.data.prepare.records import Conversation, Skipped
+
+BINS_PER_OCTAVE = 8
+"""Histograms have bins of equal width on a logarithmic axis, so that they stay small for any data."""
+
+
+def bin_of(value: int) -> int:
+    """Return the bin of a number from 1 on; bin b begins at 2 ** (b / BINS_PER_OCTAVE)."""
+    return math.floor(math.log2(max(1, value)) * BINS_PER_OCTAVE)
+
+
+@dataclass
+class Histogram:
+    """Counts by bins, with exact number, sum and maximum."""
+
+    bins: Counter[int] = field(default_factory=Counter)
+    number: int = 0
+    total: int = 0
+    largest: int = 0
+
+    def add(self, value: int) -> None:
+        """Count a number from 1 on."""
+        self.bins[bin_of(value)] += 1
+        self.number, self.total, self.largest = self.number + 1, self.total + value, max(self.largest, value)
+
+    def merge(self, other: Histogram) -> None:
+        """Add another one's counts."""
+        self.bins.update(other.bins)
+        self.number, self.total = self.number + other.number, self.total + other.total
+        self.largest = max(self.largest, other.largest)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain containers."""
+        bins = sorted(self.bins.items())
+        return {"bins": bins, "number": self.number, "total": self.total, "largest": self.largest}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of to_json."""
+        return cls(Counter(dict(map(tuple, data["bins"]))), data["number"], data["total"], data["largest"])
+
+
+@dataclass
+class Counts:
+    """Of one shard, one source or everything."""
+
+    rows: int = 0
+    """Rows that were looked at: samples and skipped ones."""
+    conversations: int = 0
+    entries: int = 0
+    """Samples of the shards: conversations, or packs of them."""
+    pictures: int = 0
+    bytes: int = 0
+    """Of the shards."""
+    tokens: Histogram = field(default_factory=Histogram)
+    """Tokens of each conversation."""
+    sides: Histogram = field(default_factory=Histogram)
+    """Longer side of each picture in pixels."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Skipped rows by reason."""
+
+    @property
+    def skipped(self) -> int:
+        """Skipped rows."""
+        return self.reasons.total()
+
+    @property
+    def skip_rate(self) -> float:
+        """Part of the rows that was skipped, from 0 to 1."""
+        return self.skipped / self.rows if self.rows else 0.0
+
+    def add(self, conversation: Conversation) -> None:
+        """Count a conversation that was written."""
+        self.conversations += 1
+        self.pictures += len(conversation.pictures)
+        for picture in conversation.pictures:
+            self.sides.add(max(picture.size))
+        if conversation.num_tokens is not None:
+            self.tokens.add(conversation.num_tokens)
+
+    def merge(self, other: Counts) -> None:
+        """Add another one's counts."""
+        self.rows, self.conversations = self.rows + other.rows, self.conversations + other.conversations
+        self.entries, self.pictures = self.entries + other.entries, self.pictures + other.pictures
+        self.bytes += other.bytes
+        self.tokens.merge(other.tokens)
+        self.sides.merge(other.sides)
+        self.reasons.update(other.reasons)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain containers."""
+        fields = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        return fields | {
+            "tokens": self.tokens.to_json(),
+            "sides": self.sides.to_json(),
+            "reasons": dict(sorted(self.reasons.items())),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of to_json."""
+        histograms = {name: Histogram.from_json(data[name]) for name in ("tokens", "sides")}
+        return cls(**{**data, **histograms, "reasons": Counter(data["reasons"])})
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """What became of the rows of one shard."""
+
+    shard: int
+    name: str | None
+    """The tar file; None if nothing was left to write."""
+    sha256: str
+    counts: Counts
+    skipped: tuple[Skipped, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain containers."""
+        skipped = [line.to_json() for line in self.skipped]
+        return {
+            "shard": self.shard,
+            "name": self.name,
+            "sha256": self.sha256,
+            "counts": self.counts.to_json(),
+            "skipped": skipped,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of to_json."""
+        skipped = tuple(Skipped(**line) for line in data["skipped"])
+        return cls(data["shard"], data["name"], data["sha256"], Counts.from_json(data["counts"]), skipped)
+
+
+def add_up(counts: Iterable[Counts]) -> Counts:
+    """Return the sum."""
+    total = Counts()
+    for part in counts:
+        total.merge(part)
+    return total

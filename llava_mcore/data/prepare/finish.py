@@ -1,0 +1,112 @@
+"""Finished shards -> an energon dataset: index, split and manifest, as `energon prepare` makes them.
+
+Energon's command itself holds the rows of all indexes in a queue, and ends the process when it finds a fault;
+so its functions are called here, one shard after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from megatron.energon import __version__ as energon_version
+from megatron.energon.bracecollapse import collapse
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.config import INDEX_BATCH_SIZE, INDEX_SQLITE_FILENAME, INFO_JSON_FILENAME
+from megatron.energon.flavors.webdataset.prepare import (
+    IndexShardInfo,
+    SqliteIndexWriterAggregator,
+    WebdatasetPreparator,
+)
+from megatron.energon.flavors.webdataset.structs import WebdatasetInfo, WebdatasetSplits
+from megatron.energon.typed_converter import to_json_object
+
+from llava_mcore.data.prepare.counts import ShardReport
+from llava_mcore.data.prepare.journal import META, SCRATCH
+from llava_mcore.errors import DataError
+
+DATASET = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
+LINT = {"sample_type": {"__module__": "megatron.energon", "__class__": "TextSample"}, "field_map": {"text": "json"}}
+"""Another view of the same samples, because `energon lint` (7.4) knows no crude datasets and fails on every one."""
+MAX_PARTS = 50
+NAMESPACE = uuid.UUID("6ba7b812-9dad-11d1-80b4-00c04fd430c8")
+"""Of identifiers that are made of hashes (RFC 4122's for object identifiers)."""
+
+
+def write_meta(
+    folder: Path, reports: Sequence[ShardReport], *, val_ratio: float, on_shard: Callable[[], None] = lambda: None
+) -> None:
+    """Index the shards and write .nv-meta, which appears as a whole.
+
+    Raises DataError if a shard does not hold what was written, or there are too few for a validation part.
+    """
+    written = [report for report in reports if report.name is not None]
+    splits = split_shards([str(report.name) for report in written], val_ratio)
+    meta = folder / SCRATCH / "nv-meta"
+    shutil.rmtree(meta, ignore_errors=True)
+    meta.mkdir()
+    _write_index(folder, written, meta / INDEX_SQLITE_FILENAME, on_shard)
+    info = WebdatasetInfo(
+        energon_version=energon_version, shard_counts={str(r.name): r.counts.entries for r in written}
+    )
+    (meta / INFO_JSON_FILENAME).write_text(json.dumps(to_json_object(info), indent=2), encoding="utf-8")
+    # The same shards are the same dataset wherever they were made, which the place of a loader refers to.
+    identity = uuid.uuid5(NAMESPACE, "".join(report.sha256 for report in written))
+    (meta / "index.uuid").write_text(str(identity), encoding="utf-8")
+    collapsed = {part: collapse(names, keep_order=True) for part, names in splits.items()}
+    _write_yaml(meta / "split.yaml", to_json_object(WebdatasetSplits(split_parts=collapsed)))
+    _write_yaml(meta / "lint.yaml", LINT)
+    _write_yaml(meta / "dataset.yaml", DATASET)
+    shutil.rmtree(folder / META, ignore_errors=True)
+    meta.rename(folder / META)
+
+
+def split_shards(names: Sequence[str], val_ratio: float) -> dict[str, list[str]]:
+    """Return the shards of each part; validation shards are drawn, always the same ones, and at least one if asked.
+
+    Raises DataError if nothing would be left to train on.
+    """
+    num_val = max(1, round(len(names) * val_ratio)) if val_ratio else 0
+    if num_val >= len(names):
+        raise DataError(f"{len(names)} shards cannot be split by --val-ratio {val_ratio}; lower --samples-per-shard")
+    val = set(random.Random(0).sample(list(names), num_val))
+    return {"train": [n for n in names if n not in val], "val": [n for n in names if n in val], "test": []}
+
+
+def _write_index(folder: Path, written: Sequence[ShardReport], sqlite: Path, on_shard: Callable[[], None]) -> None:
+    """Write index.sqlite, and the index beside each shard."""
+    numbers = {str(report.name): number for number, report in enumerate(written)}
+    index: Any = SqliteIndexWriterAggregator(EPath(sqlite), total_tasks=len(written))
+    index.on_start(None)
+    for report in written:
+        rows = WebdatasetPreparator._preprocess_tar(str(report.name), numbers, EPath(folder), MAX_PARTS)
+        for batch in itertools.batched(_checked(rows, folder, report), INDEX_BATCH_SIZE):
+            index.on_item(list(batch), None)
+        on_shard()
+    index.on_finish(None)
+
+
+def _checked(rows: Iterable[Any], folder: Path, report: ShardReport) -> Iterator[Any]:
+    """Yield the index rows of a shard. Energon only logs a shard that it cannot read; here it is a DataError."""
+    found = report.counts.entries
+    for row in rows:
+        if isinstance(row, IndexShardInfo) and row.shard_info.count != found:
+            found = row.shard_info.count
+        else:
+            yield row
+    if found != report.counts.entries:
+        raise DataError(
+            f"{folder / str(report.name)} has {found} samples, but {report.counts.entries} were written; something has "
+            "changed it: remove it and run the same command again"
+        )
+
+
+def _write_yaml(path: Path, content: Any) -> None:
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

@@ -1,0 +1,126 @@
+"""A YAML file that lists several sources, and the blend that is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from llava_mcore.data.prepare.journal import write_whole
+from llava_mcore.data.prepare.layouts import Keys
+from llava_mcore.data.prepare.plan import Source
+from llava_mcore.data.prepare.sources.detect import Format, Opening
+from llava_mcore.errors import DataError, problems
+
+BLEND = "blend.yaml"
+SUFFIXES = (".yaml", ".yml")
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ListedSource(BaseModel):
+    """One entry of the list. Paths are relative to the YAML file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path
+    name: str | None = None
+    weight: Positive | None = None
+    """Share in the blend, relative to the others'."""
+    epochs: Positive | None = None
+    """How often each sample comes in one round of the blend; instead of weights."""
+    format: Format = "auto"
+    image_dir: Path | None = None
+    source_split: str = "train"
+    image_key: str | None = None
+    question_key: str | None = None
+    answer_key: str | None = None
+    captions: bool = False
+    subflavors: dict[str, Any] = {}
+    """Handed on to energon's blend."""
+
+    def source(self, root: Path) -> Source:
+        """Return what is to be prepared."""
+        keys = Keys(self.image_key, self.question_key, self.answer_key, self.captions)
+        image_dir = None if self.image_dir is None else root / self.image_dir
+        return Source((root / self.path,), Opening(self.format, image_dir, self.source_split, keys))
+
+
+class Listing(BaseModel):
+    """The whole file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sources: list[ListedSource] = Field(min_length=1)
+
+    def by_name(self) -> dict[str, ListedSource]:
+        """Return the sources by the names of their folders."""
+        return {_name(source): source for source in self.sources}
+
+
+def is_listing(path: Path) -> bool:
+    """Whether a path is a list of sources."""
+    return path.suffix.lower() in SUFFIXES
+
+
+def read_listing(path: Path) -> Listing:
+    """Read and check a list. DataError names everything that is wrong with it."""
+    try:
+        listing = Listing.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        found = [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
+        raise DataError(problems(f"{path} is no list of sources (see docs/prepare.md)", found)) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is no YAML: {error}") from error
+    found = _disagreements(listing)
+    if found:
+        raise DataError(problems(f"{path} cannot be prepared", found))
+    return listing
+
+
+def _disagreements(listing: Listing) -> list[str]:
+    names = [_name(source) for source in listing.sources]
+    found = [f"two sources have the name {n!r}; give one a `name`" for n in sorted(set(names)) if names.count(n) > 1]
+    found += [f"{n!r} cannot be the name of a folder" for n in names if "/" in n or n.startswith(".") or n == BLEND]
+    weighted = [_name(source) for source in listing.sources if source.weight is not None]
+    repeated = [_name(source) for source in listing.sources if source.epochs is not None]
+    if weighted and repeated:
+        found.append(f"{', '.join(weighted)} with `weight` and {', '.join(repeated)} with `epochs`: choose one of them")
+    return found
+
+
+def _name(source: ListedSource) -> str:
+    return source.path.name.partition(".")[0] if source.name is None else source.name
+
+
+def write_blend(folder: Path, listing: Listing, *, has_val: bool) -> Path:
+    """Write energon's metadataset of the prepared sources and return its path. The validation part has each once."""
+    entries = []
+    for name, source in listing.by_name().items():
+        entry: dict[str, Any] = {"path": f"./{name}"}
+        if source.subflavors:
+            entry["subflavors"] = source.subflavors
+        entries.append((entry, source))
+    if any(source.epochs is not None for source in listing.sources):
+        train = _epochs([(entry, source.epochs or 1) for entry, source in entries])
+    else:
+        train = {"blend": [{"weight": source.weight or 1, **entry} for entry, source in entries]}
+    splits = {"train": train} | ({"val": _epochs([(entry, 1) for entry, _ in entries])} if has_val else {})
+    blend = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
+    write_whole(folder / BLEND, yaml.dump(blend, Dumper=_Plain, sort_keys=False, allow_unicode=True))
+    return folder / BLEND
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes what occurs twice twice: energon reads no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _epochs(entries: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
+    return {"blend_epochized": [{"repetitions": times, **entry} for entry, times in entries]}

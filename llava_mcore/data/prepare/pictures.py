@@ -1,0 +1,114 @@
+"""A reference to a picture -> its bytes, its size in pixels and the file ending of its format."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import struct
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from llava_mcore.data.cooking import IMAGE_PARTS
+from llava_mcore.data.images import decode_image
+from llava_mcore.data.prepare.records import BadSample, Picture, Reason
+from llava_mcore.errors import DataError
+
+EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg"}
+"""File endings that are not the format's name; MPO is what many phones write into .jpg files."""
+REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+TURNED = (5, 6, 7, 8)
+"""EXIF orientations that swap width and height."""
+# Pillow raises what its format's parser happened to stumble over.
+BROKEN = (OSError, SyntaxError, ValueError, EOFError, OverflowError, struct.error, Image.DecompressionBombError)
+
+
+def read_picture(reference: Any, folder: Path, *, decode: bool = False) -> Picture:
+    """Find a picture and read its header.
+
+    Args:
+        reference: bytes, {"bytes", "path"}, a path (absolute, or relative to folder), a file:// or a data: URI.
+        decode: decode all of it, to see whether it is whole.
+
+    Raises:
+        BadSample: it is missing, not on disk, of a format that training does not read, or broken.
+    """
+    data = _read(reference, folder)
+    extension, size = inspect(data)
+    if decode:
+        try:
+            decode_image(data)
+        except DataError as error:
+            raise BadSample(Reason.IMAGE_BROKEN, str(error)) from error
+    return Picture(data, extension, size)
+
+
+def inspect(data: bytes) -> tuple[str, tuple[int, int]]:
+    """Return the file ending and (width, height) of a picture, as it stands after its EXIF turned it.
+
+    Only the header is read. Raises BadSample.
+    """
+    try:
+        with Image.open(BytesIO(data)) as image:
+            size, name = image.size, str(image.format)
+            orientation = _orientation(image, data)
+    except UnidentifiedImageError as error:
+        raise BadSample(Reason.IMAGE_BROKEN, f"{len(data)} bytes of no known format") from error
+    except BROKEN as error:
+        raise BadSample(Reason.IMAGE_BROKEN, f"{type(error).__name__}: {error}") from error
+    extension = EXTENSIONS.get(name, name.lower())
+    if extension not in IMAGE_PARTS:
+        raise BadSample(Reason.IMAGE_FORMAT, f"{name}; known are {', '.join(IMAGE_PARTS)}")
+    return extension, (size[1], size[0]) if orientation in TURNED else size
+
+
+def _orientation(image: Image.Image, data: bytes) -> int | None:
+    if image.format == "TIFF":
+        return None  # Pillow turns it while loading and already gives the upright size
+    if image.format == "PNG":
+        # For a PNG without EXIF before its pixels, Pillow would decode them in search of one behind them.
+        if b"eXIf" in data:
+            image.load()
+        return Image.Image.getexif(image).get(ExifTags.Base.Orientation)
+    return image.getexif().get(ExifTags.Base.Orientation)
+
+
+def _read(reference: Any, folder: Path) -> bytes:
+    if isinstance(reference, Mapping):
+        found = reference.get("bytes") or reference.get("path") or reference.get("url")
+        reference = reference if found is None else found
+    if isinstance(reference, (bytes, bytearray)):
+        return bytes(reference)
+    if not isinstance(reference, str) or not reference:
+        raise BadSample(Reason.WRONG_TYPE, f"a picture is {type(reference).__name__} {reference!r:.60}")
+    if reference.startswith("data:"):
+        return _read_data_uri(reference)
+    if reference.startswith("file:"):
+        return _read_file(Path(unquote(reference.removeprefix("file:").removeprefix("//").removeprefix("localhost"))))
+    if REMOTE.match(reference):
+        raise BadSample(Reason.IMAGE_REMOTE, f"{reference:.120}; download it first")
+    return _read_file(folder / reference)
+
+
+def _read_data_uri(uri: str) -> bytes:
+    header, comma, payload = uri.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise BadSample(Reason.IMAGE_BROKEN, f"a data URI must be data:image/…;base64,…, found {uri:.40}")
+    try:
+        return base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadSample(Reason.IMAGE_BROKEN, f"the data URI is no base64: {error}") from error
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadSample(Reason.IMAGE_MISSING, f"{path}: {error.strerror}") from error
+    except ValueError as error:  # a name that no file can have
+        raise BadSample(Reason.IMAGE_MISSING, f"{path!r:.120}: {error}") from error

@@ -1,0 +1,131 @@
+"""What is asked for, and which rows of which files make which shard."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.data.assets import PROCESSOR_FILES, TOKENIZER_FILES, Assets, load_assets
+from llava_mcore.data.prepare.records import Segment
+from llava_mcore.data.prepare.sources.base import Cuts, SourceFile
+from llava_mcore.data.prepare.sources.detect import Opening, find_files
+from llava_mcore.data.template_choice import Lang
+from llava_mcore.errors import DataError
+
+FORMAT = 1
+"""Raised when other shards would be written for the same rows."""
+ASSET_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, "config.json", "chat_template.jinja", "chat_template.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """Which tokenizer and chat template count the tokens, as in training."""
+
+    hf_dir: Path
+    chat_template: str | None = None
+    """A name or a .jinja file; None takes the folder's own."""
+    lang: Lang | None = None
+    """Picks the template where the folder has none."""
+
+    def load(self) -> Assets:
+        """Load them; every process does so once. LlavaMcoreError if something is missing."""
+        return load_assets(self.hf_dir, chat_template=self.chat_template, lang=self.lang)
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything that token counts depend on."""
+        sha = hashlib.sha256(f"{self.chat_template} {self.lang}".encode())
+        if self.chat_template is not None and Path(self.chat_template).is_file():
+            sha.update(Path(self.chat_template).read_bytes())
+        for name in ASSET_FILES:
+            if (self.hf_dir / name).is_file():
+                sha.update(name.encode() + b"\0" + (self.hf_dir / name).read_bytes())
+        return sha.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How shards are made of rows. Everything here changes the shards, so a rerun must have the same."""
+
+    rows_per_shard: int = 1000
+    val_ratio: float = 0.0
+    counting: Counting | None = None
+    pack_to: int | None = None
+    """Tokens of an offline pack; None: nothing is packed."""
+    check_images: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Paths that become one folder of shards."""
+
+    paths: tuple[Path, ...]
+    how: Opening = field(default_factory=Opening)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Shards of one source, by number."""
+
+    files: tuple[SourceFile, ...]
+    how: Opening
+    shards: tuple[tuple[Segment, ...], ...]
+    num_rows: int
+    request: dict[str, Any]
+    """What the shards depend on, as plain containers, for comparison with what is there already."""
+
+
+def make_plan(source: Source, options: Options, on_file: Callable[[str], None] = lambda name: None) -> Plan:
+    """Read through all files once and divide their rows over shards.
+
+    Shard k holds the rows [k * rows_per_shard, (k + 1) * rows_per_shard), counted over all files.
+
+    Args:
+        on_file: told the name of each file before it is read.
+
+    Raises:
+        DataError: a path is no source, cannot be read, or there are too few shards for a validation part.
+    """
+    files = [file for path in source.paths for file in find_files(path, source.how)]
+    shards: list[list[Segment]] = []
+    known, first_row = [], 0
+    for number, file in enumerate(files):
+        on_file(file.name)
+        scan = file.scan(Cuts(number, first_row, options.rows_per_shard))
+        for segment in scan.segments:
+            shard = segment.row // options.rows_per_shard
+            shards += [[] for _ in range(shard + 1 - len(shards))]
+            shards[shard].append(segment)
+        known.append({"file": file.name, "rows": scan.num_rows, "hash": scan.fingerprint})
+        first_row += scan.num_rows
+    if not first_row:
+        raise DataError(f"{', '.join(map(str, source.paths))}: there is not a single row")
+    if options.val_ratio and len(shards) < 2:
+        raise DataError(
+            f"{', '.join(map(str, source.paths))}: --val-ratio needs at least two shards, but the {first_row} rows "
+            f"make one of {options.rows_per_shard}; lower --samples-per-shard"
+        )
+    request = {"sources": known, "options": describe(source.how, options)}
+    return Plan(tuple(files), source.how, tuple(map(tuple, shards)), first_row, request)
+
+
+def describe(how: Opening, options: Options) -> dict[str, Any]:
+    """Return the options by the names of their flags, the tokenizer by its hash."""
+    counting = None if options.counting is None else options.counting.fingerprint()
+    return {
+        "version": FORMAT,
+        "--format": how.format,
+        "--image-dir": None if how.image_dir is None else str(how.image_dir),
+        "--source-split": how.split,
+        "--image-key": how.keys.image,
+        "--question-key": how.keys.question,
+        "--answer-key": how.keys.answer,
+        "--captions": how.keys.captions,
+        "--samples-per-shard": options.rows_per_shard,
+        "--val-ratio": options.val_ratio,
+        "--tokenizer-load-dir, --chat-template, --lang (hash)": counting,
+        "--pack-to": options.pack_to,
+        "--check-images": options.check_images,
+    }

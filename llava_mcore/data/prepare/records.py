@@ -1,0 +1,116 @@
+"""What passes between the steps of the importer, and why a row may be left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from llava_mcore.data.samples import Turn
+
+
+class Reason(StrEnum):
+    """Why a row is skipped; the values are what users read and count."""
+
+    NOT_JSON = "row is no JSON object"
+    NOT_UTF8 = "text is not UTF-8"
+    WRONG_TYPE = "wrong type"
+    NO_CONVERSATION = "no conversation"
+    UNKNOWN_ROLE = "unknown role"
+    ROLE_ORDER = "wrong role order"
+    NO_ANSWER = "no assistant turn"
+    EMPTY_QUESTION = "empty question"
+    EMPTY_ANSWER = "empty answer"
+    MARKS = "marks and pictures differ"
+    IMAGE_MISSING = "picture missing"
+    IMAGE_REMOTE = "picture not on disk"
+    IMAGE_BROKEN = "picture cannot be decoded"
+    IMAGE_FORMAT = "picture format unknown to training"
+    TEMPLATE = "chat template refuses"
+    TOO_LONG = "longer than a pack"
+
+
+class BadSample(Exception):
+    """One row that cannot become a sample. No error of the program: it is caught for every row, and counted."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive rows of one source file that belong into one shard."""
+
+    file: int
+    """Which of the source's files."""
+    row: int
+    """Number of the first row, counted over all files of the source."""
+    index: int
+    """Number of the first row within the file."""
+    count: int
+    """Rows."""
+    start: int = 0
+    stop: int = 0
+    """Bytes of the file that hold the rows; 0 where rows are found by their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row as it lies in its source, or why it cannot even be read."""
+
+    index: int
+    """Number within its file."""
+    data: Mapping[str, Any] | BadSample
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A row whose layout is understood: who says what, and where the pictures are (paths, URIs, bytes)."""
+
+    turns: tuple[Turn, ...]
+    images: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture's bytes as they were found."""
+
+    data: bytes
+    extension: str
+    size: tuple[int, int]
+    """Width and height in pixels, upright."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A checked conversation, ready to be written."""
+
+    row: int
+    """Number over all files of the source."""
+    turns: tuple[Turn, ...]
+    pictures: tuple[Picture, ...]
+    num_tokens: int | None
+    source: Mapping[str, Any]
+    """file, index, id"""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """One line of skipped.jsonl."""
+
+    file: str
+    index: int
+    id: str
+    reason: str
+    detail: str
+
+    def __str__(self) -> str:
+        named = f" ({self.id})" if self.id else ""
+        return f"{self.file}, row {self.index}{named}: {self.reason}: {self.detail}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the line's fields."""
+        return asdict(self)

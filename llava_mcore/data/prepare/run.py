@@ -1,0 +1,239 @@
+"""The work on one source: what is missing is made by several processes, then the dataset is finished."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Protocol
+
+from llava_mcore.data.assets import Assets
+from llava_mcore.data.prepare.counts import Counts, ShardReport, add_up
+from llava_mcore.data.prepare.finish import write_meta
+from llava_mcore.data.prepare.journal import META, Journal, write_whole
+from llava_mcore.data.prepare.plan import Options, Plan, Source, make_plan
+from llava_mcore.data.prepare.records import Segment, Skipped
+from llava_mcore.data.prepare.shard import ShardMaker, Workplace
+from llava_mcore.errors import DataError
+
+MANIFEST = "manifest.json"
+SKIPPED = "skipped.jsonl"
+NUM_FIRST = 10
+"""Skipped rows that are shown."""
+SECONDS_BETWEEN_LOOKS = 0.25
+SHARDS_AHEAD = 2
+"""Shards that wait for each process."""
+
+
+class Progress(Protocol):
+    """What is told while the work goes on."""
+
+    def begin(self, what: str, total: int | None) -> None:
+        """Start a step of `total` rows or shards, None if that is not known."""
+        ...
+
+    def advance(self, number: int) -> None:
+        """So many more are done."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What is in a finished folder."""
+
+    folder: Path
+    counts: Counts
+    num_shards: int
+    num_made: int
+    """Shards that this run has made; the others were there."""
+    rows_made: int
+    seconds: float
+    first_skipped: tuple[Skipped, ...]
+    finished: bool
+    """False: too many rows were skipped, so the shards are there, but no .nv-meta."""
+
+
+def prepare(
+    source: Source,
+    folder: Path,
+    options: Options,
+    progress: Progress,
+    *,
+    num_workers: int = 0,
+    max_skip_rate: float = 0.01,
+    overwrite: bool = False,
+) -> Result:
+    """Make a folder of shards of a source, or what is missing of it.
+
+    Args:
+        num_workers: processes; 0 works in this one. The shards do not depend on it.
+        max_skip_rate: with a larger part of skipped rows, the dataset is not finished.
+        overwrite: begin anew instead of continuing.
+
+    Raises:
+        DataError: before anything is written if the source, the tokenizer or the folder cannot be used, or the folder
+            was begun with another source or options; later if a file or a process fails.
+    """
+    start = time.perf_counter()
+    assets = None if options.counting is None else options.counting.load()  # here, so that a fault is told at once
+    plan = make_plan(source, options, lambda name: progress.begin(f"reading through {name}", None))
+    with Journal(folder) as journal:
+        journal.begin(plan.request, overwrite=overwrite)
+        missing = sorted(set(range(len(plan.shards))) - journal.done())
+        if missing:
+            shutil.rmtree(folder / META, ignore_errors=True)  # so that nothing looks finished meanwhile
+            (folder / MANIFEST).unlink(missing_ok=True)
+            progress.begin(folder.name, sum(s.count for shard in missing for s in plan.shards[shard]))
+        place = Workplace(plan.files, plan.how, options, folder, journal.scratch)
+        for report in _make(place, assets, {shard: plan.shards[shard] for shard in missing}, num_workers, progress):
+            journal.add(report)
+        return _finish(plan, options, journal, progress, set(missing), max_skip_rate, start)
+
+
+def _finish(
+    plan: Plan,
+    options: Options,
+    journal: Journal,
+    progress: Progress,
+    made: set[int],
+    max_skip_rate: float,
+    start: float,
+) -> Result:
+    folder = journal.folder
+    first = _write_skipped(folder / SKIPPED, journal)
+    reports = [replace(report, skipped=()) for report in journal.reports()]
+    counts = add_up(report.counts for report in reports)
+    num_shards = sum(report.name is not None for report in reports)
+    finished = counts.conversations > 0 and counts.skip_rate <= max_skip_rate
+    if not finished:
+        shutil.rmtree(folder / META, ignore_errors=True)
+        (folder / MANIFEST).unlink(missing_ok=True)
+    elif not (folder / MANIFEST).is_file() or not (folder / META).is_dir():
+        progress.begin("indexing shards", num_shards)
+        write_meta(folder, reports, val_ratio=options.val_ratio, on_shard=lambda: progress.advance(1))
+        write_whole(folder / MANIFEST, _manifest(plan, reports, counts))
+    rows_made = sum(report.counts.rows for report in reports if report.shard in made)
+    seconds = time.perf_counter() - start
+    return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished)
+
+
+def _manifest(plan: Plan, reports: Sequence[ShardReport], counts: Counts) -> str:
+    shards = [
+        {"name": r.name, "samples": r.counts.entries, "bytes": r.counts.bytes, "sha256": r.sha256}
+        for r in reports
+        if r.name is not None
+    ]
+    return json.dumps({**plan.request, "totals": counts.to_json(), "shards": shards}, indent=1)
+
+
+def _write_skipped(path: Path, journal: Journal) -> tuple[Skipped, ...]:
+    """Write the list of skipped rows in the order of the source; return the first ones."""
+    first: list[Skipped] = []
+    temporary = journal.scratch / f"{path.name}.part"
+    with temporary.open("w", encoding="utf-8") as file:
+        for report in journal.reports():
+            first += report.skipped[: NUM_FIRST - len(first)]
+            file.writelines(json.dumps(line.to_json(), ensure_ascii=False) + "\n" for line in report.skipped)
+    temporary.replace(path)
+    return tuple(first)
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def _make(
+    place: Workplace,
+    assets: Assets | None,
+    shards: dict[int, tuple[Segment, ...]],
+    num_workers: int,
+    progress: Progress,
+) -> Iterator[ShardReport]:
+    """Yield the reports of shards as they get ready, in any order."""
+    if not shards:
+        return
+    num_workers = min(num_workers, len(shards))
+    if num_workers == 0 or len(shards) == 1:  # starting processes takes seconds
+        maker = ShardMaker(place, assets, lambda: progress.advance(1))
+        for shard, segments in shards.items():
+            yield maker.make(shard, segments)
+        return
+    # Processes are forked from one that has imported everything and runs no threads, unlike this one.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    counter: Synchronized[int] = context.Value("q", 0)
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_process, initargs=(place, counter))
+    try:
+        yield from _collect(pool, shards, num_workers, _Reader(counter, progress.advance))
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"a process was killed, perhaps for want of memory (see --num-workers); {place.folder} is not finished, "
+            "the same command continues"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _Reader:
+    """Hands on what processes have counted since the last look."""
+
+    def __init__(self, counter: Synchronized[int], advance: Callable[[int], None]) -> None:
+        self._counter, self._advance, self._seen = counter, advance, 0
+
+    def look(self) -> None:
+        now = self._counter.value
+        self._advance(now - self._seen)
+        self._seen = now
+
+
+def _collect(
+    pool: ProcessPoolExecutor, shards: dict[int, tuple[Segment, ...]], num_workers: int, reader: _Reader
+) -> Iterator[ShardReport]:
+    waiting = iter(shards.items())
+    running: set[Future[ShardReport]] = set()
+    while True:
+        while len(running) < num_workers * SHARDS_AHEAD and (following := next(waiting, None)) is not None:
+            running.add(pool.submit(_make_shard, *following))
+        if not running:
+            return
+        done, running = wait(running, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
+        reader.look()
+        for future in done:
+            yield future.result()
+
+
+_maker: ShardMaker | None = None
+"""Of this process, if it is one of the pool's."""
+
+
+def _start_process(place: Workplace, counter: Synchronized[int]) -> None:
+    global _maker
+    counting = place.options.counting
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def count() -> None:
+        with counter.get_lock():
+            counter.value += 1
+
+    _maker = ShardMaker(place, None if counting is None else counting.load(), count)
+
+
+def _end_with_parent() -> None:
+    """Without this, processes of a pool whose owner was killed wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _make_shard(shard: int, segments: tuple[Segment, ...]) -> ShardReport:
+    assert _maker is not None
+    return _maker.make(shard, segments)

@@ -1,0 +1,121 @@
+"""One shard, from its rows to its tar file. What runs in the processes of the importer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llava_mcore.data.assets import Assets
+from llava_mcore.data.packing import best_fit
+from llava_mcore.data.prepare.counts import Counts, ShardReport
+from llava_mcore.data.prepare.layouts import check_turns, parse, place_marks
+from llava_mcore.data.prepare.pictures import read_picture
+from llava_mcore.data.prepare.plan import Options
+from llava_mcore.data.prepare.records import BadSample, Conversation, Reason, Row, Segment, Skipped
+from llava_mcore.data.prepare.sources.base import SourceFile
+from llava_mcore.data.prepare.sources.detect import Opening
+from llava_mcore.data.prepare.write import ShardWriter
+from llava_mcore.data.samples import Turn
+from llava_mcore.errors import DataError
+
+LONGEST_ID = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """Where the shards of a source are made. Sent to every process."""
+
+    files: tuple[SourceFile, ...]
+    how: Opening
+    options: Options
+    folder: Path
+    """Of the finished shards."""
+    scratch: Path
+    """Of unfinished ones, on the same file system."""
+
+
+class ShardMaker:
+    """Makes shards of one source, one after the other."""
+
+    def __init__(self, place: Workplace, assets: Assets | None, on_row: Callable[[], None] = lambda: None) -> None:
+        """assets: what counts tokens, None if nothing is to be counted. on_row: called for every row."""
+        self._place = place
+        self._assets = assets
+        self._on_row = on_row
+
+    def make(self, shard: int, segments: Sequence[Segment]) -> ShardReport:
+        """Write a shard and say what is in it; rows that cannot become samples are left out.
+
+        Raises DataError if the source cannot be read any more, OSError if the shard cannot be written.
+        """
+        counts, skipped = Counts(), list[Skipped]()
+        name = f"{shard:06d}.tar"
+        temporary = self._place.scratch / f"{name}.{os.getpid()}.part"  # a process of a killed run may still write
+        with ShardWriter(temporary, self._place.folder / name) as writer:
+            conversations = self._conversations(segments, counts, skipped)
+            if self._place.options.pack_to is None:
+                for conversation in conversations:
+                    writer.add(conversation)
+            else:
+                _write_packs(writer, list(conversations), self._place.options.pack_to)
+            sha256 = writer.finish() if writer.num_entries else ""
+            counts.entries = writer.num_entries
+            counts.bytes = writer.num_bytes if writer.num_entries else 0
+        return ShardReport(shard, name if sha256 else None, sha256, counts, tuple(skipped))
+
+    def _conversations(
+        self, segments: Sequence[Segment], counts: Counts, skipped: list[Skipped]
+    ) -> Iterator[Conversation]:
+        """Yield the good rows as conversations, counted; the others go to `skipped`."""
+        for segment in segments:
+            file = self._place.files[segment.file]
+            for row in file.read(segment):
+                self._on_row()
+                counts.rows += 1
+                try:
+                    conversation = self._conversation(file, row, segment.row + row.index - segment.index)
+                except BadSample as bad:
+                    skipped.append(Skipped(file.name, row.index, _id_of(row), bad.reason.value, _clean(bad.detail)))
+                    counts.reasons[bad.reason.value] += 1
+                else:
+                    counts.add(conversation)
+                    yield conversation
+
+    def _conversation(self, file: SourceFile, row: Row, number: int) -> Conversation:
+        if isinstance(row.data, BadSample):
+            raise row.data
+        how, options = self._place.how, self._place.options
+        draft = place_marks(parse(row.data, how.keys, how.layout))
+        check_turns(draft.turns)
+        pictures = tuple(read_picture(image, file.folder, decode=options.check_images) for image in draft.images)
+        num_tokens = None if self._assets is None else _num_tokens(self._assets, draft.turns, len(pictures))
+        if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
+            raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens, a pack has {options.pack_to}")
+        source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
+        return Conversation(number, draft.turns, pictures, num_tokens, source)
+
+
+def _write_packs(writer: ShardWriter, conversations: list[Conversation], capacity: int) -> None:
+    lengths = [conversation.num_tokens or 0 for conversation in conversations]
+    for pack in best_fit(lengths, capacity):
+        writer.add_pack([conversations[i] for i in pack])
+
+
+def _num_tokens(assets: Assets, turns: Sequence[Turn], num_images: int) -> int:
+    try:
+        return len(assets.chat.encode(turns, num_images=num_images).input_ids)
+    except DataError as error:
+        raise BadSample(Reason.TEMPLATE, str(error)) from error
+
+
+def _id_of(row: Row) -> str:
+    """Return the row's own name, '' if it has none."""
+    found = None if isinstance(row.data, BadSample) else row.data.get("id")
+    return "" if found is None else _clean(str(found))[:LONGEST_ID]
+
+
+def _clean(text: str) -> str:
+    """Return text that UTF-8 can hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")

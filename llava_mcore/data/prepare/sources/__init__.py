@@ -1,0 +1,1 @@
+"""Where rows come from: one file a kind of container. A source knows nothing of conversations."""

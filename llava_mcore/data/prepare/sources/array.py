@@ -1,0 +1,156 @@
+"""One big JSON list: found element by element, so that no more than a few are in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from llava_mcore.data.prepare.records import Row, Segment
+from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
+from llava_mcore.data.prepare.sources.lines import BOM, decode_row
+from llava_mcore.errors import DataError
+
+LARGEST_ELEMENT = 1 << 28
+"""Bytes. One that is larger is taken for a quotation mark that was never closed."""
+LONGEST_WORD = 16
+"""Bytes within which the end of what was read may break a number, an escape or a word such as `false`."""
+SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class JsonArray:
+    """A .json file that is one list of objects."""
+
+    path: Path
+    name: str
+    folder: Path
+
+    def scan(self, cuts: Cuts) -> Scan:
+        """Find the bytes at which shards begin. DataError if the file is no list or breaks off."""
+        sha, segments = hashlib.sha256(), []
+        first = number = start = stop = 0
+        cut = cuts.next_cut(0)
+        with self.path.open("rb") as file:
+            elements = _Elements(file, self.path, sha)
+            elements.open_list()
+            for number, (begin, end) in enumerate(elements, start=1):
+                start, stop = (begin if number == first + 1 else start), end
+                if number == cut:
+                    segments.append(cuts.segment(first, cut - first, start, stop))
+                    first, cut = cut, cuts.next_cut(cut)
+            elements.close_list()
+        if number > first:
+            segments.append(cuts.segment(first, number - first, start, stop))
+        return Scan(tuple(segments), number, sha.hexdigest())
+
+    def read(self, segment: Segment) -> Iterator[Row]:
+        """Yield one row an element."""
+        with self.path.open("rb") as file:
+            file.seek(segment.start)
+            elements = _Elements(file, self.path, base=segment.start, stop=segment.stop)
+            for index, (begin, end) in enumerate(elements, start=segment.index):
+                yield Row(index, decode_row(elements.text_of(begin, end)))
+
+
+@dataclass
+class _Elements:
+    """Byte ranges of the elements of a list in a file. Reads blocks, and forgets what was passed.
+
+    The text is decoded as Latin-1, in which every byte is a character: JSON's own signs are ASCII and never part of
+    a UTF-8 sequence, so the structure is read right, offsets are bytes, and broken UTF-8 is left to the row's own.
+    """
+
+    file: BinaryIO
+    path: Path
+    sha: hashlib._Hash | None = None
+    base: int = 0
+    """Offset of text[0] in the file."""
+    stop: int | None = None
+    text: str = ""
+    position: int = 0
+    """In text."""
+    ended: bool = False
+    decoder: json.JSONDecoder = field(default_factory=lambda: json.JSONDecoder(strict=False))
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of elements until the list's end, or until `stop`."""
+        while self._peek() not in ("]", ""):
+            begin = self.base + self.position
+            self._pass_element()
+            yield begin, self.base + self.position
+            if self._peek() == ",":
+                self.position += 1
+                if self._peek() == "]":
+                    raise self._broken("a value is missing behind a comma")
+            elif self._peek() not in ("]", ""):
+                raise self._broken(f"',' or ']' is missing before {self._peek()!r}")
+
+    def text_of(self, begin: int, end: int) -> bytes:
+        """Return the bytes of the element that was just yielded."""
+        return self.text[begin - self.base : end - self.base].encode("latin-1")
+
+    def open_list(self) -> None:
+        """Pass what stands before the first element."""
+        if self._peek() == BOM.decode("latin-1")[0]:
+            self.position += len(BOM)
+        if self._peek() != "[":
+            raise self._broken("the list does not begin with '['")
+        self.position += 1
+
+    def close_list(self) -> None:
+        """Check that nothing but the list's end is left."""
+        if self._peek() != "]":
+            raise self._broken("the file ends within the list")
+        self.position += 1
+        if self._peek():
+            raise self._broken("there is more behind the list")
+
+    def _peek(self) -> str:
+        """Return the next character that is no white space, '' at the end."""
+        while True:
+            while self.position < len(self.text) and self.text[self.position] in SPACE:
+                self.position += 1
+            if self.position < len(self.text) or not self._more(BLOCK):
+                return self.text[self.position : self.position + 1]
+
+    def _pass_element(self) -> None:
+        size = BLOCK
+        while True:
+            try:
+                value, end = self.decoder.raw_decode(self.text, self.position)
+                length = end - self.position
+                # A number, unlike everything else, may go on behind the end of what was read.
+                is_whole = isinstance(value, (dict, list, str)) or self.text[end : end + 1] in (*SPACE, ",", "]")
+                if is_whole or not self._more(size):
+                    self.position += length
+                    return
+            except RecursionError as error:
+                raise self._broken("it is nested too deeply") from error
+            except json.JSONDecodeError as error:
+                place = error.pos - self.position
+                breaks_off = error.msg.startswith("Unterminated string") or len(self.text) - error.pos < LONGEST_WORD
+                too_large = len(self.text) - self.position > LARGEST_ELEMENT
+                if too_large or not breaks_off or not self._more(size):
+                    self.position += place
+                    raise self._broken(error.msg) from error
+            size = min(2 * size, LARGEST_ELEMENT)  # so that a large element is not parsed again for every block
+
+    def _more(self, size: int) -> bool:
+        """Read on and forget what was passed. False at the end."""
+        if self.stop is not None:
+            size = min(size, self.stop - self.base - len(self.text))
+        block = b"" if self.ended else self.file.read(size)
+        self.ended = not block
+        if self.sha is not None:
+            self.sha.update(block)
+        self.base += self.position
+        self.text = self.text[self.position :] + block.decode("latin-1")
+        self.position = 0
+        return bool(block)
+
+    def _broken(self, what: str) -> DataError:
+        return DataError(f"{self.path} is no JSON list of objects: byte {self.base + self.position}: {what}")

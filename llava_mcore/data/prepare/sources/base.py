@@ -1,0 +1,78 @@
+"""What every kind of source file can do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from llava_mcore.data.prepare.records import Row, Segment
+
+BLOCK = 1 << 20
+"""Bytes that are read at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What reading through a file once found."""
+
+    segments: tuple[Segment, ...]
+    num_rows: int
+    fingerprint: str
+    """Changes if the file's rows change."""
+
+
+class SourceFile(Protocol):
+    """One file (or folder) of rows. Small, and sent to every process."""
+
+    @property
+    def name(self) -> str:
+        """What users know it by; written into every sample."""
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """Relative paths of pictures begin here."""
+        ...
+
+    def scan(self, cuts: Cuts) -> Scan:
+        """Read through the file once, in little memory. DataError if it cannot be read at all."""
+        ...
+
+    def read(self, segment: Segment) -> Iterator[Row]:
+        """Yield the rows of a segment. DataError if the file cannot be read any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Where a file is cut: shard k holds the rows [k * rows_per_shard, (k + 1) * rows_per_shard) of all files."""
+
+    file: int
+    first_row: int
+    """Rows in the files before."""
+    rows_per_shard: int
+
+    def next_cut(self, index: int) -> int:
+        """Return the first row of this file behind row `index` with which a shard begins."""
+        return index + self.rows_per_shard - (self.first_row + index) % self.rows_per_shard
+
+    def segment(self, index: int, count: int, start: int = 0, stop: int = 0) -> Segment:
+        """Return the segment of `count` rows from this file's row `index` on."""
+        return Segment(self.file, self.first_row + index, index, count, start, stop)
+
+    def by_number(self, num_rows: int) -> tuple[Segment, ...]:
+        """Return all segments of a file in which rows are found by their number."""
+        segments, index = [], 0
+        while index < num_rows:
+            stop = min(self.next_cut(index), num_rows)
+            segments.append(self.segment(index, stop - index))
+            index = stop
+        return tuple(segments)
+
+
+def hash_texts(*texts: str) -> str:
+    """Return the SHA-256 of texts."""
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()

@@ -1,0 +1,138 @@
+"""Tables: Parquet files, and the Arrow files of a saved Hugging Face dataset."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from llava_mcore.data.prepare.records import Row, Segment
+from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
+from llava_mcore.errors import DataError
+
+ROWS_AT_ONCE = 16
+"""Rows that are taken out of a table at a time; pictures make them large."""
+# pyarrow's own errors derive from these.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, NotImplementedError, MemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetTable:
+    """A .parquet file, read by row groups, and of these only the columns that are wanted."""
+
+    path: Path
+    name: str
+    folder: Path
+    columns: frozenset[str]
+
+    def scan(self, cuts: Cuts) -> Scan:
+        """Read the footer, which holds number, place and size of everything, and so changes with the data."""
+        with self._open() as table:
+            num_rows = int(table.metadata.num_rows)
+        return Scan(cuts.by_number(num_rows), num_rows, _ends_hash(self.path))
+
+    def read(self, segment: Segment) -> Iterator[Row]:
+        """Yield rows of the row groups that the segment touches."""
+        with self._open() as table:
+            first, groups = 0, []
+            skipped = None
+            for group in range(table.metadata.num_row_groups):
+                end = first + table.metadata.row_group(group).num_rows
+                if end > segment.index and first < segment.index + segment.count:
+                    skipped = segment.index - first if skipped is None else skipped
+                    groups.append(group)
+                first = end
+            columns = [name for name in table.schema_arrow.names if name in self.columns]
+            batches = table.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=columns, use_threads=False)
+            yield from _rows(self.path, batches, segment, skipped or 0)
+
+    def _open(self) -> pq.ParquetFile:
+        # Without pre-buffering and with a read buffer, a row group is not held in memory as a whole.
+        return _opened(self.path, lambda: pq.ParquetFile(self.path, pre_buffer=False, buffer_size=BLOCK))
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowTable:
+    """An .arrow file, mapped into memory."""
+
+    path: Path
+    name: str
+    folder: Path
+    columns: frozenset[str]
+
+    def scan(self, cuts: Cuts) -> Scan:
+        """Count the rows of the record batches without touching what they hold."""
+        num_rows = sum(batch.num_rows for batch in _guarded(self.path, self._batches()))
+        return Scan(cuts.by_number(num_rows), num_rows, _ends_hash(self.path))
+
+    def read(self, segment: Segment) -> Iterator[Row]:
+        """Yield rows; what lies before them is passed over without being read."""
+        batches = self._batches()
+        first = 0
+        for batch in _guarded(self.path, batches):
+            if first + batch.num_rows > segment.index:
+                wanted = batch.select([name for name in batch.schema.names if name in self.columns])
+                begin = max(0, segment.index - first)
+                end = min(batch.num_rows, segment.index + segment.count - first)
+                pieces = (wanted.slice(i, min(ROWS_AT_ONCE, end - i)) for i in range(begin, end, ROWS_AT_ONCE))
+                part = Segment(segment.file, 0, first + begin, end - begin)
+                yield from _rows(self.path, pieces, part, 0)
+            first += batch.num_rows
+            if first >= segment.index + segment.count:
+                return
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield record batches of either kind of Arrow file; `datasets` writes streams."""
+        with pa.memory_map(str(self.path)) as source:
+            try:
+                stream = pa.ipc.open_stream(source)
+            except pa.ArrowInvalid:
+                source.seek(0)
+                table = pa.ipc.open_file(source)
+                yield from (table.get_batch(i) for i in range(table.num_record_batches))
+                return
+            yield from stream
+
+
+def _rows(path: Path, batches: Iterator[pa.RecordBatch], segment: Segment, skipped: int) -> Iterator[Row]:
+    """Yield the segment's rows of batches, of which `skipped` rows come before it."""
+    left = segment.count
+    for batch in _guarded(path, batches):
+        passed = min(skipped, batch.num_rows)
+        skipped -= passed
+        for row in batch.slice(passed, min(left, batch.num_rows - passed)).to_pylist():
+            yield Row(segment.index + segment.count - left, row)
+            left -= 1
+        if not left:
+            return
+
+
+def _guarded(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Report what reading raises as DataError."""
+    try:
+        yield from batches
+    except UNREADABLE as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _opened(path: Path, opens: Callable[[], Any]) -> Any:
+    try:
+        return opens()
+    except UNREADABLE as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _ends_hash(path: Path) -> str:
+    """Return a hash of a file's size, head and tail. The tail holds Parquet's index of everything."""
+    size = path.stat().st_size
+    sha = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        sha.update(file.read(BLOCK))
+        file.seek(max(0, size - BLOCK))
+        sha.update(file.read(BLOCK))
+    return sha.hexdigest()

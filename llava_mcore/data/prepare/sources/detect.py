@@ -1,0 +1,164 @@
+"""Which kind of source a path is, told by what lies there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from llava_mcore.data.prepare.layouts import Keys
+from llava_mcore.data.prepare.sources.array import LARGEST_ELEMENT, JsonArray
+from llava_mcore.data.prepare.sources.base import SourceFile
+from llava_mcore.data.prepare.sources.columns import ArrowTable, ParquetTable
+from llava_mcore.data.prepare.sources.lines import BOM, JsonLines
+from llava_mcore.data.prepare.sources.triples import TarShard, TripleFolder, is_part
+from llava_mcore.errors import DataError
+
+Format = Literal["auto", "llava", "sharegpt", "openai", "parquet", "huggingface", "vqa"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+LAYOUTS = {"llava": "conversations", "sharegpt": "messages", "openai": "messages"}
+"""Formats whose rows must have this field."""
+JSON_SUFFIXES = (".json", ".jsonl")
+DATA_SUFFIXES = (".parquet", ".arrow", ".tar", *JSON_SUFFIXES)
+SPLITS = ("train", "validation", "val", "valid", "dev", "test")
+HEAD = 4096
+"""Bytes within which a .json file must show what it is."""
+ALLOWED = (
+    "allowed are .json, .jsonl, .parquet, .arrow and .tar files, a folder of these, a saved Hugging Face dataset, and "
+    "a folder of NNN.jpg, NNN.txt and NNN.json files"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a path is to be understood."""
+
+    format: Format = "auto"
+    image_dir: Path | None = None
+    """Where relative paths of pictures begin; None: the folder of the file that names them."""
+    split: str = "train"
+    """The part of a Hugging Face dataset that is taken if it has several."""
+    keys: Keys = field(default_factory=Keys)
+
+    @property
+    def layout(self) -> str | None:
+        """The field that every row must have, if the format says so."""
+        return LAYOUTS.get(self.format)
+
+
+def find_files(path: Path, how: Opening) -> list[SourceFile]:
+    """Return the source files of a path in their order.
+
+    Raises DataError if there is none, if they are of several kinds, or not of the kind that is wanted.
+    """
+    if not path.exists():
+        raise DataError(f"{path} does not exist")
+    files = _files_of_folder(path, how) if path.is_dir() else [_open_file(path, path.parent, how)]
+    wrong = [file.name for file in files if not _fits(file, how.format)]
+    if wrong:
+        raise DataError(f"{path}: {', '.join(wrong[:5])} cannot be read with --format {how.format}; {ALLOWED}")
+    if isinstance(files[0], (TripleFolder, TarShard)) and (how.keys.image or how.keys.answer):
+        raise DataError(f"{path}: samples of several files have their picture and answer in files, not under a key")
+    return files
+
+
+def _fits(file: SourceFile, wanted: Format) -> bool:
+    if wanted == "auto":
+        return True
+    if wanted == "vqa":
+        return isinstance(file, (TripleFolder, TarShard))
+    if wanted in LAYOUTS:
+        return isinstance(file, (JsonLines, JsonArray))
+    return isinstance(file, (ParquetTable, ArrowTable))
+
+
+def _open_file(path: Path, root: Path, how: Opening) -> SourceFile:
+    """Open a file, to be named relative to root."""
+    name, folder = str(path.relative_to(root)), how.image_dir or path.parent
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
+        return JsonLines(path, name, folder)
+    if suffix == ".json":
+        return _open_json(path)(path, name, folder)
+    if suffix == ".parquet":
+        return ParquetTable(path, name, folder, how.keys.all())
+    if suffix == ".arrow":
+        return ArrowTable(path, name, folder, how.keys.all())
+    if suffix == ".tar":
+        return TarShard(path, name, folder)
+    raise DataError(f"{path} is of no known kind; {ALLOWED}")
+
+
+def _open_json(path: Path) -> Callable[[Path, str, Path], SourceFile]:
+    """Tell a list, which may be one long line, from JSON lines by the first character."""
+    with path.open("rb") as file:
+        head = file.read(HEAD).removeprefix(BOM).lstrip()
+        if head.startswith(b"["):
+            return JsonArray
+        file.seek(0)
+        first = file.readline(LARGEST_ELEMENT).removeprefix(BOM)
+    try:
+        is_row = isinstance(json.loads(first), dict)
+    except ValueError:  # UnicodeDecodeError too
+        is_row = False
+    if not is_row:
+        raise DataError(f"{path} is neither a list of objects nor JSON lines; it begins with {head[:60]!r}")
+    return JsonLines
+
+
+def _files_of_folder(folder: Path, how: Opening) -> list[SourceFile]:
+    if (folder / "dataset_dict.json").is_file():
+        if not (folder / how.split).is_dir():
+            parts = ", ".join(sorted(p.name for p in folder.iterdir() if p.is_dir()))
+            raise DataError(f"{folder} has no part {how.split!r}, only {parts}; choose with --source-split")
+        folder = folder / how.split
+    if (folder / "state.json").is_file():
+        return [_open_file(folder / name, folder, how) for name in _saved_files(folder / "state.json")]
+    with os.scandir(folder) as entries:
+        names = {entry.name for entry in entries if entry.name.endswith((".json", ".txt")) and is_part(entry.name)}
+    if any(name.endswith(".json") and f"{name.removesuffix('.json')}.txt" in names for name in names):
+        return [TripleFolder(folder, folder.name, how.image_dir or folder)]
+    found = _by_suffix(folder)
+    data = [suffix for suffix in found if suffix not in JSON_SUFFIXES] or list(found)
+    if len(data) != 1:
+        raise DataError(f"{folder} has {' and '.join(sorted(data)) or 'no'} files; name one file or folder. {ALLOWED}")
+    paths = _of_split(found[data[0]], folder, how.split)
+    folders = sorted({str(path.parent.relative_to(folder)) for path in paths})
+    if len(folders) > 1 and data[0] == ".parquet":
+        raise DataError(f"{folder} has tables in several folders; choose one of {', '.join(folders[:10])}")
+    return [_open_file(path, folder, how) for path in paths]
+
+
+def _by_suffix(folder: Path) -> dict[str, list[Path]]:
+    """Return the data files of a folder and its folders, those with a leading dot aside, in order."""
+    found: dict[str, list[Path]] = {}
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            suffix = os.path.splitext(name)[1].lower()
+            if suffix in DATA_SUFFIXES and not name.startswith("."):
+                found.setdefault(suffix, []).append(Path(root, name))
+    return {suffix: sorted(paths) for suffix, paths in found.items()}
+
+
+def _of_split(paths: Sequence[Path], folder: Path, split: str) -> list[Path]:
+    """Return the files whose names or folders begin with the split, or all if no name speaks of splits."""
+    spoken = {path: {p.partition("-")[0].partition(".")[0] for p in path.relative_to(folder).parts} for path in paths}
+    known = set(SPLITS) & {word for words in spoken.values() for word in words}
+    if not known:
+        return list(paths)
+    chosen = [path for path in paths if split in spoken[path]]
+    if not chosen:
+        raise DataError(f"{folder} has no part {split!r}, only {', '.join(sorted(known))}; choose with --source-split")
+    return chosen
+
+
+def _saved_files(state: Path) -> list[str]:
+    """Return the names of the Arrow files of a saved Hugging Face dataset, in their order."""
+    try:
+        return [str(file["filename"]) for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{state} is not what `datasets` saves: {error!r}") from error

@@ -1,0 +1,69 @@
+"""JSON lines: every line is a row; blank ones are passed over."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llava_mcore.data.prepare.records import BadSample, Reason, Row, Segment
+from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
+
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines:
+    """A .jsonl file."""
+
+    path: Path
+    name: str
+    folder: Path
+
+    def scan(self, cuts: Cuts) -> Scan:
+        """Find the bytes at which shards begin."""
+        sha, segments = hashlib.sha256(), []
+        start = first = num_lines = position = 0  # of the open segment; of the block
+        cut, last = cuts.next_cut(0), b"\n"
+        with self.path.open("rb") as file:
+            while block := file.read(BLOCK):
+                sha.update(block)
+                ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+                while num_lines + len(ends) >= cut:
+                    taken = cut - num_lines
+                    stop = position + int(ends[taken - 1]) + 1
+                    segments.append(cuts.segment(first, cut - first, start, stop))
+                    ends, num_lines, first, start = ends[taken:], cut, cut, stop
+                    cut = cuts.next_cut(cut)
+                num_lines += len(ends)
+                position += len(block)
+                last = block[-1:]
+        num_lines += last != b"\n"
+        if num_lines > first:
+            segments.append(cuts.segment(first, num_lines - first, start, position))
+        return Scan(tuple(segments), num_lines, sha.hexdigest())
+
+    def read(self, segment: Segment) -> Iterator[Row]:
+        """Yield one row a line."""
+        with self.path.open("rb") as file:
+            file.seek(segment.start)
+            for index in range(segment.index, segment.index + segment.count):
+                line = file.readline()
+                if line.strip():
+                    yield Row(index, decode_row(line.removeprefix(BOM) if index == 0 else line))
+
+
+def decode_row(data: bytes) -> dict[str, Any] | BadSample:
+    """Return one JSON object, or why it is none."""
+    try:
+        row = json.loads(data.decode("utf-8"), strict=False)
+    except UnicodeDecodeError as error:
+        return BadSample(Reason.NOT_UTF8, f"{error.reason} at byte {error.start} of the row")
+    except (ValueError, RecursionError) as error:
+        return BadSample(Reason.NOT_JSON, str(error))
+    return row if isinstance(row, dict) else BadSample(Reason.NOT_JSON, f"found {type(row).__name__} {row!r:.60}")

@@ -1,0 +1,171 @@
+"""Samples of several files: NNN.jpg, NNN.txt (answer) and NNN.json (question), in a folder or in tar files."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.data.cooking import IMAGE_PARTS
+from llava_mcore.data.prepare.records import BadSample, Reason, Row, Segment
+from llava_mcore.data.prepare.sources.base import Cuts, Scan
+from llava_mcore.data.prepare.sources.lines import decode_row
+from llava_mcore.errors import DataError
+
+TEXT_PARTS = ("json", "txt")
+
+
+@dataclass(frozen=True, slots=True)
+class TripleFolder:
+    """A folder of files. Their names are the one thing that is held in memory as a whole."""
+
+    path: Path
+    name: str
+    folder: Path
+
+    def scan(self, cuts: Cuts) -> Scan:
+        """List the folder; its fingerprint is made of names, sizes and times."""
+        sha = hashlib.sha256()
+        _listing.cache_clear()
+        num_rows = 0
+        for stem, parts in _listing(self.path):
+            num_rows += 1
+            for part in parts:
+                stat = (self.path / f"{stem}.{part}").stat()
+                sha.update(f"{stem}.{part}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+        return Scan(cuts.by_number(num_rows), num_rows, sha.hexdigest())
+
+    def read(self, segment: Segment) -> Iterator[Row]:
+        """Yield the samples in the order of their names. DataError if a file has gone."""
+        samples = _listing(self.path)[segment.index : segment.index + segment.count]
+        for index, (stem, parts) in enumerate(samples, start=segment.index):
+            paths = {part: self.path / f"{stem}.{part}" for part in parts}
+            try:
+                texts = {part.lower(): paths[part].read_bytes() for part in parts if part.lower() in TEXT_PARTS}
+            except OSError as error:
+                raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
+            yield Row(index, _sample(stem, texts, [str(paths[p]) for p in parts if p.lower() not in TEXT_PARTS]))
+
+
+@functools.lru_cache(maxsize=1)
+def _listing(folder: Path) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the samples of a folder with their parts, in order. Kept, because every shard asks for it."""
+    found: dict[str, list[str]] = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if is_part(entry.name):
+                stem, _, part = entry.name.partition(".")
+                found.setdefault(stem, []).append(part)
+    return [(stem, tuple(sorted(found[stem]))) for stem in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class TarShard:
+    """A tar file with such samples, or with samples that this importer has written."""
+
+    path: Path
+    name: str
+    folder: Path
+
+    def scan(self, cuts: Cuts) -> Scan:
+        """Read the headers of all members; the fingerprint is made of these. DataError if the file breaks off."""
+        sha, segments = hashlib.sha256(), []
+        number = first = start = 0
+        cut, last = cuts.next_cut(0), ""
+        with self._open() as tar:
+            for member in self._members(tar):
+                sha.update(f"{member.name}\0{member.size}\0{member.mtime}\0{member.chksum}\n".encode())
+                stem = _split(member.name)[0]
+                if stem != last:
+                    if number == cut:
+                        segments.append(cuts.segment(first, cut - first, start, member.offset))
+                        first, start, cut = cut, member.offset, cuts.next_cut(cut)
+                    number, last = number + 1, stem
+            end = tar.offset
+        if number > first:
+            segments.append(cuts.segment(first, number - first, start, end))
+        return Scan(tuple(segments), number, sha.hexdigest())
+
+    def read(self, segment: Segment) -> Iterator[Row]:
+        """Yield the samples from a segment's first byte on."""
+        with self._open(segment.start) as tar:
+            index, last, parts = segment.index - 1, "", dict[str, bytes]()
+            for member in self._members(tar):
+                stem, part = _split(member.name)
+                if stem != last:
+                    if last:
+                        yield Row(index, _tar_sample(last, parts))
+                    index, last, parts = index + 1, stem, {}
+                    if index == segment.index + segment.count:
+                        return
+                file = tar.extractfile(member)
+                assert file is not None
+                parts[part] = self._content(file.read(), member)
+            if last:
+                yield Row(index, _tar_sample(last, parts))
+
+    @contextlib.contextmanager
+    def _open(self, start: int = 0) -> Iterator[tarfile.TarFile]:
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(self.path.open("rb"))
+                file.seek(start)
+                tar = stack.enter_context(tarfile.open(fileobj=file, mode="r:"))
+            except (OSError, tarfile.TarError) as error:
+                raise DataError(f"{self.path} is no tar file that can be read: {error}") from error
+            yield tar
+
+    def _members(self, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+        """Yield the parts of samples, forgetting what has been passed."""
+        try:
+            while (member := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined]  # else the headers of the whole file pile up
+                if member.isreg() and _split(member.name)[1]:
+                    yield member
+        except (OSError, tarfile.TarError) as error:
+            raise DataError(f"{self.path} is broken near byte {tar.offset}: {error}") from error
+
+    def _content(self, data: bytes, member: tarfile.TarInfo) -> bytes:
+        if len(data) != member.size:
+            raise DataError(f"{self.path} breaks off within {member.name}")
+        return data
+
+
+def is_part(name: str) -> bool:
+    """Whether a file's name is that of a sample's part."""
+    return name.partition(".")[2].lower() in (*TEXT_PARTS, *IMAGE_PARTS) and not name.startswith(".")
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return a member's sample and part, which begins at the first dot of the file's name."""
+    folder, slash, file = name.rpartition("/")
+    stem, _, part = file.partition(".")
+    return folder + slash + stem, part
+
+
+def _tar_sample(stem: str, parts: Mapping[str, bytes]) -> dict[str, Any] | BadSample:
+    names = [part for part in parts if part.rpartition(".")[2].lower() in IMAGE_PARTS]
+    names.sort(key=lambda part: (int(n) if (n := part.partition(".")[0]).isdecimal() else 0, part))
+    return _sample(stem, parts, [parts[name] for name in names])
+
+
+def _sample(stem: str, texts: Mapping[str, bytes], pictures: list[Any]) -> dict[str, Any] | BadSample:
+    """Return a row with question, answer and pictures; messages stay what they are."""
+    if "json" not in texts:
+        return BadSample(Reason.NO_CONVERSATION, f"{stem} has no .json")
+    row = decode_row(texts["json"])
+    if isinstance(row, BadSample):
+        return row
+    found: dict[str, Any] = {"id": stem, "image": pictures} if "messages" not in row else {"images": pictures}
+    if "txt" in texts:
+        try:
+            found["answer"] = texts["txt"].decode("utf-8")
+        except UnicodeDecodeError as error:
+            return BadSample(Reason.NOT_UTF8, f"{stem}.txt: {error.reason} at byte {error.start}")
+    return {"id": stem} | row | found

@@ -1,0 +1,143 @@
+"""What a run has done: tables on the console, histograms there and as PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from llava_mcore.data.prepare.counts import BINS_PER_OCTAVE, Histogram, add_up
+from llava_mcore.data.prepare.run import SKIPPED, Result
+
+BAR_WIDTH = 40
+FIGURES: Mapping[str, tuple[str, str]] = {
+    "tokens": ("tokens.png", "tokens of a conversation, pictures included"),
+    "sides": ("pixels.png", "longer side of a picture in pixels"),
+}
+
+
+def show(console: Console, results: Sequence[Result]) -> None:
+    """Print the table of all sources, the reasons of skipped rows, and the histograms."""
+    console.print(_totals(results))
+    reasons = [(r, reason, number) for r in results for reason, number in r.counts.reasons.most_common()]
+    if reasons:
+        table = Table("source", "skipped because", "rows", box=box.SIMPLE, title="Skipped rows")
+        for result, reason, number in reasons:
+            table.add_row(result.folder.name, reason, f"{number:,}")
+        console.print(table)
+    for result in results:
+        for histogram, name in ((result.counts.tokens, "tokens"), (result.counts.sides, "sides")):
+            if histogram.number:
+                console.print(_bars(histogram, f"{result.folder.name}: {FIGURES[name][1]}"))
+
+
+def _totals(results: Sequence[Result]) -> Table:
+    """One column a source, and one for all of them."""
+    counts = [result.counts for result in results]
+    names = [result.folder.name for result in results]
+    seconds = [result.seconds for result in results]
+    rows_made = [result.rows_made for result in results]
+    shards = [(result.num_shards, result.num_made) for result in results]
+    if len(results) > 1:
+        names.append("all")
+        counts.append(add_up(counts))
+        seconds.append(sum(seconds))
+        rows_made.append(sum(rows_made))
+        shards.append((sum(number for number, _ in shards), sum(made for _, made in shards)))
+    table = Table("", *names, box=box.SIMPLE, title="Prepared")
+    table.add_row("samples", *(f"{c.conversations:,}" for c in counts))
+    if any(c.entries != c.conversations for c in counts):
+        table.add_row("packs", *(f"{c.entries:,}" for c in counts))
+    table.add_row("skipped", *(f"{c.skipped:,} ({c.skip_rate:.2%})" for c in counts))
+    table.add_row("tokens", *(f"{c.tokens.total:,}" if c.tokens.number else "not counted" for c in counts))
+    table.add_row("pictures", *(f"{c.pictures:,}" for c in counts))
+    table.add_row("shards", *(f"{number:,} ({made:,} new)" for number, made in shards))
+    table.add_row("size", *(_size(c.bytes) for c in counts))
+    table.add_row("seconds", *(f"{s:,.1f}" for s in seconds))
+    table.add_row("samples/s", *(f"{m / s:,.0f}" if m else "-" for m, s in zip(rows_made, seconds, strict=True)))
+    return table
+
+
+def _bars(histogram: Histogram, title: str) -> Table:
+    """Half an octave a line, which is enough to see what is there."""
+    step = BINS_PER_OCTAVE // 2
+    lines: dict[int, int] = {}
+    for number, count in histogram.bins.items():
+        lines[number // step] = lines.get(number // step, 0) + count
+    most = max(lines.values())
+    mean = histogram.total / histogram.number
+    caption = f"mean {mean:,.0f}, largest {histogram.largest:,}"
+    table = Table("from", "number", "", box=box.SIMPLE, title=title, caption=caption, show_edge=False)
+    for line in range(min(lines), max(lines) + 1):
+        count = lines.get(line, 0)
+        table.add_row(f"{_edge(line * step):,}", f"{count:,}", "█" * round(BAR_WIDTH * count / most))
+    return table
+
+
+def _edge(number: int) -> int:
+    """Return the smallest whole number of a bin."""
+    return -int(-(2 ** (number / BINS_PER_OCTAVE)) // 1)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.1f} TiB"
+
+
+def draw(result: Result) -> list[Path]:
+    """Write a PNG of each histogram that is not empty and return their paths."""
+    histograms = {"tokens": result.counts.tokens, "sides": result.counts.sides}
+    written = []
+    for name, (file, label) in FIGURES.items():
+        if histograms[name].number:
+            _draw(histograms[name], label, result.folder / file)
+            written.append(result.folder / file)
+    return written
+
+
+def _draw(histogram: Histogram, label: str, path: Path) -> None:
+    import matplotlib  # takes a second, which starting the command should not
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter
+
+    bins = range(min(histogram.bins), max(histogram.bins) + 1)
+    edges = [2 ** (b / BINS_PER_OCTAVE) for b in (*bins, bins.stop)]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.stairs([histogram.bins.get(b, 0) for b in bins], edges, fill=True)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel(label)
+    axes.set_ylabel("number")
+    mean = histogram.total / histogram.number
+    axes.axvline(mean, color="black", linewidth=1, linestyle="--")
+    axes.set_title(f"{histogram.number:,} in all, mean {mean:,.0f}, largest {histogram.largest:,}", fontsize=10)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def failures(results: Sequence[Result], max_skip_rate: float) -> list[str]:
+    """Return what to tell of the sources that were not finished."""
+    told = []
+    for result in results:
+        if result.finished:
+            continue
+        counts = result.counts
+        advice = (
+            "The shards are written, but not finished (no .nv-meta): with a higher --max-skip-rate the same command "
+        )
+        told.append(
+            f"{result.folder}: {counts.skipped:,} of {counts.rows:,} rows were skipped "
+            f"({counts.skip_rate:.2%}, --max-skip-rate is {max_skip_rate:.2%}). "
+            + (f"{advice}finishes them at once." if counts.conversations else "Not one became a sample.")
+            + f" All skipped rows are in {result.folder / SKIPPED}; the first are:"
+            + "".join(f"\n{line}" for line in result.first_skipped)
+        )
+    return told

@@ -1,0 +1,85 @@
+"""Conversations -> one tar file, the same bytes for the same conversations, there as a whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tarfile
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Self
+
+from llava_mcore.data.prepare.records import Conversation, Picture
+
+
+class ShardWriter:
+    """Writes to a temporary file; only `finish` gives it its name, replacing what may be there."""
+
+    def __init__(self, temporary: Path, final: Path) -> None:
+        self._temporary, self._final = temporary, final
+        self._file = temporary.open("wb")
+        self._sha = hashlib.sha256()
+        self._tar = tarfile.TarFile(fileobj=self, mode="w", format=tarfile.USTAR_FORMAT)  # type: ignore[arg-type]
+        self.num_entries = 0
+        self.num_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def add(self, conversation: Conversation) -> None:
+        """Write one conversation as a sample; its number is its key."""
+        self._add_entry(conversation.row, about(conversation), conversation.pictures)
+
+    def add_pack(self, conversations: Sequence[Conversation]) -> None:
+        """Write several as one sample, with the key of the first and pictures numbered through."""
+        pictures = [picture for conversation in conversations for picture in conversation.pictures]
+        self._add_entry(conversations[0].row, {"pack": [about(c) for c in conversations]}, pictures)
+
+    def finish(self) -> str:
+        """Close the file, see it safely on disk and give it its name. Returns its SHA-256."""
+        self._tar.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._temporary.replace(self._final)
+        return self._sha.hexdigest()
+
+    # -- a file for tarfile, which notes what is written --------------------------------------------------------
+
+    def write(self, data: bytes) -> int:
+        """Write to the file, count and hash."""
+        self._sha.update(data)
+        self.num_bytes += len(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        """Return the place in the file."""
+        return self._file.tell()
+
+    def _add_entry(self, row: int, content: dict[str, Any], pictures: Sequence[Picture]) -> None:
+        key = f"{row:09d}"
+        self._add_file(f"{key}.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
+        for number, picture in enumerate(pictures):
+            self._add_file(f"{key}.{number}.{picture.extension}", picture.data)
+        self.num_entries += 1
+
+    def _add_file(self, name: str, data: bytes) -> None:
+        member = tarfile.TarInfo(name)  # owner 0, time 0: nothing of this machine or of today
+        member.size, member.mode = len(data), 0o444
+        self._tar.addfile(member, BytesIO(data))
+
+
+def about(conversation: Conversation) -> dict[str, Any]:
+    """Return the json part of a conversation."""
+    content: dict[str, Any] = {"messages": [{"role": t.role, "content": t.text} for t in conversation.turns]}
+    if conversation.num_tokens is not None:
+        content["num_tokens"] = conversation.num_tokens
+    content["image_sizes"] = [list(picture.size) for picture in conversation.pictures]
+    content["source"] = dict(conversation.source)
+    return content

@@ -1,0 +1,48 @@
+"""What the ranks of the Transformer Engine tests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llava_mcore.checkpoint.layout import latest_checkpoint
+from tests.parallel.checks import join, load_model, logits
+from tests.parallel.training_checks import run_all
+
+TE = {"model.transformer_impl": "transformer_engine"}
+FP8 = {"training.fp8": True, "training.micro_batch_size": 8, **TE}  # 8 x 48 tokens: a multiple of 128
+
+
+def bf16_logits(cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor | None]]:
+    """Return each case's logits from both kinds of layers, in bf16."""
+    groups = join(1, 1)
+    found = []
+    for case in cases:
+        checkpoint = latest_checkpoint(Path(case["megatron"]))[0]
+        both = {}
+        for impl in ("local", "transformer_engine"):
+            model = load_model(groups, checkpoint, params_dtype=torch.bfloat16, transformer_impl=impl).bfloat16()
+            inputs = case["inputs"] | {"pixel_values": case["inputs"]["pixel_values"].bfloat16()}
+            both[impl] = logits(groups, model, inputs)
+        found.append(both)
+    return found
+
+
+def curves(tp: int, pp: int, checkpoint: str, save_dir: str, fp8: bool = True) -> dict[str, dict[str, list[float]]]:
+    """Train with Transformer Engine at one layout: padded, packed, and in every FP8 recipe."""
+    groups = join(tp, pp)
+    mixed = {1, 3, 4, 5}
+    bf16 = {"training.precision": "bf16", "training.train_iters": 8}
+    runs: dict[str, tuple[str, set[int], dict[str, Any]]] = {
+        "local": (checkpoint, mixed, bf16),
+        "te": (checkpoint, mixed, bf16 | TE),
+        "packed te": (checkpoint, mixed, bf16 | TE),
+        "distributed": (checkpoint, mixed, bf16 | TE | {"parallel.use_distributed_optimizer": True}),
+        "text only": (checkpoint, set(range(8)), bf16 | TE),
+    }
+    if fp8:
+        for recipe in ("delayed", "tensorwise", "blockwise"):
+            runs[recipe] = (checkpoint, mixed, bf16 | FP8 | {"training.fp8_recipe": recipe})
+    return run_all(groups, runs, save_dir)

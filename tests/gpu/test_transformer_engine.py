@@ -1,0 +1,74 @@
+"""Transformer Engine's layers against torch's and Hugging Face: logits, training, FP8, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from llava_mcore.apps.export_hf import export_hf
+from llava_mcore.apps.import_hf import import_hf
+from tests.helpers.cases import CASES, hf_logits, make_case, make_inputs
+from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.world import run_world
+
+pytestmark = pytest.mark.gpu
+NUM_GPUS = torch.cuda.device_count()
+LAYOUTS = [x for x in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)] if math.prod(x) <= NUM_GPUS]
+
+
+def test_bf16_logits_are_as_near_to_hugging_face_as_torchs(tmp_path: Path) -> None:
+    cases, expected = [], []
+    for case in CASES:
+        root = tmp_path / case.name
+        model = make_case(case, root / "hf")
+        import_hf(root / "hf", root / "megatron")
+        inputs = make_inputs(model)
+        expected.append(hf_logits(model, inputs))
+        cases.append({"megatron": str(root / "megatron"), "inputs": inputs})
+    found = run_world(1, "tests.gpu.te_checks:bf16_logits", cases=cases)[0]
+    for case, truth, both in zip(CASES, expected, found, strict=True):
+        error = {impl: (x.float() - truth).abs().mean().item() for impl, x in both.items()}
+        print(f"{case.name}: mean |logit - fp32| {json.dumps(error)}, mean |logit| {truth.abs().mean():.2f}")
+        assert error["transformer_engine"] <= 1.3 * error["local"]
+
+
+def test_training_at_every_layout(tmp_path: Path) -> None:
+    make_hf_llava(tmp_path / "hf", text_overrides={"hidden_size": 128, "intermediate_size": 256})
+    import_hf(tmp_path / "hf", tmp_path / "megatron")
+    arguments = {"checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path / "save")}
+    reference: dict[str, dict[str, list[float]]] = {}
+    for tp, pp, dp in LAYOUTS:
+        one = dp == 1 and pp == 1
+        runs = run_world(tp * pp * dp, "tests.gpu.te_checks:curves", tp=tp, pp=pp, fp8=one, **arguments)[0]
+        reference = reference or runs
+        truth = reference["local"]["loss"]
+        for name, run in runs.items():
+            worst = max(abs(a - b) / b for a, b in zip(run["loss"], truth, strict=True))
+            print((tp, pp, dp), name, f"worst relative loss difference {worst:.1e}", [round(x, 3) for x in run["loss"]])
+            assert all(map(math.isfinite, run["loss"] + run["grad_norm"]))
+            if name != "text only":
+                assert worst < (0.05 if name in ("delayed", "tensorwise", "blockwise") else 0.01), (name, run, truth)
+
+
+def test_saved_on_a_gpu_and_read_on_a_cpu(tmp_path: Path) -> None:
+    """Train and save with Transformer Engine, resume at another layout, and export."""
+    make_hf_llava(tmp_path / "hf")
+    import_hf(tmp_path / "hf", tmp_path / "megatron")
+    arguments = {
+        "checkpoint": str(tmp_path / "megatron"),
+        "save_dir": str(tmp_path / "save"),
+        "impl": "transformer_engine",
+    }
+    saved = run_world(
+        1, "tests.parallel.resume_checks:train_and_save", tp=1, pp=1, hf=str(tmp_path / "hf"), **arguments
+    )
+    resumed = run_world(1, "tests.parallel.resume_checks:resume_and_train", tp=1, pp=1, **arguments)
+    assert resumed == saved, "bitwise"
+    other = run_world(1, "tests.parallel.resume_checks:resume_and_train", tp=1, pp=1, **(arguments | {"impl": "local"}))
+    for name, losses in saved[0].items():
+        assert other[0][name] == pytest.approx(losses, rel=1e-2)
+    export_hf(tmp_path / "save" / "plain", tmp_path / "exported")

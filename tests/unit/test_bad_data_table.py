@@ -1,0 +1,60 @@
+"""Every kind of bad input: what the doctor says about it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from llava_mcore.apps import check_data
+from llava_mcore.data.assets import Assets, load_assets
+from llava_mcore.data.doctor.report import Report
+from tests.helpers.bad_data import BAD_DATA, FAULTY, SEQ_LENGTH, BadData
+from tests.helpers.tiny_hf import make_hf_llava
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
+    path = tmp_path_factory.mktemp("hf")
+    make_hf_llava(path)
+    return load_assets(path)
+
+
+def examine(path: Path, assets: Assets, *flags: str) -> Report:
+    """The report that the command would print, at a rate of skips that one sample in four keeps to."""
+    parser = argparse.ArgumentParser()
+    check_data.add_flags(parser)
+    rate = ["--max-skip-rate", "0.3", "--seq-length", str(SEQ_LENGTH)]
+    args = parser.parse_args(["--data-path", str(path), "--tokenizer-load-dir", "unused", *rate, *flags])
+    return check_data.examine(args, assets)[0]
+
+
+def said(report: Report) -> str:
+    """Everything that the report says about the data."""
+    return "\n".join([*report.stop, *report.remarks, *(group.reason for group in report.tally.groups.values())])
+
+
+def test_table_has_sixty_kinds_with_names_of_their_own() -> None:
+    names = [bad.name for bad in BAD_DATA]
+    assert len(set(names)) == len(names)
+    assert sum(bad.kind != "fine" for bad in BAD_DATA) >= 60
+
+
+@pytest.mark.parametrize("bad", [bad for bad in BAD_DATA if bad.ranks == 1], ids=lambda bad: bad.name)
+def test_doctor_says_what_is_promised(bad: BadData, assets: Assets, tmp_path: Path) -> None:
+    report = examine(bad.make(tmp_path), assets)
+    text = said(report)
+    assert re.search(bad.text, text), text
+    left_out = report.tally.problems("left out")
+    if bad.kind == "fine":
+        assert not report.reasons_not_to_train and not left_out
+        assert bool(text) == bool(bad.text), text
+    elif bad.kind == "stop":
+        assert report.reasons_not_to_train
+    else:
+        assert not report.reasons_not_to_train and not report.stop
+        assert [group.count for group in left_out] == [1] and report.tally.num_left_out == 1
+        ((_, shard, key),) = left_out[0].examples
+        assert (shard, key) in {("000000.tar", f"{FAULTY:06d}"), ("lines.jsonl", "1")}

@@ -11,6 +11,7 @@ import torch
 
 from llava_mcore.apps.export_hf import export_hf
 from llava_mcore.apps.import_hf import import_hf
+from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from tests.helpers.cases import CASES, hf_logits, make_case, make_inputs
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
@@ -58,14 +59,13 @@ def test_saved_on_a_gpu_and_read_on_a_cpu(tmp_path: Path) -> None:
     """Train and save with Transformer Engine, resume at another layout, and export."""
     make_hf_llava(tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "megatron")
+    carried = str(hf_folder(iteration_folder(tmp_path / "megatron", 0)))
     arguments = {
         "checkpoint": str(tmp_path / "megatron"),
         "save_dir": str(tmp_path / "save"),
         "impl": "transformer_engine",
     }
-    saved = run_world(
-        1, "tests.parallel.resume_checks:train_and_save", tp=1, pp=1, hf=str(tmp_path / "hf"), **arguments
-    )
+    saved = run_world(1, "tests.parallel.resume_checks:train_and_save", tp=1, pp=1, hf=carried, **arguments)
     resumed = run_world(1, "tests.parallel.resume_checks:resume_and_train", tp=1, pp=1, **arguments)
     assert resumed == saved, "bitwise"
     other = run_world(1, "tests.parallel.resume_checks:resume_and_train", tp=1, pp=1, **(arguments | {"impl": "local"}))

@@ -18,7 +18,7 @@ quickstart: .venv/.installed-quickstart ## Import, train, export and evaluate a 
 	$(PYTHON) examples/quickstart/run.py
 
 test: lint ## Run every check that needs no GPU
-	$(PYTHON) -m pytest tests/unit tests/parallel tests/e2e -m 'not gpu' --durations 15
+	$(PYTHON) -m pytest tests/unit tests/parallel tests/e2e -m 'not gpu' -n 2 --dist loadfile --durations 15
 
 lint: .venv/.installed-dev ## Style, types and the order of imports
 	$(PYTHON) -m ruff check .

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import os
 
 import pytest
+import torch
 from hypothesis import settings
 
 # Tests make all they need: looking for a model on a hub is a mistake, and must not wait for a time-out.
@@ -15,13 +17,19 @@ settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Start the server that test processes are forked from: there is one for all, so it must import for all.
+
+    It imports while the first tests run. A process that has looked for GPUs must not be forked.
+    """
+    if not torch.cuda.is_available():
+        multiprocessing.set_forkserver_preload(["tests.helpers.preload"])
+        multiprocessing.forkserver.ensure_running()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where there is none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
+    if marked and not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no GPU"))

@@ -96,7 +96,8 @@ def _batch(samples: Sequence[EncodedSample], planes: Sequence[Tensor], positions
         labels=labels,
         loss_mask=loss_mask,
         position_ids=position_ids,
-        pixel_values=torch.cat([sample.pixel_values for sample in samples]),
+        # A pack alone in its micro-batch need not be copied.
+        pixel_values=samples[0].pixel_values if len(samples) == 1 else torch.cat([s.pixel_values for s in samples]),
         pixel_scale=NO_SCALE,
         image_positions=torch.cat(list(positions)),
         sample_keys=[conversation.key for conversation in conversations],

@@ -12,25 +12,25 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-import ryml
 import torch
-from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset
-from megatron.energon.epathlib import EPath
 from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from torch.utils.data import DataLoader
 
 from llava_mcore.config.schema import DataConfig
 from llava_mcore.data.assets import Assets
-from llava_mcore.data.dataset_path import SPLIT, check_dataset, fingerprint
-from llava_mcore.data.remote import locate, renew_connections, storage_message
+from llava_mcore.data.dataset_path import check_dataset, fingerprint
+from llava_mcore.data.open_stream import check_streams, open_stream
+from llava_mcore.data.remote import renew_connections, storage_message
 from llava_mcore.data.samples import Batch
-from llava_mcore.data.skips import Skips, raise_data_error
+from llava_mcore.data.skips import Skips
 from llava_mcore.data.streams import (
     Delivery,
     Stream,
     StreamServer,
     Turns,
     default_num_streams,
+    num_given,
+    place_behind,
     share,
     streams_of_rank,
 )
@@ -39,9 +39,7 @@ from llava_mcore.errors import DataError, problems
 
 logger = logging.getLogger(__name__)
 
-SAMPLES_PER_SLICE = 100
-"""Samples that are read one after the other before another place of the data is drawn, when shuffling."""
-FORMAT = 2
+FORMAT = 3
 WORKER_ERROR = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback")
 
 
@@ -91,21 +89,21 @@ class TrainLoader:
         }
         places = self._take_over(saved) if saved is not None else {}
 
-        def open_stream(number: int, num_streams: int, batch_size: int) -> Stream:
+        def open_one(number: int, num_streams: int, batch_size: int) -> Stream:
             skips = Skips(stop_if_too_long=data.on_too_long == "error")
             encoder = ChatTaskEncoder(data, assets, skips, seed=seed, pad_multiple=pad_multiple)
-            return _open_stream(number, num_streams, data, encoder, batch_size)
+            return open_stream(number, num_streams, data, encoder, batch_size)
 
         with self._reading():
             if self.num_streams is None:
-                num_samples = open_stream(0, 1, 1).dataset.len_worker(0)
+                num_samples = open_one(0, 1, 1).dataset.len_worker(0)
                 self._settings["data.num_streams"] = default_num_streams(dp_size, data.num_workers, num_samples)
             numbers = streams_of_rank(self.num_streams, dp_rank, dp_size)
-            streams = {n: open_stream(n, self.num_streams, micro_batch_size) for n in numbers}
-            _check_streams(streams, self.num_streams, leaves)
+            streams = {n: open_one(n, self.num_streams, micro_batch_size) for n in numbers}
+            check_streams(streams, self.num_streams, leaves)
             self._restore(streams, places)
         self._places = {n: places.get(n) for n in numbers}
-        num_batches = {n: 0 if place is None else int(place["num_batches"]) for n, place in self._places.items()}
+        num_batches = {n: 0 if place is None else num_given(place) for n, place in self._places.items()}
         self._turns = iter(Turns(num_batches))
         self._sources = _serve(streams, num_batches, data, seed)
         self._closed = False
@@ -133,7 +131,7 @@ class TrainLoader:
             self.close()
             raise
         assert delivery.stream == stream
-        self._places[stream] = delivery.place
+        self._places[stream] = place_behind(self._places[stream], delivery)
         return delivery.batch
 
     def state(self) -> dict[str, Any]:
@@ -266,43 +264,6 @@ def _serve(streams: dict[int, Stream], num_batches: dict[int, int], data: DataCo
         source = _Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout)
         sources |= dict.fromkeys(numbers, source)
     return sources
-
-
-def _open_stream(number: int, num_streams: int, data: DataConfig, encoder: ChatTaskEncoder, batch_size: int) -> Stream:
-    """Open one stream: to energon it is a rank of its own."""
-    assert data.path is not None
-    workers = WorkerConfig(
-        rank=number,
-        world_size=num_streams,
-        num_workers=1,
-        seed_offset=encoder.seed,
-        global_error_handler=encoder.skips,
-        restore_error_handler=raise_data_error,
-    )
-    shuffles = data.shuffle_buffer_size > 1
-    try:
-        dataset: SavableDataset[Batch] = get_train_dataset(
-            locate(data.path),
-            split_part=SPLIT,
-            worker_config=workers,
-            batch_size=batch_size,
-            shuffle_buffer_size=data.shuffle_buffer_size if shuffles else None,
-            max_samples_per_sequence=SAMPLES_PER_SLICE if shuffles else None,
-            task_encoder=encoder,
-        )
-    # What energon finds wrong in dataset.yaml, split.yaml or a blend is mostly found by assertions and look-ups.
-    except (AssertionError, KeyError, TypeError, AttributeError, ImportError, ryml.ExceptionBasic) as error:
-        raise DataError(f"{data.path} cannot be opened, see its .nv-meta/dataset.yaml: {error!r}") from error
-    return Stream(dataset, workers, encoder.skips, name=str(data.path))
-
-
-def _check_streams(streams: dict[int, Stream], num_streams: int, leaves: Sequence[Path | EPath]) -> None:
-    """Every stream needs a sample: one without would end and let the other ranks wait for it."""
-    if any(stream.dataset.len_worker(0) == 0 for stream in streams.values()):
-        raise DataError(
-            f"{', '.join(map(str, leaves))}: fewer samples than the {num_streams} streams that they are divided into; "
-            "lower data.num_streams"
-        )
 
 
 def _own_message(error: Exception) -> str:

@@ -31,6 +31,9 @@ STREAMS_PER_RANK = 2
 LEAST_SAMPLES = 8
 """Samples of a stream, so that a broken one does not leave it with nothing."""
 SHOWN_SKIPS = 10
+PLACE_EVERY = 16
+"""Batches from one place of a stream to the next. To take one costs about as much as to decode a picture; a resumed
+stream makes the batches since the last one again and drops them."""
 
 
 def default_num_streams(dp_size: int, num_workers: int, num_samples: int) -> int:
@@ -54,6 +57,23 @@ def streams_of_rank(num_streams: int, dp_rank: int, dp_size: int) -> list[int]:
     return list(range(dp_rank, num_streams, dp_size))
 
 
+def place_behind(before: dict[str, Any] | None, delivery: Delivery) -> dict[str, Any]:
+    """Return the place behind a delivery: its own, or the one before with a batch more to make again.
+
+    Args:
+        before: the place before the delivery; None at the beginning.
+    """
+    if delivery.place is not None:
+        return delivery.place
+    before = before or {"dataset": None, "num_batches": 0, "further": 0}
+    return before | {"further": before["further"] + 1}
+
+
+def num_given(place: dict[str, Any]) -> int:
+    """Return how many batches a stream has given up to a place."""
+    return place["num_batches"] + place["further"]
+
+
 class Turns:
     """Whose turn it is: the stream that has given the fewest batches, the first of several."""
 
@@ -70,11 +90,11 @@ class Turns:
 
 @dataclass
 class Delivery:
-    """A batch of a stream, and the stream's place behind it as plain containers."""
+    """A batch of a stream, and with some of them the stream's place behind it as plain containers."""
 
     stream: int
     batch: Batch
-    place: dict[str, Any]
+    place: dict[str, Any] | None
 
     def pin_memory(self) -> Self:
         """Copy the tensors to pinned memory (called by torch)."""
@@ -93,20 +113,30 @@ class Stream:
         self._skips = skips
         self._cache = NoCachePool()
         self._num_batches = 0
+        self._num_known = 0
         self._batches: Iterator[Batch] | None = None
 
     def restore(self, place: dict[str, Any]) -> None:
         """Continue behind a place, before the first batch. KeyError or TypeError for one that is not known."""
         assert self._batches is None, "restore() comes before the first batch"
-        self.dataset.restore_state(from_plain(place["dataset"]))
+        if place["dataset"] is not None:
+            self.dataset.restore_state(from_plain(place["dataset"]))
         self._num_batches = place["num_batches"]
+        self._num_known = num_given(place)
 
-    def place(self) -> dict[str, Any]:
-        """Return the place behind the last batch."""
-        return {"dataset": to_plain(self.dataset.save_state()), "num_batches": self._num_batches}
+    def place(self) -> dict[str, Any] | None:
+        """Return the place behind the last batch if one is due."""
+        if self._num_batches % PLACE_EVERY:
+            return None
+        return {"dataset": to_plain(self.dataset.save_state()), "num_batches": self._num_batches, "further": 0}
 
     def __next__(self) -> Batch:
         """Return the next batch. DataError if one sample after the other is broken, or the storage fails for good."""
+        while self._num_batches < self._num_known:
+            self._take()
+        return self._take()
+
+    def _take(self) -> Batch:
         self._workers.worker_activate(self._num_batches, cache_pool=self._cache)
         try:
             if self._batches is None:

@@ -65,31 +65,23 @@ def store(bucket: Path) -> Iterator[ObjectStore]:
 def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
     """Write multi-storage-client's configuration, as the documentation shows it but for shorter time limits."""
 
+    documented = (Path(__file__).parents[2] / "docs" / "remote_data.md").read_text(encoding="utf-8")
+
     def write(store: ObjectStore, *, key: str = ACCESS_KEY, cache: bool = True, **options: Any) -> None:
-        profile: dict[str, Any] = {
-            "storage_provider": {
-                "type": "s3",
-                "options": {
-                    "base_path": "bucket",
-                    "endpoint_url": store.endpoint,
-                    "region_name": "us-east-1",
-                    "connect_timeout": 1,
-                    "read_timeout": 1,
-                    "retries": {"mode": "standard", "total_max_attempts": 1},
-                    **options,
-                },
-            },
-            "retry": {"attempts": 2, "delay": 0.1, "backoff_multiplier": 1},
-            "caching_enabled": cache,
-        }
-        if not store.plain:
-            keys = {"access_key": key, "secret_key": "secret"}
-            profile["credentials_provider"] = {"type": "S3Credentials", "options": keys}
-        settings = {
-            "profiles": {"digits": profile},
-            "cache": {"size": "1G", "location": str(tmp_path / "cache"), "check_source_version": False},
-            "path_mapping": {"http://shards.example/": "msc://digits/"},
-        }
+        settings = yaml.safe_load(documented.split("```yaml")[1].split("```")[0])
+        settings["profiles"] = {"digits": settings["profiles"]["shards"]}
+        settings["path_mapping"] = {"http://shards.example/": "msc://digits/"}
+        settings["cache"]["location"] = str(tmp_path / "cache")
+        profile = settings["profiles"]["digits"]
+        limits = {"connect_timeout": 1, "read_timeout": 1, "retries": {"mode": "standard", "total_max_attempts": 1}}
+        profile["storage_provider"]["options"] |= {"base_path": "bucket", "endpoint_url": store.endpoint}
+        profile["storage_provider"]["options"] |= limits | options
+        profile["retry"] = {"attempts": 2, "delay": 0.1, "backoff_multiplier": 1}
+        profile["caching_enabled"] = cache
+        if store.plain:
+            del profile["credentials_provider"]
+        else:
+            profile["credentials_provider"]["options"] = {"access_key": key, "secret_key": "secret"}
         file = tmp_path / "msc.yaml"
         file.write_text(yaml.safe_dump(settings), encoding="utf-8")
         monkeypatch.setenv("MSC_CONFIG", str(file))

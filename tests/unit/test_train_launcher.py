@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from llava_mcore.apps import train
 from llava_mcore.config.load import load_run_config
+from tests.helpers.shards import make_dataset
 
 HF_CONFIG: dict[str, Any] = {
     "model_type": "llava",
@@ -38,15 +40,12 @@ HF_CONFIG: dict[str, Any] = {
 class Folders:
     """A Hugging Face folder, a Megatron folder at iteration 0, prepared shards, and a place for outputs."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, shards: Path) -> None:
         self.hf, self.megatron, self.data, self.save = (root / name for name in ("hf", "mega", "data", "save"))
         self.hf.mkdir()
         (self.hf / "config.json").write_text(json.dumps(HF_CONFIG))
         self.add_checkpoint(self.megatron, 0)
-        (self.data / ".nv-meta").mkdir(parents=True)
-        for name in ("dataset.yaml", "index.sqlite", "index.uuid"):
-            (self.data / ".nv-meta" / name).touch()
-        (self.data / ".nv-meta" / "split.yaml").write_text("split_parts: {train: [0.tar]}")
+        shutil.copytree(shards, self.data)
 
     def add_checkpoint(self, folder: Path, iteration: int) -> None:
         inside = folder / f"iter_{iteration:07d}"
@@ -60,9 +59,14 @@ class Folders:
         return [*flags, "-g", "2", "--tp", "2", "--train-iters", "6", "--seq-length", "64", *more]
 
 
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("shards") / "data", num_samples=4)
+
+
 @pytest.fixture
-def folders(tmp_path: Path) -> Folders:
-    return Folders(tmp_path)
+def folders(tmp_path: Path, shards: Path) -> Folders:
+    return Folders(tmp_path, shards)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,153 @@
+"""What the data benchmarks read: real photographs as JPEGs in shards, with texts as long as LLaVA's mix has them."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import struct
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from megatron.energon.flavors import BaseWebdatasetFactory
+from PIL import Image
+from sklearn import datasets
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoImageProcessor, LlavaConfig, PreTrainedTokenizerFast
+
+from benchmarks.material import TEMPLATE, make_hf_folder
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
+TEXTS = (datasets.load_iris, datasets.load_wine, datasets.load_breast_cancer, datasets.load_diabetes)
+DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation with at most one picture."""
+
+    question: str
+    answer: str
+    picture: bytes | None
+
+
+def english_words() -> list[str]:
+    """The words of scikit-learn's descriptions of its data, in order."""
+    return " ".join(load().DESCR for load in TEXTS).split()
+
+
+def make_hf_assets(folder: Path, *, image_size: int, seq_length: int) -> Path:
+    """Write a Hugging Face folder (no weights): LLaVA 1.5's processor at a picture size, and a real BPE tokenizer."""
+    make_hf_folder(folder, "llava-1.5-7b", seq_length=seq_length)
+    config = LlavaConfig.from_pretrained(folder)
+    config.vision_config.image_size = image_size
+    config.image_seq_length = (image_size // config.vision_config.patch_size) ** 2
+    config.save_pretrained(folder)
+    processor = AutoImageProcessor.from_pretrained(folder)
+    processor.size, processor.crop_size = {"shortest_edge": image_size}, {"height": image_size, "width": image_size}
+    processor.save_pretrained(folder)
+    (folder / "processor_config.json").unlink(missing_ok=True)
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8000, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([" ".join(english_words())], trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens={"image_token": "<image>"},
+        chat_template=TEMPLATE,
+    ).save_pretrained(folder)
+    return folder
+
+
+def make_pictures(sizes: Sequence[tuple[int, int]], number: int) -> list[bytes]:
+    """Return JPEGs (quality 90) cut out of scikit-learn's two photographs at random places, sizes (w, h) in turn."""
+    photos = [Image.fromarray(photo) for photo in datasets.load_sample_images().images]
+    draw = random.Random(1)
+    pictures = []
+    for index in range(number):
+        photo, (width, height) = photos[index % len(photos)], sizes[index % len(sizes)]
+        zoom = draw.uniform(1.0, 1.6) * max(width / photo.width, height / photo.height)
+        large = photo.resize((round(photo.width * zoom) + 1, round(photo.height * zoom) + 1), Image.Resampling.LANCZOS)
+        left, top = draw.randrange(large.width - width), draw.randrange(large.height - height)
+        buffer = io.BytesIO()
+        large.crop((left, top, left + width, top + height)).save(buffer, "JPEG", quality=90)
+        pictures.append(buffer.getvalue())
+    return pictures
+
+
+def make_samples(number: int, pictures: Sequence[bytes], *, text_only: float, median_tokens: int) -> list[Sample]:
+    """Return samples whose texts have log-normal lengths; `text_only` is the part without a picture."""
+    draw, words, samples = np.random.default_rng(0), english_words(), []
+    for index in range(number):
+        length = min(1500, 4 + int(draw.lognormal(np.log(median_tokens / 1.5), 0.8)))  # a word has some 1.5 tokens
+        start = int(draw.integers(len(words)))
+        text = [words[(start + i) % len(words)] for i in range(length)]
+        cut = max(1, length // 4)
+        has_picture = draw.random() >= text_only
+        picture = pictures[index % len(pictures)] if has_picture else None
+        question = ("<image>\n" if has_picture else "") + " ".join(text[:cut])
+        samples.append(Sample(question, " ".join(text[cut:]), picture))
+    return samples
+
+
+def write_shards(folder: Path, samples: Sequence[Sample], num_shards: int) -> Path:
+    """Write and index shards of conversations."""
+    folder.mkdir(parents=True)
+    for shard in range(num_shards):
+        with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
+            for number in range(shard, len(samples), num_shards):
+                sample = samples[number]
+                messages = [
+                    {"role": "user", "content": sample.question},
+                    {"role": "assistant", "content": sample.answer},
+                ]
+                _add(tar, f"{number:08d}.json", json.dumps({"messages": messages}).encode())
+                if sample.picture is not None:
+                    _add(tar, f"{number:08d}.0.jpg", sample.picture)
+    BaseWebdatasetFactory.prepare_dataset(
+        str(folder),
+        [f"{shard:05d}.tar" for shard in range(num_shards)],
+        split_parts_ratio=[("train", 1.0), ("val", 0.0), ("test", 0.0)],
+        workers=1,
+    )
+    (folder / ".nv-meta" / "dataset.yaml").write_text(DATASET_YAML, encoding="utf-8")
+    return folder
+
+
+def multiply(source: Path, folder: Path, num_shards: int) -> Path:
+    """Make a dataset of many shards out of a prepared one: links to its tars and indexes, and an index of all of them.
+
+    The SQLite index is that of the source: training does not read it.
+    """
+    meta = folder / ".nv-meta"
+    meta.mkdir(parents=True)
+    tars = sorted(source.glob("*.tar"))
+    counts = {}
+    for number in range(num_shards):
+        tar, name = tars[number % len(tars)], f"{number:06d}.tar"
+        (folder / name).hardlink_to(tar)
+        (folder / f"{name}.idx").hardlink_to(tar.with_suffix(".tar.idx"))
+        counts[name] = tar.with_suffix(".tar.idx").stat().st_size // struct.calcsize("Q") - 1
+    (meta / ".info.json").write_text(json.dumps({"energon_version": "7.4.1", "shard_counts": counts}))
+    split = {"split_parts": {"train": [f"{{000000..{num_shards - 1:06d}}}.tar"], "val": [], "test": []}, "exclude": []}
+    (meta / "split.yaml").write_text(json.dumps(split), encoding="utf-8")
+    for name in ("index.sqlite", "index.uuid", "dataset.yaml"):
+        (meta / name).write_bytes((source / ".nv-meta" / name).read_bytes())
+    return folder
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))

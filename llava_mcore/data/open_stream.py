@@ -1,0 +1,59 @@
+"""One stream of a run's data, opened as energon opens a rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import ryml
+from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset
+from megatron.energon.epathlib import EPath
+
+from llava_mcore.config.schema import DataConfig
+from llava_mcore.data.dataset_path import SPLIT
+from llava_mcore.data.remote import locate
+from llava_mcore.data.samples import Batch
+from llava_mcore.data.skips import raise_data_error
+from llava_mcore.data.streams import Stream
+from llava_mcore.data.task_encoder import ChatTaskEncoder
+from llava_mcore.errors import DataError
+
+SAMPLES_PER_SLICE = 100
+"""Samples that are read one after the other before another place of the data is drawn, when shuffling."""
+
+
+def open_stream(number: int, num_streams: int, data: DataConfig, encoder: ChatTaskEncoder, batch_size: int) -> Stream:
+    """Open one stream: to energon it is a rank of its own."""
+    assert data.path is not None
+    workers = WorkerConfig(
+        rank=number,
+        world_size=num_streams,
+        num_workers=1,
+        seed_offset=encoder.seed,
+        global_error_handler=encoder.skips,
+        restore_error_handler=raise_data_error,
+    )
+    shuffles = data.shuffle_buffer_size > 1
+    try:
+        dataset: SavableDataset[Batch] = get_train_dataset(
+            locate(data.path),
+            split_part=SPLIT,
+            worker_config=workers,
+            batch_size=batch_size,
+            shuffle_buffer_size=data.shuffle_buffer_size if shuffles else None,
+            max_samples_per_sequence=SAMPLES_PER_SLICE if shuffles else None,
+            task_encoder=encoder,
+        )
+    # What energon finds wrong in dataset.yaml, split.yaml or a blend is mostly found by assertions and look-ups.
+    except (AssertionError, KeyError, TypeError, AttributeError, ImportError, ryml.ExceptionBasic) as error:
+        raise DataError(f"{data.path} cannot be opened, see its .nv-meta/dataset.yaml: {error!r}") from error
+    return Stream(dataset, workers, encoder.skips, name=str(data.path))
+
+
+def check_streams(streams: dict[int, Stream], num_streams: int, leaves: Sequence[Path | EPath]) -> None:
+    """Every stream needs a sample: one without would end and let the other ranks wait for it."""
+    if any(stream.dataset.len_worker(0) == 0 for stream in streams.values()):
+        raise DataError(
+            f"{', '.join(map(str, leaves))}: fewer samples than the {num_streams} streams that they are divided into; "
+            "lower data.num_streams"
+        )

@@ -1,0 +1,122 @@
+"""What is done to be fast changes nothing: decoding without copies, fewer steps per picture, places now and then."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import CLIPImageProcessor, SiglipImageProcessor
+from transformers.image_utils import load_image
+
+from llava_mcore.data import streams
+from llava_mcore.data.assets import Assets, load_assets
+from llava_mcore.data.images import ImagePreprocessor, decode_image
+from llava_mcore.data.samples import Batch
+from llava_mcore.pixels import normalise
+from tests.helpers.tiny_hf import make_hf_llava
+from tests.unit.test_data_loader import assert_equal, open_loader, take
+from tests.unit.test_data_shards import make_vqa
+
+FORMATS = [("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), *((m, "PNG") for m in ("RGB", "RGBA", "LA", "P", "1"))]
+
+
+def noise(width: int, height: int, mode: str = "RGB", kind: str = "PNG", orientation: int | None = None) -> bytes:
+    values = np.random.default_rng(width * 1000 + height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    image = Image.fromarray(values).convert(mode)
+    options: dict[str, Any] = {}
+    if orientation is not None:
+        exif = image.getexif()
+        exif[0x0112] = orientation
+        options["exif"] = exif
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(("mode", "kind"), FORMATS)
+@pytest.mark.parametrize("orientation", [None, 1, 3, 6, 7])
+def test_decoded_as_transformers_loads_it(mode: str, kind: str, orientation: int | None) -> None:
+    data = noise(30, 20, mode, kind, orientation)
+    theirs = load_image(Image.open(io.BytesIO(data)))
+    ours = decode_image(data)
+    assert ours.mode == theirs.mode == "RGB" and ours.size == theirs.size and ours.tobytes() == theirs.tobytes()
+
+
+CLIP = CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+SIGLIP = SiglipImageProcessor(size={"height": 60, "width": 60})
+
+
+@pytest.mark.parametrize(("processor", "size"), [(CLIP, 56), (SIGLIP, 60)])
+def test_fewer_steps_give_the_processors_pixels(processor: Any, size: int) -> None:
+    images = ImagePreprocessor(processor, size)
+    assert images._is_plain
+
+    @given(st.lists(st.tuples(st.integers(1, 150), st.integers(1, 150)), min_size=1, max_size=3))
+    def check(sizes: list[tuple[int, int]]) -> None:
+        data = [noise(*size) for size in sizes]
+        theirs = processor(images=[decode_image(d) for d in data], return_tensors="pt")["pixel_values"]
+        assert torch.equal(normalise(images(data), images.pixel_scale), theirs)
+
+    check()
+
+
+class Turning(CLIPImageProcessor):
+    """A processor with a step of its own."""
+
+    def _preprocess(self, images: list[torch.Tensor], *args: Any, **options: Any) -> Any:
+        return super()._preprocess([image.flip(-1) for image in images], *args, **options)
+
+
+def test_processor_with_more_steps_does_all_of_them() -> None:
+    processor = Turning(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    images = ImagePreprocessor(processor, 56)
+    assert not images._is_plain
+    data = noise(90, 60)
+    theirs = processor(images=[decode_image(data)], return_tensors="pt")["pixel_values"]
+    assert torch.equal(normalise(images([data]), images.pixel_scale), theirs)
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
+    folder = tmp_path_factory.mktemp("hf")
+    make_hf_llava(folder)
+    return load_assets(folder)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vqa(tmp_path_factory.mktemp("data"), shards=3, samples=16)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("every", [1, 3, 16])
+def test_stopped_anywhere_between_places(
+    dataset: Path, assets: Assets, every: int, packing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six stops at random on varying ranks: the unbroken run's batches, however rarely a place is taken."""
+    options: dict[str, Any] = {"num_streams": 4, "packing": packing, "packing_buffer_size": 5}
+    unbroken = take(open_loader(dataset, assets, **options), 6 * 5 * 4)
+    monkeypatch.setattr(streams, "PLACE_EVERY", every)
+    random, found, saved = Random(every), list[Batch](), None
+    for _ in range(6):
+        dp = random.choice((1, 2, 4))
+        ranks = [open_loader(dataset, assets, dp_rank=r, dp_size=dp, saved=saved, **options) for r in range(dp)]
+        for _ in range(random.randrange(2, 6)):
+            parts = [take(rank, 4 // dp) for rank in ranks]
+            found += [parts[r][j] for j in range(4 // dp) for r in range(dp)]
+        saved = [rank.state() for rank in ranks]
+        for rank in ranks:
+            rank.close()
+    assert saved is not None
+    places = [place for state in saved for place in state["streams"].values()]
+    assert all(place["further"] < every for place in places)
+    assert all((place["dataset"] is None) == (len(found) // 4 < every) for place in places)
+    assert_equal(found, unbroken[: len(found)])

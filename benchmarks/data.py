@@ -3,9 +3,11 @@
     python -m benchmarks.data --json out.json
     python -m benchmarks.data --only memory --memory-samples 200000
 
-The bare loop holds the JPEGs in memory and does what cannot be left out: Pillow decodes, torchvision resizes (bicubic,
-antialiased) and crops, in as many processes. Bare loop and loader alternate, and medians of the rounds are shown, since
-other work on the machine disturbs both; the ratio of CPU time per sample is disturbed least. Needs scikit-learn.
+The bare loop holds the JPEGs in memory and does what cannot be left out, in as many processes: Pillow decodes, as
+Hugging Face's processors have it, torchvision resizes (bicubic, antialiased) and crops. A second one lets torchvision
+decode too, as the loader does where that gives the same bits. Bare loops and loader alternate, and medians of the
+rounds are shown, since other work on the machine disturbs all of them; CPU time per sample is disturbed least. Needs
+scikit-learn.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,11 +32,14 @@ import torch
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as F
 
 from benchmarks.data_fill import fill
-from benchmarks.data_material import make_hf_assets, make_pictures, make_samples, write_shards
+from benchmarks.data_material import make_hf_assets, make_pictures, make_samples
 from benchmarks.data_memory import WorkerMemory, memory_over_samples
+from benchmarks.material import write_shards
 from llava_mcore.config.schema import DataConfig
 from llava_mcore.data.assets import Assets, load_assets
 from llava_mcore.data.loader import TrainLoader
@@ -64,6 +69,15 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class Round:
+    """Stretches of work one after the other: both bare loops and the loader."""
+
+    pillow: Speed
+    ours: Speed
+    torchvision: Speed
+
+
+@dataclass(frozen=True)
 class Row:
     """Medians of the rounds for one kind of pictures, packing and number of loader processes."""
 
@@ -71,19 +85,31 @@ class Row:
     packing: bool
     workers: int
     bare_per_s: float
+    """With Pillow's decoder."""
     ours_per_s: float
     ratio: float
     cpu_ratio: float
+    same_decoder_ratio: float
+    """Against the bare loop with torchvision's decoder."""
     tokens_per_s: float
     first_batch_s: float
 
 
-def bare_loop(pictures: Sequence[bytes], seconds: float) -> Speed:
+def pillow(data: bytes) -> Tensor:
+    """Decode as Hugging Face's processors have it: uint8 [3, h, w]."""
+    return F.pil_to_tensor(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def torchvision(data: bytes) -> Tensor:
+    """Decode with what torchvision brings: uint8 [3, h, w]."""
+    return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
+
+
+def bare_loop(pictures: Sequence[bytes], seconds: float, decode: Callable[[bytes], Tensor]) -> Speed:
     """Decode and resize pictures for so long, and nothing else."""
     begin, cpu, number = time.perf_counter(), time.process_time(), 0
     for data in itertools.cycle(pictures):
-        image = F.pil_to_tensor(Image.open(io.BytesIO(data)).convert("RGB"))
-        image = F.resize(image, [CROPPED], interpolation=F.InterpolationMode.BICUBIC, antialias=True)
+        image = F.resize(decode(data), [CROPPED], interpolation=F.InterpolationMode.BICUBIC, antialias=True)
         F.center_crop(image, [CROPPED, CROPPED])
         number += 1
         if time.perf_counter() - begin >= seconds:
@@ -100,11 +126,11 @@ class BareProcesses:
             self._pool = multiprocessing.get_context("fork").Pool(processes, torch.set_num_threads, (1,))
         self._processes = processes
 
-    def run(self, seconds: float) -> Speed:
+    def run(self, seconds: float, decode: Callable[[bytes], Tensor]) -> Speed:
         """Run all of them at once."""
         if self._pool is None:
-            return bare_loop(self._pictures, seconds)
-        found = self._pool.starmap(bare_loop, [(self._pictures, seconds)] * self._processes, chunksize=1)
+            return bare_loop(self._pictures, seconds, decode)
+        found = self._pool.starmap(bare_loop, [(self._pictures, seconds, decode)] * self._processes, chunksize=1)
         return Speed(sum(f.samples for f in found), 0, max(f.seconds for f in found), sum(f.cpu for f in found))
 
     def close(self) -> None:
@@ -153,10 +179,16 @@ def measure_speed(root: Path, assets: Assets, pictures: str, options: argparse.N
     for workers in WORKERS:
         bare = BareProcesses(jpegs, workers)  # forked before the loaders start theirs
         ours = {p: Ours(path, assets, packing=p, workers=workers, options=options) for p in (False, True)}
-        found: dict[bool, list[tuple[Speed, Speed]]] = {False: [], True: []}
+        found: dict[bool, list[Round]] = {False: [], True: []}
         for _ in range(options.rounds):
             for packing, loader in ours.items():
-                found[packing].append((bare.run(options.seconds), loader.run(options.seconds)))
+                found[packing].append(
+                    Round(
+                        bare.run(options.seconds, pillow),
+                        loader.run(options.seconds),
+                        bare.run(options.seconds, torchvision),
+                    )
+                )
         for packing, loader in ours.items():
             loader.close()
             rows.append(_row(pictures, packing, workers, found[packing], loader.first_batch))
@@ -164,28 +196,29 @@ def measure_speed(root: Path, assets: Assets, pictures: str, options: argparse.N
     return rows
 
 
-def _row(pictures: str, packing: bool, workers: int, found: list[tuple[Speed, Speed]], first_batch: float) -> Row:
+def _row(pictures: str, packing: bool, workers: int, rounds: list[Round], first_batch: float) -> Row:
     median = statistics.median
     return Row(
         pictures,
         packing,
         workers,
-        bare_per_s=median(bare.per_second for bare, _ in found),
-        ours_per_s=median(ours.per_second for _, ours in found),
-        ratio=median(ours.per_second / bare.per_second for bare, ours in found),
-        cpu_ratio=median(bare.cpu_per_sample / ours.cpu_per_sample for bare, ours in found),
-        tokens_per_s=median(ours.tokens / ours.seconds for _, ours in found),
+        bare_per_s=median(r.pillow.per_second for r in rounds),
+        ours_per_s=median(r.ours.per_second for r in rounds),
+        ratio=median(r.ours.per_second / r.pillow.per_second for r in rounds),
+        cpu_ratio=median(r.pillow.cpu_per_sample / r.ours.cpu_per_sample for r in rounds),
+        same_decoder_ratio=median(r.ours.per_second / r.torchvision.per_second for r in rounds),
+        tokens_per_s=median(r.ours.tokens / r.ours.seconds for r in rounds),
         first_batch_s=first_batch,
     )
 
 
 def show_speed(rows: Sequence[Row], console: Console) -> None:
     """Print the rows."""
-    table = Table(
-        "pictures", "packed", "workers", "bare/s", "ours/s", "ratio", "CPU ratio", "tokens/s", "first batch s"
-    )
+    ratios = ("ratio", "CPU ratio", "same decoder")
+    table = Table("pictures", "packed", "workers", "bare/s", "ours/s", *ratios, "tokens/s", "first batch s")
     for row in rows:
-        numbers = (f"{row.bare_per_s:.0f}", f"{row.ours_per_s:.0f}", f"{row.ratio:.2f}", f"{row.cpu_ratio:.2f}")
+        rates, parts = (row.bare_per_s, row.ours_per_s), (row.ratio, row.cpu_ratio, row.same_decoder_ratio)
+        numbers = (*(f"{rate:.0f}" for rate in rates), *(f"{part:.2f}" for part in parts))
         end = (f"{row.tokens_per_s:,.0f}", f"{row.first_batch_s:.2f}")
         table.add_row(row.pictures, "yes" if row.packing else "no", str(row.workers), *numbers, *end)
     console.print(table)
@@ -232,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--only", choices=PARTS, action="append", help="measure only this; may be repeated")
     parser.add_argument("--json", type=Path, help="write the figures there as well")
+    parser.add_argument("--pictures", choices=list(SIZES), nargs="+", default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="of one stretch of the bare loop or of the loader")
     parser.add_argument("--seq-length", type=int, default=4096)
@@ -250,7 +284,7 @@ def main() -> None:
         root = Path(folder)
         assets = load_assets(make_hf_assets(root / "hf", image_size=CROPPED, seq_length=options.seq_length))
         if "speed" in parts:
-            rows = [row for pictures in SIZES for row in measure_speed(root, assets, pictures, options)]
+            rows = [row for pictures in options.pictures for row in measure_speed(root, assets, pictures, options)]
             show_speed(rows, console)
             result["speed"] = [asdict(row) for row in rows]
         if "fill" in parts:

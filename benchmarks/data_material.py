@@ -6,32 +6,21 @@ import io
 import json
 import random
 import struct
-import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from megatron.energon.flavors import BaseWebdatasetFactory
 from PIL import Image
 from sklearn import datasets
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoImageProcessor, LlavaConfig, PreTrainedTokenizerFast
 
-from benchmarks.material import TEMPLATE, make_hf_folder
+from benchmarks.material import TEMPLATE, Sample, make_hf_folder
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 TEXTS = (datasets.load_iris, datasets.load_wine, datasets.load_breast_cancer, datasets.load_diabetes)
-DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One conversation with at most one picture."""
-
-    question: str
-    answer: str
-    picture: bytes | None
+TOKENS_PER_WORD = 1.75
+"""Of these texts, by the tokenizer that is made of them."""
 
 
 def english_words() -> list[str]:
@@ -90,7 +79,7 @@ def make_samples(number: int, pictures: Sequence[bytes], *, text_only: float, me
     """Return samples whose texts have log-normal lengths; `text_only` is the part without a picture."""
     draw, words, samples = np.random.default_rng(0), english_words(), []
     for index in range(number):
-        length = min(1500, 4 + int(draw.lognormal(np.log(median_tokens / 1.5), 0.8)))  # a word has some 1.5 tokens
+        length = min(1500, 4 + int(draw.lognormal(np.log(median_tokens / TOKENS_PER_WORD), 0.8)))
         start = int(draw.integers(len(words)))
         text = [words[(start + i) % len(words)] for i in range(length)]
         cut = max(1, length // 4)
@@ -99,30 +88,6 @@ def make_samples(number: int, pictures: Sequence[bytes], *, text_only: float, me
         question = ("<image>\n" if has_picture else "") + " ".join(text[:cut])
         samples.append(Sample(question, " ".join(text[cut:]), picture))
     return samples
-
-
-def write_shards(folder: Path, samples: Sequence[Sample], num_shards: int) -> Path:
-    """Write and index shards of conversations."""
-    folder.mkdir(parents=True)
-    for shard in range(num_shards):
-        with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
-            for number in range(shard, len(samples), num_shards):
-                sample = samples[number]
-                messages = [
-                    {"role": "user", "content": sample.question},
-                    {"role": "assistant", "content": sample.answer},
-                ]
-                _add(tar, f"{number:08d}.json", json.dumps({"messages": messages}).encode())
-                if sample.picture is not None:
-                    _add(tar, f"{number:08d}.0.jpg", sample.picture)
-    BaseWebdatasetFactory.prepare_dataset(
-        str(folder),
-        [f"{shard:05d}.tar" for shard in range(num_shards)],
-        split_parts_ratio=[("train", 1.0), ("val", 0.0), ("test", 0.0)],
-        workers=1,
-    )
-    (folder / ".nv-meta" / "dataset.yaml").write_text(DATASET_YAML, encoding="utf-8")
-    return folder
 
 
 def multiply(source: Path, folder: Path, num_shards: int) -> Path:
@@ -145,9 +110,3 @@ def multiply(source: Path, folder: Path, num_shards: int) -> Path:
     for name in ("index.sqlite", "index.uuid", "dataset.yaml"):
         (meta / name).write_bytes((source / ".nv-meta" / name).read_bytes())
     return folder
-
-
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    tar.addfile(info, io.BytesIO(data))

@@ -65,7 +65,8 @@ def measure(path: Path, hf: Path, *flags: str) -> dict[str, float]:
 
 def make_data(root: Path, num_shards: int, samples_per_shard: int) -> tuple[Path, Path]:
     """Return the simulated dataset and the Hugging Face folder."""
-    from benchmarks.data_material import make_hf_assets, make_pictures, make_samples, multiply, write_shards
+    from benchmarks.data_material import make_hf_assets, make_pictures, make_samples, multiply
+    from benchmarks.material import write_shards
 
     hf = make_hf_assets(root / "hf", image_size=336, seq_length=4096)
     samples = make_samples(4 * samples_per_shard, make_pictures([(96, 64)], 64), text_only=0.1, median_tokens=40)

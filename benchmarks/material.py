@@ -6,6 +6,8 @@ import io
 import json
 import random
 import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,8 @@ SHAPES: dict[str, tuple[str, dict[str, int], str, dict[str, int]]] = {
     "llava-1b": ("clip", CLIP_L, "llama", LLAMA_1B),
 }
 """Name -> tower and its shape, decoder and its shape."""
+
+DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} ASSISTANT:{% else %}"
@@ -123,31 +127,50 @@ def make_jpeg(seed: int, width: int = 640, height: int = 480) -> bytes:
     return buffer.getvalue()
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One conversation with at most one picture."""
+
+    question: str
+    answer: str
+    picture: bytes | None
+
+
 def make_shards(folder: Path, *, num_samples: int, num_shards: int = 8, num_pictures: int = 64) -> Path:
     """Write and index shards of conversations with lengths like LLaVA's mix: nine of ten with one picture."""
     draw = random.Random(0)
     pictures = [make_jpeg(number) for number in range(num_pictures)]
-    folder.mkdir(parents=True, exist_ok=True)
+    samples = []
+    for number in range(num_samples):
+        has_picture = draw.random() < 0.9
+        length = min(3000, int(draw.lognormvariate(5, 0.8)) + 8)
+        answer = "".join(draw.choices("abcdefghij klmnop ", k=length))
+        question = "<image>\nWhat is this?" if has_picture else "What is this?"
+        samples.append(Sample(question, f"{answer}.", pictures[number % num_pictures] if has_picture else None))
+    return write_shards(folder, samples, num_shards)
+
+
+def write_shards(folder: Path, samples: Sequence[Sample], num_shards: int) -> Path:
+    """Write and index shards of conversations; sample i goes into shard i mod num_shards."""
+    folder.mkdir(parents=True)
     for shard in range(num_shards):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
-            for number in range(shard, num_samples, num_shards):
-                has_picture = draw.random() < 0.9
-                length = min(3000, int(draw.lognormvariate(5, 0.8)) + 8)
-                answer = "".join(draw.choices("abcdefghij klmnop ", k=length))
-                question = "<image>\nWhat is this?" if has_picture else "What is this?"
-                messages = [{"role": "user", "content": question}, {"role": "assistant", "content": f"{answer}."}]
+            for number in range(shard, len(samples), num_shards):
+                sample = samples[number]
+                messages = [
+                    {"role": "user", "content": sample.question},
+                    {"role": "assistant", "content": sample.answer},
+                ]
                 _add(tar, f"{number:08d}.json", json.dumps({"messages": messages}).encode())
-                if has_picture:
-                    _add(tar, f"{number:08d}.0.jpg", pictures[number % num_pictures])
+                if sample.picture is not None:
+                    _add(tar, f"{number:08d}.0.jpg", sample.picture)
     BaseWebdatasetFactory.prepare_dataset(
         str(folder),
         [f"{shard:05d}.tar" for shard in range(num_shards)],
         split_parts_ratio=[("train", 1.0), ("val", 0.0), ("test", 0.0)],
-        workers=4,
+        workers=1,
     )
-    (folder / ".nv-meta" / "dataset.yaml").write_text(
-        "__module__: megatron.energon\n__class__: CrudeWebdataset\n", encoding="utf-8"
-    )
+    (folder / ".nv-meta" / "dataset.yaml").write_text(DATASET_YAML, encoding="utf-8")
     return folder
 
 

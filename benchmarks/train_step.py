@@ -1,8 +1,12 @@
 """Training speed of published LLaVA shapes: `run.py` itself on real shards, any layout, BF16 and FP8.
 
     python benchmarks/train_step.py --shape llava-1.5-7b --layouts 1,1 2,1 --fp8 none delayed --json out.json
+    python benchmarks/train_step.py --shape llava-1.5-7b --micro-batch-size 2 --global-batch-size 24 \\
+        --fp8 none delayed --peer hf --peer-micro-batch-size 3 --rounds 2
 
-Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real tokens, dense BF16 peak), memory and fill.
+Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real tokens, dense BF16 peak), memory and fill;
+with --peer also those of a Hugging Face stack (`benchmarks/hf_peer.py`) on the same shards, and the ratios to it.
+Configurations take turns, as many rounds as asked for; medians over the steps of all rounds.
 """
 
 from __future__ import annotations
@@ -13,55 +17,68 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import LlavaConfig
 
 from benchmarks.material import SHAPES, make_hf_folder, make_shards
+from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = (
-    "shape",
-    "tp",
-    "pp",
-    "dp",
-    "fp8",
-    "mbs",
-    "gbs",
-    "tok/s/GPU",
-    "TF/s/GPU",
-    "MFU %",
-    "s/step",
-    "wait %",
-    "fill",
-    "GiB",
-)
+PEERS = {"hf": "Hugging Face, packed", "hf-padded": "Hugging Face, padded"}
+
+
+@dataclass
+class Entry:
+    """One configuration and the steps that were measured of it."""
+
+    shape: str
+    what: str
+    """fp8 recipe of ours, or the peer."""
+    tp: int
+    pp: int
+    micro_batch_size: int
+    global_batch_size: int
+    steps: list[dict[str, float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def is_peer(self) -> bool:
+        return self.what in PEERS
 
 
 def main() -> None:
+    """Measure every configuration in turns and print the table."""
     args = parse()
-    rows = []
     with tempfile.TemporaryDirectory(dir=args.work) as work:
         folder = Path(work)
         data = make_shards(folder / "data", num_samples=args.samples)
+        entries = []
         for shape in args.shape:
             make_hf_folder(folder / shape, shape, seq_length=args.seq_length, num_layers=args.layers)
-            for layout in args.layouts:
-                for fp8 in args.fp8:
-                    row = measure(args, folder, data, shape, layout, fp8)
-                    rows.append(row)
-                    print(json.dumps(row), flush=True)
-    show(rows)
+            entries += planned(args, shape)
+        for number in range(args.rounds):
+            for place, entry in enumerate(entries):
+                if not entry.error:
+                    run = peer if entry.is_peer else ours
+                    run(args, entry, folder, data, folder / f"{place}-{number}")
+                    print(json.dumps(row_of(entry, args.gpus, entries)), flush=True)
+    rows = [row_of(entry, args.gpus, entries) for entry in entries]
+    show(rows, entries)
     if args.json is not None:
-        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "command": sys.argv}
+        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "command": sys.argv[1:]}
         args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1), encoding="utf-8")
 
 
 def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["llava-1b"])
     parser.add_argument("--layouts", nargs="+", default=["1,1"], help="tp,pp; data parallel over the rest")
@@ -75,63 +92,147 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=4, help="first iterations that do not count")
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="compare with a Hugging Face stack")
+    parser.add_argument("--peer-micro-batch-size", type=int, default=3, help="packs, or samples if padded")
+    parser.add_argument("--peer-global-batch-size", type=int, help="samples of a padded step (default: 8 a GPU)")
+    parser.add_argument("--peer-recompute", action="store_true", help="the peer recomputes its decoder layers")
     parser.add_argument("--work", type=Path, help="folder for the data (default: the system's temporary one)")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("more", nargs="*", help="key=value overrides of the run's configuration")
+    parser.add_argument("more", nargs="*", help="key=value overrides of our run's configuration")
     return parser.parse_args()
 
 
-def measure(args: argparse.Namespace, folder: Path, data: Path, shape: str, layout: str, fp8: str) -> dict[str, Any]:
-    """Run one configuration and return its row; an error becomes the row's text."""
-    tp, pp = (int(x) for x in layout.split(","))
-    name = f"{shape}-{layout}-{fp8}-{time.time_ns()}"
-    command = [sys.executable, str(ROOT / "scripts" / "train" / "run.py")]
-    command += ["-g", str(args.gpus), "--tp", str(tp), "--pp", str(pp), "--dist-optim", "--init", "--packing"]
-    command += [
-        "--tokenizer-load-dir",
-        str(folder / shape),
-        "--data-path",
-        str(data),
-        "--save-dir",
-        str(folder / "out"),
-    ]
-    command += ["--name", name, "--train-iters", str(args.iters), "--seq-length", str(args.seq_length)]
-    command += ["--micro-batch-size", str(args.micro_batch_size), "--global-batch-size", str(args.global_batch_size)]
-    command += [
-        "--num-workers",
-        "4",
-        "data.shuffle_buffer_size=0",
-        f"model.freeze_vision_model={not args.train_vision}",
-    ]
-    command += ["--fp8", "--fp8-recipe", fp8] if fp8 != "none" else []
-    result = subprocess.run([*command, *args.more], cwd=ROOT, capture_output=True, text=True, check=False)
-    row: dict[str, Any] = {"shape": shape, "tp": tp, "pp": pp, "dp": args.gpus // (tp * pp), "fp8": fp8}
-    row |= {"mbs": args.micro_batch_size, "gbs": args.global_batch_size}
-    if result.returncode:
-        return row | {"error": (result.stdout + result.stderr)[-3000:]}
-    lines = (folder / "out" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line) for line in lines][args.warm_up :]
-    seconds = statistics.median(step["step_seconds"] for step in steps)
-    return row | {
-        "tok/s/GPU": round(statistics.median(s["tokens_per_second"] for s in steps) / args.gpus),
-        "TF/s/GPU": round(statistics.median(s["tflops_per_device"] for s in steps), 1),
-        "MFU %": round(100 * statistics.median(s["mfu"] or 0.0 for s in steps), 1),
-        "s/step": round(seconds, 3),
-        "wait %": round(100 * statistics.median(s["data_wait_seconds"] for s in steps) / seconds, 1),
-        "fill": round(statistics.median(s["fill"] for s in steps), 4),
-        "GiB": round(steps[-1]["memory_gib"] or 0.0, 1),
-        "loss": [round(json.loads(line)["loss"], 3) for line in lines],
+def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
+    """Return the configurations of a shape: ours, then the peers."""
+    sizes = (args.micro_batch_size, args.global_batch_size)
+    layouts = [tuple(int(x) for x in layout.split(",")) for layout in args.layouts]
+    entries = [Entry(shape, fp8, tp, pp, *sizes) for tp, pp in layouts for fp8 in args.fp8]
+    for name in args.peer:
+        padded = args.peer_global_batch_size or 8 * args.peer_micro_batch_size * args.gpus
+        size = padded if name == "hf-padded" else args.global_batch_size
+        entries.append(Entry(shape, name, 1, 1, args.peer_micro_batch_size, size))
+    return entries
+
+
+def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: Path) -> None:
+    """Train with run.py and add what its metrics.jsonl says."""
+    command = [sys.executable, str(ROOT / "scripts" / "train" / "run.py"), "--init", "--packing", "--dist-optim"]
+    options = {
+        "-g": args.gpus,
+        "--tp": entry.tp,
+        "--pp": entry.pp,
+        "--tokenizer-load-dir": folder / entry.shape,
+        "--data-path": data,
+        "--save-dir": out,
+        "--train-iters": args.iters,
+        "--seq-length": args.seq_length,
+        "--micro-batch-size": entry.micro_batch_size,
+        "--global-batch-size": entry.global_batch_size,
+        "--num-workers": 4,
     }
+    command += [str(word) for option in options.items() for word in option]
+    command += ["data.shuffle_buffer_size=0", f"model.freeze_vision_model={not args.train_vision}"]
+    command += ["--fp8", "--fp8-recipe", entry.what] if entry.what != "none" else []
+    lines = run_command([*command, *args.more], entry, out / "run" / "metrics.jsonl")
+    entry.losses = [round(line["loss"], 3) for line in lines]
+    for line in lines[args.warm_up :]:
+        seconds = line["step_seconds"]
+        entry.steps.append(
+            {
+                "seconds": seconds,
+                "tokens": line["num_tokens"],
+                "samples": line["num_conversations"],
+                "tflops": line["tflops_per_device"],
+                "mfu": line["mfu"] or 0.0,
+                "waited": line["data_wait_seconds"] / seconds,
+                "fill": line["fill"],
+                "memory": line["memory_gib"] or 0.0,
+            }
+        )
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(*COLUMNS)
+def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: Path) -> None:
+    """Train with the Hugging Face stack and add what it measured; FLOPs are counted as for us."""
+    out.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
+    command += ["-m", "benchmarks.hf_peer", "--hf", str(folder / entry.shape), "--data", str(data)]
+    command += ["--out", str(out / "steps.jsonl"), "--iters", str(args.iters), "--seq-length", str(args.seq_length)]
+    command += ["--micro-batch-size", str(entry.micro_batch_size), "--global-batch-size", str(entry.global_batch_size)]
+    switches = {"--padded": entry.what == "hf-padded", "--recompute": args.peer_recompute}
+    switches["--train-vision"] = args.train_vision
+    command += [name for name, on in switches.items() if on]
+    lines = run_command(command, entry, out / "steps.jsonl")
+    entry.losses = [round(line["loss"], 3) for line in lines]
+    hf = LlavaConfig.from_pretrained(folder / entry.shape)
+    trained, peak = TrainedParts(vision_model=args.train_vision), peak_flops(torch.cuda.get_device_name())
+    for line in lines[args.warm_up :]:
+        work = Workload(int(line["num_tokens"]), int(line["num_pairs"]), int(line["num_images"]))
+        flops, seconds = model_flops(hf, work, trained).total, line["step_seconds"]
+        entry.steps.append(
+            {
+                "seconds": seconds,
+                "tokens": line["num_tokens"],
+                "samples": line["num_conversations"],
+                "tflops": flops / seconds / args.gpus / 1e12,
+                "mfu": 0.0 if peak is None else mfu(flops, seconds, args.gpus, peak),
+                "memory": line["memory_gib"],
+            }
+        )
+
+
+def run_command(command: Sequence[str], entry: Entry, result: Path) -> list[dict[str, float]]:
+    """Run it and return the lines of its result; an error is kept in the entry."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        entry.error = (done.stdout + done.stderr)[-3000:]
+        return []
+    return [json.loads(line) for line in result.read_text(encoding="utf-8").splitlines()]
+
+
+def row_of(entry: Entry, gpus: int, entries: Sequence[Entry]) -> dict[str, Any]:
+    """Return the medians of an entry, and its speed as a multiple of each peer's."""
+    row: dict[str, Any] = {"shape": entry.shape, "what": PEERS.get(entry.what, entry.what)}
+    row |= {"tp": entry.tp, "pp": entry.pp, "dp": gpus // (entry.tp * entry.pp)}
+    row |= {"mbs": entry.micro_batch_size, "gbs": entry.global_batch_size}
+    if not entry.steps:
+        return row | {"error": entry.error}
+
+    def median(name: str, scale: float = 1.0, digits: int = 1) -> float:
+        return round(scale * statistics.median(step[name] for step in entry.steps), digits)
+
+    row |= {
+        "tok/s/GPU": round(speed(entry, "tokens") / gpus),
+        "samples/s": round(speed(entry, "samples"), 1),
+        "TF/s/GPU": median("tflops"),
+        "MFU %": median("mfu", 100),
+        "s/step": median("seconds", digits=3),
+        "GiB": median("memory"),
+    }
+    if not entry.is_peer:
+        row |= {"wait %": median("waited", 100), "fill": median("fill", digits=4)}
+    for other in entries:
+        if other.is_peer and other.steps and other.shape == entry.shape and not entry.is_peer:
+            unit = "samples" if other.what == "hf-padded" else "tokens"
+            row[f"÷ {other.what}"] = round(speed(entry, unit) / speed(other, unit), 3)
+    return row | {"loss": entry.losses, "steps": len(entry.steps)}
+
+
+def speed(entry: Entry, unit: str) -> float:
+    """Return tokens or samples a second of all GPUs, the median of the steps."""
+    return statistics.median(step[unit] / step["seconds"] for step in entry.steps)
+
+
+def show(rows: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> None:
+    """Print the rows, and behind them what went wrong."""
+    columns = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in ("loss", "error")]
+    table = Table(*columns)
     for row in rows:
-        table.add_row(*[str(row.get(column, "-")) for column in COLUMNS])
-    Console(width=160).print(table)
-    for row in rows:
-        if "error" in row:
-            print(f"{row['shape']} tp {row['tp']} pp {row['pp']} fp8 {row['fp8']}:\n{row['error']}")
+        table.add_row(*[str(row.get(column, "-")) for column in columns])
+    Console(width=180).print(table)
+    for entry in entries:
+        if entry.error:
+            print(f"{entry.shape} {entry.what} tp {entry.tp} pp {entry.pp}:\n{entry.error}")
 
 
 if __name__ == "__main__":

@@ -21,4 +21,5 @@ def normalise(pixels: Tensor, scale: Tensor) -> Tensor:
     if pixels.dtype != torch.uint8:
         return pixels
     mean, std = scale[:, :, None, None]
-    return pixels.float().sub_(mean).div_(std)
+    # Loaders hand over channels_last, in which other convolution kernels would compute with other roundings.
+    return pixels.contiguous().float().sub_(mean).div_(std)

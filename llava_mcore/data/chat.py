@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -245,7 +245,9 @@ class ChatFormat:
         num_left = int(is_image.sum())
         if num_left != num_images:
             raise DataError(f"the chat template leaves {num_left} of {num_images} {self.image_token}: {text!r}")
-        trained = _tokens_in_spans(np.asarray(encoding.offsets, dtype=np.int64), spans)
+        trained = np.zeros(len(ids), dtype=np.bool_)
+        for span in spans:
+            trained[tokens_in_span(encoding, span, len(text))] = True
         repeats = np.where(is_image, self.image_length, 1)
         return ChatTokens(
             np.repeat(ids, repeats),
@@ -262,16 +264,32 @@ def _probe() -> list[Turn]:
     return [Turn("user", f"{IMAGE_MARK}\n{QUESTION}"), Turn("assistant", ANSWER)]
 
 
-def _tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[Any]:
-    """Return bool [n]: which tokens, with character offsets [n, 2], have a part in any of the spans.
+def tokens_in_span(encoding: Encoding, span: Span, length: int) -> slice:
+    """Return the tokens that have a part in the characters of a span, of a text of so many characters.
 
     All byte tokens of one character carry that character's offsets, so none of them is lost. A white-space token
-    whose offsets were trimmed to nothing ends at its right edge.
+    whose offsets were trimmed to nothing ends at its right edge. The encoding is asked for single characters, since
+    handing over the offsets of all tokens takes a fifth of the time of tokenising.
     """
-    inside = np.zeros(len(offsets), dtype=np.bool_)
-    begins, ends = offsets[:, 0], offsets[:, 1]
-    for start, end in spans:
-        overlaps = (begins < end) & (ends > start)
-        trimmed = (begins == ends) & (begins > start) & (begins <= end)
-        inside |= overlaps | trimmed
-    return inside
+    start, end = span
+    first, behind = (_token_at(encoding, place, length) for place in span)
+    while _is_trimmed(encoding, first - 1, behind_char=start):
+        first -= 1
+    chars = encoding.token_to_chars(behind) if behind < len(encoding) else None
+    if chars is not None and chars[0] < end:
+        return slice(first, behind + 1)
+    while _is_trimmed(encoding, behind - 1, behind_char=end):
+        behind -= 1
+    return slice(first, behind)
+
+
+def _token_at(encoding: Encoding, start: int, length: int) -> int:
+    """Return the first token of the first character from start on that has one, or the number of all tokens."""
+    found = (encoding.char_to_token(place) for place in range(start, length))
+    return next((token for token in found if token is not None), len(encoding))
+
+
+def _is_trimmed(encoding: Encoding, token: int, *, behind_char: int) -> bool:
+    """Tell whether a token has no characters left and ends behind the given one."""
+    chars = encoding.token_to_chars(token) if token >= 0 else None
+    return chars is not None and chars[0] == chars[1] > behind_char

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import re
 import sys
@@ -251,6 +252,8 @@ def _start_worker(worker: int) -> None:
     """The first thing that a loader process does."""
     renew_connections()
     gc_init_worker(worker)
+    # What the training process has made is not searched for garbage, and its pages stay shared.
+    gc.freeze()
 
 
 def _serve(streams: dict[int, Stream], num_batches: dict[int, int], data: DataConfig, seed: int) -> dict[int, _Source]:

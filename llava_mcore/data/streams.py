@@ -8,14 +8,17 @@ always the one that has given the fewest batches. So the micro-batches of all ra
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from megatron.energon import SavableDataset, WorkerConfig
 from megatron.energon.cache import NoCachePool
 from megatron.energon.errors import FatalSampleError
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from llava_mcore.data.plain import from_plain, to_plain
@@ -100,6 +103,19 @@ class Delivery:
         """Copy the tensors to pinned memory (called by torch)."""
         self.batch = self.batch.pin_memory()
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tensors travel between processes as bytes in the pipe: a new piece of shared memory for each costs more."""
+        fields = {f.name: getattr(self.batch, f.name) for f in dataclasses.fields(self.batch)}
+        fields["pixel_values"] = fields["pixel_values"].permute(0, 2, 3, 1).contiguous()  # as they lie in memory
+        arrays = {name: value.numpy() for name, value in fields.items() if isinstance(value, Tensor)}
+        return {"stream": self.stream, "place": self.place, "fields": fields | arrays, "arrays": list(arrays)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        fields = state["fields"]
+        fields |= {name: torch.from_numpy(fields[name]) for name in state["arrays"]}
+        fields["pixel_values"] = fields["pixel_values"].permute(0, 3, 1, 2)
+        self.stream, self.place, self.batch = state["stream"], state["place"], Batch(**fields)
 
 
 class Stream:

@@ -77,11 +77,16 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
     @stateless
     def postencode_sample(self, sample: TokenSample) -> EncodedSample:
         """Decode the pictures. Of a pack, a conversation with a broken one is left out. DataError if none is left."""
-        if len(sample.conversations) == 1:
-            images = sample.conversations[0].images
-            return EncodedSample.derive_from(
-                sample, conversations=sample.conversations, pixel_values=self.assets.images(images)
-            )
+        images = [image for conversation in sample.conversations for image in conversation.images]
+        try:
+            pixel_values = self.assets.images(images)
+        except DataError:
+            if len(sample.conversations) == 1:
+                raise
+            return self._without_broken(sample)
+        return EncodedSample.derive_from(sample, conversations=sample.conversations, pixel_values=pixel_values)
+
+    def _without_broken(self, sample: TokenSample) -> EncodedSample:
         kept: list[TokenConversation] = []
         pixels: list[torch.Tensor] = []
         for conversation in sample.conversations:

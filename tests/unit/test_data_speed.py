@@ -13,13 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import CLIPImageProcessor, SiglipImageProcessor
 from transformers.image_utils import load_image
 
+from llava_mcore.data import images as images_module
 from llava_mcore.data import streams
 from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.images import ImagePreprocessor, decode_image
+from llava_mcore.data.images import ImagePreprocessor, decode_image, decode_pixels
 from llava_mcore.data.samples import Batch
+from llava_mcore.errors import DataError
 from llava_mcore.pixels import normalise
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_loader import assert_equal, open_loader, take
@@ -48,6 +51,29 @@ def test_decoded_as_transformers_loads_it(mode: str, kind: str, orientation: int
     theirs = load_image(Image.open(io.BytesIO(data)))
     ours = decode_image(data)
     assert ours.mode == theirs.mode == "RGB" and ours.size == theirs.size and ours.tobytes() == theirs.tobytes()
+    assert torch.equal(decode_pixels(data), pil_to_tensor(theirs))
+
+
+@pytest.mark.parametrize("quality", [5, 75, 100])
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_jpegs_have_pillows_pixels(quality: int, subsampling: int, progressive: bool) -> None:
+    assert images_module.TORCHVISION_DECODES_ALIKE
+    buffer = io.BytesIO()
+    smooth = Image.open(io.BytesIO(noise(9, 7))).resize((211, 157), Image.Resampling.BICUBIC)
+    smooth.save(buffer, "JPEG", quality=quality, subsampling=subsampling, progressive=progressive)
+    assert torch.equal(decode_pixels(buffer.getvalue()), pil_to_tensor(Image.open(buffer)))
+
+
+@given(st.data())
+def test_broken_jpegs_are_what_pillow_says(data: st.DataObject) -> None:
+    whole = noise(40, 30, kind="JPEG")
+    broken = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    with pytest.raises(DataError) as theirs:
+        decode_image(broken)
+    with pytest.raises(DataError) as ours:
+        decode_pixels(broken)
+    assert str(ours.value) == str(theirs.value)
 
 
 CLIP = CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})

@@ -2,7 +2,7 @@
 
     python benchmarks/train_step.py --shape llava-1.5-7b --layouts 1,1 2,1 --fp8 none delayed --json out.json
     python benchmarks/train_step.py --shape llava-1.5-7b --micro-batch-size 2 --global-batch-size 24 \\
-        --fp8 none delayed --peer hf --peer-micro-batch-size 3 --rounds 2
+        --fp8 none delayed --peer hf hf-padded --rounds 2
 
 Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real tokens, dense BF16 peak), memory and fill;
 with --peer also those of a Hugging Face stack (`benchmarks/hf_peer.py`) on the same shards, and the ratios to it.
@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from benchmarks.material import SHAPES, make_hf_folder, make_shards
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-energon", "transformers", "liger-kernel")
 PEERS = {"hf": "Hugging Face, packed", "hf-padded": "Hugging Face, padded"}
 
 
@@ -73,8 +75,20 @@ def main() -> None:
     rows = [row_of(entry, args.gpus, entries) for entry in entries]
     show(rows, entries)
     if args.json is not None:
-        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "command": sys.argv[1:]}
-        args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1), encoding="utf-8")
+        about = {"gpu": f"{args.gpus} x {torch.cuda.get_device_name()}", "command": sys.argv[1:]}
+        about["versions"] = versions()
+        args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what is measured."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
 
 
 def parse() -> argparse.Namespace:
@@ -94,9 +108,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="compare with a Hugging Face stack")
-    parser.add_argument("--peer-micro-batch-size", type=int, default=3, help="packs, or samples if padded")
-    parser.add_argument("--peer-global-batch-size", type=int, help="samples of a padded step (default: 8 a GPU)")
-    parser.add_argument("--peer-recompute", action="store_true", help="the peer recomputes its decoder layers")
+    parser.add_argument("--peer-micro-batch-size", type=int, default=3, help="packs; recomputes nothing")
+    parser.add_argument("--padded-micro-batch-size", type=int, default=16, help="samples; recomputes decoder layers")
+    parser.add_argument("--padded-micro-batches", type=int, default=4, help="of a step of the padded peer")
     parser.add_argument("--work", type=Path, help="folder for the data (default: the system's temporary one)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("more", nargs="*", help="key=value overrides of our run's configuration")
@@ -108,11 +122,9 @@ def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
     sizes = (args.micro_batch_size, args.global_batch_size)
     layouts = [tuple(int(x) for x in layout.split(",")) for layout in args.layouts]
     entries = [Entry(shape, fp8, tp, pp, *sizes) for tp, pp in layouts for fp8 in args.fp8]
-    for name in args.peer:
-        padded = args.peer_global_batch_size or 8 * args.peer_micro_batch_size * args.gpus
-        size = padded if name == "hf-padded" else args.global_batch_size
-        entries.append(Entry(shape, name, 1, 1, args.peer_micro_batch_size, size))
-    return entries
+    padded = (args.padded_micro_batch_size, args.padded_micro_batch_size * args.padded_micro_batches * args.gpus)
+    packed = (args.peer_micro_batch_size, args.global_batch_size)
+    return entries + [Entry(shape, name, 1, 1, *(padded if name == "hf-padded" else packed)) for name in args.peer]
 
 
 def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: Path) -> None:
@@ -159,9 +171,8 @@ def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     command += ["-m", "benchmarks.hf_peer", "--hf", str(folder / entry.shape), "--data", str(data)]
     command += ["--out", str(out / "steps.jsonl"), "--iters", str(args.iters), "--seq-length", str(args.seq_length)]
     command += ["--micro-batch-size", str(entry.micro_batch_size), "--global-batch-size", str(entry.global_batch_size)]
-    switches = {"--padded": entry.what == "hf-padded", "--recompute": args.peer_recompute}
-    switches["--train-vision"] = args.train_vision
-    command += [name for name, on in switches.items() if on]
+    command += ["--padded", "--recompute"] if entry.what == "hf-padded" else []
+    command += ["--train-vision"] if args.train_vision else []
     lines = run_command(command, entry, out / "steps.jsonl")
     entry.losses = [round(line["loss"], 3) for line in lines]
     hf = LlavaConfig.from_pretrained(folder / entry.shape)

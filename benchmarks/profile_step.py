@@ -1,10 +1,10 @@
 """Where the time of a training step goes, by torch's profiler, on rank 0 of a real run.
 
-    torchrun --nproc-per-node 2 -m benchmarks.profile_step --step 5 --out folder -- --config run.yaml
+    torchrun --nproc-per-node 2 -m benchmarks.profile_step --config run.yaml --step 5 --out folder
 
 It runs the training process itself with one step profiled, writes folder/trace.json.gz, and prints the time of the
 GPU's kernels by kind, how long the GPU had nothing to do, and every call in the step that waits for the GPU: none may
-stand between the first forward pass and the optimizer. Make run.yaml with `run.py … --dry-run`, or take a run's.
+stand between the first forward pass and the optimizer. `run.py … --dry-run` prints a run.yaml; every run has its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from llava_mcore.apps import worker
+from llava_mcore.config.load import load_run_config
 from llava_mcore.training import loop
 
 KINDS = {
@@ -99,10 +100,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", type=int, default=5, help="which call of the training step is profiled")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("worker", nargs=argparse.REMAINDER, help="-- and the training process's arguments")
+    parser.add_argument("--config", type=Path, required=True, help="resolved run.yaml")
     args = parser.parse_args()
+    load_run_config(args.config, [], {}).run_dir.mkdir(parents=True, exist_ok=True)
     loop.train_step = OneStep(loop.train_step, args.step, args.out)
-    return worker.main(args.worker[1:])
+    return worker.main(["--config", str(args.config)])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from megatron.energon.epathlib import EPath
 
 from llava_mcore.config.schema import DataConfig
 from llava_mcore.data.dataset_path import SPLIT
+from llava_mcore.data.energon_memory import forget_what_was_read
 from llava_mcore.data.remote import locate
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.skips import raise_data_error
@@ -25,6 +26,7 @@ SAMPLES_PER_SLICE = 100
 def open_stream(number: int, num_streams: int, data: DataConfig, encoder: ChatTaskEncoder, batch_size: int) -> Stream:
     """Open one stream: to energon it is a rank of its own."""
     assert data.path is not None
+    forget_what_was_read()
     workers = WorkerConfig(
         rank=number,
         world_size=num_streams,

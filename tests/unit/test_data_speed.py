@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from pathlib import Path
 from random import Random
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.energon.flavors.webdataset.itar import ITarFile
 from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import CLIPImageProcessor, SiglipImageProcessor
@@ -146,3 +148,11 @@ def test_stopped_anywhere_between_places(
     assert all(place["further"] < every for place in places)
     assert all((place["dataset"] is None) == (len(found) // 4 < every) for place in places)
     assert_equal(found, unbroken[: len(found)])
+
+
+def test_open_shards_forget_what_was_read(dataset: Path, assets: Assets) -> None:
+    loader = open_loader(dataset, assets)
+    take(loader, 40)
+    opened = [thing for thing in gc.get_objects() if isinstance(thing, ITarFile) and not thing.closed]
+    loader.close()
+    assert opened and not any(tar.members for tar in opened)

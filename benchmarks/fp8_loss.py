@@ -1,0 +1,104 @@
+"""FP8 against BF16: the loss over some hundred steps on real shards, one GPU for each recipe, all at the same time.
+
+    python benchmarks/fp8_loss.py --iters 300 --json out.json
+
+Weights start equal (one seed), samples come in one order. Prints how far each recipe's mean loss is from BF16's, over
+all steps and over the last fifty, and whether any step was not finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.material import SHAPES, make_hf_folder, make_shards
+from benchmarks.train_step import ROOT, versions
+
+RECIPES = ("none", "delayed", "tensorwise", "blockwise")
+LAST = 50
+
+
+def main() -> None:
+    """Train with every recipe and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llava-1b")
+    parser.add_argument("--iters", type=int, default=300)
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="packs of a step")
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        make_hf_folder(folder / "hf", args.shape, seq_length=4096)
+        data = make_shards(folder / "data", num_samples=12 * args.iters * args.micro_batch_size)
+        started = [start(args, folder, data, recipe, gpu) for gpu, recipe in enumerate(RECIPES)]
+        for process in started:
+            if process.wait() != 0:
+                raise SystemExit(f"{process.args}: exit code {process.returncode}")
+        rows = summarise({recipe: losses_of(folder / "out" / recipe / "metrics.jsonl") for recipe in RECIPES})
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=140).print(table)
+    if args.json is not None:
+        about = {"gpu": torch.cuda.get_device_name(), "command": sys.argv[1:], "versions": versions()}
+        args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def start(args: argparse.Namespace, folder: Path, data: Path, recipe: str, gpu: int) -> subprocess.Popen[bytes]:
+    """Start the run of a recipe on a GPU of its own, or behind others on the last one."""
+    command = [sys.executable, str(ROOT / "scripts" / "train" / "run.py"), "--init", "--packing"]
+    options = {
+        "-g": 1,
+        "--tokenizer-load-dir": folder / "hf",
+        "--data-path": data,
+        "--save-dir": folder / "out",
+        "--name": recipe,
+        "--train-iters": args.iters,
+        "--seq-length": 4096,
+        "--micro-batch-size": args.micro_batch_size,
+        "--global-batch-size": args.micro_batch_size,
+        "--lr": args.lr,
+    }
+    command += [str(word) for option in options.items() for word in option]
+    command += ["data.shuffle_buffer_size=0", *(["--fp8", "--fp8-recipe", recipe] if recipe != "none" else [])]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(min(gpu, torch.cuda.device_count() - 1))}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+
+
+def losses_of(metrics: Path) -> list[float]:
+    """Return the loss of every step."""
+    return [json.loads(line)["loss"] for line in metrics.read_text(encoding="utf-8").splitlines()]
+
+
+def summarise(losses: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Return a row for each recipe; differences are parts of BF16's mean loss."""
+    base = losses["none"]
+    return [
+        {
+            "recipe": "bf16" if recipe == "none" else recipe,
+            "steps": len(found),
+            "not finite": sum(not math.isfinite(loss) for loss in found),
+            "first loss": round(found[0], 4),
+            f"mean of the last {LAST}": round(statistics.mean(found[-LAST:]), 4),
+            "difference, all": f"{100 * (statistics.mean(found) / statistics.mean(base) - 1):+.2f} %",
+            "difference, last": f"{100 * (statistics.mean(found[-LAST:]) / statistics.mean(base[-LAST:]) - 1):+.2f} %",
+        }
+        for recipe, found in losses.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Energon 7.4.1 keeps shards open, and Python's tarfile keeps a record of every file that it read of one.
+
+So a loader process grows by some 0.8 KB a sample, 8 GB in ten million. Energon never looks at the records.
+"""
+
+from __future__ import annotations
+
+from tarfile import TarInfo
+
+from megatron.energon.flavors.webdataset.itar import ITarFile
+
+_read_next = ITarFile.next
+
+
+def _read_next_and_forget(self: ITarFile) -> TarInfo | None:
+    found = _read_next(self)
+    self.members.clear()
+    return found
+
+
+def forget_what_was_read() -> None:
+    """Let open shards forget the files that were read of them. Calling it again changes nothing."""
+    ITarFile.next = _read_next_and_forget

@@ -7,10 +7,10 @@ INPUTS := pyproject.toml environments/cpu.lock.txt environments/test-models.txt 
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test lint format lock clean
+.PHONY: help venv quickstart test test-cluster lint format lock clean
 
 help: ## List the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 venv: .venv/.installed-dev ## Make .venv with the development tools
 
@@ -18,7 +18,10 @@ quickstart: .venv/.installed-quickstart ## Import, train, export and evaluate a 
 	$(PYTHON) examples/quickstart/run.py
 
 test: lint ## Run every check that needs no GPU
-	$(PYTHON) -m pytest tests/unit tests/parallel tests/e2e -m 'not gpu' -n 2 --dist loadfile --durations 15
+	$(PYTHON) -m pytest tests/unit tests/parallel tests/e2e -m 'not gpu and not cluster' -n 2 --dist loadfile --durations 15
+
+test-cluster: .venv/.installed-dev ## Run jobs that are killed and requeued; needs slurm-wlm and root for SLURM's
+	$(PYTHON) -m pytest tests/e2e tests/slurm -m cluster --durations 5
 
 lint: .venv/.installed-dev ## Style, types and the order of imports
 	$(PYTHON) -m ruff check .

@@ -60,7 +60,7 @@ def main() -> None:
     for _ in range(args.iters):
         dist.barrier()
         torch.cuda.synchronize()
-        start, counts = time.perf_counter(), torch.zeros(4, dtype=torch.int64)
+        start, counts = time.perf_counter(), torch.zeros(5, dtype=torch.int64)
         for _ in range(num_micro):
             batches = [next(loader) for _ in range(1 if args.padded else args.micro_batch_size)]
             counts += torch.tensor([sum(column) for column in zip(*map(counted, batches), strict=True)])
@@ -134,9 +134,10 @@ def restore_buffers(model: nn.Module, device: torch.device) -> None:
             raise ValueError(f"the buffer {name} has no value here")
 
 
-def counted(batch: Batch) -> tuple[int, int, int, int]:
-    """Return tokens, pairs of tokens in causal attention, pictures and conversations."""
-    return batch.num_tokens, batch.num_pairs, len(batch.pixel_values), len(batch.sample_keys)
+def counted(batch: Batch) -> tuple[int, int, int, int, int]:
+    """Return tokens, pairs of tokens in causal attention, pictures, conversations and trained tokens."""
+    num_trained = int(batch.loss_mask.sum())
+    return batch.num_tokens, batch.num_pairs, len(batch.pixel_values), len(batch.sample_keys), num_trained
 
 
 def to_hugging_face(batches: list[Batch], pad_to: int | None, device: torch.device) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def write(out: Path, steps: list[tuple[float, Tensor, float]], device: torch.dev
         return
     with out.open("w", encoding="utf-8") as file:
         for (seconds, _, loss), row in zip(steps, counts.tolist(), strict=True):
-            names = ("num_tokens", "num_pairs", "num_images", "num_conversations")
+            names = ("num_tokens", "num_pairs", "num_images", "num_conversations", "num_trained")
             numbers = dict(zip(names, row, strict=True))
             file.write(
                 json.dumps({"step_seconds": seconds, "loss": loss, "memory_gib": float(memory), **numbers}) + "\n"

@@ -178,7 +178,8 @@ def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     hf = LlavaConfig.from_pretrained(folder / entry.shape)
     trained, peak = TrainedParts(vision_model=args.train_vision), peak_flops(torch.cuda.get_device_name())
     for line in lines[args.warm_up :]:
-        work = Workload(int(line["num_tokens"]), int(line["num_pairs"]), int(line["num_images"]))
+        names = ("num_tokens", "num_pairs", "num_images", "num_trained")
+        work = Workload(*(int(line[name]) for name in names))
         flops, seconds = model_flops(hf, work, trained).total, line["step_seconds"]
         entry.steps.append(
             {

@@ -19,13 +19,14 @@ COMMANDS = {
     "train": ("train", "train; the same as scripts/train/run.py"),
     "export-hf": ("export_hf", "convert a Megatron checkpoint to a Hugging Face folder"),
     "check": ("check", "check a checkpoint against its model, tensor by tensor"),
+    "inspect": ("inspect_folder", "show what a Hugging Face folder or a Megatron checkpoint holds"),
     "show-config": ("show_config", "print the configuration that flags, overrides and a file make together"),
 }
 
-ON_CPU = ("build", "prepare", "import-hf", "export-hf", "check")
+ON_CPU = ("build", "prepare", "import-hf", "export-hf", "check", "inspect")
 """Commands that leave GPUs alone."""
 
-IN_CONTAINER = ("build", "import-hf", "train", "export-hf")
+IN_CONTAINER = ("build", "prepare", "import-hf", "train", "export-hf", "check", "inspect")
 """Commands that take --sif-path."""
 
 
@@ -41,7 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         meant = f" (did you mean {close[0]}?)" if close else ""
         print(f"{name!r}: no such command{meant}\n\n{_usage()}" if name else _usage(), file=sys.stderr)
         return 2
-    image = requested_image(arguments) if name in IN_CONTAINER else None
+    submits = name == "train" and "--submit" in arguments  # the job enters the image, not who submits it
+    image = requested_image(arguments) if name in IN_CONTAINER and not submits else None
     if image is not None:
         return _rerun(image, name, arguments[1:])
     log.quiet_libraries()

@@ -9,7 +9,10 @@ class LlavaMcoreError(Exception):
     """Base of all errors that are reported as one message, without a traceback.
 
     `on_all_ranks`: every rank raises this very message, so one of them may report it for all.
+    `exit_code`: that of a process that ends with it.
     """
+
+    exit_code = 2
 
     def __init__(self, message: str, *, on_all_ranks: bool = False) -> None:
         super().__init__(message)
@@ -30,6 +33,12 @@ class DataError(LlavaMcoreError):
 
 class CheckpointError(LlavaMcoreError):
     """A Megatron checkpoint cannot be read, written or resumed from."""
+
+
+class TrainingError(LlavaMcoreError):
+    """Training itself went wrong: numbers that are not finite, or no memory left on a GPU."""
+
+    exit_code = 3
 
 
 def problems(title: str, found: Iterable[str]) -> str:

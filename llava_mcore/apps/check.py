@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 from llava_mcore.apps import check_data
-from llava_mcore.apps.checkpoint_weights import CheckpointWeights
+from llava_mcore.apps.checkpoint_weights import CheckpointWeights, HfSide
+from llava_mcore.apps.compare_logits import check_logits
+from llava_mcore.apps.conversion import LOGITS_HELP, compare_digests, default_workers
 from llava_mcore.apps.import_hf import model_and_table, open_folder
 from llava_mcore.checkpoint import hf_files, layout
-from llava_mcore.checkpoint.hf_config import load_hf_config
-from llava_mcore.errors import ConfigError, ConversionError, problems
+from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.errors import CheckpointError, ConfigError, ConversionError, problems
 from llava_mcore.parallel.groups import single_process
 
 
@@ -36,26 +38,55 @@ def check_folder(hf_dir: Path, *, tp: int, pp: int) -> str:
 def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
     """Compare the newest checkpoint's weights with a Hugging Face folder, bit for bit; return a summary.
 
+    One tensor is in memory at a time. What an import cast (`--dtype`) is compared with the cast original.
+
     Raises:
         CheckpointError: not a readable checkpoint of this model.
         ConversionError: lists every tensor that differs.
     """
     checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
-    infos = hf_files.infos_from_record(layout.read_record(checkpoint)["tensors"])
+    side = HfSide.carried(checkpoint)
+    infos, manifest = side.infos, read_manifest(side.files)
+    cast = None if manifest is None or manifest.dtype is None else getattr(torch, manifest.dtype)
     folder = hf_files.HfFolder.open(hf_dir)
     found = [f"{name}: only in {hf_dir}" for name in sorted(folder.tensors.keys() - infos.keys())]
     found += [f"{name}: only in {checkpoint}" for name in sorted(infos.keys() - folder.tensors.keys())]
-    compared = 0
     with single_process():
-        weights = CheckpointWeights(load_hf_config(layout.hf_folder(checkpoint)), checkpoint, infos, tp)
-        for _, tensors in weights.files():
-            for name, x in tensors.items():
-                if name in folder.tensors:
-                    found += _difference(name, x, folder.get(name))
-                    compared += 1
+        weights = CheckpointWeights(side, checkpoint, tp)
+        for name, ours in weights.tensors():
+            if name in folder.tensors:
+                theirs = folder.get(name)
+                kept = cast is None or name in weights.table.unused
+                found += _difference(name, ours, theirs if kept else theirs.to(cast))
     if found:
         raise ConversionError(problems(f"iteration {iteration} of {megatron_dir} is not {hf_dir}", found))
-    return f"{megatron_dir}: iteration {iteration} equals {hf_dir} bit for bit ({compared} tensors, read at tp {tp})"
+    after = "" if cast is None else f" after a cast to {cast}"
+    return (
+        f"{megatron_dir}: iteration {iteration} equals {hf_dir} bit for bit{after} "
+        f"({len(infos)} tensors, read at tp {tp})"
+    )
+
+
+def check_manifest(megatron_dir: Path, *, tp: int, workers: int) -> str:
+    """Compare the SHA-256 of every tensor of an imported checkpoint with its manifest; return a summary.
+
+    Raises:
+        CheckpointError: not a readable checkpoint, or nothing to compare with: trained, or without a manifest.
+        ConversionError: lists every tensor that differs.
+    """
+    checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
+    side = HfSide.carried(checkpoint)
+    manifest = read_manifest(side.files)
+    if manifest is None or iteration:
+        raise CheckpointError(
+            f"iteration {iteration} of {megatron_dir} has nothing to be compared with (it was trained, or has no "
+            f"{layout.MANIFEST}): give --hf-dir"
+        )
+    with single_process():
+        weights = CheckpointWeights(side, checkpoint, tp)
+    title = f"{checkpoint} does not hold what was imported from {manifest.source}"
+    compare_digests(weights.digests("check", workers=workers), manifest.digests, title=title)
+    return f"{megatron_dir}: {len(side.infos)} tensors have the SHA-256 of their import from {manifest.source}"
 
 
 def _difference(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> list[str]:
@@ -73,7 +104,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m llava_mcore check",
         allow_abbrev=False,
         description="Check that a Hugging Face LLaVA folder converts completely; with --megatron-dir, also that the "
-        "newest checkpoint there holds exactly the folder's weights. Or, with --data-path, look a dataset over as "
+        "newest checkpoint there holds exactly the folder's weights; with --logits, also that it computes the same. "
+        "--megatron-dir alone compares an import with its manifest. Or, with --data-path, look a dataset over as "
         "training will read it. Exit code 0 means yes, 2 no.",
     )
     model = p.add_argument_group("a model")
@@ -81,19 +113,28 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--megatron-dir", type=Path, help="folder of Megatron checkpoints to compare with it")
     model.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check and read for (default 1)")
     model.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
+    model.add_argument("--logits", type=Path, metavar="PICTURE", help=LOGITS_HELP)
     check_data.add_flags(p)
     return p
 
 
 def run(args: argparse.Namespace) -> int:
     """Check as the flags say; errors mean failure."""
-    if (args.hf_dir is None) == (args.data_path is None):
-        raise ConfigError("say what to check: --hf-dir (a model) or --data-path (a dataset), one of them")
+    is_model = args.hf_dir is not None or args.megatron_dir is not None
+    if is_model == (args.data_path is not None):
+        raise ConfigError("say what to check: --hf-dir or --megatron-dir (a model), or --data-path (a dataset); one of them")
+    if args.logits is not None and (args.hf_dir is None or args.megatron_dir is None):
+        raise ConfigError("--logits compares two models: give --hf-dir and --megatron-dir")
     if args.data_path is not None:
         return check_data.run(args)
+    if args.hf_dir is None:
+        print(check_manifest(args.megatron_dir, tp=args.tp, workers=default_workers()))
+        return 0
     print(check_folder(args.hf_dir, tp=args.tp, pp=args.pp))
     if args.megatron_dir is not None:
         print(check_checkpoint(args.hf_dir, args.megatron_dir, tp=args.tp))
+    if args.logits is not None:
+        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, tp=args.tp, pp=args.pp))
     return 0
 
 

@@ -1,93 +1,191 @@
-"""The weights of a Megatron checkpoint as the Hugging Face tensors they came from, file by file."""
+"""The weights of a Megatron checkpoint as the Hugging Face tensors they came from, one in memory at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import LlavaConfig
 
+from llava_mcore.apps.conversion import export_all, hash_files
 from llava_mcore.checkpoint import hf_files, layout
-from llava_mcore.checkpoint.megatron import check_model, load_state, stored_tensors
-from llava_mcore.checkpoint.weights import hf_tensors, joined, requests
-from llava_mcore.conversion.mapping import Entry, MappingTable
+from llava_mcore.checkpoint.export_jobs import EntryRead, hf_tensors
+from llava_mcore.checkpoint.hf_config import load_hf_config
+from llava_mcore.checkpoint.legacy import LegacyTensors, is_legacy
+from llava_mcore.checkpoint.megatron import check_model
+from llava_mcore.checkpoint.raw import TensorAt
+from llava_mcore.checkpoint.stored import StoredParameter, StoredTensors
+from llava_mcore.checkpoint.weights import check_shard_rules, parameter_shapes, places
+from llava_mcore.conversion.boxes import Scratch, Shape
+from llava_mcore.conversion.mapping import MappingTable
 from llava_mcore.errors import CheckpointError, ConversionError, problems
 from llava_mcore.models.meta import meta_model
 from llava_mcore.models.names import detect_names
 from llava_mcore.models.table import mapping_table
+from llava_mcore.models.vlm import VisionLanguageModel
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
+OUTPUT = "language_model.output_layer.weight"
+PARTS = ("language_model.", "vision_model.", "vision_projection.")
+
+
+@dataclass(frozen=True)
+class HfSide:
+    """What a checkpoint's weights become: the model's config, every tensor's file, dtype and shape.
+
+    `unused` has the data of those that training does not use; `files` is the folder with config, tokenizer, processor.
+    """
+
+    hf: LlavaConfig
+    infos: dict[str, hf_files.TensorInfo]
+    unused: hf_files.HfFolder
+    files: Path
+
+    @classmethod
+    def carried(cls, checkpoint: Path) -> HfSide:
+        """Take what travels inside a checkpoint of ours.
+
+        Raises:
+            CheckpointError, ConversionError: it has none, or what it has is damaged.
+        """
+        folder = layout.hf_folder(checkpoint)
+        infos = hf_files.infos_from_record(layout.read_record(checkpoint)["tensors"])
+        unused = hf_files.HfFolder.of_file(folder / layout.UNUSED)
+        return cls(load_hf_config(folder), infos, unused, folder)
+
+    @classmethod
+    def given(cls, folder: Path) -> HfSide:
+        """Take a Hugging Face folder, with weights, for a checkpoint that carries none.
+
+        Raises:
+            ConversionError: no config, or no weights.
+        """
+        weights = hf_files.HfFolder.open(folder)
+        return cls(load_hf_config(folder), weights.tensors, weights, folder)
 
 
 class CheckpointWeights:
-    """Reads a checkpoint at tp 1, pp 1 or in the pieces of `tp_size` ranks. Process groups of one must exist."""
+    """One iteration's weights, from its metadata; nothing is read until a tensor is asked for.
 
-    def __init__(self, hf: LlavaConfig, checkpoint: Path, infos: dict[str, hf_files.TensorInfo], tp_size: int) -> None:
-        self.checkpoint, self.infos, self.tp_size = checkpoint, infos, tp_size
-        self.stored = stored_tensors(checkpoint)
-        if EMBEDDING not in self.stored:
+    Process groups of one must exist. `tp_size`: only checked, every parameter must divide.
+
+    Raises:
+        CheckpointError: not a readable checkpoint of this model.
+        ConversionError: lists every tensor that could not be written back.
+    """
+
+    def __init__(self, side: HfSide, checkpoint: Path, tp_size: int) -> None:
+        self.checkpoint, self.infos, self.unused = checkpoint, side.infos, side.unused
+        stored = LegacyTensors.open(checkpoint) if is_legacy(checkpoint) else StoredTensors.open(checkpoint)
+        if EMBEDDING not in stored:
             raise CheckpointError(f"{checkpoint}: holds no {EMBEDDING}; not a checkpoint of a LLaVA")
-        rows = self.stored[EMBEDDING].global_shape[0]
-        model = meta_model(hf, num_vocab_rows=rows)
-        self.state: dict[str, Any] = model.sharded_state_dict()
-        check_model(self.state, checkpoint)
-        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        names = detect_names(infos, source=str(checkpoint))
-        self.table: MappingTable = mapping_table(hf, names, hf_tensors=infos, padded_vocab_size=rows)
-        self._check_complete()
-        self.pieces = self._load()
+        rows = stored.num_rows(EMBEDDING)
+        model = meta_model(side.hf, num_vocab_rows=rows)
+        self.shapes = parameter_shapes(model)
+        names = detect_names(side.infos, source=str(checkpoint))
+        self.table: MappingTable = mapping_table(side.hf, names, hf_tensors=side.infos, padded_vocab_size=rows)
+        check_shard_rules(self.table, model)
+        self._check_complete(tp_size)
+        if isinstance(stored, LegacyTensors):
+            self.parameters = legacy_parameters(stored, self.table, self.shapes)
+        else:
+            self.parameters = parameters(stored, model, self.shapes)
 
-    def _check_complete(self) -> None:
+    def _check_complete(self, tp_size: int) -> None:
         covered = self.table.hf_to_entry().keys() | self.table.unused.keys() | self.table.copies.keys()
         lost = sorted(self.infos.keys() - covered)
         if lost:
             raise ConversionError(problems(f"{self.checkpoint}: tensors that cannot be written back", lost))
-
-    def _load(self) -> dict[str, list[Tensor]]:
-        """Load every parameter in the pieces that `tp_size` ranks hold."""
-        wanted: dict[str, Any] = {}
         for name, entry in self.table.entries.items():
-            sharded = self.state[name]
-            dtype = self.stored[sharded.key].dtype
-            pieces = requests(entry, sharded, self.shapes[name], dtype, self.tp_size)
-            wanted[name] = {str(i): piece for i, piece in enumerate(pieces)}
-        loaded = load_state(wanted, self.checkpoint)
-        return {name: [loaded[name][key] for key in pieces] for name, pieces in wanted.items()}
+            entry.shard.split(torch.empty(self.shapes[name], device="meta"), tp_size)
 
     def trained_names(self) -> set[str]:
         """Return the Hugging Face tensors that come from Megatron parameters."""
         return set(self.table.hf_to_entry())
 
-    def files(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield each weight file's name and tensors, in the order of the original folder.
+    def dtypes(self, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
+        """Return the dtype of every tensor of `infos`, what comes from Megatron parameters cast to `dtype`."""
+        stored = {
+            name: dtype or self.parameters[entry.megatron].dtype for name, entry in self.table.hf_to_entry().items()
+        }
+        copies = {copy: stored[original] for copy, original in self.table.copies.items()}
+        unused = {name: self.unused.where(name).dtype for name in self.table.unused}
+        return {name: x for name, x in (stored | copies | unused).items() if name in self.infos}
+
+    def reads(self, dtype: torch.dtype | None = None, targets: Mapping[str, TensorAt] | None = None) -> list[EntryRead]:
+        """Return how to read each entry, in the table's order.
 
         Args:
-            dtype: cast what comes from Megatron parameters; None keeps the checkpoint's.
+            dtype: cast to this; None keeps the checkpoint's.
+            targets: where each Hugging Face tensor is to be written.
         """
-        by_file: dict[str, list[str]] = {}
-        for name, info in self.infos.items():
-            by_file.setdefault(info.file, []).append(name)
-        by_hf = self.table.hf_to_entry()
-        originals = {copy: by_hf[original] for copy, original in self.table.copies.items()}
-        pending: dict[str, Tensor] = {}  # parts of an entry whose other parts went into an earlier file
-        for file, names in by_file.items():
-            for name in names:
-                if name not in pending:
-                    entry = by_hf.get(name) or originals.get(name)
-                    pending |= self._unused(name) if entry is None else self._read(entry, dtype)
-            yield file, {name: pending.pop(name) for name in names}
+        found = []
+        for name, entry in self.table.entries.items():
+            stored = self.parameters[name]
+            goals = tuple(self._goals(x, targets) for x in entry.hf_names) if targets else ()
+            read = EntryRead(
+                entry, self.shapes[name], stored.box, stored.chunks, stored.dtype, dtype or stored.dtype, goals
+            )
+            found.append(read)
+        return found
 
-    def _read(self, entry: Entry, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the Hugging Face tensors of one parameter, joined from its loaded pieces."""
-        full = joined(entry, self.pieces.pop(entry.megatron), self.tp_size)
-        tensors = hf_tensors(self.table, entry, full if dtype is None else full.to(dtype))
-        # Copies: safetensors wants every tensor to own its memory.
-        return {name: x.clone() for name, x in tensors.items() if name in self.infos}
+    def _goals(self, name: str, targets: Mapping[str, TensorAt]) -> tuple[TensorAt, ...]:
+        """Return every place that gets a tensor: its own and those of its tied copies."""
+        return tuple(targets[x] for x in (name, *self.copies_of(name)) if x in targets)
 
-    def _unused(self, name: str) -> dict[str, Tensor]:
-        with safe_open(layout.hf_folder(self.checkpoint) / layout.UNUSED, framework="pt") as handle:
-            return {name: handle.get_tensor(name)}
+    def copies_of(self, name: str) -> Sequence[str]:
+        """Return the tensors that repeat one."""
+        return [copy for copy, original in self.table.copies.items() if original == name]
+
+    def digests(self, title: str, *, workers: int) -> dict[str, str]:
+        """Read every tensor of `infos` and return its SHA-256. `title`: of the progress bar."""
+        found = export_all(title, self.reads(), hashed=True, workers=workers)
+        found |= {copy: found[original] for copy, original in self.table.copies.items()}
+        return found | hash_files(title, {name: self.unused.where(name) for name in self.table.unused}, workers=1)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and data of every tensor of `infos`, each valid until the next is asked for."""
+        scratch = Scratch()
+        for read in self.reads():
+            for name, x in hf_tensors(read, scratch):
+                yield from ((same, x) for same in (name, *self.copies_of(name)) if same in self.infos)
+        for name in self.table.unused:
+            yield name, self.unused.get(name)
+
+
+def parameters(
+    stored: StoredTensors, model: VisionLanguageModel, shapes: Mapping[str, Shape]
+) -> dict[str, StoredParameter]:
+    """Return where a torch_dist checkpoint keeps each parameter of a model.
+
+    Raises:
+        CheckpointError: lists everything that is missing, of another shape, or unknown to the model.
+    """
+    state = model.sharded_state_dict()
+    check_model(state, stored.folder)
+    found = places(state, shapes)
+    _refuse_extra(set(stored) - {place.key for place in found.values()}, stored.folder)
+    return {name: stored.parameter(place.key, place.box) for name, place in found.items()}
+
+
+def legacy_parameters(
+    stored: LegacyTensors, table: MappingTable, shapes: Mapping[str, Shape]
+) -> dict[str, StoredParameter]:
+    """Return where an mp_rank_XX checkpoint keeps each parameter of a model.
+
+    Raises:
+        CheckpointError: something is missing, of another shape, or unknown to the model.
+    """
+    extra = set(stored) - {stored.stored_name(name) for name in table.entries}
+    extra -= {OUTPUT}  # tied: the last stage keeps a copy of the embedding
+    _refuse_extra(extra, stored.folder)
+    return {name: stored.parameter(name, shapes[name], entry.shard) for name, entry in table.entries.items()}
+
+
+def _refuse_extra(keys: set[str], folder: Path) -> None:
+    lost = sorted(key for key in keys if key.startswith(PARTS))
+    if lost:
+        raise CheckpointError(problems(f"{folder} holds weights that the model of the config does not have", lost))

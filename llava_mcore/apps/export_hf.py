@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import time
@@ -11,11 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
-from llava_mcore.apps.checkpoint_weights import CheckpointWeights
-from llava_mcore.apps.import_hf import DTYPES
+from llava_mcore.apps.checkpoint_weights import CheckpointWeights, HfSide
+from llava_mcore.apps.compare_logits import check_logits
+from llava_mcore.apps.conversion import DTYPES, add_flags, compare_digests, export_all, hash_files
 from llava_mcore.checkpoint import hf_files, layout
-from llava_mcore.checkpoint.hf_config import load_hf_config, model_dims
+from llava_mcore.checkpoint.hf_config import model_dims
+from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.checkpoint.raw import sha256, write_tensor
+from llava_mcore.checkpoint.safetensors_plan import PlannedFile, plan_file
 from llava_mcore.config.rules import check_layout
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.models.parts import check_families
@@ -28,53 +34,127 @@ def export_hf(
     *,
     tp: int = 1,
     pp: int = 1,
+    hf_config: Path | None = None,
     tokenizer_dir: Path | None = None,
     dtype: torch.dtype | None = None,
+    max_shard_size: str | None = None,
+    workers: int = 1,
+    verify: bool = False,
 ) -> int:
     """Write one Hugging Face folder from the newest checkpoint and return its iteration.
 
     Args:
-        tp: the weights are read as this many tensor-parallel ranks hold them, and joined by the table's rules.
-        pp: only checked.
+        tp: only checked, like `pp`: every parameter must divide.
+        hf_config: a Hugging Face folder of the same model, with weights: says names, files and what training does not
+            use, in place of what the checkpoint carries. For checkpoints that Megatron-LM wrote.
         tokenizer_dir: take tokenizer, processor and template files from here instead of the checkpoint.
         dtype: cast every trained weight; None keeps the checkpoint's.
+        max_shard_size: split into files of at most this, such as "5GB"; None keeps the files the weights came in.
+        workers: number of processes; the files are the same for any.
+        verify: read the files back and compare the SHA-256 of every tensor, before the folder counts as finished.
 
     Raises:
-        CheckpointError, ConversionError, ConfigError: before anything is written.
+        CheckpointError, ConversionError, ConfigError: before anything is written, or nothing is left of it.
     """
     hf_files.require_absent(hf_dir, what="the export")
-    checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
-    companions = layout.hf_folder(checkpoint)
-    infos = hf_files.infos_from_record(layout.read_record(checkpoint)["tensors"])
-    hf = load_hf_config(companions)
-    check_families(hf, source=str(companions))
-    wrong = check_layout(model_dims(hf), tp, pp, str(companions))
+    checkpoint, iteration = layout.latest_readable(megatron_dir)
+    side = HfSide.carried(checkpoint) if hf_config is None else HfSide.given(hf_config)
+    check_families(side.hf, source=str(side.files))
+    wrong = check_layout(model_dims(side.hf), tp, pp, str(side.files))
     if wrong:
         raise ConfigError(problems(f"{checkpoint} cannot be read as tp {tp} x pp {pp}", wrong))
     if tokenizer_dir is not None and not (tokenizer_dir / "tokenizer_config.json").is_file():
         raise ConversionError(f"--tokenizer-dir {tokenizer_dir}: no tokenizer_config.json")
     with single_process():
-        weights = CheckpointWeights(hf, checkpoint, infos, tp)
-        partial = hf_files.partial_sibling(hf_dir)
-        dtypes = _write_weights(weights, partial, dtype)
-    _write_companions(companions, tokenizer_dir, partial, dtypes)
-    hf_files.publish(partial, hf_dir)
+        weights = CheckpointWeights(side, checkpoint, tp)
+    files = planned_files(weights, dtype, max_shard_size)
+    room = sum(x.size for x in files.values()) + sum(x.stat().st_size for x in hf_files.companion_files(side.files))
+    with hf_files.written_beside(hf_dir, num_bytes=room, what="the export") as partial:
+        digests = _write_weights(weights, files, partial, dtype=dtype, hashed=verify, workers=workers)
+        if verify:
+            _verify(partial, digests, workers=workers)
+            if iteration == 0 and dtype is None:
+                _compare_with_import(side.files, digests)
+        trained = weights.trained_names()
+        _write_companions(
+            side.files, tokenizer_dir, partial, {x for name, x in weights.dtypes(dtype).items() if name in trained}
+        )
     return iteration
 
 
-def _write_weights(weights: CheckpointWeights, target: Path, dtype: torch.dtype | None) -> set[torch.dtype]:
-    """Write all weight files and the index; return the dtypes of what training may have changed."""
-    trained = weights.trained_names()
-    dtypes: set[torch.dtype] = set()
-    total = 0
-    for file, tensors in weights.files(dtype):
-        hf_files.write_weights(target, tensors, file)
-        total += sum(x.numel() * x.element_size() for x in tensors.values())
-        dtypes |= {x.dtype for name, x in tensors.items() if name in trained}
+def planned_files(
+    weights: CheckpointWeights, dtype: torch.dtype | None, max_shard_size: str | None
+) -> dict[str, PlannedFile]:
+    """Return each weight file's name and contents; paths are relative to the folder.
+
+    Raises:
+        ConversionError: not a size.
+    """
+    dtypes = weights.dtypes(dtype)
+    missing = sorted(weights.infos.keys() - dtypes.keys())
+    if missing:
+        raise ConversionError(problems(f"{weights.checkpoint} lacks tensors that {layout.RECORD} names", missing))
     files = {name: info.file for name, info in weights.infos.items()}
-    if set(files.values()) != {hf_files.SINGLE}:
-        hf_files.write_index(target, files, total)
-    return dtypes
+    if max_shard_size is not None:
+        sizes = {name: math.prod(x.shape) * dtypes[name].itemsize for name, x in weights.infos.items()}
+        files = _files_of_at_most(max_shard_size, sizes)
+    members: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+    for name, info in weights.infos.items():
+        members.setdefault(files[name], {})[name] = (dtypes[name], info.shape)
+    return {file: plan_file(Path(file), tensors) for file, tensors in members.items()}
+
+
+def _files_of_at_most(size: str, sizes: dict[str, int]) -> dict[str, str]:
+    """Return the file of each tensor, split and named as transformers would."""
+    try:
+        split = split_state_dict_into_shards_factory(
+            sizes, get_storage_size=lambda x: x, filename_pattern="model{suffix}.safetensors", max_shard_size=size
+        )
+    except ValueError as error:
+        raise ConversionError(f"--max-shard-size {size!r}: expected a number and KB, MB, GB or TB ({error})") from error
+    return split.tensor_to_filename
+
+
+def _write_weights(
+    weights: CheckpointWeights,
+    files: dict[str, PlannedFile],
+    target: Path,
+    *,
+    dtype: torch.dtype | None,
+    hashed: bool,
+    workers: int,
+) -> dict[str, str]:
+    """Write all weight files and the index; return the SHA-256 of every tensor, if `hashed`."""
+    placed = {file: plan.moved_to(target / file) for file, plan in files.items()}
+    for plan in placed.values():
+        plan.create()
+    targets = {name: at for plan in placed.values() for name, at in plan.tensors.items()}
+    digests = export_all("export", weights.reads(dtype, targets), hashed=hashed, workers=workers)
+    for name in weights.table.unused:
+        data = weights.unused.get(name)
+        write_tensor(targets[name], data)
+        if hashed:
+            digests[name] = sha256(data)
+    if hashed:
+        digests |= {copy: digests[original] for copy, original in weights.table.copies.items()}
+    if set(files) != {hf_files.SINGLE}:
+        names = {name: file for file, plan in files.items() for name in plan.tensors}
+        hf_files.write_index(target, names, sum(x.num_bytes for x in targets.values()))
+    return digests
+
+
+def _verify(target: Path, expected: dict[str, str], *, workers: int) -> None:
+    """Read the written files as anyone would, and compare them with what the checkpoint gave."""
+    folder = hf_files.HfFolder.open(target)
+    found = hash_files("verify", {name: folder.where(name) for name in folder.tensors}, workers=workers)
+    compare_digests(found, expected, title="the files do not hold what the checkpoint does")
+
+
+def _compare_with_import(companions: Path, digests: dict[str, str]) -> None:
+    """An untrained checkpoint must give back what was imported, whichever version imported it."""
+    manifest = read_manifest(companions)
+    if manifest is not None:
+        compare_digests(digests, manifest.digests, title="the export differs from what was imported")
 
 
 def _write_companions(source: Path, tokenizer_dir: Path | None, target: Path, dtypes: set[torch.dtype]) -> None:
@@ -104,11 +184,17 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--megatron-dir", type=Path, required=True, help="folder with latest_checkpointed_iteration.txt")
     p.add_argument("--hf-dir", type=Path, required=True, help="folder to write; must not exist or be empty")
-    p.add_argument("--tp", type=int, default=1, help="read the weights as this many tensor-parallel ranks (default 1)")
+    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check for (default 1)")
     p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
+    p.add_argument(
+        "--hf-config", type=Path, metavar="DIR",
+        help="Hugging Face folder of the same model, with weights, for a checkpoint that llava_mcore has not written",
+    )  # fmt: skip
     p.add_argument("--tokenizer-dir", type=Path, help="take tokenizer and processor files from here")
-    p.add_argument("--dtype", choices=DTYPES, help="cast the weights (default: as in the checkpoint)")
-    p.add_argument("--sif-path", type=Path, help="run the same command inside this Singularity image")
+    p.add_argument(
+        "--max-shard-size", metavar="SIZE", help="split into files of at most this, such as 5GB (default: as imported)"
+    )
+    add_flags(p, source="in the checkpoint")
     return p
 
 
@@ -117,10 +203,22 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     dtype = DTYPES[args.dtype] if args.dtype else None
     iteration = export_hf(
-        args.megatron_dir, args.hf_dir, tp=args.tp, pp=args.pp, tokenizer_dir=args.tokenizer_dir, dtype=dtype
+        args.megatron_dir,
+        args.hf_dir,
+        tp=args.tp,
+        pp=args.pp,
+        hf_config=args.hf_config,
+        tokenizer_dir=args.tokenizer_dir,
+        dtype=dtype,
+        max_shard_size=args.max_shard_size,
+        workers=args.workers,
+        verify=args.verify,
     )
     seconds = time.perf_counter() - start
-    print(f"exported iteration {iteration} of {args.megatron_dir} -> {args.hf_dir} in {seconds:.1f} s")
+    verified = " (every tensor read back and equal)" if args.verify else ""
+    print(f"exported iteration {iteration} of {args.megatron_dir} -> {args.hf_dir} in {seconds:.1f} s{verified}")
+    if args.logits is not None:
+        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, tp=args.tp, pp=args.pp))
     return 0
 
 

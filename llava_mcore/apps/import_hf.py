@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import functools
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import LlavaConfig
 
+from llava_mcore.apps.checkpoint_weights import CheckpointWeights, HfSide
+from llava_mcore.apps.compare_logits import check_logits
+from llava_mcore.apps.conversion import DTYPES, add_flags, compare_digests, run_with_progress
 from llava_mcore.checkpoint import hf_files, layout
 from llava_mcore.checkpoint.hf_config import load_hf_config, model_dims
-from llava_mcore.checkpoint.megatron import save_state
-from llava_mcore.checkpoint.weights import check_shard_rules, parameter_shapes, sharded_weights
+from llava_mcore.checkpoint.import_jobs import write_file
+from llava_mcore.checkpoint.manifest import make_manifest, write_manifest
+from llava_mcore.checkpoint.raw import sha256
+from llava_mcore.checkpoint.safetensors_plan import plan_file, write_tensors
+from llava_mcore.checkpoint.streamed_save import save_streamed
+from llava_mcore.checkpoint.weights import check_shard_rules, parameter_shapes, planned_weights
 from llava_mcore.config.rules import check_layout
 from llava_mcore.conversion.mapping import MappingTable, check_coverage
 from llava_mcore.errors import ConfigError, ConversionError, problems
@@ -28,36 +34,66 @@ from llava_mcore.models.table import mapping_table
 from llava_mcore.models.vlm import VisionLanguageModel
 from llava_mcore.parallel.groups import single_process
 
-logger = logging.getLogger(__name__)
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCAB_DIVISIBLE_BY = 128
+_DESCRIPTION_BYTES = 64 << 20  # metadata, records, manifest and what a file adds to its tensors, generously
 
 
-def import_hf(hf_dir: Path, megatron_dir: Path, *, tp: int = 1, pp: int = 1, dtype: torch.dtype | None = None) -> Path:
+def import_hf(
+    hf_dir: Path,
+    megatron_dir: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dtype: torch.dtype | None = None,
+    workers: int = 1,
+    verify: bool = False,
+) -> Path:
     """Convert one folder and return the iteration folder that was written.
 
     Args:
         tp: each parallel tensor is stored in this many chunks, and the vocabulary is padded for it.
         pp: only checked: a checkpoint holds its layers one by one.
         dtype: cast every weight to this; None keeps each tensor's own.
+        workers: number of processes; the files are the same for any.
+        verify: read the checkpoint back and compare the SHA-256 of every tensor, before it counts as finished.
 
     Raises:
-        ConversionError, ConfigError: before anything is written.
+        ConversionError, ConfigError: before anything is written, or nothing is left of it.
     """
     hf_files.require_absent(megatron_dir, what="the import")
     hf, folder = open_folder(hf_dir, tp=tp, pp=pp)
     with single_process():
         model, table = model_and_table(hf, folder, tp=tp)
-        partial = hf_files.partial_sibling(megatron_dir)
-        checkpoint = layout.iteration_folder(partial, 0)
-        checkpoint.mkdir()
-        state = sharded_weights(table, model.sharded_state_dict(), folder.get, tp_size=tp, dtype=dtype)
-        save_state({"iteration": 0, "model": state}, checkpoint)
-    _write_companions(folder, table, checkpoint, tp=tp, pp=pp)
-    layout.write_tracker(partial, 0)
-    hf_files.publish(partial, megatron_dir)
+        sources = {name: folder.where(name) for name in folder.tensors}
+        state, entries = planned_weights(table, model.sharded_state_dict(), sources, tp_size=tp, dtype=dtype)
+        room = _room_beside(hf_dir) + sum(x.num_bytes for x in entries)
+        room += sum(sources[name].num_bytes for name in table.unused)
+        with hf_files.written_beside(megatron_dir, num_bytes=room, what="the import") as partial:
+            checkpoint = layout.iteration_folder(partial, 0)
+            checkpoint.mkdir()
+            write = functools.partial(run_with_progress, "import", write_file, workers=workers)
+            digests = save_streamed({"iteration": 0, "model": state}, entries, checkpoint, write)
+            digests |= {copy: digests[original] for copy, original in table.copies.items()}
+            digests |= _write_companions(folder, table, checkpoint, tp=tp, pp=pp)
+            name = None if dtype is None else str(dtype).removeprefix("torch.")
+            manifest = make_manifest(hf_dir, table, digests, dtype=name, tp=tp, pp=pp)
+            write_manifest(layout.hf_folder(checkpoint), manifest)
+            if verify:
+                _verify(checkpoint, digests, tp=tp, workers=workers)
+            layout.write_tracker(partial, 0)
     return layout.iteration_folder(megatron_dir, 0)
+
+
+def _room_beside(hf_dir: Path) -> int:
+    """Return how many bytes the files beside the weights take, and some for what describes the checkpoint."""
+    return sum(x.stat().st_size for x in hf_files.companion_files(hf_dir)) + _DESCRIPTION_BYTES
+
+
+def _verify(checkpoint: Path, expected: dict[str, str], *, tp: int, workers: int) -> None:
+    """Read a checkpoint back as an export does, and compare what comes out with what went in."""
+    weights = CheckpointWeights(HfSide.carried(checkpoint), checkpoint, tp)
+    found = weights.digests("verify", workers=workers)
+    compare_digests(found, expected, title="the checkpoint does not hold what was imported")
 
 
 def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[LlavaConfig, hf_files.HfFolder]:
@@ -107,20 +143,31 @@ def checked_table(
         if len(dtypes) > 1:
             found.append(f"{', '.join(entry.hf_names)} become one tensor, but have dtypes {', '.join(sorted(dtypes))}")
     for copy, original in table.copies.items():
-        if not torch.equal(folder.get(copy), folder.get(original)):
+        if not _same(folder, copy, original):
             found.append(f"{copy} differs from {original}, but config.json ties them (tie_word_embeddings)")
     if found:
         raise ConversionError(problems(f"{folder.path} cannot be converted exactly", found))
     return table
 
 
-def _write_companions(folder: hf_files.HfFolder, table: MappingTable, checkpoint: Path, *, tp: int, pp: int) -> None:
-    """Let config, tokenizer, processor and unused tensors travel inside the checkpoint."""
+def _same(folder: hf_files.HfFolder, a: str, b: str) -> bool:
+    """Compare two tensors, one in memory at a time."""
+    x, y = folder.where(a), folder.where(b)
+    return (x.shape, x.dtype) == (y.shape, y.dtype) and sha256(x.map()) == sha256(y.map())
+
+
+def _write_companions(
+    folder: hf_files.HfFolder, table: MappingTable, checkpoint: Path, *, tp: int, pp: int
+) -> dict[str, str]:
+    """Let config, tokenizer, processor and unused tensors travel inside the checkpoint; return the latters' SHA-256."""
     target = layout.hf_folder(checkpoint)
     hf_files.copy_companions(folder.path, target)
-    save_file({name: folder.get(name) for name in table.unused}, target / layout.UNUSED, metadata={"format": "pt"})
+    sources = {name: folder.where(name) for name in table.unused}
+    plan = plan_file(target / layout.UNUSED, {name: (x.dtype, x.shape) for name, x in sources.items()})
+    write_tensors(plan, ((name, x.map()) for name, x in sources.items()))
     record = {"layout": {"tp": tp, "pp": pp}, "unused": dict(table.unused), "tensors": folder.record()}
     layout.write_record(checkpoint, record)
+    return {name: sha256(x.map()) for name, x in sources.items()}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -135,8 +182,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--megatron-dir", type=Path, required=True, help="folder to write; must not exist or be empty")
     p.add_argument("--tp", type=int, default=1, help="tensor-parallel size to cut and pad for (default 1)")
     p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
-    p.add_argument("--dtype", choices=DTYPES, help="cast the weights (default: keep each tensor's own dtype)")
-    p.add_argument("--sif-path", type=Path, help="run the same command inside this Singularity image")
+    add_flags(p, source="the source: each tensor keeps its own")
     return p
 
 
@@ -144,8 +190,20 @@ def run(args: argparse.Namespace) -> int:
     """Convert as the flags say."""
     start = time.perf_counter()
     dtype = DTYPES[args.dtype] if args.dtype else None
-    written = import_hf(args.hf_dir, args.megatron_dir, tp=args.tp, pp=args.pp, dtype=dtype)
-    print(f"imported {args.hf_dir} -> {written} in {time.perf_counter() - start:.1f} s (cut for tp {args.tp})")
+    written = import_hf(
+        args.hf_dir,
+        args.megatron_dir,
+        tp=args.tp,
+        pp=args.pp,
+        dtype=dtype,
+        workers=args.workers,
+        verify=args.verify,
+    )
+    verified = ", every tensor read back and equal" if args.verify else ""
+    seconds = time.perf_counter() - start
+    print(f"imported {args.hf_dir} -> {written} in {seconds:.1f} s (cut for tp {args.tp}{verified})")
+    if args.logits is not None:
+        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, tp=args.tp, pp=args.pp))
     return 0
 
 

@@ -14,8 +14,12 @@ from llava_mcore.config.load import run_config_yaml, save_run_config
 from llava_mcore.config.rules import check_devices, check_run
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, LlavaMcoreError, problems
+from llava_mcore.launch.nodes import check_gpu_ids, check_interface, find_nodes
 from llava_mcore.launch.process import run_child
+from llava_mcore.launch.sbatch import FILE as BATCH_FILE
+from llava_mcore.launch.sbatch import batch_file, submit
 from llava_mcore.launch.singularity import inner_command, rerun_in_container
+from llava_mcore.launch.slurm import describe, read_job
 from llava_mcore.launch.torchrun import torchrun_argv, worker_env
 from llava_mcore.templates.named import absolute_choice, check_choice
 
@@ -28,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command_line = parse_command_line(arguments, "run.py")
         run = command_line.load()
+        if command_line.submit:
+            return _submit(run, arguments, dry_run=command_line.dry_run)
         if run.launch.sif_path is not None:
             command = inner_command("train", arguments)
             return rerun_in_container(run.launch.sif_path, command, dry_run=command_line.dry_run)
@@ -43,16 +49,17 @@ def resolve(run: RunConfig, gpu_count: int) -> tuple[RunConfig, int]:
     Paths become absolute, so that the stored configuration means the same from everywhere.
     """
     gpus = run.launch.num_gpus
-    world_size = gpus if gpus > 0 else max(1, gpu_count)
+    per_node = gpus if gpus > 0 else len(run.launch.chosen_gpus) or max(1, gpu_count)
+    num_nodes = run.launch.num_nodes or 1
     changes = {
         "parallel": {"backend": run.parallel.backend or ("nccl" if gpu_count else "gloo")},
         "training": {"precision": run.training.precision or ("bf16" if gpu_count else "fp32")},
-        "launch": {"num_gpus": world_size},
+        "launch": {"num_gpus": per_node, "num_nodes": num_nodes},
         "checkpoint": {name: _absolute(getattr(run.checkpoint, name)) for name in ("load", "hf_dir", "save_dir")},
         "data": {"path": _absolute(run.data.path), "chat_template": absolute_choice(run.data.chat_template)},
     }
     sections = {name: getattr(run, name).model_copy(update=change) for name, change in changes.items()}
-    return run.model_copy(update=sections), world_size
+    return run.model_copy(update=sections), per_node * num_nodes
 
 
 def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
@@ -62,7 +69,8 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
     from llava_mcore.checkpoint.start import start_point
     from llava_mcore.data.dataset_path import check_dataset
 
-    found: list[str] = check_devices(world_size, gpu_count)
+    found: list[str] = check_devices(run.launch.num_gpus, gpu_count)
+    found += [*check_gpu_ids(run.launch, gpu_count), *check_interface(run.launch)]
     dims: ModelDims | None = None
     source = ""
     try:
@@ -88,20 +96,55 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
 
 
 def _launch(typed: RunConfig, command_line: CommandLine) -> int:
-    """Check the run, write SAVE_DIR/NAME/run.yaml and start the workers."""
+    """Check the run, write SAVE_DIR/NAME/run.yaml and start this machine's workers."""
     gpu_count = _count_gpus()
-    run, world_size = resolve(typed, gpu_count)
+    nodes = find_nodes(typed.launch, os.environ)
+    launch = typed.launch.model_copy(update={"num_nodes": nodes.count, "node_rank": None})  # the same on all nodes
+    run, world_size = resolve(typed.model_copy(update={"launch": launch}), gpu_count)
     found = preflight(run, world_size, gpu_count)
     if found:
         raise ConfigError(problems("The run cannot start", found))
     config_file = run.run_dir / "run.yaml"
-    command = torchrun_argv(world_size, WORKER, ["--config", str(config_file)])
+    command = torchrun_argv(run.launch.num_gpus, WORKER, ["--config", str(config_file)], nodes)
     if command_line.dry_run:
         print(f"# {config_file}\n{run_config_yaml(run)}\n# command\n{shlex.join(command)}")
         return 0
     save_run_config(run, config_file)
-    cores = len(os.sched_getaffinity(0))
-    return run_child(command, worker_env(os.environ, world_size, cpu_cores=cores, device_available=gpu_count > 0))
+    job = read_job(os.environ)
+    if job is not None and nodes.rank == 0:
+        print(describe(job), flush=True)
+    environment = worker_env(
+        os.environ,
+        run.launch.num_gpus,
+        cpu_cores=len(os.sched_getaffinity(0)),
+        device_available=gpu_count > 0,
+        interface=run.launch.interface,
+        gpu_ids=run.launch.chosen_gpus,
+    )
+    return run_child(command, environment)
+
+
+def _submit(typed: RunConfig, arguments: Sequence[str], *, dry_run: bool) -> int:
+    """Check what can be checked without the nodes, write SAVE_DIR/NAME/train.sbatch and submit it."""
+    on_gpus = typed.parallel.backend != "gloo"
+    gpus = typed.launch.num_gpus
+    if gpus < 0:
+        raise ConfigError("--submit needs the number of GPUs of a node (with --backend gloo: of processes): give -g")
+    run, world_size = resolve(typed, gpus if on_gpus else 0)
+    inside = typed.launch.sif_path is not None  # this machine may hold neither libraries nor models
+    found = check_run(run, None, world_size, on_gpus) if inside else preflight(run, world_size, gpus if on_gpus else 0)
+    if found:
+        raise ConfigError(problems("The run cannot start", found))
+    kept = [text for text in arguments if text not in ("--submit", "--dry-run")]
+    text = batch_file(run.name, run.launch, run.run_dir, kept, on_gpus=on_gpus)
+    file = run.run_dir / BATCH_FILE
+    if dry_run:
+        print(f"# {file}\n{text}", end="")
+        return 0
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    print(f"submitted {file} as SLURM job {submit(file)}")
+    return 0
 
 
 def _count_gpus() -> int:

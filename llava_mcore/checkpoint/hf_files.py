@@ -1,26 +1,27 @@
-"""Weights in a Hugging Face folder: headers first, tensors one at a time (memory-mapped safetensors)."""
+"""Weights in a Hugging Face folder: headers first, tensors one at a time (mapped safetensors)."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from llava_mcore.checkpoint.durable import sync, sync_tree
+from llava_mcore.checkpoint.raw import TensorAt
+from llava_mcore.checkpoint.safetensors_plan import DTYPES, read_offsets
 from llava_mcore.errors import ConversionError, problems
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class HfFolder:
 
     def __init__(self, path: Path, tensors: dict[str, TensorInfo]) -> None:
         self.path, self.tensors = path, tensors
-        self._open: dict[str, Any] = {}
+        self._offsets: dict[str, dict[str, int]] = {}
 
     @classmethod
     def open(cls, path: Path) -> HfFolder:
@@ -61,21 +62,38 @@ class HfFolder:
                 found.append(f"{file}: {error}")
         found += [f"{name}: in {INDEX}, but not in {file}" for name, file in expected.items()
                   if name not in tensors and (path / file).is_file()]  # fmt: skip
+        found += [f"{name}: dtype {x.dtype} is not supported" for name, x in tensors.items() if x.dtype not in DTYPES]
         if found:
             hint = "expected model.safetensors or model.safetensors.index.json and its files (no .bin weights)"
             raise ConversionError(problems(f"{path}: the weights cannot be read; {hint}", found))
         return cls(path, tensors)
 
+    @classmethod
+    def of_file(cls, path: Path) -> HfFolder:
+        """Read the header of one file, as if the folder had no other.
+
+        Raises:
+            ConversionError: not a readable safetensors file.
+        """
+        try:
+            return cls(path.parent, _read_header(path.parent, path.name))
+        except (OSError, SafetensorError) as error:
+            raise ConversionError(f"{path} cannot be read: {error}") from error
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: info.shape for name, info in self.tensors.items()}
 
+    def where(self, name: str) -> TensorAt:
+        """Return where one tensor's bytes are."""
+        info = self.tensors[name]
+        if info.file not in self._offsets:
+            self._offsets[info.file] = read_offsets(self.path / info.file)
+        return TensorAt(self.path / info.file, self._offsets[info.file][name], DTYPES[info.dtype], info.shape)
+
     def get(self, name: str) -> Tensor:
-        """Read one tensor."""
-        file = self.tensors[name].file
-        if file not in self._open:
-            self._open[file] = safe_open(self.path / file, framework="pt")
-        return self._open[file].get_tensor(name)
+        """Return one tensor, mapped."""
+        return self.where(name).map()
 
     def record(self) -> dict[str, Any]:
         """Return what is needed to write the same files again (JSON)."""
@@ -117,11 +135,6 @@ def copy_companions(source: Path, target: Path, *, skip: Iterable[str] = ()) -> 
             shutil.copyfile(path, target / path.name)
 
 
-def write_weights(folder: Path, tensors: Mapping[str, Tensor], file: str) -> None:
-    """Write one safetensors file."""
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / file, metadata={"format": "pt"})
-
-
 def write_index(folder: Path, files: Mapping[str, str], total_size: int) -> None:
     """Write the index of a folder with several weight files. `files`: tensor name to file name."""
     content = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(files.items()))}
@@ -139,9 +152,48 @@ def partial_sibling(target: Path) -> Path:
 
 def publish(partial: Path, target: Path) -> None:
     """Move a finished folder into place, so that a half-written one is never taken for finished."""
+    sync_tree(partial)
     if target.exists():
         target.rmdir()  # only ever an empty one: `require_absent` came first
     os.rename(partial, target)
+    sync(target.parent)
+
+
+@contextlib.contextmanager
+def written_beside(target: Path, *, num_bytes: int, what: str) -> Iterator[Path]:
+    """Give an empty folder to write into, which becomes `target` at the end, or leaves nothing after an error.
+
+    Args:
+        num_bytes: how much is going to be written.
+        what: "the import", for messages.
+
+    Raises:
+        ConversionError: the disk has not enough room, before anything is written; or writing failed.
+    """
+    require_room(target, num_bytes, what=what)
+    partial = partial_sibling(target)
+    try:
+        yield partial
+        publish(partial, target)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = f"; it needs {num_bytes / 1e9:.2f} GB, free some or choose another folder" if full else ""
+        raise ConversionError(f"{what} to {target} stopped, nothing is left of it: {error}{hint}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def require_room(target: Path, num_bytes: int, *, what: str) -> None:
+    """Refuse to begin what the disk cannot hold.
+
+    Raises:
+        ConversionError: says how much is needed and how much there is.
+    """
+    existing = next(p for p in (target.absolute(), *target.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
+        needed = f"{num_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free"
+        raise ConversionError(f"{target}: {what} needs {needed} there; free some or choose another folder")
 
 
 def require_absent(target: Path, *, what: str) -> None:

@@ -3,7 +3,9 @@
 latest_checkpointed_iteration.txt      the newest complete iteration
 iter_0000006/                          dist_checkpointing files (torch_dist)
 iter_0000006/hf/                       config, tokenizer and processor files, unused.safetensors, tensors.json
+iter_0000006/hf/import_manifest.json   SHA-256 of every tensor that was imported, versions
 iter_0000006/run.yaml                  the resolved run, if training wrote it
+iter_0000006/run.json                  versions, layout, every file with its size, if training wrote it
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+from llava_mcore.checkpoint.durable import sync
 from llava_mcore.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 UNUSED = "unused.safetensors"
 RECORD = "tensors.json"
-_OURS = (UNUSED, RECORD)
+MANIFEST = "import_manifest.json"
+_OURS = (UNUSED, RECORD, MANIFEST)
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -68,6 +72,20 @@ def latest_checkpoint(root: Path) -> tuple[Path, int]:
     return folder, iteration
 
 
+def latest_readable(root: Path) -> tuple[Path, int]:
+    """Return the newest checkpoint and its iteration, of Megatron-LM's older kind (mp_rank_XX, `release`) too.
+
+    Raises:
+        CheckpointError: as `latest_checkpoint`.
+    """
+    tracker = root / TRACKER
+    text = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
+    folder = root / "release" if text == "release" else iteration_folder(root, int(text)) if text.isdigit() else root
+    if folder != root and any(folder.glob("mp_rank_*")):
+        return folder, int(text) if text.isdigit() else 0
+    return latest_checkpoint(root)
+
+
 def write_tracker(root: Path, iteration: int) -> None:
     """Point the tracker at a complete checkpoint, atomically."""
     temporary = root / f".{TRACKER}.partial"
@@ -76,6 +94,7 @@ def write_tracker(root: Path, iteration: int) -> None:
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(temporary, root / TRACKER)
+    sync(root)
 
 
 def write_record(checkpoint: Path, record: dict[str, Any]) -> None:
@@ -96,5 +115,8 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     """
     path = hf_folder(checkpoint) / RECORD
     if not path.is_file():
-        raise CheckpointError(f"{checkpoint}: no hf/{RECORD}; it was not written by llava_mcore")
+        raise CheckpointError(
+            f"{checkpoint}: no hf/{RECORD}; it was not written by llava_mcore: "
+            "export it with --hf-config, a Hugging Face folder of the same model"
+        )
     return json.loads(path.read_text(encoding="utf-8"))

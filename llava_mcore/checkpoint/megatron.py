@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
@@ -23,6 +24,7 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.transformer.module import MegatronModule
+from torch.distributed.checkpoint import CheckpointException
 
 from llava_mcore.errors import CheckpointError, problems
 
@@ -30,14 +32,80 @@ CHECKPOINT_VERSION = 3.0  # Megatron-LM's format number, read by its own loaders
 EXTRA_STATE = "_extra_state"
 
 
+class StateWrite:
+    """One checkpoint on its way to a folder: `write` may run in a thread, everything else is a collective call.
+
+    `folder` must exist on every rank and be empty. megatron-core plans and finishes the save. Its own ways of writing
+    in the background are processes: a forked one beside running threads and CUDA, or a spawned one that imports the
+    whole program (8 s) and takes the tensors through shared memory. Writing needs no more than a thread: torch
+    releases the interpreter's lock while bytes are written.
+    """
+
+    def __init__(self, state: ShardedStateDict, folder: Path, *, copy: bool = False) -> None:
+        """Plan the save and bring the tensors to the host.
+
+        Args:
+            copy: own every tensor, so that training may go on while `write` runs.
+        """
+        # The queue that megatron-core would make lives in a manager process, which imports the program once more.
+        filesystem_async._results_queue = queue.Queue()
+        self._request = dist_checkpointing.save(
+            {"checkpoint_version": CHECKPOINT_VERSION, **state},
+            str(folder),
+            content_metadata={"llava_mcore": 1},
+            async_sharded_save=True,
+            async_strategy="mcore",
+        )
+        self._files: list[Any] = []
+        if self._request.async_fn is not None:  # else this rank has nothing to write
+            live = {id(x) for _, _, (_, tensors) in self._request.async_fn_args[1] for _, x in tensors}
+            on_host = self._request.preload_fn()
+            self._files = [_owned(file, live) for file in on_host] if copy else on_host
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that this rank writes."""
+        return sum(x.nbytes for _, _, (_, tensors) in self._files for _, x in tensors)
+
+    def write(self) -> None:
+        """Write and flush this rank's files. What goes wrong is reported by `finish`."""
+        if self._request.async_fn is not None:
+            rank, _, results = self._request.async_fn_args
+            self._request.async_fn(rank, self._files, results)
+        self._files = []
+
+    def finish(self) -> None:
+        """Write the metadata, when all ranks have written; a collective call.
+
+        Raises:
+            CheckpointError: on all ranks, when any could not write.
+        """
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except CheckpointException as error:
+            reasons = dict.fromkeys(str(reason[0]) for reason in error.failures.values()) or ["see the other ranks"]
+            # megatron-core keeps the operating system's own words to itself.
+            message = problems("the checkpoint could not be written; is the disk full, or a quota reached?", reasons)
+            raise CheckpointError(message, on_all_ranks=True) from error
+
+
+def _owned(file: Any, live: Container[int]) -> Any:
+    """Return the plan of one file with copies of the tensors that training goes on changing (`live`: their ids)."""
+    path, key, (objects, tensors) = file
+    return path, key, (objects, [(item, x.clone() if id(x) in live else x) for item, x in tensors])
+
+
 def save_state(state: ShardedStateDict, folder: Path) -> None:
-    """Write one checkpoint folder; a collective call. `folder` must exist on every rank and be empty."""
-    # megatron-core hands results over in a manager process, which imports the whole program again (8 s). This save
-    # is synchronous and writes with threads of this process: a plain queue does.
-    filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(
-        {"checkpoint_version": CHECKPOINT_VERSION, **state}, str(folder), content_metadata={"llava_mcore": 1}
-    )
+    """Write one checkpoint folder; a collective call. `folder` must exist on every rank and be empty.
+
+    Raises:
+        CheckpointError: on all ranks, when any could not write.
+    """
+    write = StateWrite(state, folder)
+    write.write()
+    dist.barrier()
+    write.finish()
 
 
 def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:

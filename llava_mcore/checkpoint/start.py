@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from llava_mcore.checkpoint.complete import newest_complete
 from llava_mcore.checkpoint.layout import TRACKER, hf_folder, latest_checkpoint
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
@@ -16,12 +17,14 @@ class StartPoint:
     """`checkpoint` is the folder of one iteration, or None for random weights.
 
     `hf_dir` is the folder whose config.json describes the model: a checkpoint carries its own.
+    `passed_over`: newer checkpoints that were not used, each with the reason.
     """
 
     kind: Literal["resume", "load", "init"]
     checkpoint: Path | None
     iteration: int
     hf_dir: Path
+    passed_over: tuple[str, ...] = ()
 
 
 def start_point(run: RunConfig) -> StartPoint:
@@ -33,12 +36,13 @@ def start_point(run: RunConfig) -> StartPoint:
     """
     checkpoint = run.checkpoint
     own = run.run_dir if checkpoint.save_dir is not None else None
-    if own is not None and (own / TRACKER).exists():
+    choice = newest_complete(own) if own is not None else None
+    if own is not None and choice is not None:
         if not checkpoint.load_optim:
             raise ConfigError(f"{own} already holds a checkpoint: resume it with --load-optim or choose another --name")
-        return _from_folder("resume", own)
+        return StartPoint("resume", choice.folder, choice.iteration, hf_folder(choice.folder), choice.passed_over)
     if checkpoint.load is not None:
-        return _from_folder("load", checkpoint.load)
+        return _load(checkpoint.load)
     if not checkpoint.init:
         raise ConfigError("nothing to start from: give --megatron-load-dir, or --init for random weights")
     if checkpoint.load_optim:
@@ -48,6 +52,10 @@ def start_point(run: RunConfig) -> StartPoint:
     return StartPoint("init", None, 0, checkpoint.hf_dir)
 
 
-def _from_folder(kind: Literal["resume", "load"], folder: Path) -> StartPoint:
-    checkpoint, iteration = latest_checkpoint(folder)
-    return StartPoint(kind, checkpoint, iteration, hf_folder(checkpoint))
+def _load(folder: Path) -> StartPoint:
+    """Start from another folder. It must have a tracker: without one an import or a copy has not ended."""
+    choice = newest_complete(folder) if (folder / TRACKER).exists() else None
+    if choice is None:  # says what is missing
+        checkpoint, iteration = latest_checkpoint(folder)
+        return StartPoint("load", checkpoint, iteration, hf_folder(checkpoint))
+    return StartPoint("load", choice.folder, choice.iteration, hf_folder(choice.folder), choice.passed_over)

@@ -1,22 +1,25 @@
-"""Mapping table and files: the weights of a Hugging Face folder as dist_checkpointing's sharded tensors, and back.
+"""Mapping table and megatron-core: under which key, at which place and in which pieces each parameter is stored.
 
-A model built without memory (meta device, tp 1, pp 1) says under which key, at which place and in which shape
-megatron-core stores each parameter; the table says what is in it.
+A model built without memory (meta device, tp 1, pp 1) says it; nothing here touches data. All tensors are on the meta
+device.
 """
 
 from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from llava_mcore.conversion.mapping import Entry, MappingTable
+from llava_mcore.checkpoint.import_jobs import EntryWrite, Piece
+from llava_mcore.checkpoint.raw import TensorAt
+from llava_mcore.conversion.boxes import Box, Shape
+from llava_mcore.conversion.mapping import MappingTable
 from llava_mcore.conversion.sharding import Shard
 from llava_mcore.errors import ConversionError, problems
 
@@ -45,31 +48,70 @@ def check_shard_rules(table: MappingTable, model: torch.nn.Module) -> None:
         raise ConversionError(problems("the mapping table cuts tensors otherwise than the model", wrong))
 
 
-def sharded_weights(
+@dataclass(frozen=True)
+class Place:
+    """A parameter is `box` of the tensor stored under `key`, which may count layers in dims before its own."""
+
+    key: str
+    box: Box
+
+
+def places(model_state: SharedState, shapes: Mapping[str, Shape]) -> dict[str, Place]:
+    """Return where megatron-core stores each parameter of the given shapes."""
+    return {name: _place(_with_data(model_state[name], _meta(shape)), shape) for name, shape in shapes.items()}
+
+
+def planned_weights(
     table: MappingTable,
     model_state: SharedState,
-    read: Callable[[str], Tensor],
+    sources: Mapping[str, TensorAt],
     *,
     tp_size: int,
     dtype: torch.dtype | None = None,
-) -> SharedState:
-    """Fill a model's sharded state with the tensors of a Hugging Face folder, cut for `tp_size` ranks.
+) -> tuple[SharedState, list[EntryWrite]]:
+    """Return the sharded state of a Hugging Face folder, cut for `tp_size` ranks, and what is in each of its pieces.
 
     Args:
         model_state: `sharded_state_dict()` of a model on the meta device at tp 1, pp 1.
-        read: returns one Hugging Face tensor.
+        sources: where each Hugging Face tensor is.
         dtype: cast to this, or keep each tensor's own.
+
+    The state holds no data; megatron-core makes a checkpoint's metadata from it.
     """
-    filled: SharedState = {}
+    state: SharedState = {}
+    writes: list[EntryWrite] = []
     for name, sharded in model_state.items():
         entry = table.entries.get(name)
         if entry is None:
-            filled[name] = sharded  # a layer's extra state, which holds nothing here
+            state[name] = sharded  # a layer's extra state, which holds nothing here
             continue
-        full = entry.to_megatron({x: read(x) for x in entry.hf_names})
-        full = full if dtype is None else full.to(dtype)
-        filled[name] = [cut for whole in _with_data(sharded, full) for cut in _cut(whole, entry.shard, tp_size)]
-    return filled
+        tensors = tuple(sources[x] for x in entry.hf_names)
+        wanted = tensors[0].dtype if dtype is None else dtype
+        meta = {x: _meta(at.shape, wanted) for x, at in zip(entry.hf_names, tensors, strict=True)}
+        full = entry.to_megatron(meta)
+        whole = _with_data(sharded, full)
+        origin = _place(whole, tuple(full.shape)).box.start
+        state[name] = [cut for block in whole for cut in _cut(block, entry.shard, tp_size)]
+        pieces = tuple(_piece(cut, origin) for cut in state[name])
+        writes.append(EntryWrite(entry, tensors, wanted, tuple(full.shape), pieces))
+    return state, writes
+
+
+def _meta(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _place(pieces: list[ShardedTensor], shape: Shape) -> Place:
+    """Return the box around the blocks of a whole parameter."""
+    origin = tuple(min(starts) for starts in zip(*(x.global_offset for x in pieces), strict=True))
+    return Place(pieces[0].key, Box(origin, (1,) * pieces[0].prepend_axis_num + shape))
+
+
+def _piece(cut: ShardedTensor, origin: Shape) -> Piece:
+    layers = cut.prepend_axis_num
+    stored = Box(tuple(cut.global_offset), (1,) * layers + tuple(cut.local_shape))
+    seen = stored.seen_from(origin)
+    return Piece(cut.key, stored.start, stored.size, Box(seen.start[layers:], seen.size[layers:]))
 
 
 def _with_data(sharded: ShardedTensor | ShardedTensorFactory, full: Tensor) -> list[ShardedTensor]:
@@ -100,34 +142,3 @@ def _cut(whole: ShardedTensor, shard: Shard, tp_size: int) -> list[ShardedTensor
         )
         for rank, chunk in enumerate(whole.data.chunk(tp_size, shard.dim))
     ]
-
-
-def requests(
-    entry: Entry,
-    sharded: ShardedTensor | ShardedTensorFactory,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    tp_size: int,
-) -> list[ShardedTensor]:
-    """Return empty sharded tensors that ask for one parameter as `tp_size` ranks hold it."""
-    empty = torch.empty(shape, dtype=dtype)
-    return [cut for whole in _with_data(sharded, empty) for cut in _cut(whole, entry.shard, tp_size)]
-
-
-def joined(entry: Entry, loaded: list[Tensor], tp_size: int) -> Tensor:
-    """Inverse of the cutting: the pieces that `requests` asked for, back to the full Megatron tensor.
-
-    Pieces come block by block (SwiGLU's gate, then up), and within a block rank by rank.
-    """
-    if entry.shard.dim is None or tp_size == 1:
-        return torch.cat(loaded) if len(loaded) > 1 else loaded[0]
-    blocks = [loaded[i : i + tp_size] for i in range(0, len(loaded), tp_size)]
-    slices = [torch.cat([block[rank] for block in blocks], entry.shard.dim) for rank in range(tp_size)]
-    return entry.shard.join(slices)
-
-
-def hf_tensors(table: MappingTable, entry: Entry, full: Tensor) -> Mapping[str, Tensor]:
-    """Return the Hugging Face tensors of one parameter, copies of tied weights included."""
-    tensors = entry.to_hf(full)
-    copies = {copy: tensors[original] for copy, original in table.copies.items() if original in tensors}
-    return tensors | copies

@@ -25,6 +25,8 @@ class Flag:
 
     key: str
     names: tuple[str, ...]
+    value: str | None = None
+    """What a switch sets its key to, where the key is no switch itself."""
 
     @property
     def long_name(self) -> str:
@@ -32,10 +34,16 @@ class Flag:
 
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
-    "GPU": (Flag("launch.num_gpus", ("-g", "--gpus")),),
+    "GPU": (
+        Flag("launch.num_gpus", ("-g", "--gpus")),
+        Flag("launch.gpu_ids", ("--gpu-ids",)),
+    ),
     "logging": (
         Flag("name", ("--name",)),
         Flag("logging.log_interval", ("--log-interval",)),
+        Flag("logging.tensorboard", ("--tensorboard",)),
+        Flag("logging.wandb", ("--wandb",)),
+        Flag("logging.debug", ("--debug",)),
     ),
     "save and load": (
         Flag("checkpoint.load", ("--megatron-load-dir",)),
@@ -43,10 +51,25 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("checkpoint.save_dir", ("--save-dir",)),
         Flag("checkpoint.save", ("--save",)),
         Flag("checkpoint.save_interval", ("--save-interval",)),
+        Flag("checkpoint.async_save", ("--async-save",)),
+        Flag("checkpoint.keep_last", ("--keep-last",)),
+        Flag("checkpoint.keep_every", ("--keep-every",)),
         Flag("checkpoint.save_optim", ("--save-optim",)),
         Flag("checkpoint.load_optim", ("--load-optim",)),
         Flag("checkpoint.init", ("--init",)),
         Flag("launch.sif_path", ("--sif-path",)),
+    ),
+    "several machines": (
+        Flag("launch.num_nodes", ("--node",)),
+        Flag("launch.node_rank", ("-r", "--rank")),
+        Flag("launch.master_addr", ("-m", "--master-addr")),
+        Flag("launch.master_port", ("-p", "--rdzv-port", "--master-port")),
+        Flag("launch.interface", ("--interface",)),
+    ),
+    "SLURM": (
+        Flag("launch.slurm_job_id", ("--slurm-job-id",)),
+        Flag("launch.slurm_output_name", ("--slurm-output-name",)),
+        Flag("launch.sbatch_options", ("--sbatch-options",)),
     ),
     "data": (
         Flag("data.path", ("--data-path",)),
@@ -55,12 +78,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("data.packing", ("--packing",)),
         Flag("data.on_too_long", ("--on-too-long",)),
         Flag("data.max_skip_rate", ("--max-skip-rate",)),
+        Flag("data.image_token_id", ("--image-token-id",)),
+        Flag("data.pad_token_id", ("--pad-token-id",)),
         Flag("data.chat_template", ("--chat-template",)),
         Flag("data.lang", ("--lang",)),
     ),
     "parallel": (
         Flag("parallel.tensor_model_parallel_size", ("--tp",)),
         Flag("parallel.pipeline_model_parallel_size", ("--pp",)),
+        Flag("parallel.sequence_parallel", ("--sequence-parallel",)),
         Flag("parallel.use_distributed_optimizer", ("--dist-optim",)),
         Flag("parallel.backend", ("--backend",)),
     ),
@@ -71,13 +97,32 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("training.micro_batch_size", ("--micro-batch-size",)),
         Flag("training.global_batch_size", ("--global-batch-size",)),
         Flag("optimizer.lr", ("--lr",)),
+        Flag("optimizer.adam_beta2", ("--adam-beta2",)),
         Flag("training.precision", ("--precision",)),
+        Flag("training.loss_scale", ("--loss-scale",)),
+        Flag("model.attention_backend", ("--fused-attn",), "fused"),
+        Flag("model.attention_backend", ("--flash-attn",), "flash"),
         Flag("training.fp8", ("--fp8",)),
         Flag("training.fp8_recipe", ("--fp8-recipe",)),
         Flag("training.fp8_format", ("--fp8-format",)),
+        Flag("model.recompute", ("--recompute",)),
         Flag("training.deterministic", ("--deterministic",)),
     ),
+    "faults and limits": (
+        Flag("faults.timeout", ("--timeout",)),
+        Flag("faults.exit_duration_in_mins", ("--exit-duration-in-mins",)),
+        Flag("faults.on_nan", ("--on-nan",)),
+        Flag("faults.alert_spike", ("--alert-spike",)),
+        Flag("faults.spike_thr", ("--spike-thr",)),
+        Flag("faults.skip_train_iteration_range", ("--skip-train-iteration-range",)),
+    ),
 }
+REFUSED = {
+    "--dist-ckpt": "leave it away: every checkpoint is a distributed one, which loads at any layout",
+    "--no-add-class-token": "leave it away: the model's config.json says whether the class token leaves the vision "
+    "tower (vision_feature_select_strategy default: no; full: yes), so that training and serving agree",
+}
+"""Flags that others know and that can mean nothing here, with the reason."""
 ALL_FLAGS = tuple(flag for group in FLAGS.values() for flag in group)
 
 
@@ -89,6 +134,7 @@ class CommandLine:
     overrides: tuple[str, ...] = ()
     flags: dict[str, object] = field(default_factory=dict)
     dry_run: bool = False
+    submit: bool = False
 
     def load(self) -> RunConfig:
         """Return the run's configuration. Raises ConfigError with every mistake at once."""
@@ -113,6 +159,7 @@ def parse_command_line(
         overrides=tuple(typed["overrides"]),
         flags={flag.key: typed[flag.key] for flag in ALL_FLAGS if typed[flag.key] is not None},
         dry_run=typed["dry_run"],
+        submit=typed["submit"],
     )
 
 
@@ -128,12 +175,17 @@ def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.Argum
     parser.add_argument("--config", type=Path, metavar="FILE", help="Read this YAML or JSON file first.")
     if dry_run:
         parser.add_argument("--dry-run", action="store_true", help="Print configuration and command; start nothing.")
-    parser.set_defaults(dry_run=False)
+        parser.add_argument("--submit", action="store_true", help="Write SAVE_DIR/NAME/train.sbatch and submit it.")
+    parser.set_defaults(dry_run=False, submit=False)
     fields = dict(config_fields())
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
+        one_of: dict[str, argparse._MutuallyExclusiveGroup] = {}
         for flag in flags:
-            group.add_argument(*flag.names, dest=flag.key, **_argument(flag, fields[flag.key]))
+            place: argparse._ActionsContainer = group
+            if flag.value is not None:
+                place = one_of.get(flag.key) or one_of.setdefault(flag.key, group.add_mutually_exclusive_group())
+            place.add_argument(*flag.names, dest=flag.key, **_argument(flag, fields[flag.key]))
     return parser
 
 
@@ -145,6 +197,8 @@ def default_text(key: str) -> str:
     default = dict(config_fields())[key].default
     if default is None or key == "training.train_iters":
         return "not given"
+    if isinstance(default, tuple | list):
+        return ", ".join(map(str, default)) or "none"
     return {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)
 
 
@@ -158,6 +212,8 @@ class _Parser(argparse.ArgumentParser):
 def _argument(flag: Flag, info: FieldInfo) -> dict[str, Any]:
     """Return the keyword arguments of `add_argument` for one flag."""
     help_text = f"{info.description} (default: {default_text(flag.key)}; key: {flag.key})".replace("%", "%%")
+    if flag.value is not None:
+        return {"action": "store_const", "const": flag.value, "help": f"Choose {flag.value}. {help_text}"}
     if info.annotation is bool:
         return {"action": "store_const", "const": True, "help": help_text}
     return {"metavar": _metavar(info.annotation), "help": help_text}
@@ -176,6 +232,8 @@ def _metavar(annotation: Any) -> str:
 def _unknown_flag(text: str) -> str:
     """Return the message for a flag that is in no table."""
     name = text.split("=")[0]
-    known = [name for flag in ALL_FLAGS for name in flag.names] + ["--config", "--dry-run", "--help"]
+    if name in REFUSED:
+        return f"{name}: {REFUSED[name]}"
+    known = [name for flag in ALL_FLAGS for name in flag.names] + ["--config", "--dry-run", "--submit", "--help"]
     close = difflib.get_close_matches(name, known, n=1)
     return f"{name}: no such flag" + (f" (did you mean {close[0]}?)" if close else "; --help lists the flags")

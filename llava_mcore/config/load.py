@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import tempfile
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.trainer_list import translate
 from llava_mcore.errors import ConfigError, problems
 
 
@@ -45,8 +47,15 @@ def load_run_config(
     origin: dict[str, str] = {}
     found: list[str] = []
     if config_file is not None:
-        for dotted, value in _flatten(read_config_file(config_file)):
-            _put(values, origin, dotted, value, f"in {config_file}")
+        content = read_config_file(config_file)
+        if isinstance(content, list):
+            translated, refused = translate(content, config_file)
+            found += refused
+            for dotted, value, theirs in translated:
+                _put(values, origin, dotted, value, f"{theirs} in {config_file}")
+        else:
+            for dotted, value in _flatten(content):
+                _put(values, origin, dotted, value, f"in {config_file}")
     for text in overrides:
         dotted, equals, value = text.partition("=")
         if not equals or not dotted:
@@ -68,9 +77,12 @@ def load_run_config(
 def save_run_config(config: RunConfig, path: Path) -> None:
     """Write the whole configuration as YAML, so that `load_run_config(path)` gives an equal object."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(run_config_yaml(config), encoding="utf-8")
-    partial.replace(path)
+    # Every node of a run writes the same file: a name of its own for each, and a whole file at any moment.
+    number, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with os.fdopen(number, "w", encoding="utf-8") as handle:
+        handle.write(run_config_yaml(config))
+    os.chmod(partial, 0o644)
+    os.replace(partial, path)
 
 
 def run_config_yaml(config: RunConfig) -> str:
@@ -78,8 +90,11 @@ def run_config_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file that holds one mapping. Raises ConfigError, also for a key given twice."""
+def read_config_file(path: Path) -> dict[str, Any] | list[Any]:
+    """Read a YAML or JSON file that holds one mapping, or a list (see trainer_list).
+
+    Raises ConfigError, also for a key given twice.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -93,7 +108,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error
     if content is None:
         return {}
-    if not isinstance(content, dict):
+    if not isinstance(content, dict | list):
         raise ConfigError(f"{path}: expected a mapping of sections to values, found a {type(content).__name__}")
     return content
 

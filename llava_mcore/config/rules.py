@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from llava_mcore.config.dims import ModelDims
+from llava_mcore.config.parallel_rules import check_options, check_stages, has_uneven_stages
 from llava_mcore.config.schema import RunConfig
 
 
@@ -44,15 +45,18 @@ def check_run(
     `dims` is None where the model's config could not be read, which is then a problem reported elsewhere.
     `world_size` is the number of processes; `device_available` says whether there are GPUs.
     """
-    found = [*check_values(run), *check_batch(run, world_size)]
+    found = [*check_values(run), *check_options(run, device_available), *check_batch(run, world_size)]
     if run.parallel.backend == "nccl" and not device_available:
         found.append("--backend nccl needs GPUs and none was found: leave the flag away, or use gloo")
+    if run.model.attention_backend and (not device_available or run.model.transformer_impl == "local"):
+        found.append("--fused-attn and --flash-attn choose Transformer Engine's kernels, on GPUs: leave them away")
     if run.training.fp8 and not device_available:
         found.append("--fp8 needs a GPU with FP8 (Hopper or newer) and none was found: leave the flag away")
     if dims is not None:
         parallel = run.parallel
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        found += [*check_layout(dims, tp, pp, source), *check_length(run.data.seq_length, dims, source)]
+        found += check_layout(dims, tp, 1 if has_uneven_stages(parallel) else pp, source)
+        found += [*check_stages(run, dims, world_size, source), *check_length(run.data.seq_length, dims, source)]
     return found
 
 
@@ -96,24 +100,37 @@ def check_values(run: RunConfig) -> Iterator[str]:
         yield "--init starts from random weights and --megatron-load-dir loads some: give one of the two"
     if checkpoint.save_optim and not checkpoint.saves:
         yield "--save-optim has no effect without --save or --save-interval: add one of them"
+    if run.faults.exit_duration_in_mins is not None and not checkpoint.saves:
+        yield "--exit-duration-in-mins would lose the run without --save or --save-interval: add one of them"
+    if checkpoint.async_save and checkpoint.save_interval is None:
+        yield "--async-save has no effect without --save-interval, as the last checkpoint is always waited for: add it"
+    if checkpoint.keep_every is not None and checkpoint.keep_last is None:
+        yield "--keep-every has no effect without --keep-last, as nothing is deleted: give both, or neither"
     if model.freeze_language_model and model.freeze_vision_model and model.freeze_vision_projection:
         yield "all three parts are frozen, so nothing would be trained: unfreeze one of model.freeze_*"
     training = run.training
     if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):
         yield "--fp8 goes with Transformer Engine and half precision: leave --precision fp32 and local layers away"
+    if training.loss_scale is not None and training.precision != "fp16":
+        yield "--loss-scale has no effect without --precision fp16: add that, or leave the flag away"
     if training.fp8_recipe == "delayed" and (training.fp8_first_layers_bf16 or training.fp8_last_layers_bf16):
         yield "training.fp8_first_layers_bf16 and …_last_… do not work with --fp8-recipe delayed: choose another recipe"
-    if training.fp8 and run.data.seq_length % pad_multiple(run):
-        yield f"--seq-length {run.data.seq_length} must be a multiple of {pad_multiple(run)} with --fp8: change it"
+    if run.data.seq_length % pad_multiple(run) and (training.fp8 or run.parallel.sequence_parallel):
+        flag = "--fp8" if training.fp8 else "--sequence-parallel"
+        yield f"--seq-length {run.data.seq_length} must be a multiple of {pad_multiple(run)} with {flag}: change it"
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}: lower it"
 
 
 def pad_multiple(run: RunConfig) -> int:
-    """Return what the number of tokens of a micro-batch is padded to: 8, or what FP8's matrix products need."""
-    if not run.training.fp8:
-        return 8
-    return 128 if run.training.fp8_recipe == "blockwise" else 16
+    """Return what the number of tokens of a micro-batch is padded to: 8, or what FP8's matrix products need.
+
+    With sequence parallelism each tensor-parallel rank's part of the tokens is such a multiple.
+    """
+    multiple = 8
+    if run.training.fp8:
+        multiple = 128 if run.training.fp8_recipe == "blockwise" else 16
+    return multiple * (run.parallel.tensor_model_parallel_size if run.parallel.sequence_parallel else 1)
 
 
 def check_length(seq_length: int, dims: ModelDims, source: str) -> Iterator[str]:

@@ -9,19 +9,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from llava_mcore.config.faults import FaultConfig
+from llava_mcore.config.launch import LaunchConfig
+from llava_mcore.config.optimizer import OptimizerConfig
+from llava_mcore.config.section import Section, UserPath
 
 STAGE_DEFAULTS: dict[int, dict[str, float | int]] = {
     1: {"optimizer.lr": 1e-3, "training.global_batch_size": 256},
     2: {"optimizer.lr": 2e-5, "training.global_batch_size": 128},
 }
 """Values of each training stage that stand where nothing is given."""
-
-
-def _gpu_count(value: int) -> int:
-    if value == 0:
-        raise ValueError("expected -1 (all GPUs) or a number of processes from 1")
-    return value
 
 
 def _folder_name(value: str) -> str:
@@ -35,6 +34,11 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+def _parts(value: Any) -> Any:
+    """Names divided by commas, or a list of them."""
+    return value.split(",") if isinstance(value, str) else value
+
+
 def _path_or_url(value: Any) -> Any:
     """A Path would take one of the two slashes out of a URL."""
     if not isinstance(value, str | Path):
@@ -42,17 +46,7 @@ def _path_or_url(value: Any) -> Any:
     return value if "://" in str(value) else Path(value).expanduser()
 
 
-UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 DataPath = Annotated[Path | str, BeforeValidator(_path_or_url)]
-GpuCount = Annotated[int, Field(ge=-1), AfterValidator(_gpu_count)]
-
-
-class Section(BaseModel):
-    """Base of all sections."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, use_attribute_docstrings=True
-    )
 
 
 class CheckpointConfig(Section):
@@ -68,6 +62,12 @@ class CheckpointConfig(Section):
     """Save a checkpoint at the end of the run; a save interval asks for that too."""
     save_interval: int | None = Field(None, ge=1)
     """Iterations between two checkpoints, beside the one at the end; not given: only that one, if asked for."""
+    async_save: bool = False
+    """Write checkpoints behind the training, which waits only until the tensors have been copied to the host."""
+    keep_last: int | None = Field(None, ge=1)
+    """Checkpoints of the run that are kept, older ones are deleted; not given: all."""
+    keep_every: int | None = Field(None, ge=1)
+    """Checkpoints whose iteration is a multiple of this are kept for ever; with keep_last."""
     save_optim: bool = False
     """Also save the optimizer, the schedule, the random state and the place in the data, so that a run can resume."""
     load_optim: bool = False
@@ -97,6 +97,10 @@ class DataConfig(Section):
     num_streams: int | None = Field(None, ge=1)
     """Streams that the data are divided into for the whole run: at least as many as data-parallel ranks will ever
     serve them, best a multiple of their number. Not given: a multiple of it from 16 on, which a resumed run keeps."""
+    image_token_id: int | None = Field(None, ge=0)
+    """Id of the tokenizer's placeholder for pictures; not given: the one the tokenizer names, else that of <image>."""
+    pad_token_id: int | None = Field(None, ge=0)
+    """Id of the token that fills up batches, which is never trained; not given: the tokenizer's pad token."""
     packing: bool = False
     """Pack samples into sequences of seq_length tokens; they neither see nor follow each other."""
     packing_buffer_size: int = Field(64, ge=1)
@@ -126,6 +130,24 @@ class ModelConfig(Section):
     transformer_impl: Literal["transformer_engine", "local"] | None = None
     """Whose layers are used: Transformer Engine's fused ones, or torch's; not given: the former on GPUs if it is
     installed. Checkpoints are the same."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What of the language model is computed again in the backward pass instead of being kept: nothing, the
+    recompute_modules of every layer, or whole layers."""
+    recompute_modules: Annotated[
+        tuple[Literal["core_attn", "mlp"], ...], BeforeValidator(_parts), Field(min_length=1)
+    ] = ("mlp",)
+    """What --recompute selective computes again: mlp (saves most), core_attn (useful without fused
+    attention), or both."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """What --recompute full computes again: all layers, in units of recompute_num_layers (uniform), or the first
+    recompute_num_layers of each pipeline stage (block)."""
+    recompute_num_layers: int = Field(1, ge=1)
+    """Layers of a unit (uniform) or of a stage (block) that --recompute full computes again."""
+    recompute_vision: Literal["none", "full"] = "none"
+    """The same for a vision tower that is trained; a frozen one keeps nothing anyway."""
+    attention_backend: Literal["fused", "flash"] | None = None
+    """Transformer Engine's attention: cuDNN's fused kernels, or those of the package flash-attn; not given: its own
+    choice."""
     make_vocab_size_divisible_by: int = Field(128, ge=1)
     """The embedding is padded to a multiple of this times the tensor-parallel size; the padding is never exported."""
 
@@ -146,6 +168,15 @@ class ParallelConfig(Section):
     """Processes that share every layer (tensor parallelism)."""
     pipeline_model_parallel_size: int = Field(1, ge=1)
     """Pipeline stages that the layers are divided into."""
+    num_layers_in_first_pipeline_stage: int | None = Field(None, ge=1)
+    """Language-model layers of the first pipeline stage, which also has the vision tower; not given: as the others."""
+    num_layers_in_last_pipeline_stage: int | None = Field(None, ge=1)
+    """Language-model layers of the last pipeline stage, which also has the output layer; not given: as the others."""
+    num_layers_per_virtual_pipeline_stage: int | None = Field(None, ge=1)
+    """Interleave the pipeline: cut each stage into chunks of so many layers that lie apart in the model; smaller
+    bubbles, more messages. Not given: one chunk a stage."""
+    sequence_parallel: bool = False
+    """With tensor parallelism, divide the tokens too where the layers are not divided: less activation memory."""
     use_distributed_optimizer: bool = False
     """Divide the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool = True
@@ -154,29 +185,6 @@ class ParallelConfig(Section):
     """On GPUs with the distributed optimizer, gather updated weights while the next forward pass already runs."""
     backend: Literal["nccl", "gloo"] | None = None
     """Communication backend; not given: nccl with GPUs, gloo without."""
-
-
-class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
-
-    lr: float = Field(gt=0)
-    """Highest learning rate."""
-    min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end of the schedule."""
-    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the schedule after the warm-up."""
-    lr_warmup_fraction: float = Field(0.03, ge=0, lt=1)
-    """Part of the iterations over which the learning rate rises from 0."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the mean of the gradients."""
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
-    """Decay of the mean of the squared gradients."""
-    adam_eps: float = Field(1e-8, gt=0)
-    """Added to the denominator of the update."""
-    clip_grad: float = Field(1.0, ge=0)
-    """Largest global gradient norm; 0 clips nothing."""
 
 
 class TrainingConfig(Section):
@@ -190,6 +198,8 @@ class TrainingConfig(Section):
     """Samples of one iteration over all data-parallel ranks and micro-batches."""
     precision: Literal["bf16", "fp16", "fp32"] | None = None
     """Number format of weights and activations; not given: bf16 with GPUs, fp32 without."""
+    loss_scale: float | None = Field(None, gt=0)
+    """What fp16 multiplies the loss by; not given: a factor that adapts, from 65536 on."""
     fp8: bool = False
     """Multiply in FP8 in the language model's layers (Transformer Engine on Hopper or newer), beside bf16."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
@@ -211,15 +221,15 @@ class LoggingConfig(Section):
 
     log_interval: int = Field(1, ge=1)
     """Iterations between two lines on the console; metrics.jsonl gets every iteration."""
-
-
-class LaunchConfig(Section):
-    """How the processes are started."""
-
-    num_gpus: GpuCount = -1
-    """GPUs to use, one process each; -1 means all. On a machine without GPUs: gloo processes, and -1 means 1."""
-    sif_path: UserPath | None = None
-    """Singularity/Apptainer image inside which the same command is run."""
+    tensorboard: bool = False
+    """Also write TensorBoard's event files, in SAVE_DIR/NAME/tensorboard."""
+    wandb: bool = False
+    """Also log to Weights & Biases; a resumed run goes on in the same one. WANDB_MODE=offline needs no network."""
+    wandb_project: str = "llava_mcore"
+    """Project of Weights & Biases that the run belongs to."""
+    debug: bool = False
+    """Print the first batch in words, trained parts marked, and the shapes that enter and leave each part of the model
+    on every pipeline stage."""
 
 
 class RunConfig(Section):
@@ -236,6 +246,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig
     training: TrainingConfig
     logging: LoggingConfig = LoggingConfig()
+    faults: FaultConfig = FaultConfig()
     launch: LaunchConfig = LaunchConfig()
 
     @model_validator(mode="before")

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from llava_mcore.conversion.boxes import Box, Shape
 from llava_mcore.conversion.layouts import Copy, Layout
 from llava_mcore.conversion.sharding import Shard
 from llava_mcore.errors import ConversionError, problems
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,21 @@ class Entry:
     def to_hf(self, megatron: Tensor) -> dict[str, Tensor]:
         """Return the Hugging Face tensors of one full Megatron tensor."""
         return dict(zip(self.hf_names, self.layout.to_hf(megatron), strict=True))
+
+    def hf_boxes(self, megatron_shape: Shape) -> tuple[Box, ...] | None:
+        """Return which part of the full Megatron tensor each Hugging Face tensor is, in the order of `hf_names`.
+
+        None where the layout does more than put rows below each other: then the whole tensor is needed at once.
+        """
+        full = torch.empty(megatron_shape, device="meta")
+        boxes = []
+        for part in self.layout.to_hf(full):
+            same_rows = part.shape[1:] == full.shape[1:] and part.stride() == full.stride()
+            if not same_rows or (part is not full and part._base is not full):
+                return None
+            first = part.storage_offset() // full.stride(0)
+            boxes.append(Box((first,) + (0,) * (full.ndim - 1), tuple(part.shape)))
+        return tuple(boxes)
 
 
 @dataclass(frozen=True)

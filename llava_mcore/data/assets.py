@@ -42,7 +42,13 @@ class Assets:
 
 
 def load_assets(
-    hf_dir: Path, *, checkpoint_hf_dir: Path | None = None, chat_template: str | None = None, lang: Lang | None = None
+    hf_dir: Path,
+    *,
+    checkpoint_hf_dir: Path | None = None,
+    chat_template: str | None = None,
+    lang: Lang | None = None,
+    image_token_id: int | None = None,
+    pad_token_id: int | None = None,
 ) -> Assets:
     """Load tokenizer, chat template and image processor from hf_dir.
 
@@ -51,6 +57,8 @@ def load_assets(
             supplies the image processor or chat template that a folder with only a tokenizer lacks.
         chat_template: a name or a .jinja file; None takes the folder's own.
         lang: of the prompts for data without questions, and of the template where there is no other.
+        image_token_id: of the placeholder for pictures; None takes the one that the tokenizer names, else <image>.
+        pad_token_id: of the token that fills up batches; None takes the tokenizer's.
 
     Raises:
         DataError: lists everything that is missing or does not fit together.
@@ -59,6 +67,8 @@ def load_assets(
     folders = [hf_dir] if checkpoint_hf_dir is None else [hf_dir, checkpoint_hf_dir]
     config = _load_config(folders[-1], found)
     tokenizer = _load_tokenizer(hf_dir, found)
+    if tokenizer is not None:
+        _choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
     choice = None
     if tokenizer is not None:
         try:
@@ -166,6 +176,18 @@ def _image_length(folders: list[Path], config: LlavaConfig, found: list[str]) ->
             f"a picture, but the model's config.json makes {length} features; correct the processor's settings"
         )
     return length
+
+
+def _choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int | None], found: list[str]) -> None:
+    """Make tokens that are given by id the tokenizer's own. `ids`: special token's name -> id, None leaves it."""
+    for name, number in ids.items():
+        if number is None:
+            continue
+        token = tokenizer.convert_ids_to_tokens(number) if number < len(tokenizer) else None
+        if token is None:
+            found.append(f"--{name.replace('_', '-')}-id {number}: the tokenizer has tokens 0 to {len(tokenizer) - 1}")
+        else:
+            tokenizer.add_special_tokens({name: token})
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: LlavaConfig | None, found: list[str]) -> str:

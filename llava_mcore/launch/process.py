@@ -10,7 +10,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+STOP = signal.SIGUSR1
+"""What asks a training process to save and end after the iteration that it is in."""
+STOPPED_EARLY = 75
+"""Exit code of a run that ended before its last iteration because it was asked to: EX_TEMPFAIL, "try again"."""
+_LAST_SECONDS = 5
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -42,6 +47,28 @@ def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return code if code >= 0 else 128 - code
+
+
+class StopSignals:
+    """Notes that SIGUSR1 asked this process to save and end.
+
+    torchrun hands a SIGTERM that it got on as SIGUSR1, and itself sends SIGTERM only to the ranks left when one
+    has failed. These end soon after, but not before the SIGUSR1 that comes when every process was sent a SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        """Take over both signals; call it in the main thread."""
+        self.asked = False
+        signal.signal(STOP, self._ask)
+        signal.signal(signal.SIGTERM, self._end_soon)
+
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+        self.asked = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _end_soon(self, _number: int, _frame: FrameType | None) -> None:
+        if not self.asked:
+            signal.setitimer(signal.ITIMER_REAL, _LAST_SECONDS)  # SIGALRM, which nobody handles, ends the process
 
 
 def die_with_parent(number: signal.Signals) -> None:

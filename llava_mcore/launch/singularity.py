@@ -15,6 +15,7 @@ from pathlib import Path
 
 from llava_mcore.errors import ConfigError
 from llava_mcore.launch.process import run_child
+from llava_mcore.launch.slurm import address_override
 
 ENGINES = ("singularity", "apptainer")
 FLAG = "--sif-path"
@@ -87,10 +88,11 @@ def bind_folders(argv: Sequence[str], cwd: Path) -> list[Path]:
 def inner_command(command: str, arguments: Sequence[str]) -> list[str]:
     """Return `python3 -m llava_mcore command arguments`, which the image shall run.
 
-    A training run gets an override, or a configuration file that names an image would ask for it again.
+    A training run gets overrides: a configuration file that names an image would ask for it again, and only the host
+    can ask SLURM for the first node's address.
     """
-    override = ["launch.sif_path=null"] if command == "train" else []
-    return ["python3", "-m", "llava_mcore", command, *arguments, *override]
+    overrides = ["launch.sif_path=null", *address_override(arguments, os.environ)] if command == "train" else []
+    return ["python3", "-m", "llava_mcore", command, *arguments, *overrides]
 
 
 def rerun_in_container(sif: Path, argv: Sequence[str], *, dry_run: bool = False) -> int:

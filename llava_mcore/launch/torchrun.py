@@ -1,4 +1,4 @@
-"""The command line and the environment of the worker processes on one machine."""
+"""The command line and the environment of the worker processes on this machine."""
 
 from __future__ import annotations
 
@@ -6,33 +6,59 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from llava_mcore.launch.nodes import ONE_MACHINE, Nodes
 from llava_mcore.launch.singularity import REPOSITORY
 
 
-def torchrun_argv(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs `python -m module arguments` as `num_processes` ranks of this machine.
-
-    The address is given because looking up the machine's own name fails on machines without a name service.
-    """
+def torchrun_argv(num_processes: int, module: str, arguments: Sequence[str], nodes: Nodes = ONE_MACHINE) -> list[str]:
+    """Return the command that runs `python -m module arguments` as `num_processes` ranks of this machine."""
     return [
         sys.executable,
         *("-m", "llava_mcore.apps.torchrun"),  # torch.distributed.run with a shorter last word
-        "--standalone",
-        *("--local-addr", "127.0.0.1"),
+        *_meeting(nodes),
         *("--nproc-per-node", str(num_processes)),
         *("-m", module),
         *arguments,
     ]
 
 
+def _meeting(nodes: Nodes) -> list[str]:
+    """Return how the processes find each other.
+
+    On one machine the address is given because looking up the machine's own name fails without a name service.
+    """
+    if nodes.count == 1 and nodes.port is None:
+        return ["--standalone", "--local-addr", "127.0.0.1"]
+    return [
+        *("--nnodes", str(nodes.count)),
+        *("--node-rank", str(nodes.rank)),
+        *("--rdzv-id", nodes.run_id),
+        *("--master-addr", nodes.master_addr),
+        *("--master-port", str(nodes.port)),
+    ]
+
+
 def worker_env(
-    environ: Mapping[str, str], num_processes: int, *, cpu_cores: int, device_available: bool
+    environ: Mapping[str, str],
+    num_processes: int,
+    *,
+    cpu_cores: int,
+    device_available: bool,
+    interface: str | None = None,
+    gpu_ids: Sequence[int] = (),
 ) -> dict[str, str]:
     """Return the environment of the workers: all of `environ`, our package on PYTHONPATH, and OMP_NUM_THREADS if unset.
 
     A checkout that was not installed works from every folder that way.
     On the CPU the ranks share the cores; beside a GPU one thread is enough, and torchrun says so in a warning.
+    `gpu_ids` number the GPUs that `environ` shows, all if empty.
     """
     threads = 1 if device_available else max(1, cpu_cores // num_processes)
     python_path = os.pathsep.join([str(REPOSITORY), *filter(None, [environ.get("PYTHONPATH")])])
-    return {"OMP_NUM_THREADS": str(threads), **environ, "PYTHONPATH": python_path}
+    env = {"OMP_NUM_THREADS": str(threads), **environ, "PYTHONPATH": python_path}
+    if interface is not None:
+        env |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+    if gpu_ids:
+        shown = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(shown[i] if shown else str(i) for i in gpu_ids)
+    return env

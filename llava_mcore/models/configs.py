@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import LlavaConfig
 
@@ -38,6 +39,55 @@ class Fp8Options:
 
 
 @dataclass(frozen=True)
+class Recompute:
+    """What a tower's backward pass computes again instead of keeping it from the forward pass.
+
+    `full`: whole layers, all in units of num_layers (`uniform`) or the first num_layers of a stage (`block`).
+    `selective`: the named parts of every layer; not for a tower whose MLPs have biases, which megatron-core (0.19.2)
+    returns through its checkpoint function and so makes part of a graph without end.
+    """
+
+    granularity: Literal["selective", "full"]
+    method: Literal["uniform", "block"] = "uniform"
+    num_layers: int = 1
+    modules: tuple[Literal["core_attn", "mlp"], ...] = ("mlp",)
+
+    def fields(self) -> dict[str, Any]:
+        """Return TransformerConfig fields."""
+        if self.granularity == "selective":
+            return {"recompute_granularity": "selective", "recompute_modules": list(self.modules)}
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": self.method,
+            "recompute_num_layers": self.num_layers,
+        }
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How the language model's layers are divided over the pipeline's stages.
+
+    `first` and `last`: layers of that stage, if not as many as the others have. `virtual`: parts of a stage, which
+    then lie apart in the model (interleaved schedule); None: a stage is one part.
+    """
+
+    first: int | None = None
+    last: int | None = None
+    virtual: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return TransformerConfig fields."""
+        return {
+            "num_layers_in_first_pipeline_stage": self.first,
+            "num_layers_in_last_pipeline_stage": self.last,
+            "virtual_pipeline_model_parallel_size": self.virtual,
+            # Interleaved over two stages, a batch of messages is paired wrongly without a word (0.19.2).
+            "batch_p2p_comm": self.virtual is None,
+            "overlap_p2p_comm": self.virtual is not None,
+        }
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """What decides how a model is built, beside its Hugging Face config.
 
@@ -49,12 +99,17 @@ class ModelOptions:
     params_dtype: torch.dtype = torch.float32
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
+    stages: Stages = Stages()
+    sequence_parallel: bool = False
     make_vocab_size_divisible_by: int = 128
     initialise: bool = True
     deterministic: bool = False
     on_cpu: bool = False
     transformer_impl: Literal["transformer_engine", "local"] = "local"
+    attention_backend: Literal["fused", "flash"] | None = None
     fp8: Fp8Options | None = None
+    recompute: Recompute | None = None
+    recompute_vision: Recompute | None = None
 
 
 @dataclass(frozen=True)
@@ -67,19 +122,28 @@ class PartConfigs:
 
 
 def part_configs(hf: LlavaConfig, options: ModelOptions) -> PartConfigs:
-    """Derive the three configurations. Only the language model is pipelined: the tower sits on stage 0."""
+    """Derive the three configurations.
+
+    Only the language model is pipelined and, where asked for, sequence-parallel: the tower sits on stage 0, and its
+    number of tokens a picture (577, 729) divides by nothing.
+    """
     common = _common_fields(options)
     pipeline: dict[str, Any] = {
         "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
+        **options.stages.fields(),
         "pipeline_dtype": options.params_dtype,
-        "batch_p2p_comm": True,
         "deallocate_pipeline_outputs": True,
+        "sequence_parallel": options.sequence_parallel,
     }
     projection = mlp.config_from_hf(hf) | {"num_attention_heads": options.tensor_model_parallel_size}
     vision = vision_part(hf).config_from_hf(hf.vision_config, feature_choice(hf).num_layers)
     language = language_part(hf).config_from_hf(hf.text_config)
     if options.fp8 is not None:
         language |= options.fp8.fields()
+    if options.recompute is not None:
+        language |= options.recompute.fields()
+    if options.recompute_vision is not None:
+        vision |= options.recompute_vision.fields()
     if options.transformer_impl == "transformer_engine":
         # Kernels that round otherwise than Hugging Face's operations, in the last bits.
         pipeline |= {"bias_activation_fusion": language["activation_func"] is F.silu, "apply_rope_fusion": True}
@@ -101,6 +165,7 @@ def _common_fields(options: ModelOptions) -> dict[str, Any]:
         "use_cpu_initialization": options.on_cpu or not torch.cuda.is_available(),
         "deterministic_mode": options.deterministic,
         "transformer_impl": options.transformer_impl,
+        "attention_backend": AttnBackend[options.attention_backend or "auto"],  # heeded by Transformer Engine only
         # The loss is summed over trained tokens and divided by their number once, over all micro-batches and ranks.
         "calculate_per_token_loss": True,
         # Fusions need Apex or Transformer Engine kernels, and change the last bits (see part_configs).

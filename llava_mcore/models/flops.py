@@ -39,12 +39,19 @@ class Workload:
     """What a step trains on, over all micro-batches and ranks.
 
     `num_tokens` counts real tokens, image tokens included; `num_pairs` the (query, key) pairs of causal attention:
-    n * (n + 1) / 2 for a sample of n tokens, packed or not.
+    n * (n + 1) / 2 for a sample of n tokens, packed or not; `num_trained` the tokens whose loss counts, which alone
+    need the output layer (None: all).
     """
 
     num_tokens: int
     num_pairs: int
     num_images: int
+    num_trained: int | None = None
+
+    @property
+    def num_predicted(self) -> int:
+        """Tokens that meet the output layer."""
+        return self.num_tokens if self.num_trained is None else self.num_trained
 
     @classmethod
     def of_samples(cls, lengths: Sequence[int], num_images: int) -> Workload:
@@ -118,7 +125,7 @@ def model_flops(hf: LlavaConfig, workload: Workload, trained: TrainedParts) -> M
         projection=Flops(first.forward + second.forward, first.backward + second.backward),
         language_layers=_linear(layers, weight=language, inputs=flows),
         language_attention=_attention(attention, flows=flows),
-        head=_linear(2 * workload.num_tokens * text.hidden_size * text.vocab_size, weight=language, inputs=flows),
+        head=_linear(2 * workload.num_predicted * text.hidden_size * text.vocab_size, weight=language, inputs=flows),
     )
 
 

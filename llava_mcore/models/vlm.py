@@ -9,6 +9,7 @@ b: samples, s: tokens, i: pictures, n: tokens a picture, h: language hidden size
 from __future__ import annotations
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
@@ -72,6 +73,7 @@ class VisionLanguageModel(MegatronModule):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        num_trained: int | None = None,
     ) -> Tensor:
         """Run this stage.
 
@@ -83,16 +85,20 @@ class VisionLanguageModel(MegatronModule):
             labels: int64 [b, s], already shifted.
             loss_mask: float32 [b, s], 1 where the loss counts.
             packed_seq_params: where the packed sequences of the only row begin; they do not see each other.
+            num_trained: tokens that loss_mask counts, where the host knows: the others then skip the output layer.
 
         Returns:
             On the last stage the summed loss of the tokens that count if labels and loss_mask are given, the loss of
-            every token [b, s] with labels alone, else logits [b, s, vocabulary]; on the others hidden states [s, b, h].
+            every token [b, s] with labels alone, else logits [b, s, vocabulary]; on the others hidden states [s, b, h],
+            [s / tp, b, h] with sequence parallelism, for which s must be a multiple of tp.
         """
         decoder_input = None
         if self.pre_process:
             embeddings = self.language_model.embedding(input_ids, position_ids)  # [s, b, h]
             features = self.image_features(pixel_values)
             decoder_input = place_features(embeddings, features, image_positions)
+            if self.config.sequence_parallel:  # each rank goes on with its part of the tokens, [s / tp, b, h]
+                decoder_input = tensor_parallel.scatter_to_sequence_parallel_region(decoder_input)
         return self.language_model(
             input_ids,
             position_ids,
@@ -102,6 +108,7 @@ class VisionLanguageModel(MegatronModule):
             loss_mask=loss_mask,
             packed_seq_params=packed_seq_params,
             output_processor=self.language_model.loss_or_logits,
+            output_processor_context=num_trained,
         )
 
     def image_features(self, pixel_values: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ class MicroBatch:
     image_positions: int64 [i * n], flat indices into [b * s].
     cu_seqlens: int32 [sequences + 1], where the packed sequences of the only row begin; empty if nothing is packed.
     max_seqlen: tokens of the longest of them.
+    num_trained: tokens that loss_mask counts, known without asking the device; None: not known.
     """
 
     input_ids: Tensor
@@ -60,6 +61,7 @@ class MicroBatch:
     image_positions: Tensor
     cu_seqlens: Tensor
     max_seqlen: int = 0
+    num_trained: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -84,7 +86,8 @@ class MicroBatch:
         )
 
 
-_HEADER = 10  # b, s, i, 3, height, width, image positions, rows of pixel_scale, bounds, longest sequence
+# b, s, i, 3, height, width, image positions, rows of pixel_scale, bounds, longest sequence, trained tokens
+_HEADER = 11
 
 
 def share_step(groups: Groups, batches: Sequence[HostBatch] | None, num_micro_batches: int) -> list[MicroBatch]:
@@ -115,12 +118,12 @@ def _share(groups: Groups, batches: Sequence[TensorFields] | None, num_micro_bat
     everyone = groups.model_parallel
     token_shapes = [[4, b, s] for b, s, *_ in shapes]
     tokens = _broadcast(groups, everyone, _each(batches, _token_planes), token_shapes, torch.int64)
-    bound_shapes, longest = [x[8:9] for x in shapes], [x[9] for x in shapes]
+    bound_shapes, numbers = [x[8:9] for x in shapes], [x[9:11] for x in shapes]
     bounds = _broadcast(groups, everyone, _each(batches, lambda x: x.cu_seqlens), bound_shapes, torch.int32)
     pictures = [_no_pictures(groups.device)] * num_micro_batches
     if groups.is_first_stage:
         pictures = _broadcast_pictures(groups, batches, shapes)
-    return [_unpack(t, p, b, m) for t, p, b, m in zip(tokens, pictures, bounds, longest, strict=True)]
+    return [_unpack(t, p, b, *n) for t, p, b, n in zip(tokens, pictures, bounds, numbers, strict=True)]
 
 
 Pictures = tuple[Tensor, Tensor, Tensor]
@@ -178,12 +181,17 @@ def _describe(batch: TensorFields) -> list[int]:
         len(batch.pixel_scale),
         batch.cu_seqlens.numel(),
         _longest(batch.cu_seqlens),
+        _num_trained(batch),
     ]
     return [*batch.input_ids.shape, *batch.pixel_values.shape, *numbers]
 
 
 def _longest(cu_seqlens: Tensor) -> int:
     return int(cu_seqlens.diff().max()) if cu_seqlens.numel() else 0
+
+
+def _num_trained(batch: TensorFields) -> int:
+    return int(batch.loss_mask.count_nonzero())
 
 
 def _token_planes(batch: TensorFields) -> Tensor:
@@ -200,29 +208,35 @@ def _broadcast(
 ) -> list[Tensor]:
     """Broadcast tensors of known shapes from the loading rank as one flat message."""
     sizes = [int(torch.Size(shape).numel()) for shape in shapes]
-    if tensors is None:
-        flat = torch.empty(sum(sizes), dtype=dtype, device=groups.device)
-    else:
-        flat = torch.cat([x.flatten() for x in tensors]).to(groups.device, dtype)
+    flat = torch.empty(sum(sizes), dtype=dtype, device=groups.device)
+    if tensors is not None:
+        for part, x in zip(flat.split(sizes), tensors, strict=True):
+            part.copy_(x.flatten(), non_blocking=True)  # the loader's tensors are pinned: the host need not wait
     if flat.numel():
         dist.broadcast(flat, groups.model_parallel_source, group=group)
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
-def _unpack(tokens: Tensor, pictures: Pictures, cu_seqlens: Tensor, max_seqlen: int) -> MicroBatch:
+def _unpack(tokens: Tensor, pictures: Pictures, cu_seqlens: Tensor, max_seqlen: int, num_trained: int) -> MicroBatch:
     input_ids, labels, position_ids, loss_mask = tokens
-    return MicroBatch(input_ids, labels, loss_mask.float(), position_ids, *pictures, cu_seqlens, max_seqlen)
+    return MicroBatch(
+        input_ids, labels, loss_mask.float(), position_ids, *pictures, cu_seqlens, max_seqlen, num_trained
+    )
 
 
 def _to_device(batch: TensorFields, device: torch.device) -> MicroBatch:
+    def moved(x: Tensor) -> Tensor:
+        return x.to(device, non_blocking=True)
+
     return MicroBatch(
-        input_ids=batch.input_ids.to(device),
-        labels=batch.labels.to(device),
-        loss_mask=batch.loss_mask.to(device),
-        position_ids=batch.position_ids.to(device),
-        pixel_values=batch.pixel_values.to(device),
-        pixel_scale=batch.pixel_scale.to(device),
-        image_positions=batch.image_positions.to(device),
-        cu_seqlens=batch.cu_seqlens.to(device),
+        input_ids=moved(batch.input_ids),
+        labels=moved(batch.labels),
+        loss_mask=moved(batch.loss_mask),
+        position_ids=moved(batch.position_ids),
+        pixel_values=moved(batch.pixel_values),
+        pixel_scale=moved(batch.pixel_scale),
+        image_positions=moved(batch.image_positions),
+        cu_seqlens=moved(batch.cu_seqlens),
         max_seqlen=_longest(batch.cu_seqlens),
+        num_trained=_num_trained(batch),
     )

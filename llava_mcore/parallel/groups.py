@@ -117,6 +117,11 @@ def seed_everything(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
 
 
+def set_virtual_stages(number: int | None) -> None:
+    """Say into how many chunks every stage is divided; None: not interleaved. megatron-core's schedules ask for it."""
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(number)
+
+
 def shut_down() -> None:
     """Leave the world: a rank that stays would keep its peers waiting."""
     destroy_num_microbatches_calculator()

@@ -5,112 +5,115 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Any, Protocol
 
-import torch
-
-from llava_mcore.errors import DataError, LlavaMcoreError, problems
-from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
-from llava_mcore.parallel.batch import MicroBatch, share_step
-from llava_mcore.parallel.groups import Groups, agree
-from llava_mcore.training.metrics import Metrics, MetricsFile
+from llava_mcore.config.faults import parse_ranges
+from llava_mcore.errors import LlavaMcoreError
+from llava_mcore.parallel.batch import MicroBatch
+from llava_mcore.training.faults import NotFinite, out_of_memory_says_what_to_do
+from llava_mcore.training.fetch import Loader, Remembering, fetch_step
+from llava_mcore.training.report import Reporter
+from llava_mcore.training.save import Saver
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.skipped import Counts, LoadedBatch, SkipBudget, count_all
-from llava_mcore.training.state import Progress, save_checkpoint
-from llava_mcore.training.step import train_step
+from llava_mcore.training.skipped import SkipBudget
+from llava_mcore.training.state import Progress
+from llava_mcore.training.step import StepResult, train_step
+from llava_mcore.training.stop import StopRules, any_rank
+from llava_mcore.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 
-class Loader(Protocol):
-    """Where a rank's micro-batches come from."""
-
-    def __next__(self) -> LoadedBatch: ...
-
-    def state(self) -> Any: ...
-
-
-def train(trainer: Trainer, loader: Loader | None, progress: Progress, hf: Path) -> None:
-    """Train until `train_iters`; a collective call.
+def train(
+    trainer: Trainer, loader: Loader | None, progress: Progress, hf: Path, stop: StopRules, watchdog: Watchdog
+) -> bool:
+    """Train until `train_iters`, or until it is time to stop; a collective call.
 
     Args:
         loader: on ranks that load data.
         hf: folder with the files that travel inside checkpoints.
+
+    Returns:
+        Whether the run has reached its end.
     """
     run, groups = trainer.run, trainer.groups
-    metrics_file = MetricsFile(run.run_dir, keep_until=progress.iteration) if groups.rank == 0 else None
-    num_micro_batches = run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size)
-    budget = SkipBudget(run.data.max_skip_rate)
-    trained = TrainedParts(
-        language_model=not run.model.freeze_language_model,
-        vision_model=not run.model.freeze_vision_model,
-        vision_projection=not run.model.freeze_vision_projection,
-    )
-    peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
-    saved_at = -1
-    while progress.iteration < run.training.train_iters:
+    iteration = _Iteration(trainer, loader, progress)
+    saver = Saver(trainer, hf)
+    reporter = Reporter(trainer, progress)
+    try:
+        while progress.iteration < run.training.train_iters:
+            watchdog.begin(f"iteration {progress.iteration + 1}")
+            iteration.run(reporter)
+            asked, writing = any_rank(groups, stop.due(), saver.busy)
+            is_last = progress.iteration == run.training.train_iters
+            interval = run.checkpoint.save_interval
+            by_interval = interval is not None and progress.iteration % interval == 0
+            if run.checkpoint.saves and (is_last or asked or by_interval):
+                watchdog.begin(f"saving iteration {progress.iteration}")
+                in_background = run.checkpoint.async_save and not (is_last or asked)
+                saver.save(progress, iteration.loader_state(), background=in_background)
+            elif saver.pending and not writing:
+                saver.finish()
+            if asked and not is_last:
+                return False
+    except LlavaMcoreError as error:
+        if error.on_all_ranks:  # what has been written is not lost
+            watchdog.begin("finishing a save")
+            saver.finish()
+        raise
+    finally:
+        reporter.close()
+    return True
+
+
+class _Iteration:
+    """Reads one global batch after the other and trains on it."""
+
+    def __init__(self, trainer: Trainer, loader: Loader | None, progress: Progress) -> None:
+        run, groups = trainer.run, trainer.groups
+        self.trainer, self.progress = trainer, progress
+        self.num_micro_batches = run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size)
+        self.loader = None if loader is None else Remembering(loader, self.num_micro_batches)
+        self.budget = SkipBudget(run.data.max_skip_rate)
+        self.skipped = parse_ranges(run.faults.skip_train_iteration_range)
+        self.not_finite = NotFinite(run, groups)
+
+    def loader_state(self) -> object:
+        """Return the place behind the last batch, on ranks that load data."""
+        return None if self.loader is None else self.loader.state()
+
+    def run(self, reporter: Reporter) -> None:
+        """Go through one iteration; a collective call."""
         start = time.perf_counter()
-        batches, counts = fetch_step(groups, loader, num_micro_batches, budget)
+        groups, progress = self.trainer.groups, self.progress
+        batches, counts = fetch_step(groups, self.loader, self.num_micro_batches, self.budget)
         progress.consumed_conversations += counts.num_conversations
         progress.skipped_conversations += counts.num_skipped
-        budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)
+        self.budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)
         waited = time.perf_counter() - start
-        result = train_step(
-            groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, run.training.global_batch_size
-        )
-        progress.iteration += 1
-        progress.consumed_samples += run.training.global_batch_size
-        seconds = time.perf_counter() - start
-        flops = model_flops(trainer.hf, Workload(counts.num_tokens, counts.num_pairs, counts.num_images), trained).total
-        metrics = Metrics(
-            iteration=progress.iteration,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
-            num_tokens=counts.num_tokens,
-            num_trained_tokens=result.num_trained_tokens,
-            num_conversations=counts.num_conversations,
-            num_skipped=counts.num_skipped,
-            num_truncated=counts.num_truncated,
-            fill=counts.num_tokens / counts.num_places,
-            tokens_per_second=counts.num_tokens / seconds,
-            step_seconds=seconds,
-            data_wait_seconds=waited,
-            consumed_samples=progress.consumed_samples,
-            tflops_per_device=flops / seconds / groups.world_size / 1e12,
-            mfu=None if peak is None else mfu(flops, seconds, groups.world_size, peak),
-            memory_gib=torch.cuda.max_memory_allocated() / 2**30 if groups.device.type == "cuda" else None,
-        )
-        if metrics_file is not None:
-            metrics_file.append(metrics)
-        if progress.iteration % run.logging.log_interval == 0:
-            logger.info(metrics.line(run.training.train_iters, groups.world_size))
-        interval = run.checkpoint.save_interval
-        if interval is not None and progress.iteration % interval == 0:
-            save_checkpoint(trainer, progress, hf, loader.state() if loader is not None else None)
-            saved_at = progress.iteration
-    if run.checkpoint.saves and saved_at != progress.iteration:
-        save_checkpoint(trainer, progress, hf, loader.state() if loader is not None else None)
+        number = progress.iteration + 1
+        result: StepResult | None = None
+        warning: str | None = None
+        if any(number in numbers for numbers in self.skipped):
+            warning = f"iteration {number}: its data were read and not trained on (--skip-train-iteration-range)"
+            progress.skipped_iterations += 1
+        else:
+            result = self._step(number, batches)
+            warning = self.not_finite.check(number, result, [] if self.loader is None else list(self.loader.last))
+            progress.failed_updates += not result.updated
+        progress.iteration = number
+        progress.consumed_samples += self.trainer.run.training.global_batch_size
+        if warning is not None and groups.rank == 0:
+            logger.warning(warning)
+        reporter.step(progress, counts, result, waited=waited, seconds=time.perf_counter() - start)
 
-
-def fetch_step(
-    groups: Groups, loader: Loader | None, num_micro_batches: int, budget: SkipBudget
-) -> tuple[list[MicroBatch], Counts]:
-    """Return the step's micro-batches and what the global batch holds; a collective call.
-
-    Raises:
-        DataError: on all ranks, when any of them met data that cannot be read.
-    """
-    batches: list[LoadedBatch] | None = None
-    problem: str | None = None
-    if loader is not None:
-        try:
-            batches = [next(loader) for _ in range(num_micro_batches)]
-            budget.report(batches)
-        except LlavaMcoreError as error:
-            problem = str(error)
-    found = agree(groups, problem)
-    if found:
-        raise DataError(problems("training data cannot be used", found), on_all_ranks=True)
-    counts = count_all(groups, batches or [])
-    return share_step(groups, batches, num_micro_batches), counts
+    def _step(self, number: int, batches: list[MicroBatch]) -> StepResult:
+        trainer = self.trainer
+        with out_of_memory_says_what_to_do(trainer.run, trainer.groups, number):
+            return train_step(
+                trainer.groups,
+                trainer.chunks,
+                trainer.optimizer,
+                trainer.scheduler,
+                batches,
+                trainer.run.training.global_batch_size,
+            )

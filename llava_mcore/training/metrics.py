@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,14 +15,17 @@ FILE = "metrics.jsonl"
 class Metrics:
     """One iteration. Seconds are wall time; tokens leave padding out; fill: the part of a batch that is no padding.
 
+    loss, grad_norm: None where the iteration's data were not trained on. updated: whether the weights changed.
+    skipped_iterations, failed_updates: totals of the run so far.
     mfu: model FLOPs utilisation, None where the device's peak is not known; memory: the most that rank 0 has allocated
     on its GPU since the start, None without one.
     """
 
     iteration: int
-    loss: float
-    grad_norm: float
+    loss: float | None
+    grad_norm: float | None
     lr: float
+    updated: bool
     num_tokens: int
     num_trained_tokens: int
     num_conversations: int
@@ -32,6 +36,8 @@ class Metrics:
     step_seconds: float
     data_wait_seconds: float
     consumed_samples: int
+    skipped_iterations: int
+    failed_updates: int
     tflops_per_device: float
     mfu: float | None
     memory_gib: float | None
@@ -45,8 +51,12 @@ class Metrics:
             speed += f" | {self.tflops_per_device:.0f} TF/s/device | MFU {100 * self.mfu:.1f} %"
         lost = [(self.num_skipped, "left out"), (self.num_truncated, "cut")]
         losses = "".join(f" | {number} samples {what}" for number, what in lost if number)
+        if not self.updated:
+            losses += " | weights not changed"
+        loss = "-" if self.loss is None else f"{self.loss:.4f}"
+        grad_norm = "-" if self.grad_norm is None else f"{self.grad_norm:.3f}"
         return (
-            f"step {self.iteration}/{train_iters} | loss {self.loss:.4f} | grad norm {self.grad_norm:.3f} | "
+            f"step {self.iteration}/{train_iters} | loss {loss} | grad norm {grad_norm} | "
             f"lr {self.lr:.2e} | {speed} | data wait {wait:.1f} % | {self.step_seconds:.2f} s{losses}"
         )
 
@@ -57,6 +67,7 @@ class MetricsFile:
     def __init__(self, run_dir: Path, *, keep_until: int) -> None:
         self.path = run_dir / FILE
         kept = [line for line in self._lines() if json.loads(line)["iteration"] <= keep_until]
+        self.losses: list[float | None] = [json.loads(line)["loss"] for line in kept]
         temporary = self.path.with_suffix(".partial")
         temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, self.path)
@@ -68,6 +79,12 @@ class MetricsFile:
         return [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
     def append(self, metrics: Metrics) -> None:
-        """Write one object; floats with full precision, so that equal lines mean equal bits."""
+        """Write one object; floats with full precision, so that equal lines mean equal bits. JSON has no NaN: null."""
+        values = {key: None if is_not_finite(value) else value for key, value in asdict(metrics).items()}
         with self.path.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(asdict(metrics)) + "\n")
+            handle.write(json.dumps(values, allow_nan=False) + "\n")
+
+
+def is_not_finite(value: object) -> bool:
+    """Tell whether a value is a float that is NaN or infinite."""
+    return isinstance(value, float) and not math.isfinite(value)

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import ConfigError
 from llava_mcore.parallel.groups import Groups
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -22,8 +24,14 @@ def params_dtype(run: RunConfig) -> torch.dtype:
     return DTYPES[run.training.precision]
 
 
-def data_parallel(run: RunConfig, groups: Groups, model: MegatronModule) -> DistributedDataParallel:
-    """Wrap one model chunk: lower precision at the borders, gradients reduced over data-parallel ranks."""
+def data_parallel(
+    run: RunConfig, groups: Groups, model: MegatronModule, *, buckets: bool = True
+) -> DistributedDataParallel:
+    """Wrap one model chunk: lower precision at the borders, gradients reduced over data-parallel ranks.
+
+    Args:
+        buckets: reduce gradients in parts, as they become ready.
+    """
     dtype = params_dtype(run)
     on_gpu = groups.device.type == "cuda"
     config = DistributedDataParallelConfig(
@@ -31,10 +39,10 @@ def data_parallel(run: RunConfig, groups: Groups, model: MegatronModule) -> Dist
         use_distributed_optimizer=run.parallel.use_distributed_optimizer,
         overlap_grad_reduce=on_gpu and run.parallel.overlap_grad_reduce,
         overlap_param_gather=on_gpu and overlaps_param_gather(run),
-        check_for_nan_in_grad=run.training.precision != "fp16",  # fp16's loss scaler meets infinities by design
+        check_for_nan_in_grad=False,  # training/step.py looks at the norm, without waiting for each bucket
     )
     inner = model if dtype == torch.float32 else Float16Module(model.config, model)
-    return DistributedDataParallel(model.config, config, inner)
+    return DistributedDataParallel(model.config, config, inner, disable_bucketing=not buckets)
 
 
 def overlaps_param_gather(run: RunConfig) -> bool:
@@ -46,6 +54,11 @@ def overlaps_param_gather(run: RunConfig) -> bool:
 def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Build AdamW, plain or distributed over data-parallel ranks."""
     wanted = run.optimizer
+    if wanted.use_precision_aware_optimizer and not HAVE_TE:
+        raise ConfigError(
+            "optimizer.use_precision_aware_optimizer needs the package transformer-engine: install it, or leave the "
+            "option away"
+        )
     config = OptimizerConfig(
         optimizer="adam",
         lr=wanted.lr,
@@ -58,9 +71,16 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
         params_dtype=params_dtype(run),
         bf16=run.training.precision == "bf16",
         fp16=run.training.precision == "fp16",
+        loss_scale=run.training.loss_scale,
         initial_loss_scale=2.0**16,
         use_distributed_optimizer=run.parallel.use_distributed_optimizer,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+        use_precision_aware_optimizer=wanted.use_precision_aware_optimizer,
+        exp_avg_dtype=DTYPES[wanted.exp_avg_dtype],
+        exp_avg_sq_dtype=DTYPES[wanted.exp_avg_sq_dtype],
+        optimizer_cpu_offload=wanted.cpu_offload,
+        optimizer_offload_fraction=wanted.cpu_offload_fraction if wanted.cpu_offload else 0.0,
+        overlap_cpu_optimizer_d2h_h2d=wanted.cpu_offload,
     )
     return get_megatron_optimizer(config, list(chunks))
 

@@ -17,12 +17,12 @@ from transformers import LlavaConfig
 from llava_mcore.checkpoint.hf_config import load_hf_config
 from llava_mcore.checkpoint.megatron import load_weights
 from llava_mcore.checkpoint.start import StartPoint
-from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.schema import ModelConfig, RunConfig
 from llava_mcore.errors import ConfigError
-from llava_mcore.models.configs import Fp8Options, ModelOptions
+from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
 from llava_mcore.models.parts import check_families
 from llava_mcore.models.vlm import VisionLanguageModel
-from llava_mcore.parallel.groups import Groups
+from llava_mcore.parallel.groups import Groups, set_virtual_stages
 from llava_mcore.training.optimizer import build_optimizer, build_scheduler, data_parallel, params_dtype
 
 logger = logging.getLogger(__name__)
@@ -57,41 +57,86 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     """Build model, optimizer and schedule; load the weights of a checkpoint. A collective call."""
     hf = load_hf_config(start.hf_dir)
     check_families(hf, source=str(start.hf_dir))
-    model = build_model(run, groups, hf, initialise=start.checkpoint is None)
+    models = build_models(run, groups, hf, initialise=start.checkpoint is None)
     if start.checkpoint is not None:
         # Also before a resume: the optimizer's fp32 copies are made from these.
-        load_weights([model], start.checkpoint)
-    chunks = [data_parallel(run, groups, model)]
+        load_weights(models, start.checkpoint)
+    # The first chunk's buckets overlap with its own backward pass; the others' whole sums with the chunks before them.
+    chunks = [data_parallel(run, groups, model, buckets=i == 0) for i, model in enumerate(models)]
     optimizer = build_optimizer(run, chunks)
     scheduler = build_scheduler(run, optimizer)
-    model.config.finalize_model_grads_func = finalize_model_grads
-    model.config.grad_scale_func = optimizer.scale_loss
-    model.config.no_sync_func = chunks[0].no_sync
-    _log_parts(model, groups)
+    no_sync = [chunk.no_sync for chunk in chunks]
+    for model in models:
+        model.config.finalize_model_grads_func = finalize_model_grads
+        model.config.grad_scale_func = optimizer.scale_loss
+        model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    _log_parts(models, groups)
     return Trainer(run, groups, hf, chunks, optimizer, scheduler)
 
 
-def build_model(run: RunConfig, groups: Groups, hf: LlavaConfig, *, initialise: bool) -> VisionLanguageModel:
-    """Build this rank's part of the model, frozen as the run says."""
-    options = ModelOptions(
+def build_models(run: RunConfig, groups: Groups, hf: LlavaConfig, *, initialise: bool) -> list[VisionLanguageModel]:
+    """Build this rank's part of the model, frozen as the run says: one chunk, or several if interleaved."""
+    options = model_options(run, groups, hf, initialise=initialise)
+    number = options.stages.virtual
+    set_virtual_stages(number)
+    models = [
+        VisionLanguageModel(
+            hf,
+            options,
+            pre_process=groups.is_first_stage and i == 0,
+            post_process=groups.is_last_stage and i == (number or 1) - 1,
+            vp_stage=None if number is None else i,
+        )
+        for i in range(number or 1)
+    ]
+    for model in models:
+        model.freeze(
+            language_model=run.model.freeze_language_model,
+            vision_model=run.model.freeze_vision_model,
+            vision_projection=run.model.freeze_vision_projection,
+        )
+        if options.transformer_impl == "transformer_engine":
+            fuse_weight_gradients(model)
+        model.to(groups.device)
+    return models
+
+
+def model_options(run: RunConfig, groups: Groups, hf: LlavaConfig, *, initialise: bool) -> ModelOptions:
+    """Return what the run says about how its model is built."""
+    model = run.model
+    return ModelOptions(
         params_dtype=params_dtype(run),
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
-        make_vocab_size_divisible_by=run.model.make_vocab_size_divisible_by,
+        stages=stages(run, groups, hf.text_config.num_hidden_layers),
+        sequence_parallel=run.parallel.sequence_parallel,
+        attention_backend=model.attention_backend,
+        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
         initialise=initialise,
         deterministic=run.training.deterministic,
         transformer_impl=transformer_impl(run, groups),
         fp8=fp8_options(run),
+        recompute=recompute_options(model, model.recompute),
+        recompute_vision=recompute_options(model, model.recompute_vision),
     )
-    model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)
-    model.freeze(
-        language_model=run.model.freeze_language_model,
-        vision_model=run.model.freeze_vision_model,
-        vision_projection=run.model.freeze_vision_projection,
+
+
+def stages(run: RunConfig, groups: Groups, num_layers: int) -> Stages:
+    """Return how the language model's layers are cut."""
+    parallel = run.parallel
+    chunk = parallel.num_layers_per_virtual_pipeline_stage
+    return Stages(
+        first=parallel.num_layers_in_first_pipeline_stage,
+        last=parallel.num_layers_in_last_pipeline_stage,
+        virtual=None if chunk is None else num_layers // groups.pp_size // chunk,
     )
-    if options.transformer_impl == "transformer_engine":
-        fuse_weight_gradients(model)
-    return model.to(groups.device)
+
+
+def recompute_options(model: ModelConfig, granularity: Literal["none", "selective", "full"]) -> Recompute | None:
+    """Return what is computed again in a tower's backward pass, or None."""
+    if granularity == "none":
+        return None
+    return Recompute(granularity, model.recompute_method, model.recompute_num_layers, model.recompute_modules)
 
 
 def fuse_weight_gradients(model: VisionLanguageModel) -> None:
@@ -128,10 +173,15 @@ def fp8_options(run: RunConfig) -> Fp8Options | None:
     )
 
 
-def _log_parts(model: VisionLanguageModel, groups: Groups) -> None:
-    for name, part in model.named_children():
-        sizes = [(p.numel(), p.requires_grad) for p in part.parameters()]
+def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
+    parts: dict[str, list[torch.nn.Module]] = {}
+    for model in models:
+        for name, part in model.named_children():
+            parts.setdefault(name, []).append(part)
+    for name, modules in parts.items():
+        sizes = [(p.numel(), p.requires_grad) for module in modules for p in module.parameters()]
         total, trained = sum(n for n, _ in sizes), sum(n for n, t in sizes if t)
         logger.info("%-18s %14s parameters on this rank, %s trained", name, f"{total:,}", f"{trained:,}")
-    logger.info("layers: %s%s", model.config.transformer_impl, ", FP8" if model.config.fp8 else "")
+    config = models[0].config
+    logger.info("layers: %s%s", config.transformer_impl, ", FP8" if config.fp8 else "")
     logger.info("layout: tp %d x pp %d x dp %d on %s", groups.tp_size, groups.pp_size, groups.dp_size, groups.device)

@@ -1,28 +1,18 @@
-"""Saving and resuming a run: weights, optimizer, schedule, random state, place in the data, counters.
-
-The checkpoint is written beside its final place and renamed, and the tracker moves last: a save that is killed
-leaves the newest complete checkpoint as it was.
-"""
+"""What a run saves and resumes: weights, optimizer, schedule, random state, place in the data, counters."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.optimizer import distrib_optimizer
 
-from llava_mcore.checkpoint import hf_files, layout
-from llava_mcore.checkpoint.megatron import fill_model, load_state, model_state, save_state
-from llava_mcore.config.load import load_run_config, save_run_config
+from llava_mcore.checkpoint.megatron import fill_model, load_state, model_state
+from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.parallel.groups import Groups
@@ -44,73 +34,10 @@ class Progress:
     consumed_conversations: int = 0
     skipped_conversations: int = 0
     """Those that were left out as broken or too long."""
-
-
-def save_checkpoint(trainer: Trainer, progress: Progress, hf_source: Path, loader_state: Any | None) -> Path:
-    """Write SAVE_DIR/NAME/iter_XXXXXXX and move the tracker to it; a collective call.
-
-    Args:
-        hf_source: folder with config, tokenizer, processor files (and ours) that travel along.
-        loader_state: the data loader's state on ranks that load data, else None.
-    """
-    run, groups = trainer.run, trainer.groups
-    for chunk in trainer.chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)  # the update's weights are gathered in the next forward pass
-    final = layout.iteration_folder(run.run_dir, progress.iteration)
-    partial = final.parent / f".{final.name}.partial"
-    if groups.rank == 0:
-        for old in (partial, final):  # left by a killed save of this very iteration: the tracker is not on it
-            if old.exists():
-                shutil.rmtree(old)
-        partial.mkdir(parents=True)
-        shutil.copytree(hf_source, layout.hf_folder(partial), ignore=_without_weights)
-        save_run_config(run, partial / RUN_FILE)
-        (partial / LOADER_FOLDER).mkdir()
-    dist.barrier(group=groups.control)
-    with corruption_is_an_error(final):
-        save_state(_state(trainer, progress, is_loading=False), partial)
-    if run.checkpoint.save_optim and groups.loads_data:
-        torch.save(loader_state, partial / LOADER_FOLDER / _loader_file(groups))
-    dist.barrier(group=groups.control)
-    if groups.rank == 0:
-        partial.rename(final)
-        layout.write_tracker(run.run_dir, progress.iteration)
-        logger.info("saved %s", final)
-    dist.barrier(group=groups.control)
-    return final
-
-
-@contextlib.contextmanager
-def corruption_is_an_error(checkpoint: Path) -> Iterator[None]:
-    """Turn megatron-core's warning that it is about to save a shifted embedding into an error (0.19.2).
-
-    It comes with a distributed optimizer over tied embeddings on several pipeline stages, where the gradient buffer's
-    size is not aligned.
-    """
-
-    class Refuse(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "exceeds unpadded buffer" in record.getMessage():
-                raise CheckpointError(
-                    f"{checkpoint}: megatron-core would corrupt it ({record.getMessage()}); "
-                    "save without --dist-optim, with --pp 1, or with model.make_vocab_size_divisible_by = 128"
-                )
-
-    theirs, handler = logging.getLogger(distrib_optimizer.__name__), Refuse(logging.WARNING)
-    level = theirs.level
-    theirs.addHandler(handler)
-    theirs.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        theirs.removeHandler(handler)
-        theirs.setLevel(level)
-
-
-def _without_weights(folder: str, names: list[str]) -> list[str]:
-    """Leave the model's own weight files behind when a run started from a Hugging Face folder."""
-    return [name for name in names if hf_files.is_weight_file(Path(name)) and name != layout.UNUSED]
+    skipped_iterations: int = 0
+    """Those whose batch was read and not trained on, as `skip_train_iteration_range` asks."""
+    failed_updates: int = 0
+    """Those whose update was left out because loss or gradients were not finite, in fp16 also by its loss scaler."""
 
 
 def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | None]:
@@ -141,7 +68,8 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
     if trainer.groups.loads_data:
         files = sorted((checkpoint / LOADER_FOLDER).iterdir())
         loader_states = [torch.load(file, weights_only=True) for file in files]
-    return Progress(**{field.name: loaded[field.name] for field in fields(Progress)}), loader_states
+    counters = {field.name: loaded[field.name] for field in fields(Progress) if field.name in loaded}
+    return Progress(**counters), loader_states  # older checkpoints lack the younger counters
 
 
 def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> None:
@@ -160,8 +88,14 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
         raise CheckpointError(problems(title, found))
 
 
-def _loader_file(groups: Groups) -> str:
+def loader_file(groups: Groups) -> str:
+    """Return the name of the file with a rank's place in the data."""
     return f"dp_{groups.dp_rank:05d}.pt"
+
+
+def state_to_save(trainer: Trainer, progress: Progress) -> dict[str, Any]:
+    """Return everything that is saved, but for the place in the data; a collective call."""
+    return _state(trainer, progress, is_loading=False)
 
 
 def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -22,13 +23,27 @@ Report = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did. `loss` is the mean over the trained tokens of the whole global batch."""
+    """What one step did. `loss` is the mean over the trained tokens of the whole global batch.
+
+    updated: whether the weights changed; not if loss or gradients were not finite, nor if fp16's gradients overflowed.
+    finite: whether loss and gradient norm were. not_finite: which micro-batches of this rank's had a loss that was not.
+    """
 
     loss: float
     grad_norm: float
     lr: float
     num_trained_tokens: int
     updated: bool
+    finite: bool = True
+    not_finite: tuple[int, ...] = ()
+
+
+class _NotFiniteError(Exception):
+    """The gradient norm, or the loss, of a step whose update must not be made."""
+
+    def __init__(self, grad_norm: float) -> None:
+        super().__init__(grad_norm)
+        self.grad_norm = grad_norm
 
 
 def loss_sum(loss_mask: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Report]:
@@ -48,6 +63,7 @@ def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple
         labels=batch.labels,
         loss_mask=batch.loss_mask,
         packed_seq_params=batch.packed_seq_params,
+        num_trained=batch.num_trained,
     )
     return output, partial(loss_sum, batch.loss_mask)
 
@@ -59,7 +75,7 @@ def forward_backward(
     micro_batch_size, seq_length = batches[0].shape
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(batches),
+        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
         model=list(chunks),
         num_microbatches=len(batches),
         seq_length=seq_length,
@@ -76,25 +92,61 @@ def train_step(
     batches: Sequence[MicroBatch],
     global_batch_size: int,
 ) -> StepResult:
-    """Train on one global batch; a collective call."""
+    """Train on one global batch; a collective call.
+
+    The host waits for the device twice, for the loss and for the gradient norm, both before the update: one that is not
+    finite is found in them, and then the weights stay as they were.
+    """
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     reports = forward_backward(chunks, batches)
     lr = scheduler.get_lr(optimizer.param_groups[0]) if optimizer.param_groups else 0.0
-    updated, grad_norm, _ = optimizer.step()
+    total, count, not_finite = _sum_over_ranks(groups, reports)
+    updated, grad_norm = _update(optimizer, loss_is_finite=math.isfinite(total))
     if updated:  # fp16 skips an update whose gradients overflowed
         scheduler.step(increment=global_batch_size)
-    total, count = _sum_over_ranks(groups, reports)
     loss = total / count if count else float("nan")
-    return StepResult(loss, float(grad_norm or 0.0), lr, int(count), bool(updated))
+    finite = math.isfinite(total) and math.isfinite(grad_norm)
+    return StepResult(loss, grad_norm, lr, int(count), updated, finite, not_finite)
 
 
-def _sum_over_ranks(groups: Groups, reports: Sequence[Report]) -> tuple[float, float]:
-    """Add (summed loss, trained tokens) over micro-batches and model replicas, each counted once."""
+def _update(optimizer: MegatronOptimizer, *, loss_is_finite: bool) -> tuple[bool, float]:
+    """Run optimizer.step() up to the gradient norm and, if that and the loss are finite, to its end.
+
+    Returns:
+        Whether the weights changed, and the norm (0 if fp16's loss scaler found an overflow before it was taken).
+    """
+    assert isinstance(optimizer, ChainedOptimizer), "megatron-core's, whose step asks for the norm by this method"
+    take_norm = optimizer.get_grad_norm
+
+    def checked() -> float:
+        norm = float(take_norm() or 0.0)
+        if not (loss_is_finite and math.isfinite(norm)):
+            raise _NotFiniteError(norm)
+        return norm
+
+    optimizer.get_grad_norm = checked
+    try:
+        updated, grad_norm, _ = optimizer.step()
+    except _NotFiniteError as error:
+        return False, error.grad_norm
+    finally:
+        del optimizer.get_grad_norm
+    return bool(updated), grad_norm or 0.0
+
+
+def _sum_over_ranks(groups: Groups, reports: Sequence[Report]) -> tuple[float, float, tuple[int, ...]]:
+    """Add (summed loss, trained tokens) over micro-batches and model replicas, each counted once.
+
+    Also returns this rank's micro-batches whose loss is not finite.
+    """
     sums = torch.zeros(2, dtype=torch.float64)
+    not_finite: tuple[int, ...] = ()
     if groups.reports_loss:
-        for report in reports:
-            sums += report["sums"].double().cpu()
+        each = torch.stack([report["sums"] for report in reports]).double().cpu()
+        for values in each:
+            sums += values
+        not_finite = tuple((~each[:, 0].isfinite()).nonzero()[:, 0].tolist())
     dist.all_reduce(sums, group=groups.control)
-    return sums[0].item(), sums[1].item()
+    return sums[0].item(), sums[1].item(), not_finite

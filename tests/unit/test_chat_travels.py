@@ -20,8 +20,9 @@ from llava_mcore.data.assets import load_assets
 from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import seed_everything, single_process
 from llava_mcore.templates.named import NAMES
+from llava_mcore.training.save import save_checkpoint
 from llava_mcore.training.setup import build_trainer
-from llava_mcore.training.state import Progress, save_checkpoint
+from llava_mcore.training.state import Progress
 from tests.helpers.chat_cases import messages
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
 from tests.unit.test_chat_templates import CONVERSATIONS

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from llava_mcore.__main__ import COMMANDS, main
 from llava_mcore.apps import show_config
+from llava_mcore.config.flag_table import flag_table
 from llava_mcore.config.flags import ALL_FLAGS, make_parser, parse_command_line
 from llava_mcore.config.load import config_fields, load_run_config, run_config_yaml, save_run_config
 from llava_mcore.config.schema import RunConfig
@@ -25,6 +26,37 @@ from llava_mcore.errors import ConfigError
 FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("-g 3", "launch.num_gpus", 3),
     ("--gpus 3", "launch.num_gpus", 3),
+    ("--gpu-ids 0,2", "launch.gpu_ids", "0,2"),
+    ("--node 3", "launch.num_nodes", 3),
+    ("-r 1", "launch.node_rank", 1),
+    ("--rank 1", "launch.node_rank", 1),
+    ("-m host", "launch.master_addr", "host"),
+    ("--master-addr host", "launch.master_addr", "host"),
+    ("-p 4000", "launch.master_port", 4000),
+    ("--rdzv-port 4000", "launch.master_port", 4000),
+    ("--master-port 4000", "launch.master_port", 4000),
+    ("--interface eth1", "launch.interface", "eth1"),
+    ("--slurm-job-id 77", "launch.slurm_job_id", "77"),
+    ("--slurm-output-name /o.txt", "launch.slurm_output_name", "/o.txt"),
+    ("--sbatch-options x", "launch.sbatch_options", "x"),
+    ("--debug", "logging.debug", True),
+    ("--tensorboard", "logging.tensorboard", True),
+    ("--wandb", "logging.wandb", True),
+    ("--image-token-id 4", "data.image_token_id", 4),
+    ("--pad-token-id 3", "data.pad_token_id", 3),
+    ("--adam-beta2 0.95", "optimizer.adam_beta2", 0.95),
+    ("--loss-scale 128", "training.loss_scale", 128.0),
+    ("--fused-attn", "model.attention_backend", "fused"),
+    ("--flash-attn", "model.attention_backend", "flash"),
+    ("--async-save", "checkpoint.async_save", True),
+    ("--keep-last 2", "checkpoint.keep_last", 2),
+    ("--keep-every 100", "checkpoint.keep_every", 100),
+    ("--timeout 30", "faults.timeout", 30),
+    ("--exit-duration-in-mins 90", "faults.exit_duration_in_mins", 90.0),
+    ("--on-nan skip", "faults.on_nan", "skip"),
+    ("--alert-spike", "faults.alert_spike", True),
+    ("--spike-thr 3", "faults.spike_thr", 3.0),
+    ("--skip-train-iteration-range 2-4", "faults.skip_train_iteration_range", "2-4"),
     ("--name abc", "name", "abc"),
     ("--log-interval 5", "logging.log_interval", 5),
     ("--megatron-load-dir /m", "checkpoint.load", Path("/m")),
@@ -32,6 +64,8 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--save-dir /s", "checkpoint.save_dir", Path("/s")),
     ("--save", "checkpoint.save", True),
     ("--save-interval 7", "checkpoint.save_interval", 7),
+    ("--sequence-parallel", "parallel.sequence_parallel", True),
+    ("--recompute full", "model.recompute", "full"),
     ("--save-optim", "checkpoint.save_optim", True),
     ("--load-optim", "checkpoint.load_optim", True),
     ("--init", "checkpoint.init", True),
@@ -102,6 +136,13 @@ def test_every_flag_is_in_the_table_and_in_the_help() -> None:
     assert "{bf16,fp16,fp32}" in text
 
 
+def test_documentation_is_made_from_the_code() -> None:
+    page = Path(show_config.__file__).parents[2] / "docs" / "flags.md"
+    assert page.read_text(encoding="utf-8") == flag_table(), "python -m llava_mcore.config.flag_table > docs/flags.md"
+    text = flag_table()
+    assert all(f"`{key}`" in text for key, _ in config_fields())
+
+
 def test_every_value_is_documented() -> None:
     assert [key for key, field in config_fields() if not field.description] == []
 
@@ -111,9 +152,12 @@ def test_every_value_is_documented() -> None:
     [
         (["--tpp", "2"], "--tpp: no such flag (did you mean --tp?)"),
         (["--micro-batch", "2"], "--micro-batch: no such flag (did you mean --micro-batch-size?)"),
-        (["--wandb"], "--wandb: no such flag"),
+        (["--wandbb"], "--wandbb: no such flag (did you mean --wandb?)"),
         (["--freeze_lm"], "did you mean --freeze-lm?"),
         (["--tp"], "--tp: expected one argument"),
+        (["--dist-ckpt"], "--dist-ckpt: leave it away: every checkpoint is a distributed one"),
+        (["--no-add-class-token"], "--no-add-class-token: leave it away: the model's config.json says"),
+        (["--fused-attn", "--flash-attn"], "not allowed with argument --fused-attn"),
     ],
 )
 def test_unknown_flag_is_an_error(typed: list[str], expected: str) -> None:

@@ -150,6 +150,14 @@ def test_causal_pairs_are_those_of_every_sample() -> None:
     assert whole.language_layers == parts.language_layers and whole.head == parts.head
 
 
+def test_only_trained_tokens_need_the_output_layer() -> None:
+    hf, some = llava(), Workload(num_tokens=10, num_pairs=55, num_images=1, num_trained=4)
+    parts = model_flops(hf, some, TrainedParts()).parts()
+    whole = model_flops(hf, Workload(num_tokens=10, num_pairs=55, num_images=1), TrainedParts()).parts()
+    assert parts["head"].total * 10 == whole["head"].total * 4
+    assert {k: v for k, v in parts.items() if k != "head"} == {k: v for k, v in whole.items() if k != "head"}
+
+
 def test_peaks_and_utilisation() -> None:
     assert peak_flops("NVIDIA H200") == 989e12 and peak_flops("NVIDIA H100 80GB HBM3", fp8=True) == 1979e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12  # the same chip, slower

@@ -176,7 +176,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return record
 
 
-@pytest.mark.parametrize("command", ["train", "import-hf", "export-hf", "build"])
+@pytest.mark.parametrize("command", ["train", "import-hf", "export-hf", "build", "prepare", "check"])
 def test_command_is_run_again_inside_the_image(
     command: str, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

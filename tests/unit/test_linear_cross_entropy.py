@@ -54,8 +54,14 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor)
     return (losses * token_weights).sum(), losses
 
 
-def ours(inputs: dict[str, Tensor], chunk_tokens: int = 16) -> tuple[Tensor, Tensor]:
-    return linear_cross_entropy(**inputs, vocab_size=VOCAB, tp_group=dist.group.WORLD, chunk_tokens=chunk_tokens)
+def ours(inputs: dict[str, Tensor], chunk_tokens: int = 16, num_trained: int | None = None) -> tuple[Tensor, Tensor]:
+    return linear_cross_entropy(
+        **inputs,
+        vocab_size=VOCAB,
+        tp_group=dist.group.WORLD,
+        chunk_tokens=chunk_tokens,
+        num_trained=num_trained,
+    )
 
 
 def gradients(total: Tensor, inputs: dict[str, Tensor], scale: float = 1.0) -> list[Tensor]:
@@ -155,6 +161,24 @@ def test_only_what_is_trained_gets_a_gradient() -> None:
         assert torch.equal(ours(inputs)[0], ours(frozen_head)[0]) and not ours(inputs)[0].requires_grad
 
 
+@pytest.mark.parametrize(("s", "b", "part"), [(200, 1, 0.3), (90, 3, 0.1), (130, 2, 0.0), (130, 2, 0.97)])
+def test_tokens_that_are_not_trained_need_not_meet_the_vocabulary(s: int, b: int, part: float) -> None:
+    inputs = case(s, b, torch.float64)
+    inputs["token_weights"] = (torch.rand(b, s, generator=torch.Generator().manual_seed(1)) < part).double()
+    trained = inputs["token_weights"] != 0
+    number = int(trained.sum())
+    whole, losses_whole = ours(inputs)
+    with _Rows() as seen:
+        total, losses = ours(inputs, num_trained=number)
+    assert seen.numel == min(s * b, max(64, -(-number // 64) * 64))  # what a matrix product with the head needs
+    assert total.item() == pytest.approx(whole.item(), rel=1e-14)
+    assert not ((losses - losses_whole)[trained].abs() > 1e-13).any()
+    assert (losses[~trained] == 0).sum() >= s * b - seen.numel
+    for x, y in zip(gradients(total, inputs), gradients(whole, inputs), strict=True):
+        assert (x - y).abs().max() <= 1e-13
+        assert part == 0 or y.any()
+
+
 def test_nothing_trained_gives_zeros() -> None:
     inputs = case(20, 2)
     inputs["token_weights"].zero_()
@@ -175,6 +199,18 @@ class _Largest(TorchDispatchMode):
         return out
 
 
+class _Rows(TorchDispatchMode):
+    """Adds up the rows of the logits."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and out.shape[1] == ROWS:
+            self.numel += out.shape[0]
+        return out
+
+
 def test_the_logits_never_exist_as_a_whole() -> None:
     inputs = case(200, 4)
     with _Largest() as seen:
@@ -192,6 +228,7 @@ def test_no_host_synchronisation() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         ours(inputs)[0].backward()
+        ours(inputs, num_trained=300)[0].backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -188,3 +188,13 @@ def test_a_mistyped_flag_ends_the_script_with_code_2_at_once() -> None:
     script = Path(train.__file__).parents[2] / "scripts" / "train" / "run.py"
     done = subprocess.run([sys.executable, str(script), "--tpp", "2"], capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stderr) == (2, "error: --tpp: no such flag (did you mean --tp?)\n")
+
+
+def test_submit_checks_and_shows_the_batch_file(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    several = ["--backend", "gloo", "--node", "2", "--submit", "--dry-run"]
+    assert train.main(folders.flags(*several)) == 0
+    printed = capsys.readouterr().out
+    assert "#SBATCH --nodes=2" in printed and "--submit" not in printed and "--tp 2" in printed
+    assert not folders.save.exists()
+    assert "--tp 3 does not divide" in refusal(folders.flags(*several, "--tp", "3"), capsys)
+    assert "give -g" in refusal(["--submit"], capsys)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 
 from rich.text import Text
+from torch import Tensor
 
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.samples import TokenConversation
@@ -13,11 +15,23 @@ TRAINED_STYLE = "bold green"
 IMAGE_STYLE = "cyan"
 
 
+def in_words(assets: Assets) -> Callable[[Tensor, Tensor], str]:
+    """Return a function that shows a row of a batch: (input_ids [s], trained [s]) -> text, trained parts in « »."""
+
+    def text(input_ids: Tensor, trained: Tensor) -> str:
+        return _marked(input_ids.tolist(), trained.tolist(), assets, coloured=False).plain
+
+    return text
+
+
 def conversation_text(tokens: TokenConversation, assets: Assets, *, coloured: bool) -> Text:
     """Return the text of all tokens, trained ones coloured, or between « and » where there are no colours."""
+    return _marked(tokens.input_ids.tolist(), tokens.trained.tolist(), assets, coloured=coloured)
+
+
+def _marked(ids: list[int], marks: list[bool], assets: Assets, *, coloured: bool) -> Text:
     text = Text()
-    ids = tokens.input_ids.tolist()
-    kinds = [(i == assets.image_token_id, bool(t)) for i, t in zip(ids, tokens.trained.tolist(), strict=True)]
+    kinds = [(i == assets.image_token_id, bool(t)) for i, t in zip(ids, marks, strict=True)]
     start = 0
     for (is_image, trained), run in groupby(kinds):
         end = start + len(list(run))

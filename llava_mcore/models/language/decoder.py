@@ -15,7 +15,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -24,6 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.language.linear_cross_entropy import OutputLayer
+from llava_mcore.models.norms import TorchNorm
 
 # Frequencies that depend on the sequence length (dynamic, longrope) have no fixed table.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -35,13 +38,17 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_model_parall
     return -(-vocab_size // multiple) * multiple
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Return the decoder layer: Transformer Engine's, or torch's for a machine without it."""
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+    """Return what a stage's layers are made of: Transformer Engine's, or torch's for a machine without it."""
     if config.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
-    spec.submodules.self_attention.submodules.core_attention = SDPAttention
-    return spec
+    layer = spec.submodules
+    attention = layer.self_attention.submodules
+    attention.core_attention = SDPAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
+    attention.q_layernorm = attention.k_layernorm = TorchNorm if config.qk_layernorm else IdentityOp
+    return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage), layer_norm=TorchNorm)
 
 
 class LanguageModel(GPTModel):
@@ -64,7 +71,7 @@ class LanguageModel(GPTModel):
     ) -> None:
         super().__init__(
             config,
-            layer_spec(config),
+            block_spec(config, vp_stage),
             vocab_size=num_rows,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=pre_process,
@@ -101,13 +108,22 @@ class LanguageModel(GPTModel):
 
         Returns:
             Without labels the logits [b, s, vocabulary]. With labels and a loss mask the sum of mask * loss, [],
-            for which no logits are kept. With labels alone the loss of every token [b, s], from whole logits.
+            for which no logits are kept; `context` is then the number of tokens in the mask, or None. With labels
+            alone the loss of every token [b, s], from whole logits.
         """
         layer, weight = given["output_layer"], given["output_weight"]
         labels: Tensor | None = given["labels"]
         mask: Tensor | None = given["loss_mask"]
         if labels is not None and mask is not None:
-            total, _ = layer(hidden_states, weight, labels=labels, token_weights=mask, vocab_size=self.true_vocab_size)
+            num_trained: int | None = given["context"]
+            total, _ = layer(
+                hidden_states,
+                weight,
+                labels=labels,
+                token_weights=mask,
+                vocab_size=self.true_vocab_size,
+                num_trained=num_trained,
+            )
             return total
         logits, _ = layer(hidden_states, weight)  # [s, b, rows / tp]
         if labels is not None:

@@ -7,12 +7,17 @@ in the backward pass: a fourth product, a third more work.
 
 megatron-core 0.19 has no such function: its cross-entropies (its own, fused, Transformer Engine's) take logits.
 
+Tokens that are not trained (prompts, pictures, padding) need not meet the vocabulary at all: where the host knows
+how many are trained, only they do.
+
 s: tokens, b: samples, h: hidden size, t: s * b, c: tokens of a chunk, rows: padded vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +34,8 @@ from torch.autograd.function import once_differentiable
 # Every chunk reads and writes the fp32 weight gradient: 8 bytes an element, for which it does 2 * c operations. On an
 # H200 (800 TF/s, 4.3 TB/s) both take the same time at c = 750; a larger chunk only costs memory, 8 bytes a logit.
 CHUNK_TOKENS = 1024
+# The number of tokens that go through the head is rounded up to this: fewer shapes, and matrix units like it.
+KEPT_MULTIPLE = 64
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -47,6 +54,7 @@ class OutputLayer(ColumnParallelLinear):
         labels: Tensor | None = None,
         token_weights: Tensor | None = None,
         vocab_size: int = 0,
+        num_trained: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Without labels as megatron-core's; with them `linear_cross_entropy` of the input [s, b, h]."""
         if labels is None:
@@ -60,6 +68,7 @@ class OutputLayer(ColumnParallelLinear):
             vocab_size=vocab_size,
             tp_group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
+            num_trained=num_trained,
         )
 
 
@@ -72,6 +81,7 @@ def linear_cross_entropy(
     vocab_size: int,
     tp_group: dist.ProcessGroup,
     sequence_parallel: bool = False,
+    num_trained: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of the cross-entropy of hidden @ weight.T, and each token's.
@@ -86,26 +96,42 @@ def linear_cross_entropy(
         token_weights: [b, s], a constant. 0: not trained.
         vocab_size: rows of the true vocabulary; those behind it only pad and never get probability.
         tp_group: the tensor-parallel group, of any size.
+        num_trained: how many tokens have a weight other than 0, where the host knows it: only these (and a few more,
+            to a multiple of KEPT_MULTIPLE) then meet the vocabulary. The same on all ranks of `tp_group`. A number
+            that is too small leaves trained tokens out.
         chunk_tokens: the most tokens whose logits exist at a time.
 
     Returns:
-        The sum of token_weights * loss, [], and the loss of every token, [b, s], which carries no gradient; both in
-        fp32 (fp64 for fp64).
+        The sum of token_weights * loss, [], and the loss of every token, [b, s], which carries no gradient and is 0
+        where a token was left out; both in fp32 (fp64 for fp64).
     """
     if tp_group.size() > 1:
         enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
         hidden = enter(hidden, group=tp_group)
     s, b, h = hidden.shape
+    flat_weights = token_weights.transpose(0, 1).reshape(s * b)
     total, losses = _WeightedLossSum.apply(
         hidden.reshape(s * b, h),
         weight,
         labels.transpose(0, 1).reshape(s * b),
-        token_weights.transpose(0, 1).reshape(s * b, 1),
+        flat_weights,
+        _kept(flat_weights, num_trained),
         _VocabShard(weight.shape[0], vocab_size, tp_group),
         chunk_tokens,
         torch.is_grad_enabled(),
     )
     return total, losses.view(s, b).transpose(0, 1)
+
+
+def _kept(token_weights: Tensor, num_trained: int | None) -> Tensor | None:
+    """Return the places of the tokens with a weight and of some without, in [t]; None for all. No host sync."""
+    num_tokens = token_weights.shape[0]
+    if num_trained is None:
+        return None
+    number = max(1, math.ceil(num_trained / KEPT_MULTIPLE)) * KEPT_MULTIPLE
+    if number >= num_tokens:
+        return None
+    return (token_weights == 0).to(torch.uint8).argsort(stable=True)[:number]
 
 
 class _VocabShard:
@@ -132,7 +158,7 @@ class _ChunkResult:
 
 
 class _WeightedLossSum(torch.autograd.Function):
-    """hidden: [t, h], weight: [rows / tp, h], labels: [t], token_weights: [t, 1] → sum [], losses [t]."""
+    """hidden: [t, h], weight: [rows / tp, h], labels, token_weights: [t], kept: [k] or None → sum [], losses [t]."""
 
     @staticmethod
     def forward(
@@ -141,26 +167,26 @@ class _WeightedLossSum(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         token_weights: Tensor,
+        kept: Tensor | None,
         shard: _VocabShard,
         chunk_tokens: int,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
-        num_tokens = hidden.shape[0]
-        losses = hidden.new_empty(num_tokens, dtype=_wide(hidden.dtype))
+        losses = hidden.new_zeros(hidden.shape[0], dtype=_wide(hidden.dtype))
         token_weights = token_weights.to(losses.dtype)
         wants = [grad_enabled and needed for needed in ctx.needs_input_grad[:2]]
         # An fp16 gradient may be too small before it is scaled, so it stays wide until then.
-        kept = losses.dtype if hidden.dtype == torch.float16 else hidden.dtype
-        grad_hidden = torch.empty_like(hidden, dtype=kept) if wants[0] else None
+        grad_dtype = losses.dtype if hidden.dtype == torch.float16 else hidden.dtype
+        grad_hidden = torch.zeros_like(hidden, dtype=grad_dtype) if wants[0] else None
         grad_weight: Tensor | None = None
-        for start, end in _chunks(num_tokens, chunk_tokens):
-            part, part_weights = hidden[start:end], token_weights[start:end]
-            result = _chunk_losses(part, weight, labels[start:end], shard)
-            losses[start:end] = result.losses
+        for place in _places(hidden.shape[0] if kept is None else kept, chunk_tokens):
+            part, part_weights = hidden[place], token_weights[place].unsqueeze(1)
+            result = _chunk_losses(part, weight, labels[place], shard)
+            _put(losses, place, result.losses)
             if any(wants):
                 grad_logits = _grad_logits(result, hidden.dtype)
                 if grad_hidden is not None:
-                    torch.mul(_product(grad_logits, weight), part_weights, out=grad_hidden[start:end])
+                    _put(grad_hidden, place, _product(grad_logits, weight).mul_(part_weights))
                 if wants[1]:
                     grad_weight = _add_product(grad_weight, grad_logits.t(), part * part_weights.to(part.dtype))
                 del grad_logits
@@ -168,20 +194,30 @@ class _WeightedLossSum(torch.autograd.Function):
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = (hidden.dtype, weight.dtype)
         ctx.mark_non_differentiable(losses)
-        return (losses * token_weights.squeeze(1)).sum(), losses
+        return (losses * token_weights).sum(), losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (*(None if g is None else _scaled(g, grad_total, dtype) for g, dtype in grads), *[None] * 5)
+        return (*(None if g is None else _scaled(g, grad_total, dtype) for g, dtype in grads), *[None] * 6)
 
 
-def _chunks(num_tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """Cut into the fewest chunks, of nearly the same size."""
+def _places(kept: Tensor | int, chunk_tokens: int) -> Iterator[Tensor | slice]:
+    """Cut the places kept, or so many from 0 on, into the fewest chunks, of nearly the same size."""
+    num_tokens = kept if isinstance(kept, int) else kept.shape[0]
     number = -(-num_tokens // chunk_tokens)
     bounds = [num_tokens * i // number for i in range(number + 1)]
-    return list(itertools.pairwise(bounds))
+    for start, end in itertools.pairwise(bounds):
+        yield slice(start, end) if isinstance(kept, int) else kept[start:end]
+
+
+def _put(target: Tensor, place: Tensor | slice, values: Tensor) -> None:
+    """Write rows, rounded to the target's type."""
+    if isinstance(place, slice):
+        target[place] = values
+    else:
+        target.index_copy_(0, place, values.to(target.dtype))
 
 
 def _chunk_losses(hidden: Tensor, weight: Tensor, labels: Tensor, shard: _VocabShard) -> _ChunkResult:

@@ -1,0 +1,124 @@
+"""Which checkpoints of a folder are complete, which of them to use, and which to delete.
+
+A checkpoint is written under another name and renamed when all of it is on the disk. Its run.json, which is written
+last, lists every file with its size: a folder that lost some later, to a full disk or a copy that broke off, is found
+without reading the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_iteration
+from llava_mcore.errors import CheckpointError, problems
+
+RUN_JSON = "run.json"
+_FOLDER = re.compile(r"iter_(\d{7,})")
+_LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|deleted)")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The newest complete checkpoint, and for each newer one why it is not used."""
+
+    folder: Path
+    iteration: int
+    passed_over: tuple[str, ...]
+
+
+def iterations(root: Path) -> list[int]:
+    """Return the iterations of which there is a folder, complete or not, in rising order."""
+    if not root.is_dir():
+        return []
+    return sorted(int(match[1]) for path in root.iterdir() if (match := _FOLDER.fullmatch(path.name)))
+
+
+def newest_complete(root: Path) -> Choice | None:
+    """Return the checkpoint to start from, or None where there is none at all.
+
+    That is the newest complete one up to the iteration that the tracker names. A tracker that cannot be read, or is
+    missing, limits nothing.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them can be used.
+    """
+    passed_over: list[str] = []
+    limit = None
+    try:
+        limit = latest_iteration(root)
+    except CheckpointError as error:
+        passed_over.append(str(error))
+    found = iterations(root)
+    if limit is not None and limit not in found:
+        passed_over.append(f"{root / TRACKER} names iteration {limit}: {iteration_folder(root, limit)} is missing")
+    for iteration in reversed(found):
+        folder = iteration_folder(root, iteration)
+        problem = incomplete(folder)
+        if limit is not None and iteration > limit:
+            problem = f"newer than iteration {limit}, which {TRACKER} names"
+        if problem is None:
+            return Choice(folder, iteration, tuple(passed_over))
+        passed_over.append(f"{folder}: {problem}")
+    if not passed_over:
+        return None
+    raise CheckpointError(problems(f"{root} holds no complete checkpoint", passed_over))
+
+
+def incomplete(folder: Path) -> str | None:
+    """Return why a folder is no complete checkpoint, or None. Reads no weights."""
+    if not (folder / "metadata.json").is_file():
+        return "no complete checkpoint, metadata.json is missing"
+    if not (folder / RUN_JSON).is_file():
+        return None  # imported, or written before there was a run.json
+    try:
+        files: dict[str, int] = json.loads((folder / RUN_JSON).read_text(encoding="utf-8"))["files"]
+    except (ValueError, KeyError, OSError) as error:
+        return f"{RUN_JSON} cannot be read: {error!r}"
+    for name, size in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, {size} were written"
+    return None
+
+
+def write_run_json(folder: Path, content: dict[str, Any]) -> None:
+    """Write run.json, the last file of a checkpoint: what is given, and every other file with its size."""
+    files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+    (folder / RUN_JSON).write_text(json.dumps({**content, "files": files}, indent=1) + "\n", encoding="utf-8")
+
+
+def prune(root: Path, *, newest: int, keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Delete old checkpoints and return their iterations; those newer than `newest` are left alone.
+
+    Args:
+        keep_last: how many of the newest to keep; None keeps all.
+        keep_every: multiples of this are kept for ever.
+    """
+    if keep_last is None:
+        return []
+    old = [iteration for iteration in iterations(root) if iteration <= newest][:-keep_last]
+    old = [iteration for iteration in old if keep_every is None or iteration % keep_every]
+    for iteration in old:
+        discard(iteration_folder(root, iteration))
+    return old
+
+
+def discard(folder: Path) -> None:
+    """Delete a checkpoint so that a kill half-way leaves nothing that looks like one."""
+    deleted = folder.with_name(f".{folder.name}.deleted")
+    folder.rename(deleted)
+    shutil.rmtree(deleted)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Delete what killed saves and deletions have left."""
+    for path in root.iterdir() if root.is_dir() else ():
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path)

@@ -1,0 +1,133 @@
+"""Hugging Face tensors → one file of a Megatron checkpoint (torch_dist), entry by entry. Runs in workers.
+
+Imports torch only, neither megatron-core nor transformers: a worker starts fast and stays small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from llava_mcore.checkpoint.raw import TensorAt, sha256, with_own_storage
+from llava_mcore.conversion.boxes import Box, Scratch, Shape, read_box
+from llava_mcore.conversion.mapping import Entry
+
+_ALIGNMENT = 64  # bytes; lets an export use the numbers where they lie
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One chunk of the stored tensor `key`: at `offset`, of `shape`; `box` says which part of the parameter it is."""
+
+    key: str
+    offset: Shape
+    shape: Shape
+    box: Box
+
+
+@dataclass(frozen=True)
+class EntryWrite:
+    """One parameter: its Hugging Face tensors, the dtype and full shape it gets, and the pieces that are stored."""
+
+    entry: Entry
+    sources: tuple[TensorAt, ...]
+    dtype: torch.dtype
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return Box.whole(self.shape).numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileWrite:
+    """The entries of one file."""
+
+    path: Path
+    entries: tuple[EntryWrite, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.num_bytes for x in self.entries)
+
+
+@dataclass(frozen=True)
+class FileWritten:
+    """Where in `path` each piece (key, offset) begins and how long it is, in bytes; SHA-256 of each HF tensor."""
+
+    path: Path
+    pieces: dict[tuple[str, Shape], tuple[int, int]]
+    digests: dict[str, str]
+    num_bytes: int
+
+    @property
+    def paths(self) -> frozenset[Path]:
+        """What is to be synced."""
+        return frozenset([self.path])
+
+
+def write_file(job: FileWrite) -> FileWritten:
+    """Write one file; the tensors of one entry are in memory at a time, and of the one before while they are hashed.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
+    written: dict[tuple[str, Shape], tuple[int, int]] = {}
+    digests: dict[str, str] = {}
+    hashing: dict[str, Future[str]] = {}
+    scratch = Scratch()
+    with job.path.open("xb") as file, ThreadPoolExecutor(1) as hasher, _no_second_checksum():
+        for entry in job.entries:
+            tensors = {
+                name: source.map().to(entry.dtype)
+                for name, source in zip(entry.entry.hf_names, entry.sources, strict=True)
+            }
+            earlier, hashing = hashing, {name: hasher.submit(sha256, x) for name, x in tensors.items()}
+            for piece, data in _cut(entry, tensors, scratch):
+                written[piece.key, piece.offset] = _append(file, data)
+            digests |= {name: future.result() for name, future in earlier.items()}
+        digests |= {name: future.result() for name, future in hashing.items()}
+    return FileWritten(job.path, written, digests, job.num_bytes)
+
+
+def _cut(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield every piece with its data, valid until the next; the full tensor is made only where it must be."""
+    boxes = entry.entry.hf_boxes(entry.shape)
+    if boxes is None:
+        parts = [(Box.whole(entry.shape), entry.entry.to_megatron(tensors))]
+    else:
+        parts = list(zip(boxes, tensors.values(), strict=True))
+    for piece in entry.pieces:
+        data, _ = read_box(piece.box, parts, lambda x: x, entry.dtype, scratch)
+        yield piece, data.reshape(piece.shape)
+
+
+def _append(file: BinaryIO, data: Tensor) -> tuple[int, int]:
+    """Write one piece as torch.distributed.checkpoint does and return where it begins and its length in bytes."""
+    file.write(bytes(-file.tell() % _ALIGNMENT))
+    start = file.tell()
+    try:
+        torch.save(with_own_storage(data), file)
+    except RuntimeError as error:
+        # torch's zip writer, closing, complains about what is missing after a failed write.
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    return start, file.tell() - start
+
+
+@contextlib.contextmanager
+def _no_second_checksum() -> Iterator[None]:
+    """Leave out the zip format's CRC-32, which torch.load never looks at: the manifest has SHA-256."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)

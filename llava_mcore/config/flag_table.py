@@ -1,0 +1,48 @@
+"""docs/flags.md, made from the flags and the schema: `python -m llava_mcore.config.flag_table > docs/flags.md`."""
+
+from __future__ import annotations
+
+from pydantic.fields import FieldInfo
+
+from llava_mcore.config.flags import ALL_FLAGS, FLAGS, REFUSED, default_text
+from llava_mcore.config.load import config_fields
+
+_HEAD = """\
+# Flags and configuration keys
+
+Made from the code (`python -m llava_mcore.config.flag_table`); a test compares. A value is taken from a flag, else from
+`key.sub=value` on the command line, else from the file of `--config`, else it is the default. Beside the flags below
+there are `--config FILE`, `--dry-run` (print configuration and command, start nothing), `--submit` ([SLURM](slurm.md))
+and `--help`.
+"""
+
+
+def flag_table() -> str:
+    """Return the page: one table a group of flags, one of keys without a flag, and the refused flags."""
+    fields = dict(config_fields())
+    lines = [_HEAD]
+    for title, flags in FLAGS.items():
+        lines += [f"## {title[0].upper()}{title[1:]}", "", "| flag | key | default | meaning |", "|---|---|---|---|"]
+        for flag in flags:
+            names = ", ".join(f"`{name}`" for name in reversed(flag.names))
+            value = f" = {flag.value}" if flag.value else ""
+            lines.append(f"| {names} | `{flag.key}`{value} | {default_text(flag.key)} | {_meaning(fields[flag.key])} |")
+        lines.append("")
+    flagged = {flag.key for flag in ALL_FLAGS}
+    lines += ["## Keys without a flag", "", "| key | default | meaning |", "|---|---|---|"]
+    for key, field in fields.items():
+        if key not in flagged:
+            lines.append(f"| `{key}` | {default_text(key)} | {_meaning(field)} |")
+    lines += ["", "## Refused", "", "Flags of other launchers that can mean nothing here.", ""]
+    lines += ["| flag | why |", "|---|---|"]
+    lines += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _meaning(field: FieldInfo) -> str:
+    """Return a field's documentation as one table cell."""
+    return " ".join(str(field.description).split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(flag_table(), end="")

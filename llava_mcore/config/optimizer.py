@@ -1,0 +1,43 @@
+"""The optimizer's section of the configuration. The text under each field is its documentation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from llava_mcore.config.section import Section
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = Field(gt=0)
+    """Highest learning rate."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the schedule."""
+    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the schedule after the warm-up."""
+    lr_warmup_fraction: float = Field(0.03, ge=0, lt=1)
+    """Part of the iterations over which the learning rate rises from 0."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the mean of the gradients."""
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the mean of the squared gradients."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """Added to the denominator of the update."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 clips nothing."""
+    use_precision_aware_optimizer: bool = False
+    """On GPUs with the distributed optimizer: keep the state as exp_avg_dtype and exp_avg_sq_dtype say, and of the fp32
+    weights only the half that bf16 lacks."""
+    exp_avg_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of the mean of the gradients, with use_precision_aware_optimizer."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of the mean of the squared gradients, with use_precision_aware_optimizer."""
+    cpu_offload: bool = False
+    """With use_precision_aware_optimizer: keep the optimizer's state in host memory and update there; slow."""
+    cpu_offload_fraction: float = Field(1.0, gt=0, le=1)
+    """Part of the state that cpu_offload moves."""

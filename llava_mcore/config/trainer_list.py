@@ -1,0 +1,179 @@
+"""Configuration files of Hugging Face style trainers: a list of {"type": "trainer", "config": {…}}.
+
+Every key is mapped to one of ours, or refused with the reason; none is passed over.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.errors import ConfigError
+
+Values = dict[str, Any]
+"""Our dotted keys -> values, as a key of theirs asks for them."""
+
+
+class _RefusedError(Exception):
+    """A value that can have no meaning here; the text says why and what to do."""
+
+
+def _to(key: str) -> Callable[[Any], Values]:
+    return lambda value: {key: value}
+
+
+def _refuse(reason: str) -> Callable[[Any], Values]:
+    def action(_value: Any) -> Values:
+        raise _RefusedError(reason)
+
+    return action
+
+
+def _unless_off(reason: str) -> Callable[[Any], Values]:
+    """A switch that may be off and cannot be on."""
+
+    def action(value: Any) -> Values:
+        if value:
+            raise _RefusedError(reason)
+        return {}
+
+    return action
+
+
+def _only(*allowed: str, instead: str) -> Callable[[Any], Values]:
+    """A word that must say what is the case anyway."""
+
+    def action(value: Any) -> Values:
+        if value not in allowed:
+            raise _RefusedError(instead)
+        return {}
+
+    return action
+
+
+def _precision(name: str) -> Callable[[Any], Values]:
+    return lambda value: {"training.precision": name} if value else {}
+
+
+def _report_to(value: Any) -> Values:
+    names = value if isinstance(value, list) else [value]
+    known = {"wandb": "logging.wandb", "tensorboard": "logging.tensorboard"}
+    wrong = [name for name in names if name not in (*known, "none")]
+    if wrong:
+        raise _RefusedError(f"found {wrong[0]!r}, expected wandb, tensorboard or none")
+    return {known[name]: True for name in names if name in known}
+
+
+def _attention(value: Any) -> Values:
+    if value == "flash_attention_2":
+        return {"model.attention_backend": "flash"}
+    if value == "sdpa":
+        return {}
+    raise _RefusedError(f"found {value!r}, expected flash_attention_2 or sdpa")
+
+
+def _model(value: Any) -> Values:
+    if (Path(str(value)) / "latest_checkpointed_iteration.txt").is_file():
+        return {"checkpoint.load": value}
+    raise _RefusedError(f"{value} is no Megatron checkpoint: convert it (docs/convert.md) and give that folder")
+
+
+def _dataset(value: Any) -> Values:
+    if Path(str(value)).suffix in (".json", ".jsonl", ".parquet"):
+        raise _RefusedError(f"{value}: make shards of it with 'python -m llava_mcore prepare' and give their folder")
+    return {"data.path": value}
+
+
+KEYS: dict[str, Callable[[Any], Values]] = {
+    "trainer_type": _only("megatron", instead="there is one trainer, on megatron-core: leave the key away"),
+    "dataset_config.dataset_type": _only("vision", instead="pictures and text only: use vision, or leave it away"),
+    "dataset_config.dataset_format": _only(
+        "energon", instead="'python -m llava_mcore prepare' makes shards of it first"
+    ),
+    "dataset_config.dataset_path": _dataset,
+    "dataset_config.packing": _to("data.packing"),
+    "dataset_config.processor_config.processor_name": _to("checkpoint.hf_dir"),
+    "dataset_config.processor_config.processor_modality": _only("vision", instead="use vision, or leave it away"),
+    "dataset_config.processor_config.processor_type": _only("llava", instead="LLaVA models only: use llava"),
+    "model_config.model_name_or_path": _model,
+    "model_config.model_class": _only("LlavaForConditionalGeneration", instead="LLaVA models only; leave it away"),
+    "model_config.attn_implementation": _attention,
+    "per_device_train_batch_size": _to("training.micro_batch_size"),
+    "gradient_accumulation_steps": _refuse("depends on the number of GPUs: give training.global_batch_size instead"),
+    "num_train_epochs": _refuse("a run is counted in iterations: give max_steps, or --train-iters, instead"),
+    "max_steps": _to("training.train_iters"),
+    "learning_rate": _to("optimizer.lr"),
+    "lr_scheduler_type": _to("optimizer.lr_decay_style"),
+    "warmup_ratio": _to("optimizer.lr_warmup_fraction"),
+    "weight_decay": _to("optimizer.weight_decay"),
+    "adam_beta1": _to("optimizer.adam_beta1"),
+    "adam_beta2": _to("optimizer.adam_beta2"),
+    "adam_epsilon": _to("optimizer.adam_eps"),
+    "max_grad_norm": _to("optimizer.clip_grad"),
+    "save_steps": _to("checkpoint.save_interval"),
+    "save_total_limit": _to("checkpoint.keep_last"),
+    "output_dir": _to("checkpoint.save_dir"),
+    "run_name": _to("name"),
+    "logging_steps": _to("logging.log_interval"),
+    "report_to": _report_to,
+    "dataloader_num_workers": _to("data.num_workers"),
+    "seed": _to("training.seed"),
+    "bf16": _precision("bf16"),
+    "fp16": _precision("fp16"),
+    "use_rmpad": _to("data.packing"),
+    "group_by_length": _unless_off("samples are not sorted; data.packing (use_rmpad) saves the padding"),
+    "use_liger_kernel": _unless_off("the loss never makes logits as a whole anyway: leave it away"),
+    "gradient_checkpointing": lambda value: {"model.recompute": "full"} if value else {},
+    "deepspeed": _refuse("--tp, --pp and --dist-optim divide the model and the optimizer here"),
+    "fsdp": _refuse("--tp, --pp and --dist-optim divide the model and the optimizer here"),
+    "fsdp_config": _refuse("--tp, --pp and --dist-optim divide the model and the optimizer here"),
+}
+
+
+def translate(content: list[Any], file: Path) -> tuple[list[tuple[str, Any, str]], list[str]]:
+    """Return what a trainer list asks for.
+
+    Returns:
+        (our key, value, their key) for each value, and one line for each key that is refused or unknown.
+
+    Raises:
+        ConfigError: the file is no list of exactly one trainer.
+    """
+    trainers = [entry for entry in content if isinstance(entry, Mapping) and entry.keys() == {"type", "config"}]
+    if len(content) != 1 or not trainers or trainers[0]["type"] != "trainer" or not _is_section(trainers[0]["config"]):
+        raise ConfigError(
+            f"{file}: expected a mapping of sections to values, found a list that is not "
+            '[{"type": "trainer", "config": {…}}] with one trainer'
+        )
+    values: list[tuple[str, Any, str]] = []
+    refused: list[str] = []
+    for key, value in _leaves(trainers[0]["config"]):
+        if key not in KEYS:
+            refused.append(f"{key} (in {file}): no such key{_suggestion(key)}")
+            continue
+        try:
+            values += [(ours, given, key) for ours, given in KEYS[key](value).items()]
+        except _RefusedError as error:
+            refused.append(f"{key} (in {file}): {error}")
+    return values, refused
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value); a mapping at a key that is known itself is its value."""
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in KEYS:
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _suggestion(key: str) -> str:
+    close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.7)
+    return f" (did you mean {close[0]}?)" if close else ""

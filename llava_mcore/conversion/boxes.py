@@ -1,0 +1,93 @@
+"""Boxes: axis-aligned parts of a tensor, and one of them put together from others.
+
+A checkpoint stores a tensor as chunks, each a box of it; a Hugging Face tensor is often a box (some rows) of a
+Megatron tensor. Import and export are the same step between the two sets of boxes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """`size[d]` elements from `start[d]` on, in every dim of some tensor."""
+
+    start: Shape
+    size: Shape
+
+    @classmethod
+    def whole(cls, shape: Shape) -> Box:
+        """The box that is all of a tensor."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    def seen_from(self, origin: Shape) -> Box:
+        """Return the same box in the coordinates of a tensor that begins at `origin`."""
+        return Box(tuple(a - b for a, b in zip(self.start, origin, strict=True)), self.size)
+
+    def overlap(self, other: Box) -> Box | None:
+        """Return what both boxes hold, or None."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        ends = zip(self.start, self.size, other.start, other.size, strict=True)
+        size = tuple(min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True))
+        return Box(start, size) if all(n > 0 for n in size) else None
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Return this part of a tensor, as a view."""
+        for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+
+class Scratch:
+    """Memory that is used again and again: fresh pages for every tensor would cost more than copying into them."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, size: Shape, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of unknown content; it takes the place of the last one."""
+        num_bytes = math.prod(size) * dtype.itemsize
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._buffer[:num_bytes].view(dtype).view(size)
+
+
+def read_box[Source](
+    wanted: Box,
+    parts: Sequence[tuple[Box, Source]],
+    read: Callable[[Source], Tensor],
+    dtype: torch.dtype,
+    scratch: Scratch,
+) -> tuple[Tensor, int]:
+    """Put one box together and return it with the number of its elements that some part holds.
+
+    Args:
+        parts: boxes in the same coordinates as `wanted`, and where their data come from. They must not overlap.
+        read: returns a part's tensor; called only for parts that are needed, one after the other.
+        scratch: holds what has to be put together.
+
+    A box inside one part is a view of it, nothing is copied. Elements that no part holds are zero.
+    """
+    needed = [(box, common, source) for box, source in parts if (common := wanted.overlap(box)) is not None]
+    if len(needed) == 1 and needed[0][1] == wanted:
+        box, common, source = needed[0]
+        return common.seen_from(box.start).cut(read(source)), wanted.numel
+    held = sum(common.numel for _, common, _ in needed)
+    whole = scratch.empty(wanted.size, dtype)
+    if held < wanted.numel:
+        whole.zero_()
+    for box, common, source in needed:
+        common.seen_from(wanted.start).cut(whole).copy_(common.seen_from(box.start).cut(read(source)))
+    return whole, held

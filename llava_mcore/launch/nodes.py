@@ -1,0 +1,97 @@
+"""Which machines a run uses, and this machine's place among them: from flags, else from SLURM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llava_mcore.config.schema import LaunchConfig
+from llava_mcore.errors import ConfigError, problems
+from llava_mcore.launch.slurm import SlurmJob, default_port, first_address, read_job
+
+DEFAULT_PORT = 29500
+INTERFACES = Path("/sys/class/net")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run; `rank` is this one's number. `port` is None where any free port will do."""
+
+    count: int
+    rank: int
+    master_addr: str
+    port: int | None
+    run_id: str
+
+
+ONE_MACHINE = Nodes(count=1, rank=0, master_addr="127.0.0.1", port=None, run_id="none")
+
+
+def find_nodes(launch: LaunchConfig, environ: Mapping[str, str]) -> Nodes:
+    """Return the run's machines. What flags and files leave open is SLURM's, else one machine.
+
+    Raises ConfigError with everything that is missing or contradicts SLURM.
+    """
+    job = read_job(environ)
+    found = [] if job is None else _contradictions(launch, job)
+    count = launch.num_nodes or (job.num_nodes if job else 1)
+    rank = launch.node_rank if launch.node_rank is not None else (job.node_rank if job and job.num_nodes > 1 else None)
+    address = launch.master_addr
+    if count > 1 and rank is None:
+        found.append(f"--node {count} needs this node's number: give --rank 0 on the first node, 1 on the next, …")
+    if count > 1 and address is None and (job is None or job.num_nodes == 1):
+        found.append(f"--node {count} needs the first node's address: give --master-addr on every node")
+    if rank is not None and rank >= count:
+        found.append(f"--rank {rank} is not below --node {count}: ranks begin with 0")
+    if found:
+        raise ConfigError(problems("The nodes of the run are not clear", found))
+    if count > 1 and address is None and job is not None:
+        address = first_address(job)
+    job_id = launch.slurm_job_id or (job.job_id if job else None)
+    port = launch.master_port
+    if port is None and count > 1:
+        port = default_port(job_id) if job_id else DEFAULT_PORT
+    return Nodes(count, rank or 0, address or "127.0.0.1", port, job_id or "none")
+
+
+def check_interface(launch: LaunchConfig) -> list[str]:
+    """Return why `--interface` cannot be used on this machine."""
+    name = launch.interface
+    if name is None or not INTERFACES.is_dir() or (INTERFACES / name).exists():
+        return []
+    there = ", ".join(sorted(path.name for path in INTERFACES.iterdir()))
+    return [f"--interface {name}: this machine has no such network interface: use one of {there}"]
+
+
+def check_gpu_ids(launch: LaunchConfig, gpu_count: int) -> list[str]:
+    """Return why `--gpu-ids` cannot be used on this machine, which shows `gpu_count` GPUs."""
+    if launch.gpu_ids is None:
+        return []
+    if not gpu_count:
+        return [f"--gpu-ids {launch.gpu_ids}: this machine has no GPU: leave the flag away"]
+    ids = launch.chosen_gpus
+    found = []
+    if launch.num_gpus not in (-1, len(ids)):
+        found.append(f"--gpu-ids {launch.gpu_ids} names {len(ids)} GPUs, --gpus says {launch.num_gpus}: leave one away")
+    if max(ids) >= gpu_count:
+        found.append(f"--gpu-ids {launch.gpu_ids}: this machine shows {gpu_count}, numbered 0 to {gpu_count - 1}")
+    return found
+
+
+def _contradictions(launch: LaunchConfig, job: SlurmJob) -> list[str]:
+    """Return how the job was started in a way that cannot work."""
+    found = []
+    if job.num_tasks > job.num_nodes:
+        found.append(
+            f"SLURM started run.py {job.num_tasks} times on {job.num_nodes} nodes, and each starts all processes of "
+            "its node: use srun --ntasks-per-node=1"
+        )
+    if job.num_nodes == 1 and job.job_nodes > 1 and launch.num_nodes is None:
+        found.append(
+            f"SLURM job {job.job_id} has {job.job_nodes} nodes and run.py was started on one of them: start it with "
+            "srun --ntasks-per-node=1, as scripts/slurm/train.sbatch does, or say --node 1"
+        )
+    if job.num_nodes > 1 and launch.num_nodes not in (None, job.num_nodes):
+        found.append(f"--node {launch.num_nodes}: SLURM started run.py on {job.num_nodes} nodes: leave the flag away")
+    return found

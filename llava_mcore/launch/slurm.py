@@ -1,0 +1,126 @@
+"""What SLURM tells the processes of a job. Needs nothing but Python itself and, for names and times, `scontrol`."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llava_mcore.errors import ConfigError
+
+FIRST_PORT = 20000
+"""Jobs that share a node meet at different ports: this one plus the job's number modulo 10000."""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """The job that this process is part of.
+
+    Attributes:
+        num_nodes: nodes that run this very command: those of the job step, or 1 outside `srun`.
+        num_tasks: how often the command was started over all nodes.
+        job_nodes: nodes of the whole job.
+        node_list: the job's nodes as SLURM writes them, such as `node[1-2]`.
+        restart_count: how often the job was put back into the queue.
+    """
+
+    job_id: str
+    num_nodes: int
+    num_tasks: int
+    node_rank: int
+    job_nodes: int
+    node_list: str
+    restart_count: int
+
+    @property
+    def port(self) -> int:
+        """Return the port at which the job's nodes meet unless told otherwise."""
+        return default_port(self.job_id)
+
+
+def read_job(environ: Mapping[str, str]) -> SlurmJob | None:
+    """Return the job that the environment describes, or None outside SLURM."""
+    job_id = environ.get("SLURM_JOB_ID")
+    if job_id is None:
+        return None
+    in_step = "SLURM_STEP_ID" in environ  # a batch script itself has SLURM_NODEID too, but runs on one node only
+    return SlurmJob(
+        job_id=job_id,
+        num_nodes=int(environ.get("SLURM_STEP_NUM_NODES", "1")) if in_step else 1,
+        num_tasks=int(environ.get("SLURM_STEP_NUM_TASKS", "1")) if in_step else 1,
+        node_rank=int(environ.get("SLURM_NODEID", "0")) if in_step else 0,
+        job_nodes=int(environ.get("SLURM_JOB_NUM_NODES", "1")),
+        node_list=environ.get("SLURM_STEP_NODELIST", "") if in_step else environ.get("SLURM_JOB_NODELIST", ""),
+        restart_count=int(environ.get("SLURM_RESTART_COUNT", "0")),
+    )
+
+
+def default_port(job_id: str) -> int:
+    """Return a port that two jobs on one node do not share. Array jobs are numbered `12_3`: digits count."""
+    digits = "".join(character for character in job_id if character.isdigit())
+    return FIRST_PORT + int(digits or "0") % 10000
+
+
+def first_address(job: SlurmJob) -> str:
+    """Return the address of the job's first node: its name, or what SLURM knows if the name does not resolve.
+
+    Raises ConfigError where `scontrol` is missing, as inside most container images.
+    """
+    name = _scontrol("show", "hostnames", job.node_list).split()[0]
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return _field(_scontrol("show", "node", "-o", name), "NodeAddr") or name
+    return name
+
+
+def end_time(job: SlurmJob) -> datetime.datetime | None:
+    """Return when the job's time limit ends it, as local time; None without a limit or without `scontrol`."""
+    if shutil.which("scontrol") is None:
+        return None
+    text = _field(_scontrol("show", "job", "-o", job.job_id), "EndTime") or ""
+    try:
+        return datetime.datetime.fromisoformat(text)
+    except ValueError:  # Unknown, or NONE
+        return None
+
+
+def address_override(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return `launch.master_addr=…` for the same command inside an image, which has no `scontrol` to ask.
+
+    Nothing is added outside a job step on several nodes, or where the command line gives the address.
+    """
+    job = read_job(environ)
+    if job is None or job.num_nodes == 1:
+        return []
+    names = ("-m", "--master-addr", "launch.master_addr")
+    if any(text.split("=")[0] in names for text in arguments):
+        return []
+    return [f"launch.master_addr={first_address(job)}"]
+
+
+def describe(job: SlurmJob) -> str:
+    """Return one line about the job: number, place, restarts and remaining time."""
+    text = f"SLURM job {job.job_id}, node {job.node_rank + 1} of {job.num_nodes}"
+    if job.restart_count:
+        text += f", put back into the queue {job.restart_count} times"
+    end = end_time(job)
+    return text if end is None else f"{text}, time limit at {end:%Y-%m-%d %H:%M:%S}"
+
+
+def _scontrol(*arguments: str) -> str:
+    if shutil.which("scontrol") is None:
+        raise ConfigError("scontrol is not on PATH, so the nodes of this SLURM job are not known: give --master-addr")
+    done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"scontrol {' '.join(arguments)} failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def _field(line: str, name: str) -> str | None:
+    """Return the value of `Name=value` in a line of scontrol's."""
+    words = [word for word in line.split() if word.startswith(f"{name}=")]
+    return words[0].partition("=")[2] if words else None

@@ -1,0 +1,169 @@
+"""What flows inside a model, recorded under Hugging Face's module names: finds the first layer that computes otherwise.
+
+What a tensor is for is said here by Megatron's own conventions (a query head comes before its key, the gate before the
+up projection), not by the mapping table: a table that swaps two of them in both directions is found out.
+
+s: tokens, b: samples, f: features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from llava_mcore.models.names import HfNames
+from llava_mcore.models.vlm import VisionLanguageModel
+
+NUM_TOKENS = 32
+"""How many tokens of each output are kept: a wrong weight is wrong for every token."""
+
+Gather = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """Hugging Face's names inside one layer."""
+
+    norm_before: str
+    norm_between: str
+    attention_out: str
+    into: tuple[str, ...]
+    out_of: str
+
+
+TEXT = LayerNames(
+    "input_layernorm", "post_attention_layernorm", "self_attn.o_proj", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
+)
+VISION = LayerNames("layer_norm1", "layer_norm2", "self_attn.out_proj", ("mlp.fc1",), "mlp.fc2")
+
+
+class Recorder:
+    """Keeps some tokens [tokens, f] of the outputs of modules, float32, in the order of execution."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}
+
+    def keep(self, name: str, x: Tensor) -> None:
+        """Keep evenly spaced tokens of an output [b, s, f]; only sample 0."""
+        tokens = x.detach()[0].float()
+        chosen = torch.linspace(0, tokens.shape[0] - 1, min(NUM_TOKENS, tokens.shape[0])).long()
+        self.found[name] = tokens[chosen].cpu()
+
+    def watch(self, module: nn.Module, take: Callable[[Any], dict[str, Tensor]]) -> None:
+        """Keep what `take` makes of a module's output: a tensor [b, s, f] for each name."""
+
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            for name, x in take(output).items():
+                self.keep(name, x)
+
+        module.register_forward_hook(hook)
+
+    def watch_input(self, module: nn.Module, name: str, transform: Callable[[Tensor], Tensor]) -> None:
+        """Keep a module's input."""
+
+        def hook(_module: nn.Module, inputs: tuple[Any, ...], given: dict[str, Any]) -> None:
+            x = inputs[0] if inputs else given["hidden_states"]
+            self.keep(name, transform(x))
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def watch_hf(recorder: Recorder, model: nn.Module, names: HfNames, shown_as: HfNames) -> None:
+    """Record every module of a Hugging Face LLaVA. `names`: its own prefixes; `shown_as`: those of the folder."""
+    pairs = [(names.vision, shown_as.vision), (names.projection, shown_as.projection), (names.text, shown_as.text)]
+    for name, module in model.named_modules():
+        for prefix, shown in pairs:
+            if name.startswith(prefix):
+                recorder.watch(module, partial(_tensor_of, shown + name.removeprefix(prefix)))
+
+
+def _tensor_of(name: str, output: Any) -> dict[str, Tensor]:
+    """Return a Hugging Face module's output as [b, s, f], if it is one."""
+    x = output[0] if isinstance(output, tuple) else output
+    if not isinstance(x, Tensor) or x.ndim < 3:
+        return {}
+    if name.endswith("patch_embedding"):
+        return {name: x.flatten(2).transpose(1, 2)}
+    return {name: x.flatten(2)}
+
+
+def watch_ours(recorder: Recorder, model: VisionLanguageModel, names: HfNames, gather: Gather) -> None:
+    """Record one pipeline stage under the names of a Hugging Face folder.
+
+    Args:
+        gather: puts the tensor-parallel ranks' features [..., f / tp] together; called by all ranks in the same order.
+    """
+    if model.pre_process:
+        _watch_vision(recorder, model, names, gather)
+        embedding = model.language_model.embedding.word_embeddings
+        recorder.watch(embedding, lambda out: {names.text + "embed_tokens": out})
+    for layer in model.language_model.decoder.layers:
+        prefix = f"{names.text}layers.{layer.layer_number - 1}"
+        _watch_layer(recorder, layer, prefix, TEXT, gather)
+    if model.post_process:
+        norm = model.language_model.decoder.final_layernorm
+        recorder.watch(norm, lambda out: {names.text + "norm": _batch_first(out)})
+
+
+def _watch_vision(recorder: Recorder, model: VisionLanguageModel, names: HfNames, gather: Gather) -> None:
+    tower, v, p = model.vision_model, names.vision, names.projection
+    recorder.watch(tower.conv1, lambda out: {v + "embeddings.patch_embedding": out.flatten(2).transpose(1, 2)})
+    if tower.shape.pre_norm:
+        recorder.watch_input(tower.ln_pre, v + "embeddings", lambda x: x)
+        recorder.watch(tower.ln_pre, lambda out: {v + "pre_layrnorm": out})
+    else:
+        recorder.watch_input(tower.decoder.layers[0], v + "embeddings", _batch_first)
+    for layer in tower.decoder.layers:
+        _watch_layer(recorder, layer, f"{v}encoder.layers.{layer.layer_number - 1}", VISION, gather)
+    mlp = model.vision_projection.encoder
+    recorder.watch(mlp.linear_fc1, lambda out: {p + "linear_1": gather(_with_bias(out))})
+    recorder.watch(mlp.linear_fc2, lambda out: {p + "linear_2": _with_bias(out)})
+
+
+def _watch_layer(recorder: Recorder, layer: TransformerLayer, prefix: str, hf: LayerNames, gather: Gather) -> None:
+    """Record a decoder or encoder layer, whose outputs are [s, b, f]."""
+    attention, mlp, inside = layer.self_attention, layer.mlp, prefix + "."
+
+    def heads(name: str, out: Tensor) -> dict[str, Tensor]:
+        return {name: gather(_batch_first(out).flatten(2))}
+
+    def into_mlp(out: Any) -> dict[str, Tensor]:
+        parts = _batch_first(_with_bias(out)).chunk(len(hf.into), dim=-1)
+        return {inside + name: gather(x) for name, x in zip(hf.into, parts, strict=True)}
+
+    recorder.watch(layer.input_layernorm, lambda out: {inside + hf.norm_before: _batch_first(out)})
+    recorder.watch(attention.linear_qkv, lambda out: _split_heads(attention, out, inside, gather))
+    for norm, name in ((attention.q_layernorm, "q_norm"), (attention.k_layernorm, "k_norm")):
+        if norm is not None:
+            recorder.watch(norm, partial(heads, f"{inside}self_attn.{name}"))
+    recorder.watch(attention.linear_proj, lambda out: {inside + hf.attention_out: _batch_first(_with_bias(out))})
+    recorder.watch(layer.pre_mlp_layernorm, lambda out: {inside + hf.norm_between: _batch_first(out)})
+    recorder.watch(mlp.linear_fc1, into_mlp)
+    recorder.watch(mlp.linear_fc2, lambda out: {inside + hf.out_of: _batch_first(_with_bias(out))})
+    recorder.watch(layer, lambda out: {prefix: _batch_first(out[0] if isinstance(out, tuple) else out)})
+
+
+def _split_heads(attention: SelfAttention, output: Any, inside: str, gather: Gather) -> dict[str, Tensor]:
+    """Take query, key and value [b, s, f] out of Megatron's groups: query heads, then a key, then a value."""
+    groups = attention.num_query_groups_per_partition
+    heads = attention.num_attention_heads_per_partition // groups
+    by_group = _batch_first(_with_bias(output)).unflatten(-1, (groups, heads + 2, -1))  # [b, s, groups, heads, dim]
+    parts = by_group.split([heads, 1, 1], dim=-2)
+    return {f"{inside}self_attn.{x}_proj": gather(part.flatten(2)) for x, part in zip("qkv", parts, strict=True)}
+
+
+def _with_bias(output: tuple[Tensor, Tensor | None]) -> Tensor:
+    """Add the bias that megatron-core's linear layers hand on beside their output."""
+    x, bias = output
+    return x if bias is None else x + bias
+
+
+def _batch_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)

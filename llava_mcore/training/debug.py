@@ -1,0 +1,100 @@
+"""`--debug`: what the first step reads, in words, and the shapes that pass through each part of the model."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llava_mcore.parallel.batch import TensorFields
+from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.setup import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class ShowFirst:
+    """A loader that prints its first micro-batch and is otherwise the one it wraps.
+
+    Args:
+        in_words: text of token ids, for a row of the batch: (input_ids [s], trained [s]) -> text.
+    """
+
+    def __init__(self, loader: Any, in_words: Callable[[Tensor, Tensor], str]) -> None:
+        self.loader = loader
+        self.in_words = in_words
+        self.shown = False
+
+    def __next__(self) -> Any:
+        batch = next(self.loader)
+        if not self.shown:
+            self.shown = True
+            logger.info("%s", describe(batch, self.in_words))
+        return batch
+
+    def state(self) -> Any:
+        """Return the place in the data."""
+        return self.loader.state()
+
+    def close(self) -> None:
+        """End the loader's processes."""
+        self.loader.close()
+
+
+def describe(batch: TensorFields, in_words: Callable[[Tensor, Tensor], str]) -> str:
+    """Return the shapes of a micro-batch, and its first row as text and as numbers.
+
+    A mark at position i means that the model is trained to say token i: its label stands at i - 1.
+    """
+    tensors = {
+        "input_ids": batch.input_ids,
+        "labels": batch.labels,
+        "loss_mask": batch.loss_mask,
+        "pixel_values": batch.pixel_values,
+        "image_positions": batch.image_positions,
+        "cu_seqlens": batch.cu_seqlens,
+    }
+    lines = ["first micro-batch:", *(f"  {name:<16} {_shape(tensor)}" for name, tensor in tensors.items())]
+    ids, trained = batch.input_ids[0], torch.roll(batch.loss_mask[0] > 0, 1)
+    trained[0] = False
+    wrong = trained & (torch.roll(batch.labels[0], 1) != ids)
+    lines.append(
+        f"  first row, {int(trained.sum())} of {len(ids)} tokens trained, {int(wrong.sum())} labels out of place:"
+    )
+    lines += [f"    {line}" for line in in_words(ids, trained).splitlines()]
+    return "\n".join(lines)
+
+
+def show_shapes_once(trainer: Trainer) -> None:
+    """Print, on the first forward pass of each rank, what enters and leaves every part of the model."""
+    for number, model in enumerate(trainer.models):
+        for name, part in model.named_children():
+            label = name if len(trainer.models) == 1 else f"{name} (chunk {number})"
+            hooks: list[Any] = []
+            hook = functools.partial(_print_shapes, trainer.groups, label, hooks)
+            hooks.append(part.register_forward_hook(hook, with_kwargs=True))
+
+
+def _print_shapes(
+    groups: Groups, name: str, hooks: list[Any], _part: torch.nn.Module, args: Any, kwargs: Any, output: Any
+) -> None:
+    hooks.pop().remove()
+    given = [*args, *(value for value in kwargs.values() if isinstance(value, Tensor))]
+    entered = ", ".join(_shape(value) for value in given if isinstance(value, Tensor)) or "the stage before's output"
+    place = f"stage {groups.pp_rank}, tensor rank {groups.tp_rank}"
+    # Every first replica's rank has something of its own to say, so this is no message of rank 0 alone.
+    if groups.dp_rank == 0:
+        print(f"{place}: {name}: {entered} -> {_shapes(output)}", flush=True)
+
+
+def _shapes(output: Any) -> str:
+    values = output if isinstance(output, tuple | list) else [output]
+    return ", ".join(_shape(value) for value in values if isinstance(value, Tensor))
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

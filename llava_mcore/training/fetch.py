@@ -1,0 +1,58 @@
+"""Reading one step's micro-batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol
+
+from llava_mcore.errors import DataError, LlavaMcoreError, problems
+from llava_mcore.parallel.batch import MicroBatch, share_step
+from llava_mcore.parallel.groups import Groups, agree
+from llava_mcore.training.skipped import Counts, LoadedBatch, SkipBudget, count_all
+
+
+class Loader(Protocol):
+    """Where a rank's micro-batches come from."""
+
+    def __next__(self) -> LoadedBatch: ...
+
+    def state(self) -> Any: ...
+
+
+class Remembering:
+    """A loader that remembers the micro-batches of the last step."""
+
+    def __init__(self, loader: Loader, num_micro_batches: int) -> None:
+        self._loader = loader
+        self.last: deque[LoadedBatch] = deque(maxlen=num_micro_batches)
+
+    def __next__(self) -> LoadedBatch:
+        batch = next(self._loader)
+        self.last.append(batch)
+        return batch
+
+    def state(self) -> Any:
+        return self._loader.state()
+
+
+def fetch_step(
+    groups: Groups, loader: Loader | None, num_micro_batches: int, budget: SkipBudget
+) -> tuple[list[MicroBatch], Counts]:
+    """Return the step's micro-batches and what the global batch holds; a collective call.
+
+    Raises:
+        DataError: on all ranks, when any of them met data that cannot be read.
+    """
+    batches: list[LoadedBatch] | None = None
+    problem: str | None = None
+    if loader is not None:
+        try:
+            batches = [next(loader) for _ in range(num_micro_batches)]
+            budget.report(batches)
+        except LlavaMcoreError as error:
+            problem = str(error)
+    found = agree(groups, problem)
+    if found:
+        raise DataError(problems("training data cannot be used", found), on_all_ranks=True)
+    counts = count_all(groups, batches or [])
+    return share_step(groups, batches, num_micro_batches), counts

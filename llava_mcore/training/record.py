@@ -1,0 +1,58 @@
+"""run.json: what wrote a checkpoint."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.parallel.groups import Groups
+
+PACKAGES = (
+    *("llava-mcore", "torch", "megatron-core", "megatron-energon", "transformers", "tokenizers"),
+    *("safetensors", "numpy", "Pillow", "transformer-engine"),
+)
+
+
+def run_record(run: RunConfig, groups: Groups, counters: dict[str, int]) -> dict[str, Any]:
+    """Return the content of run.json but for the list of files. `counters`: how far the run has come."""
+    return {
+        **counters,
+        "layout": {
+            "tensor_model_parallel_size": groups.tp_size,
+            "pipeline_model_parallel_size": groups.pp_size,
+            "data_parallel_size": groups.dp_size,
+            "world_size": groups.world_size,
+        },
+        "git_revision": git_revision(),
+        "versions": versions(),
+        "run": run.model_dump(mode="json"),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, CUDA and the packages that a run depends on, those that are installed."""
+    found = {"python": platform.python_version()}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_revision() -> str | None:
+    """Return the commit of our own code, with '-dirty' if it was changed since; None outside a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,97 @@
+"""What rank 0 writes about every iteration: metrics.jsonl, the console, warnings."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
+from llava_mcore.training.metrics import Metrics, MetricsFile
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.sinks import Sinks
+from llava_mcore.training.skipped import Counts
+from llava_mcore.training.spikes import SpikeAlert
+from llava_mcore.training.state import Progress
+from llava_mcore.training.step import StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Reports the iterations of a run; on other ranks than the first it does nothing."""
+
+    def __init__(self, trainer: Trainer, progress: Progress) -> None:
+        """Cut metrics.jsonl back to the iteration that the run goes on from."""
+        run, groups = trainer.run, trainer.groups
+        self.trainer = trainer
+        self.file = MetricsFile(run.run_dir, keep_until=progress.iteration) if groups.rank == 0 else None
+        self.sinks = Sinks(run, iteration=progress.iteration) if groups.rank == 0 else None
+        self.trained = TrainedParts(
+            language_model=not run.model.freeze_language_model,
+            vision_model=not run.model.freeze_vision_model,
+            vision_projection=not run.model.freeze_vision_projection,
+        )
+        self.peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
+        self.spikes: SpikeAlert | None = None
+        if run.faults.alert_spike and self.file is not None:
+            self.spikes = SpikeAlert(run.faults.spike_thr, self.file.losses)
+
+    def step(
+        self, progress: Progress, counts: Counts, result: StepResult | None, *, waited: float, seconds: float
+    ) -> None:
+        """Report one iteration.
+
+        Args:
+            result: None if its batch was not trained on.
+            waited: seconds until the batch was there.
+            seconds: of the whole iteration.
+        """
+        if self.file is None:
+            return
+        metrics = self._metrics(progress, counts, result, waited, seconds)
+        self.file.append(metrics)
+        if self.sinks is not None:
+            self.sinks.step(metrics)
+        run = self.trainer.run
+        if progress.iteration % run.logging.log_interval == 0:
+            logger.info(metrics.line(run.training.train_iters, self.trainer.groups.world_size))
+        spike = self.spikes.check(progress.iteration, result.loss) if self.spikes is not None and result else None
+        if spike is not None:
+            logger.warning(spike)
+
+    def close(self) -> None:
+        """End what else is written to, and draw the losses."""
+        if self.sinks is not None:
+            self.sinks.close()
+
+    def _metrics(
+        self, progress: Progress, counts: Counts, result: StepResult | None, waited: float, seconds: float
+    ) -> Metrics:
+        groups = self.trainer.groups
+        num_trained = None if result is None else result.num_trained_tokens
+        workload = Workload(counts.num_tokens, counts.num_pairs, counts.num_images, num_trained)
+        flops = 0 if result is None else model_flops(self.trainer.hf, workload, self.trained).total
+        on_gpu = groups.device.type == "cuda"
+        return Metrics(
+            iteration=progress.iteration,
+            loss=None if result is None else result.loss,
+            grad_norm=None if result is None else result.grad_norm,
+            lr=0.0 if result is None else result.lr,
+            updated=result is not None and result.updated,
+            num_tokens=counts.num_tokens,
+            num_trained_tokens=0 if result is None else result.num_trained_tokens,
+            num_conversations=counts.num_conversations,
+            num_skipped=counts.num_skipped,
+            num_truncated=counts.num_truncated,
+            fill=counts.num_tokens / counts.num_places,
+            tokens_per_second=counts.num_tokens / seconds,
+            step_seconds=seconds,
+            data_wait_seconds=waited,
+            consumed_samples=progress.consumed_samples,
+            skipped_iterations=progress.skipped_iterations,
+            failed_updates=progress.failed_updates,
+            tflops_per_device=flops / seconds / groups.world_size / 1e12,
+            mfu=None if self.peak is None else mfu(flops, seconds, groups.world_size, self.peak),
+            memory_gib=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        )

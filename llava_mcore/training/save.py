@@ -1,0 +1,237 @@
+"""Saving a run, in the foreground or behind the training.
+
+A checkpoint is written beside its final place, flushed to the disk and renamed, and the tracker moves last: a save that
+is killed at any moment leaves the newest complete checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.optimizer import distrib_optimizer
+
+from llava_mcore.checkpoint import hf_files, layout
+from llava_mcore.checkpoint.complete import discard, prune, remove_leftovers, write_run_json
+from llava_mcore.checkpoint.durable import move, sync_tree, write_synced
+from llava_mcore.checkpoint.megatron import StateWrite
+from llava_mcore.config.load import save_run_config
+from llava_mcore.errors import CheckpointError, problems
+from llava_mcore.parallel.groups import agree, sum_over_ranks
+from llava_mcore.training.record import run_record
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.state import LOADER_FOLDER, RUN_FILE, Progress, loader_file, state_to_save
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Pending:
+    """A save that has begun. `thread` writes this rank's files; `problem` is what went wrong there."""
+
+    final: Path
+    record: dict[str, Any]
+    iteration: int
+    write: StateWrite
+    num_bytes: int
+    started: float
+    waited: float
+    """Seconds that the training has stood still for it."""
+    thread: threading.Thread | None = None
+    problem: str | None = None
+
+    @property
+    def partial(self) -> Path:
+        return self.final.parent / f".{self.final.name}.partial"
+
+    @property
+    def is_written(self) -> bool:
+        return self.thread is None or not self.thread.is_alive()
+
+
+class Saver:
+    """Writes the checkpoints of a run, one after the other. All methods are collective calls, but for `busy`."""
+
+    def __init__(self, trainer: Trainer, hf_source: Path) -> None:
+        """`hf_source`: folder with config, tokenizer, processor files (and ours) that travel along."""
+        self.trainer, self.hf_source = trainer, hf_source
+        self._pending: _Pending | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still writes in the background."""
+        return self._pending is not None and not self._pending.is_written
+
+    @property
+    def pending(self) -> bool:
+        """Whether a save waits to be finished; the same on all ranks."""
+        return self._pending is not None
+
+    def save(self, progress: Progress, loader_state: Any | None, *, background: bool = False) -> None:
+        """Save; with `background`, return as soon as the tensors have been copied.
+
+        Args:
+            loader_state: the data loader's state on ranks that load data, else None.
+
+        Raises:
+            CheckpointError: on all ranks, when any could not write this checkpoint or the one before it.
+        """
+        self.finish()
+        self._pending = pending = self._start(progress, copy=background)
+        carried = self._carried(loader_state)
+
+        def write() -> None:
+            try:
+                self._write_files(pending.partial, carried)
+                pending.write.write()
+            except OSError as error:
+                pending.problem = f"{pending.partial}: {error}"
+
+        if background:
+            pending.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+            pending.thread.start()
+            pending.waited = time.perf_counter() - pending.started
+        else:
+            write()
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the save that has begun is complete, and move the tracker to it; nothing, if none has."""
+        pending, groups = self._pending, self.trainer.groups
+        if pending is None:
+            return
+        start = time.perf_counter()
+        in_background = pending.thread is not None
+        if pending.thread is not None:
+            pending.thread.join()
+        self._pending = None
+        found = agree(groups, pending.problem)
+        if found:
+            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        pending.write.finish()
+        problem = None
+        if groups.rank == 0:
+            try:
+                self._publish(pending)
+            except OSError as error:
+                problem = f"{pending.final}: {error}"
+        found = agree(groups, problem)
+        if found:
+            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        end = time.perf_counter()
+        waited = pending.waited + end - start if in_background else end - pending.started
+        gigabytes, seconds = pending.num_bytes / 1e9, end - pending.started
+        logger.info("saved %s: %.3f GB in %.2f s, training waited %.2f s", pending.final, gigabytes, seconds, waited)
+
+    def _start(self, progress: Progress, *, copy: bool) -> _Pending:
+        """Make the folder, plan the save and bring the tensors to the host."""
+        start = time.perf_counter()
+        run, groups = self.trainer.run, self.trainer.groups
+        for chunk in self.trainer.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)  # the update's weights are gathered in the next forward pass
+        final = layout.iteration_folder(run.run_dir, progress.iteration)
+        record = run_record(run, groups, asdict(progress)) if groups.rank == 0 else {}
+        problem = None
+        if groups.rank == 0:
+            try:
+                _make_room(final)
+            except OSError as error:
+                problem = f"{final}: {error}"
+        found = agree(groups, problem)  # also the barrier after which the folder is there
+        if found:
+            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        with corruption_is_an_error(final):
+            state = state_to_save(self.trainer, progress)
+            write = StateWrite(state, final.parent / f".{final.name}.partial", copy=copy)
+        (num_bytes,) = sum_over_ranks(groups, [write.num_bytes])
+        return _Pending(final, record, progress.iteration, write, num_bytes, start, 0.0)
+
+    def _carried(self, loader_state: Any | None) -> bytes | None:
+        """Return this rank's place in the data as the bytes of a file, or None without one."""
+        if not self.trainer.run.checkpoint.save_optim or not self.trainer.groups.loads_data:
+            return None
+        buffer = io.BytesIO()
+        torch.save(loader_state, buffer)
+        return buffer.getvalue()
+
+    def _write_files(self, partial: Path, loader_state: bytes | None) -> None:
+        """Write what is no tensor of the model: rank 0 the Hugging Face files, loading ranks their place."""
+        groups = self.trainer.groups
+        if groups.rank == 0:
+            shutil.copytree(self.hf_source, layout.hf_folder(partial), ignore=_without_weights)
+            save_run_config(self.trainer.run, partial / RUN_FILE)
+        if loader_state is not None:
+            write_synced(partial / LOADER_FOLDER / loader_file(groups), loader_state)
+
+    def _publish(self, pending: _Pending) -> None:
+        """Flush everything, give the folder its name, move the tracker, delete old checkpoints."""
+        checkpoint, root = self.trainer.run.checkpoint, pending.final.parent
+        write_run_json(pending.partial, pending.record)
+        sync_tree(pending.partial, already=".distcp")
+        move(pending.partial, pending.final)
+        layout.write_tracker(root, pending.iteration)
+        deleted = prune(
+            root, newest=pending.iteration, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every
+        )
+        if deleted:
+            logger.info("deleted the checkpoints of iterations %s", ", ".join(map(str, deleted)))
+
+
+def save_checkpoint(trainer: Trainer, progress: Progress, hf_source: Path, loader_state: Any | None) -> Path:
+    """Write SAVE_DIR/NAME/iter_XXXXXXX, move the tracker to it and return it; a collective call (see `Saver`)."""
+    Saver(trainer, hf_source).save(progress, loader_state)
+    return layout.iteration_folder(trainer.run.run_dir, progress.iteration)
+
+
+def _make_room(final: Path) -> None:
+    """Make the empty folder of a save; delete what killed saves left and what is at the final place.
+
+    What is there is a save of this very iteration that the tracker does not name, or that an earlier one has passed
+    over: the run has come here again.
+    """
+    remove_leftovers(final.parent)
+    if final.exists():
+        discard(final)
+    (final.parent / f".{final.name}.partial" / LOADER_FOLDER).mkdir(parents=True)
+
+
+@contextlib.contextmanager
+def corruption_is_an_error(checkpoint: Path) -> Iterator[None]:
+    """Turn megatron-core's warning that it is about to save a shifted embedding into an error (0.19.2).
+
+    It comes with a distributed optimizer over tied embeddings on several pipeline stages, where the gradient buffer's
+    size is not aligned.
+    """
+
+    class Refuse(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "exceeds unpadded buffer" in record.getMessage():
+                raise CheckpointError(
+                    f"{checkpoint}: megatron-core would corrupt it ({record.getMessage()}); "
+                    "save without --dist-optim, with --pp 1, or with model.make_vocab_size_divisible_by = 128"
+                )
+
+    theirs, handler = logging.getLogger(distrib_optimizer.__name__), Refuse(logging.WARNING)
+    level = theirs.level
+    theirs.addHandler(handler)
+    theirs.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        theirs.removeHandler(handler)
+        theirs.setLevel(level)
+
+
+def _without_weights(folder: str, names: list[str]) -> list[str]:
+    """Leave the model's own weight files behind when a run started from a Hugging Face folder."""
+    return [name for name in names if hf_files.is_weight_file(Path(name)) and name != layout.UNUSED]

@@ -1,0 +1,32 @@
+"""When a run ends before its last iteration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from llava_mcore.parallel.groups import Groups
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """Why to stop: somebody asked, or the time is up. Ranks may differ; `any_rank` makes them agree."""
+
+    asked: Callable[[], bool]
+    until: float | None
+    """Value of time.monotonic() at which the time is up."""
+
+    def due(self) -> bool:
+        """Tell whether this rank would stop."""
+        return self.asked() or (self.until is not None and time.monotonic() >= self.until)
+
+
+def any_rank(groups: Groups, *flags: bool) -> list[bool]:
+    """Return for each flag whether it is set on any rank; a collective call on the host."""
+    values = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=groups.control)
+    return [bool(value) for value in values.tolist()]

@@ -1,0 +1,85 @@
+"""Ends a rank that hangs, with the stacks of all its threads in SAVE_DIR/NAME/stacks/.
+
+Every rank begins an iteration at the same time. When one hangs the others wait for it, so all of them come to the end
+of their time together, and each writes where it stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+EXIT_CODE = 124
+"""As that of timeout(1)."""
+_LAST_RESORT = 15
+"""Seconds after which the dump is made without Python's help: a call that hangs may hold the interpreter's lock."""
+
+
+class Watchdog:
+    """Ends this process when what it does takes too long. `begin` says what that is and starts the time anew."""
+
+    def __init__(self, seconds: float, folder: Path, rank: int) -> None:
+        """Watch from here on.
+
+        Args:
+            folder: where the stacks go, one file a rank; empty files are removed by `close`.
+        """
+        self.seconds, self.rank = seconds, rank
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"rank_{rank:05d}.txt"
+        self._file = self.path.open("w", encoding="utf-8")
+        self._changed = threading.Condition()
+        self._deadline: float | None = None
+        self._what = ""
+        # A rank that is ended because another one failed says where it was; the handler before this one runs too.
+        faulthandler.register(signal.SIGTERM, file=self._file, all_threads=True, chain=True)
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self.begin("starting")
+
+    def begin(self, what: str) -> None:
+        """Give `what` its time."""
+        faulthandler.dump_traceback_later(self.seconds + _LAST_RESORT, exit=True, file=self._file)
+        with self._changed:
+            self._what, self._deadline = what, time.monotonic() + self.seconds
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop watching and remove the file."""
+        with self._changed:
+            self._deadline = None
+            self._changed.notify()
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGTERM)
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other ranks' files are still there
+            self.path.parent.rmdir()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while True:
+                if self._deadline is None:
+                    self._changed.wait()
+                    continue
+                left = self._deadline - time.monotonic()
+                if left > 0:
+                    self._changed.wait(left)
+                    continue
+                self._end()
+
+    def _end(self) -> None:
+        faulthandler.dump_traceback(file=self._file, all_threads=True)
+        self._file.flush()
+        print(
+            f"error: rank {self.rank}: {self._what} took more than {self.seconds:g} s (--timeout); "
+            f"where it stood: {self.path}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_CODE)

@@ -1,0 +1,152 @@
+"""Kill training runs (tp 2 x dp 2 on the CPU) with -9 at random instants, resume them, compare with an unbroken run.
+
+    python -m tests.e2e.chaos --runs 20 --seed 1 --markdown table.md
+
+Half of the kills wait for a save to begin and come at a random moment of it; every other run saves in the background.
+Every run must end with losses that are bitwise those of the unbroken one, in iterations that are all there once.
+The exit code is 1 if one does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.apps.import_hf import import_hf
+from llava_mcore.checkpoint.layout import latest_iteration
+from tests.helpers.commands import ROOT, command, kill_tree, read_metrics, run
+from tests.helpers.shards import make_dataset
+from tests.helpers.tiny_hf import make_hf_llava
+
+ITERATIONS = 24
+INTERVAL = 4
+COMPARED = ("iteration", "loss", "grad_norm", "lr", "num_tokens", "consumed_samples", "num_conversations")
+TIMEOUT = 300
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One killed run. `during_save`: a checkpoint was half written at that moment. `resumed_at`: 0 is the start."""
+
+    number: int
+    background: bool
+    aim: str
+    killed_after: int
+    during_save: bool
+    resumed_at: int
+    equal: bool
+
+    def row(self) -> str:
+        """Return a row of the table."""
+        saving = "yes" if self.during_save else "no"
+        kind = "background" if self.background else "foreground"
+        verdict = "bitwise equal" if self.equal else "**differs**"
+        return f"| {self.number} | {kind} | {self.killed_after} | {saving} | {self.resumed_at} | {verdict} |"
+
+
+HEADER = """| run | saves in the | killed after iteration | half-written save there | resumed at | losses |
+|---|---|---|---|---|---|"""
+
+
+class Chaos:
+    """A model, data, and the losses of an unbroken run of them."""
+
+    def __init__(self, root: Path) -> None:
+        """Make everything below `root` and train the unbroken run."""
+        self.root = root
+        make_hf_llava(root / "hf", text_overrides={"attention_dropout": 0.1})
+        import_hf(root / "hf", root / "megatron", tp=2)
+        make_dataset(root / "data")
+        run("train/run.py", *self.flags("whole", background=False), timeout=TIMEOUT)
+        self.whole = self.compared("whole")
+        assert [values[0] for values in self.whole] == list(range(1, ITERATIONS + 1))
+
+    def flags(self, name: str, *, background: bool) -> list[Any]:
+        """Return the command line of one run."""
+        root = self.root
+        places = ("--megatron-load-dir", root / "megatron", "--tokenizer-load-dir", root / "hf")
+        out = ("--save-dir", root / "save", "--data-path", root / "data", "--name", name)
+        sizes = ("--micro-batch-size", 1, "--global-batch-size", 4, "--seq-length", 64, "--lr", 1e-3)
+        saving = ("--save", "--save-optim", "--load-optim", "--save-interval", INTERVAL, "--keep-last", 2)
+        rest = ("--train-iters", ITERATIONS, "data.num_workers=1", "data.shuffle_buffer_size=16", "--timeout", 120)
+        return ["-g", 4, "--tp", 2, *places, *out, *sizes, *saving, *rest, *(["--async-save"] if background else [])]
+
+    def compared(self, name: str) -> list[list[Any]]:
+        """Return what must be equal, iteration by iteration."""
+        return [[line[key] for key in COMPARED] for line in read_metrics(self.root / "save" / name)]
+
+    def kill_once(self, number: int, rng: random.Random) -> Outcome:
+        """Start a run, kill it at a random instant, resume it to its end."""
+        background, aim = number % 2 == 1, rng.choice(["step", "save"])
+        name = f"run{number}"
+        folder = self.root / "save" / name
+        flags = self.flags(name, background=background)
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                command("train/run.py", *flags), stdout=output, stderr=output, start_new_session=True, cwd=ROOT
+            )
+            try:
+                self._wait(process, folder, aim, rng)
+            finally:
+                kill_tree(process.pid)
+                process.wait()
+        saving = any(folder.glob(".iter_*.partial"))
+        killed_after = max((line["iteration"] for line in read_metrics(folder)), default=0)
+        resumed_at = latest_iteration(folder) or 0
+        if resumed_at < ITERATIONS:  # else it was killed after its last checkpoint: nothing is left to do
+            run("train/run.py", *flags, timeout=TIMEOUT)
+        equal = self.compared(name) == self.whole
+        return Outcome(number, background, aim, killed_after, saving, resumed_at, equal)
+
+    def _wait(self, process: subprocess.Popen[bytes], folder: Path, aim: str, rng: random.Random) -> None:
+        """Return at the instant at which to kill."""
+        end = time.monotonic() + TIMEOUT
+        reached = (
+            INTERVAL * rng.randrange(1, ITERATIONS // INTERVAL) if aim == "save" else rng.randrange(ITERATIONS - 1)
+        )
+        while process.poll() is None and time.monotonic() < end:
+            lines = read_metrics(folder)
+            if lines and lines[-1]["iteration"] >= max(1, reached):
+                break
+            time.sleep(0.02)
+        while aim == "save" and process.poll() is None and time.monotonic() < end:
+            if any(folder.glob(".iter_*.partial")):
+                break
+            time.sleep(0.001)
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(rng.uniform(0, 0.25))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Kill as many runs as asked for and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--markdown", type=Path, help="write the table to this file too")
+    args = parser.parse_args(argv)
+    rng = random.Random(args.seed)
+    rows = [HEADER]
+    print(HEADER, flush=True)
+    equal = True
+    with tempfile.TemporaryDirectory() as folder:
+        chaos = Chaos(Path(folder))
+        for number in range(1, args.runs + 1):
+            outcome = chaos.kill_once(number, rng)
+            equal &= outcome.equal
+            rows.append(outcome.row())
+            print(rows[-1], flush=True)
+            if args.markdown is not None:
+                args.markdown.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""What the ranks of the GPU tests of docs/parallel.md run: Transformer Engine's layers in bf16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.parallel.batch import share_step
+from llava_mcore.training.loop import fetch_step
+from llava_mcore.training.save import save_checkpoint
+from llava_mcore.training.skipped import SkipBudget
+from llava_mcore.training.state import Progress, resume
+from llava_mcore.training.step import forward_backward, train_step
+from tests.gpu.te_checks import FP8, TE
+from tests.helpers.batches import FakeLoader, PackedLoader
+from tests.parallel.checks import join
+from tests.parallel.option_checks import FIRST, MIXED, SEQUENCE
+from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
+from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
+
+BF16 = {"training.precision": "bf16", "training.train_iters": 8, **TE}
+DISTRIBUTED = {"parallel.use_distributed_optimizer": True}
+AWARE = DISTRIBUTED | {"optimizer.use_precision_aware_optimizer": True}
+HALF_MOMENTS = AWARE | {"optimizer.exp_avg_dtype": "bf16", "optimizer.exp_avg_sq_dtype": "bf16"}
+OFFLOAD = AWARE | {"optimizer.cpu_offload": True}
+INTERLEAVED = {"parallel.num_layers_per_virtual_pipeline_stage": 1}
+
+
+def curves(tp: int, pp: int, checkpoint: str, save_dir: str) -> dict[str, dict[str, list[float]]]:
+    """Train with and without each option that the layout allows; before " + " stands the run to compare with."""
+    groups = join(tp, pp)
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "packed": {},
+        "delayed": FP8,
+        "plain + recompute selective": {"model.recompute": "selective"},
+        "plain + recompute full": {"model.recompute": "full", "model.recompute_vision": "full"},
+        "packed + recompute full": {"model.recompute": "full"},
+        "delayed + recompute selective": FP8 | {"model.recompute": "selective"},
+        "plain + precision-aware optimizer": AWARE,
+        "plain + half moments": HALF_MOMENTS,
+        "plain + optimizer on the host": OFFLOAD,
+        "plain + half of the optimizer on the host": OFFLOAD | {"optimizer.cpu_offload_fraction": 0.5},
+    }
+    if tp > 1:
+        options |= {f"{name} + sequence parallel": options[name] | SEQUENCE for name in ("plain", "packed", "delayed")}
+    if pp > 1:
+        options |= {
+            "plain + first stage smaller": {FIRST: 1},
+            "plain + interleaved": INTERLEAVED,
+            "packed + interleaved, distributed optimizer": INTERLEAVED | DISTRIBUTED,
+        }
+        del options["delayed"], options["delayed + recompute selective"]  # a pipeline has too few tokens here
+        options.pop("delayed + sequence parallel", None)
+    runs = {name: (checkpoint, MIXED, BF16 | flags) for name, flags in options.items()}
+    return run_all(groups, runs, save_dir)
+
+
+def save_and_resume(checkpoint: str, save_dir: str, hf: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Return the losses after a save and those after resuming it, for each kind of optimizer."""
+    groups = join(1, 1)
+    found = {}
+    for name, flags in (("aware", AWARE), ("half", HALF_MOMENTS), ("offload", OFFLOAD)):
+        common = {"name": name, "checkpoint.save": True, "checkpoint.save_optim": True, **BF16, **flags}
+        run = run_config(1, 1, checkpoint, save_dir, **common)
+        trainer = make_trainer(groups, run)
+        loader = open_fake_loader(groups, trainer, run, 0)
+        train_steps(groups, trainer, run, loader)
+        state = None if loader is None else loader.state()
+        save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
+        unbroken = train_steps(groups, trainer, run, loader)
+        again = run_config(1, 1, checkpoint, save_dir, **common, **{"checkpoint.load_optim": True})
+        trainer = make_trainer(groups, again)
+        resume(trainer, latest_checkpoint(again.run_dir)[0])
+        found[name] = (unbroken, train_steps(groups, trainer, again, open_fake_loader(groups, trainer, again, STEPS)))
+    return found
+
+
+def forward_and_backward_without_waiting(checkpoint: str, save_dir: str) -> None:
+    """Raise if the host waits for the device between a batch on the host and its finished gradients."""
+    groups = join(1, 1)
+    run = run_config(1, 1, checkpoint, save_dir, **BF16)
+    number = GLOBAL_BATCH // run.training.micro_batch_size
+    for kind in (FakeLoader, PackedLoader):
+        trainer = make_trainer(groups, run)
+        loader = kind(trainer.hf, micro_batch_size=2, dp_rank=0, dp_size=1, text_only=MIXED)
+        batches, _ = fetch_step(groups, loader, number, SkipBudget(0.0))  # the first step chooses kernels and allocates
+        train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
+        on_host = [next(loader) for _ in range(number)]
+        for chunk in trainer.chunks:
+            chunk.zero_grad_buffer()
+        trainer.optimizer.zero_grad()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            forward_backward(trainer.chunks, share_step(groups, on_host, number))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

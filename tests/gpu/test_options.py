@@ -1,0 +1,52 @@
+"""Options that save memory or time, with Transformer Engine on GPUs: the plain run's losses within bf16's rounding."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from llava_mcore.apps.import_hf import import_hf
+from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
+from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.world import run_world
+
+pytestmark = pytest.mark.gpu
+NUM_GPUS = torch.cuda.device_count()
+LAYOUTS = [x for x in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)] if math.prod(x) <= NUM_GPUS]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = tmp_path_factory.mktemp("options")
+    make_hf_llava(root / "hf", text_overrides={"hidden_size": 128, "intermediate_size": 256})
+    import_hf(root / "hf", root / "megatron")
+    return root / "megatron"
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS)
+def test_options_change_rounding_only(checkpoint: Path, tmp_path: Path, tp: int, pp: int, dp: int) -> None:
+    arguments = {"tp": tp, "pp": pp, "checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
+    runs = run_world(tp * pp * dp, "tests.gpu.option_checks:curves", **arguments)[0]
+    for name, run in runs.items():
+        plain = runs[name.partition(" + ")[0]]
+        worst = max(abs(a - b) / b for a, b in zip(run["loss"], plain["loss"], strict=True))
+        print((tp, pp, dp), f"{name}: worst relative loss difference {worst:.1e}")
+        assert all(map(math.isfinite, run["loss"] + run["grad_norm"])), name
+        assert worst < (0.05 if "delayed" in name else 0.01), (name, run, plain)
+
+
+def test_every_optimizer_resumes(checkpoint: Path, tmp_path: Path) -> None:
+    hf = str(hf_folder(iteration_folder(checkpoint, 0)))
+    arguments = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path), "hf": hf}
+    for name, (unbroken, resumed) in run_world(1, "tests.gpu.option_checks:save_and_resume", **arguments)[0].items():
+        print(name, json.dumps([unbroken, resumed]))
+        assert resumed == pytest.approx(unbroken, rel=1e-3), name
+
+
+def test_the_host_does_not_wait_in_forward_and_backward(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
+    run_world(1, "tests.gpu.option_checks:forward_and_backward_without_waiting", **arguments)

@@ -1,0 +1,136 @@
+"""Runs with broken batches and background saves inside a test world."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llava_mcore.checkpoint.layout import latest_checkpoint, latest_iteration
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import CheckpointError, TrainingError
+from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.loop import train
+from llava_mcore.training.metrics import FILE
+from llava_mcore.training.save import Saver
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.state import Progress, resume
+from llava_mcore.training.stop import StopRules
+from llava_mcore.training.watchdog import Watchdog
+from tests.helpers.batches import FakeBatch, FakeLoader
+from tests.parallel.checks import join
+from tests.parallel.training_checks import make_trainer, run_config
+
+NOT_FINITE_AT = 3
+
+
+class BrokenLoader(FakeLoader):
+    """From data-parallel rank 1, the second micro-batch of iteration NOT_FINITE_AT has a pixel that is no number."""
+
+    def __next__(self) -> FakeBatch:
+        batch = super().__next__()
+        if self.rank == 1 and self.count == 2 * NOT_FINITE_AT:
+            batch.pixel_values[0, 0, 0, 0] = torch.nan
+        return batch
+
+
+def loop(groups: Groups, run: RunConfig, kind: type[FakeLoader], stop_after: int | None = None) -> Trainer:
+    """Train as a worker does."""
+    trainer, loader, progress = make_trainer(groups, run), None, Progress()
+    if groups.loads_data:
+        size = run.training.micro_batch_size
+        loader = kind(trainer.hf, micro_batch_size=size, dp_rank=groups.dp_rank, dp_size=groups.dp_size, text_only={1})
+    watchdog = Watchdog(120, run.run_dir / "stacks", groups.rank)
+    stop = StopRules(lambda: groups.rank == 1 and progress.iteration == stop_after, None)
+    try:
+        finished = train(
+            trainer, loader, progress, Path(run.checkpoint.load or "") / "iter_0000000" / "hf", stop, watchdog
+        )
+    finally:
+        watchdog.close()
+    assert finished == (stop_after is None)
+    return trainer
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for model in trainer.models for name, p in model.named_parameters()}
+
+
+def faults(checkpoint: str, save_dir: str) -> dict[str, Any]:
+    """Stop at, skip over and leave out a step that is not finite; stop early; at dp 2."""
+    groups = join(1, 1)
+    found: dict[str, Any] = {}
+
+    def run(name: str, iterations: int, **flags: Any) -> RunConfig:
+        more = {"name": name, "training.train_iters": iterations, "optimizer.lr_decay_style": "constant"}
+        return run_config(1, 1, checkpoint, save_dir, **more, **{key.replace("__", "."): x for key, x in flags.items()})
+
+    try:
+        loop(groups, run("stop", 6), BrokenLoader)
+    except TrainingError as error:
+        found["error"], found["on_all_ranks"] = str(error), error.on_all_ranks
+    skip = loop(groups, run("skip", 6, faults__on_nan="skip"), BrokenLoader)
+    skip_range = f"{NOT_FINITE_AT}-{NOT_FINITE_AT}"
+    left_out = loop(groups, run("range", 6, faults__skip_train_iteration_range=skip_range), FakeLoader)
+    found["equal"] = all(torch.equal(x, weights(left_out)[name]) for name, x in weights(skip).items())
+    loop(groups, run("stopped", 6, checkpoint__save=True, checkpoint__save_optim=True), FakeLoader, stop_after=4)
+    found["stopped at"] = latest_iteration(Path(save_dir) / "stopped")
+    try:
+        loop(groups, run("diverging", 30, faults__on_nan="skip", optimizer__lr=1e30), FakeLoader)
+    except TrainingError as error:
+        found["diverging"] = str(error)
+    found["metrics"] = {name: Path(save_dir, name, FILE).read_text() for name in ("stop", "skip", "range")}
+    found["stacks"] = [str(path) for path in Path(save_dir).glob("*/stacks/*")]
+    return found
+
+
+def save_to_a_full_disk(groups: Groups, saver: Saver) -> str:
+    """Return the error of a save of which one rank can only write the first bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if groups.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
+    try:
+        saver.save(Progress(9), None, background=True)
+        saver.finish()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return ""
+
+
+def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
+    """Save in the background while every weight and moment changes; then a save that cannot be written."""
+    groups = join(tp, 1)
+    saving = {"checkpoint.save": True, "checkpoint.save_optim": True, "checkpoint.load_optim": True}
+    flags = saving | {"training.train_iters": 2}
+    run = run_config(tp, 1, checkpoint, save_dir, **flags, name="async")
+    trainer = loop(groups, run, FakeLoader)
+    saver = Saver(trainer, Path(checkpoint) / "iter_0000000" / "hf")
+    expected = weights(trainer)
+    saver.save(Progress(7), {"place": 1} if groups.loads_data else None, background=True)
+    during = (saver.pending, latest_iteration(run.run_dir))
+    with torch.no_grad():
+        for parameter in (p for model in trainer.models for p in model.parameters()):
+            parameter.fill_(7.0)
+        for state in (x for one in trainer.optimizer.chained_optimizers for x in one.optimizer.state.values()):
+            state["exp_avg"].fill_(7.0)
+    saver.finish()
+    after = (saver.pending, latest_iteration(run.run_dir))
+    fresh = make_trainer(groups, run)
+    progress, states = resume(fresh, latest_checkpoint(run.run_dir)[0])
+    equal = all(torch.equal(x, expected[name]) for name, x in weights(fresh).items())
+    moments = [x["exp_avg"] for one in fresh.optimizer.chained_optimizers for x in one.optimizer.state.values()]
+    message = save_to_a_full_disk(groups, saver)
+    return {
+        "during": during,
+        "after": after,
+        "equal": equal,
+        "moments": all(bool((x.abs() < 7).all()) for x in moments),
+        "progress": progress.iteration,
+        "loader": states if groups.loads_data else None,
+        "message": message,
+        "latest": latest_iteration(run.run_dir),
+    }

@@ -1,0 +1,120 @@
+"""Training with each option of docs/parallel.md inside a test world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.training.save import save_checkpoint
+from llava_mcore.training.state import Progress, resume
+from tests.parallel.checks import join
+from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
+from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
+
+MIXED = {1, 3, 4, 5}  # some micro-batches hold text only
+SHORT = {"training.train_iters": 3}
+SEQUENCE = {"parallel.sequence_parallel": True}
+FIRST = "parallel.num_layers_in_first_pipeline_stage"
+LAST = "parallel.num_layers_in_last_pipeline_stage"
+
+
+def curves(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict[str, dict[str, list[float]]]:
+    """Train with and without each option, at one layout."""
+    groups = join(tp, pp)
+    runs: dict[str, tuple[str, set[int], dict[str, Any]]] = {}
+    for name, (checkpoint, flags) in (
+        plain_runs() | sequence_options() | recompute_options() | stage_options()
+    ).items():
+        runs[name] = (checkpoints[checkpoint], MIXED, SHORT | flags)
+    return run_all(groups, runs, save_dir)
+
+
+def plain_runs() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the runs that the others are compared with: their checkpoint and flags."""
+    return {
+        "llama": ("llama", {}),
+        "qwen3": ("qwen3", {}),
+        "qwen2 tied": ("qwen2", {}),
+        "packed": ("llama", {}),
+        "stage 1": ("llama", {"model.freeze_language_model": True, "model.freeze_vision_model": True}),
+    }
+
+
+def sequence_options() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return every plain run with sequence parallelism."""
+    names = {name: f"{name} + sequence parallel" for name in plain_runs()}
+    found = {names[name]: (checkpoint, flags | SEQUENCE) for name, (checkpoint, flags) in plain_runs().items()}
+    found["llama + sequence parallel, distributed optimizer"] = (
+        "llama",
+        SEQUENCE | {"parallel.use_distributed_optimizer": True},
+    )
+    return found
+
+
+def recompute_options() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return runs with recomputation; their numbers are the very bits of the plain runs, but for the tower's."""
+    full = {"model.recompute": "full", "model.recompute_num_layers": 2}
+    parts = {"model.recompute": "selective", "model.recompute_modules": "core_attn,mlp"}
+    return {
+        "llama + recompute full": ("llama", full),
+        "llama + recompute first layer": ("llama", {"model.recompute": "full", "model.recompute_method": "block"}),
+        "packed + recompute selective": ("llama", parts),
+        "qwen3 + the tower too": ("qwen3", {"model.recompute": "selective", "model.recompute_vision": "full"}),
+        "stage 1 + recompute full": (
+            "llama",
+            {"model.recompute": "full", "model.freeze_language_model": True, "model.freeze_vision_model": True},
+        ),
+    }
+
+
+def stage_options() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return runs whose four layers are divided unevenly, or into two chunks a stage."""
+    first, last = {FIRST: 1}, {LAST: 1}
+    interleaved = {"parallel.num_layers_per_virtual_pipeline_stage": 1}
+    return {
+        "llama + first stage smaller": ("llama", first),
+        "llama + last stage smaller": ("llama", last),
+        "llama + both stages given": ("llama", {FIRST: 3, LAST: 1}),
+        "llama + interleaved": ("llama", interleaved),
+        "packed + interleaved": ("llama", interleaved),
+        "qwen2 tied + interleaved": ("qwen2", interleaved),
+        "stage 1 + interleaved": (
+            "llama",
+            interleaved | {"model.freeze_language_model": True, "model.freeze_vision_model": True},
+        ),
+        "llama + interleaved, sequence parallel, recompute, distributed optimizer": (
+            "llama",
+            interleaved | SEQUENCE | {"model.recompute": "full", "parallel.use_distributed_optimizer": True},
+        ),
+    }
+
+
+def resume_elsewhere(checkpoint: str, save_dir: str, hf: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Save from an interleaved pipeline, go on with uneven stages; return those losses and an unbroken plain run's."""
+    groups = join(1, 2)
+    found = {}
+    for kind, distributed in (("plain", False), ("distributed", True)):
+        common = {
+            "checkpoint.save": True,
+            "checkpoint.save_optim": True,
+            "parallel.use_distributed_optimizer": distributed,
+        }
+        losses = {}
+        for name, more in {
+            "unbroken": {"name": f"{kind}-unbroken"},
+            "saved": {"name": kind, "parallel.num_layers_per_virtual_pipeline_stage": 1},
+            "resumed": {"name": kind, FIRST: 1, "checkpoint.load_optim": True},
+        }.items():
+            run = run_config(1, 2, checkpoint, save_dir, **common, **more)
+            trainer = make_trainer(groups, run)
+            taken = 0 if name != "resumed" else resume(trainer, latest_checkpoint(run.run_dir)[0])[0].iteration
+            loader = open_fake_loader(groups, trainer, run, taken)
+            losses[name] = train_steps(groups, trainer, run, loader)
+            if name == "saved":
+                state = None if loader is None else loader.state()
+                save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
+            if name == "unbroken":
+                losses[name] += train_steps(groups, trainer, run, loader)
+        found[kind] = (losses["saved"] + losses["resumed"], losses["unbroken"])
+    return found

@@ -1,0 +1,69 @@
+"""Steps that are not finite, early stops and background saves, with several ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llava_mcore.apps.import_hf import import_hf
+from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.world import run_world
+from tests.parallel.fault_checks import NOT_FINITE_AT
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("faults")
+    make_hf_llava(root / "hf")
+    import_hf(root / "hf", root / "megatron")
+    return root / "megatron"
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_step_that_is_not_finite(checkpoint: Path, tmp_path: Path) -> None:
+    found = run_world(
+        2, "tests.parallel.fault_checks:faults", checkpoint=str(checkpoint), save_dir=str(tmp_path / "save")
+    )
+    assert found[0]["error"] == found[1]["error"] and found[0]["on_all_ranks"]
+    message = found[0]["error"]
+    assert f"iteration {NOT_FINITE_AT}: loss nan" in message and "--on-nan skip" in message
+    # 2 micro-batches a rank of 2 samples each, dealt in turns: the second one of rank 1 in the third step
+    assert "(1 problem)" in message and "micro-batch 1 of data-parallel rank 1: 6, 7" in message
+    stored = torch.load(tmp_path / "save/stop/faults/iter_0000003/dp_00001.pt", weights_only=True)
+    assert stored["iteration"] == NOT_FINITE_AT and len(stored["micro_batches"]) == 2
+    assert stored["micro_batches"][1]["pixel_values"].isnan().sum() == 1
+    assert len(lines(found[0]["metrics"]["stop"])) == NOT_FINITE_AT - 1
+
+    skip, left_out = lines(found[0]["metrics"]["skip"]), lines(found[0]["metrics"]["range"])
+    assert [m["loss"] is None for m in skip] == [m["loss"] is None for m in left_out] == [i == 3 for i in range(1, 7)]
+    assert [m["updated"] for m in skip] == [i != 3 for i in range(1, 7)]
+    for i in (0, 1, 3, 4, 5):
+        assert skip[i]["loss"] == left_out[i]["loss"], "the step left the weights as they were"
+    assert found[0]["equal"] and found[1]["equal"]
+    assert (skip[-1]["failed_updates"], skip[-1]["skipped_iterations"]) == (1, 0)
+    assert (left_out[-1]["failed_updates"], left_out[-1]["skipped_iterations"]) == (0, 1)
+    assert skip[-1]["consumed_samples"] == left_out[-1]["consumed_samples"] == 48
+
+    assert found[0]["stopped at"] == 4, "asked on rank 1 only"
+    assert "10 updates in a row were left out" in found[0]["diverging"]
+    assert found[0]["stacks"] == []
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_background_save_holds_what_was_there_when_it_began(checkpoint: Path, tmp_path: Path, tp: int) -> None:
+    arguments: dict[str, Any] = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path), "tp": tp}
+    for result in run_world(2, "tests.parallel.fault_checks:background_save", **arguments):
+        assert result["during"] == (True, 2) and result["after"] == (False, 7)
+        assert result["equal"] and result["moments"] and result["progress"] == 7
+        if result["loader"] is not None:
+            assert result["loader"] == [{"place": 1}] * (2 // tp)
+        assert "could not be written" in result["message"] and result["latest"] == 7
+        assert "is the disk full" in result["message"]
+    assert not (tmp_path / "async" / "iter_0000009").exists()

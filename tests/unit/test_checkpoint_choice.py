@@ -1,0 +1,114 @@
+"""Which checkpoint a run goes on from, and which are deleted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llava_mcore.checkpoint.complete import (
+    discard,
+    iterations,
+    newest_complete,
+    prune,
+    remove_leftovers,
+    write_run_json,
+)
+from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, write_tracker
+from llava_mcore.errors import CheckpointError
+
+
+def add(root: Path, *numbers: int, tracker: int | None = None) -> None:
+    """Make complete checkpoints with run.json; the tracker names the last one, or another."""
+    for number in numbers:
+        folder = iteration_folder(root, number)
+        (folder / "hf").mkdir(parents=True)
+        for name in ("metadata.json", "__0_0.distcp", "hf/config.json"):
+            (folder / name).write_text("x" * (number + 1))
+        write_run_json(folder, {"iteration": number})
+    write_tracker(root, numbers[-1] if tracker is None else tracker)
+
+
+def test_the_newest_complete_one_and_why_not_the_others(tmp_path: Path) -> None:
+    assert newest_complete(tmp_path) is None and newest_complete(tmp_path / "nowhere") is None
+    add(tmp_path, 5, 10, 15, 20, 25)
+    choice = newest_complete(tmp_path)
+    assert choice is not None and (choice.iteration, choice.passed_over) == (25, ())
+    (iteration_folder(tmp_path, 25) / "metadata.json").unlink()
+    (iteration_folder(tmp_path, 20) / "__0_0.distcp").write_text("x")
+    (iteration_folder(tmp_path, 15) / "hf" / "config.json").unlink()
+    choice = newest_complete(tmp_path)
+    assert choice is not None and choice.folder == iteration_folder(tmp_path, 10)
+    first, second, third = choice.passed_over
+    assert "iter_0000025" in first and "metadata.json is missing" in first
+    assert "iter_0000020" in second and "__0_0.distcp has 1 bytes, 21 were written" in second
+    assert "iter_0000015" in third and "hf/config.json is missing" in third
+    (iteration_folder(tmp_path, 10) / "run.json").write_text("{")
+    choice = newest_complete(tmp_path)
+    assert choice is not None and choice.iteration == 5 and "run.json cannot be read" in choice.passed_over[3]
+    shutil.rmtree(iteration_folder(tmp_path, 5))
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint \(4 problems\)"):
+        newest_complete(tmp_path)
+
+
+def test_the_tracker_is_a_limit_that_a_user_may_set_back(tmp_path: Path) -> None:
+    add(tmp_path, 5, 10, 15, tracker=10)
+    choice = newest_complete(tmp_path)
+    assert choice is not None and choice.iteration == 10
+    assert "iter_0000015: newer than iteration 10" in choice.passed_over[0]
+
+
+@pytest.mark.parametrize("text", ["", "15x", None])
+def test_without_a_readable_tracker_the_newest_counts(tmp_path: Path, text: str | None) -> None:
+    """None: killed between the first checkpoint's rename and the tracker."""
+    add(tmp_path, 5, 10)
+    if text is None:
+        (tmp_path / TRACKER).unlink()
+    else:
+        (tmp_path / TRACKER).write_text(text)
+    choice = newest_complete(tmp_path)
+    assert choice is not None and choice.iteration == 10
+    assert ("expected an iteration number" in " ".join(choice.passed_over)) == (text is not None)
+
+
+def test_a_tracker_that_names_nothing(tmp_path: Path) -> None:
+    add(tmp_path, 5, 10, tracker=12)
+    choice = newest_complete(tmp_path)
+    assert choice is not None and choice.iteration == 10
+    assert "names iteration 12" in choice.passed_over[0]
+
+
+def test_run_json_lists_every_file_with_its_size(tmp_path: Path) -> None:
+    add(tmp_path, 7)
+    content = json.loads((iteration_folder(tmp_path, 7) / "run.json").read_text())
+    assert content == {"iteration": 7, "files": {"__0_0.distcp": 8, "hf/config.json": 8, "metadata.json": 8}}
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [
+        (None, None, [2, 4, 6, 8, 10, 12]),
+        (1, None, [10, 12]),
+        (2, None, [8, 10, 12]),
+        (2, 4, [4, 8, 10, 12]),
+        (9, None, [2, 4, 6, 8, 10, 12]),
+    ],
+)
+def test_what_is_kept(tmp_path: Path, keep_last: int | None, keep_every: int | None, kept: list[int]) -> None:
+    """Iteration 12 belongs to a future that the run was set back from: it is neither counted nor deleted."""
+    add(tmp_path, 2, 4, 6, 8, 10, 12)
+    deleted = prune(tmp_path, newest=10, keep_last=keep_last, keep_every=keep_every)
+    assert iterations(tmp_path) == kept
+    assert sorted([*deleted, *kept]) == [2, 4, 6, 8, 10, 12]
+
+
+def test_killed_saves_and_deletions_leave_nothing(tmp_path: Path) -> None:
+    add(tmp_path, 2, 4)
+    for name in (".iter_0000006.partial", ".iter_0000002.deleted"):
+        (tmp_path / name / "loader").mkdir(parents=True)
+    (tmp_path / "iter_notes").mkdir()
+    remove_leftovers(tmp_path)
+    discard(iteration_folder(tmp_path, 2))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000004", "iter_notes", TRACKER]

@@ -1,0 +1,128 @@
+"""The parts that streaming is made of: boxes, mapped tensors, planned safetensors files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from llava_mcore.checkpoint import raw
+from llava_mcore.checkpoint.export_jobs import Chunk
+from llava_mcore.checkpoint.safetensors_plan import DTYPES, plan_file, read_offsets, write_tensors
+from llava_mcore.conversion.boxes import Box, Scratch, read_box
+from llava_mcore.conversion.layouts import Concat, FuseQKV, PadRows, Reshape
+from llava_mcore.conversion.mapping import Entry
+from llava_mcore.conversion.sharding import COLUMN
+from llava_mcore.errors import CheckpointError
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+NAMES = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=8).filter(
+    lambda x: x != "__metadata__"
+)
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape).bool()
+    return torch.randint(0, 100, shape).to(dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(NAMES, st.tuples(st.sampled_from(list(DTYPES.values())), SHAPES), max_size=6))
+def test_a_planned_file_is_the_file_that_safetensors_writes(
+    tmp_path_factory: pytest.TempPathFactory, kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    tensors = {name: random_tensor(*kind) for name, kind in kinds.items()}
+    save_file(tensors, folder / "theirs", metadata={"format": "pt"})
+    plan = plan_file(folder / "ours", kinds)
+    write_tensors(plan, reversed(tensors.items()))
+    assert (folder / "ours").read_bytes() == (folder / "theirs").read_bytes()
+    assert read_offsets(folder / "theirs") == {name: at.offset for name, at in plan.tensors.items()}
+
+
+def test_mapped_tensors_are_the_files_and_writing_to_them_does_not_change_it(tmp_path: Path) -> None:
+    tensors = {f"x{i}": torch.randn(3, i + 1).to(dtype) for i, dtype in enumerate([torch.bfloat16, torch.float32])}
+    path = tmp_path / "x.safetensors"
+    save_file(tensors, path)
+    before = path.read_bytes()
+    offsets = read_offsets(path)
+    for name, x in tensors.items():
+        mapped = raw.map_tensor(path, offsets[name], x.dtype, tuple(x.shape))
+        assert torch.equal(mapped, x)
+        assert raw.sha256(mapped) == raw.sha256(x.clone())
+        mapped.zero_()
+    assert path.read_bytes() == before
+    with pytest.raises(ValueError, match="mmap length"):
+        raw.map_tensor(path, 0, torch.float32, (1 << 20,))
+
+
+@pytest.mark.parametrize("shift", range(5))
+def test_chunks_are_found_inside_files_wherever_they_begin(tmp_path: Path, shift: int) -> None:
+    tensors = [torch.randn(5, 7), torch.randn(64, 2).bfloat16(), torch.randn(4, 6)[:, 1:4]]
+    with (tmp_path / "f").open("wb") as file:
+        file.write(b"x" * shift)
+        places = []
+        for x in tensors[:2]:
+            start = file.tell()
+            torch.save(x, file)
+            places.append((start, file.tell() - start))
+        start = file.tell()
+        torch.save(tensors[2], file)
+        strided = Chunk(tmp_path / "f", start, file.tell() - start)
+    for x, (start, length) in zip(tensors, places, strict=False):
+        assert torch.equal(Chunk(tmp_path / "f", start, length).map(), x)
+    with pytest.raises(CheckpointError, match="not contiguous"):
+        strided.map()
+    with pytest.raises(CheckpointError, match="damaged at byte"):
+        Chunk(tmp_path / "f", places[0][0] + 9, places[0][1]).map()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_box_is_put_together_from_any_grid(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    x = torch.arange(Box.whole(shape).numel).view(shape)
+    grid = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
+    boxes = [
+        Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        for cell in itertools.product(*(itertools.pairwise(edges) for edges in grid))
+    ]
+    start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    wanted = Box(start, tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True)))
+    scratch = Scratch()
+    parts = [(box, box.cut(x).clone()) for box in boxes]
+    found, held = read_box(wanted, parts, lambda part: part, x.dtype, scratch)
+    assert torch.equal(found, wanted.cut(x)) and held == wanted.numel
+    gap = data.draw(st.sampled_from(boxes))
+    missing = [(box, part) for box, part in parts if box != gap]
+    found, held = read_box(wanted, missing, lambda part: part, x.dtype, scratch)
+    common = wanted.overlap(gap)
+    assert held == wanted.numel - (common.numel if common else 0)
+    expected = x.clone()
+    gap.cut(expected).zero_()
+    assert torch.equal(found, wanted.cut(expected))
+
+
+def test_only_layouts_that_stack_rows_have_boxes() -> None:
+    def boxes(layout: object, names: int, shape: tuple[int, ...]) -> object:
+        return Entry("m", tuple("abc"[:names]), COLUMN, layout).hf_boxes(shape)  # type: ignore[arg-type]
+
+    assert boxes(Concat(2), 2, (8, 3)) == (Box((0, 0), (4, 3)), Box((4, 0), (4, 3)))
+    assert boxes(PadRows(5, 8), 1, (8, 3)) == (Box((0, 0), (5, 3)),)
+    assert Entry("m", "a", COLUMN).hf_boxes((4,)) == (Box((0,), (4,)),)
+    assert boxes(FuseQKV(4, 2), 3, (16, 3)) is None
+    assert boxes(Reshape((4,), (1, 1, 4)), 1, (1, 1, 4)) is None
+
+
+def test_planned_headers_are_read_by_safetensors(tmp_path: Path) -> None:
+    plan = plan_file(tmp_path / "x.safetensors", {"a": (torch.int64, (2,)), "b": (torch.bfloat16, (3, 1))})
+    assert len(plan.header) % 8 == 0 and json.loads(plan.header[8:])["b"]["shape"] == [3, 1]
+    plan.create()
+    assert {name: x.shape for name, x in load_file(plan.path).items()} == {"a": (2,), "b": (3, 1)}

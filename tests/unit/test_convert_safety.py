@@ -1,0 +1,176 @@
+"""A conversion that is interrupted, or wrong, leaves nothing that looks finished."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llava_mcore.apps import export_hf, import_hf
+from llava_mcore.checkpoint import export_jobs, hf_files, import_jobs, layout, pool, streamed_save
+from llava_mcore.errors import ConversionError
+from tests.helpers.conversions import kill_after, time_convert
+from tests.helpers.tiny_hf import make_hf_llava
+
+LAYER = "language_model.model.layers.2."
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Hugging Face folder and the checkpoint made of it."""
+    root = tmp_path_factory.mktemp("safety")
+    make_hf_llava(root / "hf")
+    import_hf.import_hf(root / "hf", root / "m", tp=2)
+    return root / "hf", root / "m"
+
+
+def flip(path: Path, position: int) -> None:
+    """Change one bit."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_killed_anywhere_and_run_again(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    hf, megatron = folders
+    draw = random.Random(0)
+    steps: list[tuple[str, Path, str]] = [("import", hf, "m"), ("export", megatron, "out")]
+    for step, source, name in steps:
+        options: dict[str, Any] = {"tp": 2}
+        seconds = time_convert(step, source, tmp_path / "timing", options)
+        shutil.rmtree(tmp_path / "timing")
+        interrupted = 0
+        for _ in range(4):
+            target = tmp_path / name
+            interrupted += kill_after(draw.uniform(0.3, 1) * seconds, step, source, target, options)
+            if target.exists():  # then it is whole
+                assert_whole(step, hf, target, tmp_path / "check")
+                shutil.rmtree(target)
+        assert interrupted >= 1
+        {"import": import_hf.import_hf, "export": export_hf.export_hf}[step](source, tmp_path / name, **options)
+        assert_whole(step, hf, tmp_path / name, tmp_path / "check")
+        assert sorted(p.name for p in tmp_path.iterdir()) == [name]
+        shutil.rmtree(tmp_path / name)
+
+
+def assert_whole(step: str, hf: Path, target: Path, scratch: Path) -> None:
+    """Check a finished folder against the source."""
+    exported = target
+    if step == "import":
+        exported = scratch
+        export_hf.export_hf(target, scratch)
+    assert (exported / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+@pytest.fixture
+def file_size_limit() -> Iterator[None]:
+    """Let no file grow beyond 300 kB, in this process and its children."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("file_size_limit")
+def test_a_failed_write_is_one_message_and_leaves_nothing(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, megatron = folders
+    for main, argv in (
+        (import_hf.main, ["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m")]),
+        (export_hf.main, ["--megatron-dir", str(megatron), "--hf-dir", str(tmp_path / "out")]),
+    ):
+        assert main([*argv, "--workers", "1"]) == 2
+        text = capsys.readouterr().err
+        assert "stopped, nothing is left of it: [Errno 27]" in text and "free some" in text and "Traceback" not in text
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root mounts a small disk")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    hf, megatron = folders
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=False).returncode:
+        pytest.skip("cannot mount a small disk here")
+    try:
+        with pytest.raises(ConversionError, match=r"import needs 0.07 GB, but 0.00 GB are free there"):
+            import_hf.import_hf(hf, disk / "m", workers=workers)
+        # Somebody else fills the disk meanwhile:
+        monkeypatch.setattr(hf_files, "require_room", lambda *_, **__: None)
+        monkeypatch.setattr(streamed_save, "FILE_BYTES", 200_000)
+        with pytest.raises(ConversionError, match=r"stopped, nothing is left of it: .*No space left"):
+            import_hf.import_hf(hf, disk / "m", workers=workers)
+        with pytest.raises(ConversionError, match=r"stopped, nothing is left of it: .*No space left"):
+            export_hf.export_hf(megatron, disk / "out", workers=workers)
+        assert not list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_worker_that_dies_is_an_error(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="a worker process ended suddenly"):
+        list(pool.run_jobs(os._exit, [3, 3], workers=2))
+
+
+def test_verification_names_a_tensor_that_was_written_wrongly(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf, megatron = folders
+    append = import_jobs._append
+
+    def wrong(file: Any, data: torch.Tensor) -> tuple[int, int]:
+        if file.name.endswith("__0_1.distcp") and data.shape[-2:] == (64, 64) and file.tell() > 1_000_000:
+            data = data.clone()
+            data[..., 1, 1] += 1
+        return append(file, data)
+
+    monkeypatch.setattr(import_jobs, "_append", wrong)
+    with pytest.raises(ConversionError, match=r"does not hold what was imported[\s\S]*: SHA-256 .*, expected"):
+        import_hf.import_hf(hf, tmp_path / "m", verify=True)
+    monkeypatch.undo()
+    write_at = export_jobs.write_at
+
+    def transposed(file: int, tensor: torch.Tensor, position: int) -> None:
+        write_at(file, tensor.T if tensor.shape == (64, 64) and tensor[0, 0] == first else tensor, position)
+
+    first = hf_files.HfFolder.open(hf).get(LAYER + "self_attn.o_proj.weight")[0, 0]
+    monkeypatch.setattr(export_jobs, "write_at", transposed)
+    with pytest.raises(ConversionError) as caught:
+        export_hf.export_hf(megatron, tmp_path / "out", verify=True)
+    assert "(1 problem)" in str(caught.value) and LAYER + "self_attn.o_proj.weight: SHA-256" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_verification_names_a_tensor_that_rotted_in_the_checkpoint(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    hf, _ = folders
+    megatron = tmp_path / "m"
+    checkpoint = import_hf.import_hf(hf, megatron)
+    tensor = hf_files.HfFolder.open(hf).get(LAYER + "mlp.down_proj.weight")
+    path = checkpoint / "__0_1.distcp"
+    flip(path, path.read_bytes().index(tensor.numpy().tobytes()) + 100)
+    with pytest.raises(ConversionError) as caught:
+        export_hf.export_hf(megatron, tmp_path / "out", verify=True)
+    assert "differs from what was imported (1 problem)" in str(caught.value)
+    assert LAYER + "mlp.down_proj.weight" in str(caught.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+
+
+def test_a_checkpoint_that_lacks_numbers_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    hf, _ = folders
+    checkpoint = import_hf.import_hf(hf, tmp_path / "m")
+    (layout.hf_folder(checkpoint) / layout.UNUSED).unlink()
+    with pytest.raises(ConversionError, match=r"unused\.safetensors cannot be read"):
+        export_hf.export_hf(tmp_path / "m", tmp_path / "out")

@@ -1,0 +1,144 @@
+"""Spikes, skipped ranges, signals, hangs and out-of-memory errors, without a model."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llava_mcore.config.faults import parse_ranges
+from llava_mcore.config.load import load_run_config
+from llava_mcore.config.rules import check_values
+from llava_mcore.errors import ConfigError, TrainingError
+from llava_mcore.training.faults import out_of_memory_says_what_to_do
+from llava_mcore.training.record import git_revision, versions
+from llava_mcore.training.spikes import LEAST, WINDOW, SpikeAlert
+
+
+def test_skipped_ranges() -> None:
+    assert parse_ranges(None) == ()
+    assert parse_ranges("3-5,9-9") == parse_ranges("3-5 9-9") == (range(3, 6), range(9, 10))
+    for wrong in ("5", "5-3", "0-2", "a-b", "1-2;3-4"):
+        with pytest.raises(ConfigError, match="expected ranges of iterations such as"):
+            load_run_config(None, [f"faults.skip_train_iteration_range={wrong}"])
+
+
+def test_flags_that_would_do_nothing_are_refused() -> None:
+    found = [
+        *check_values(load_run_config(None, ["faults.exit_duration_in_mins=5"])),
+        *check_values(load_run_config(None, ["checkpoint.keep_every=5", "checkpoint.async_save=true"])),
+    ]
+    for text in ("--exit-duration-in-mins would lose", "--keep-every has no effect", "--async-save has no effect"):
+        assert sum(text in line for line in found) == 1
+
+
+def test_a_spike_and_the_range_it_suggests() -> None:
+    alert = SpikeAlert(2.0, before=[None, *([1.0] * (LEAST - 1))])
+    assert alert.check(10, 50.0) is None, "too few losses are known"
+    alert = SpikeAlert(2.0, before=[1.0] * LEAST)
+    assert alert.check(10, 1.9) is None
+    first = alert.check(11, 3.0)
+    assert first is not None and "at iteration 11: 3.0000 is 3.0 times" in first
+    assert "resume from a checkpoint before iteration 10 with --skip-train-iteration-range 10-11" in first
+    assert str(alert.check(12, 4.0)).endswith("10-12"), "the range grows with the spike"
+    assert alert.check(13, 1.0) is None and alert.check(14, float("nan")) is None
+    assert str(alert.check(15, 9.0)).endswith("14-15")
+
+
+def test_a_new_level_is_no_spike_for_ever() -> None:
+    alert = SpikeAlert(2.0, before=[1.0] * WINDOW)
+    warned = [alert.check(i, 5.0) is not None for i in range(1, 3 * WINDOW)]
+    assert warned[0] and not warned[-1]
+
+
+def test_out_of_memory_says_what_to_turn() -> None:
+    run = load_run_config(None, ["training.micro_batch_size=4", "data.seq_length=2048"])
+    groups: Any = SimpleNamespace(rank=3, tp_size=2, pp_size=1, dp_size=4)
+    with pytest.raises(TrainingError) as raised, out_of_memory_says_what_to_do(run, groups, 17):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    text = str(raised.value)
+    assert "rank 3: out of GPU memory in iteration 17" in text and "Tried to allocate 2 GiB" in text
+    for advice in ("--micro-batch-size (now 4)", "--tp (now 2)", "--dist-optim", "--recompute full"):
+        assert advice in text
+    assert raised.value.exit_code == 3
+
+
+def test_run_record() -> None:
+    assert {"python", "torch", "megatron-core"} <= versions().keys()
+    revision = git_revision()
+    assert revision is None or len(revision.removesuffix("-dirty")) == 40
+
+
+def start(code: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+HANGS = """
+import sys, time
+from pathlib import Path
+import torch
+from llava_mcore.training.watchdog import Watchdog
+watchdog = Watchdog(1.0, Path(sys.argv[1]), 5)
+for _ in range(4):
+    watchdog.begin("a quick thing")
+    time.sleep(0.4)
+watchdog.begin("iteration 12")
+print("ready", flush=True)
+def the_culprit():
+    time.sleep(60)
+the_culprit()
+"""
+
+
+def test_a_hang_ends_the_process_and_says_where(tmp_path: Path) -> None:
+    process = start(HANGS, tmp_path / "stacks")
+    begin = time.monotonic()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 124 and time.monotonic() - begin < 20
+    assert "error: rank 5: iteration 12 took more than 1 s (--timeout)" in errors
+    assert "the_culprit" in (tmp_path / "stacks" / "rank_00005.txt").read_text()
+
+
+SIGNALS = """
+import sys, time
+from llava_mcore.launch import process
+process._LAST_SECONDS = 1
+signals = process.StopSignals()
+print("ready", flush=True)
+end = time.monotonic() + 20
+while not signals.asked and time.monotonic() < end:
+    time.sleep(0.05)
+time.sleep(2)
+sys.exit(75 if signals.asked else 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        ([signal.SIGUSR1], 75),
+        ([signal.SIGTERM, signal.SIGUSR1], 75),
+        ([signal.SIGUSR1, signal.SIGTERM], 75),
+        ([signal.SIGTERM], -signal.SIGALRM),
+    ],
+)
+def test_what_stops_a_worker(sent: list[signal.Signals], code: int) -> None:
+    """SIGTERM alone comes from torchrun, when another rank has failed."""
+    process = start(SIGNALS)
+    for number in sent:
+        process.send_signal(number)
+        time.sleep(0.3)
+    process.communicate(timeout=30)
+    assert process.returncode == code

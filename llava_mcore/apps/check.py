@@ -122,7 +122,9 @@ def run(args: argparse.Namespace) -> int:
     """Check as the flags say; errors mean failure."""
     is_model = args.hf_dir is not None or args.megatron_dir is not None
     if is_model == (args.data_path is not None):
-        raise ConfigError("say what to check: --hf-dir or --megatron-dir (a model), or --data-path (a dataset); one of them")
+        raise ConfigError(
+            "say what to check: --hf-dir or --megatron-dir for a model, or --data-path for data; one of them"
+        )
     if args.logits is not None and (args.hf_dir is None or args.megatron_dir is None):
         raise ConfigError("--logits compares two models: give --hf-dir and --megatron-dir")
     if args.data_path is not None:

@@ -13,11 +13,10 @@ import numpy as np
 from PIL import Image
 from sklearn import datasets
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoImageProcessor, LlavaConfig, PreTrainedTokenizerFast
+from transformers import AutoImageProcessor, LlavaConfig
 
-from benchmarks.material import TEMPLATE, Sample, make_hf_folder
+from benchmarks.material import SPECIAL, Sample, chat_tokenizer, make_hf_folder
 
-SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 TEXTS = (datasets.load_iris, datasets.load_wine, datasets.load_breast_cancer, datasets.load_diabetes)
 TOKENS_PER_WORD = 1.75
 """Of these texts, by the tokenizer that is made of them."""
@@ -47,15 +46,7 @@ def make_hf_assets(folder: Path, *, image_size: int, seq_length: int) -> Path:
         vocab_size=8000, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([" ".join(english_words())], trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        extra_special_tokens={"image_token": "<image>"},
-        chat_template=TEMPLATE,
-    ).save_pretrained(folder)
+    chat_tokenizer(tokenizer).save_pretrained(folder)
     return folder
 
 

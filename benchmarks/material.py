@@ -48,6 +48,7 @@ SHAPES: dict[str, tuple[str, dict[str, int], str, dict[str, int]]] = {
 }
 """Name -> tower and its shape, decoder and its shape."""
 
+SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
 TEMPLATE = (
@@ -59,11 +60,15 @@ TEMPLATE = (
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Bytes as tokens: lengths are then known from the text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
-    vocab = {token: number for number, token in enumerate([*special, *alphabet])}
+    vocab = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return chat_tokenizer(tokenizer)
+
+
+def chat_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Give a tokenizer that holds SPECIAL its special tokens and the chat template."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<unk>",

@@ -40,7 +40,7 @@ from benchmarks.data_fill import fill
 from benchmarks.data_material import make_hf_assets, make_pictures, make_samples
 from benchmarks.data_memory import WorkerMemory, memory_over_samples
 from benchmarks.material import write_shards
-from llava_mcore.config.schema import DataConfig
+from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets, load_assets
 from llava_mcore.data.loader import TrainLoader
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.energon import Sample, SavableDataset, SkipSample, WorkerConfig, get_train_dataset, stateless
 
-from llava_mcore.config.schema import DataConfig
+from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.packing import best_fit
 from llava_mcore.data.samples import EncodedSample, TokenSample

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from llava_mcore.config.schema import DataConfig
+from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.loader import TrainLoader
 

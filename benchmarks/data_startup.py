@@ -31,7 +31,7 @@ def child(options: argparse.Namespace) -> None:
     """Open everything as training does, and print when each step was done."""
     import torch
 
-    from llava_mcore.config.schema import DataConfig
+    from llava_mcore.config.data import DataConfig
     from llava_mcore.data.assets import load_assets
     from llava_mcore.data.dataset_path import check_dataset
     from llava_mcore.data.loader import TrainLoader

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-from llava_mcore.config.schema import DataConfig
+from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import load_assets
 from llava_mcore.data.loader import TrainLoader
 from llava_mcore.data.samples import Batch

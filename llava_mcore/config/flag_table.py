@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic.fields import FieldInfo
 
-from llava_mcore.config.flags import ALL_FLAGS, FLAGS, REFUSED, default_text
+from llava_mcore.config.flag_names import ALL_FLAGS, FLAGS, REFUSED
+from llava_mcore.config.flags import default_text
 from llava_mcore.config.load import config_fields
 
 _HEAD = """\

@@ -1,4 +1,4 @@
-"""The command-line flags of a run: one table of flag names and configuration keys.
+"""The command-line flags of a run: the parser that the table of flags and the schema make.
 
 Help, defaults and types all come from the schema, so a flag cannot say one thing and do another.
 """
@@ -14,116 +14,10 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from llava_mcore.config.flag_names import ALL_FLAGS, FLAGS, REFUSED, Flag
 from llava_mcore.config.load import config_fields, load_run_config
 from llava_mcore.config.schema import STAGE_DEFAULTS, RunConfig
 from llava_mcore.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One flag. `names` as argparse takes them, the long name last; `key` is the dotted configuration key."""
-
-    key: str
-    names: tuple[str, ...]
-    value: str | None = None
-    """What a switch sets its key to, where the key is no switch itself."""
-
-    @property
-    def long_name(self) -> str:
-        return self.names[-1]
-
-
-FLAGS: dict[str, tuple[Flag, ...]] = {
-    "GPU": (
-        Flag("launch.num_gpus", ("-g", "--gpus")),
-        Flag("launch.gpu_ids", ("--gpu-ids",)),
-    ),
-    "logging": (
-        Flag("name", ("--name",)),
-        Flag("logging.log_interval", ("--log-interval",)),
-        Flag("logging.tensorboard", ("--tensorboard",)),
-        Flag("logging.wandb", ("--wandb",)),
-        Flag("logging.debug", ("--debug",)),
-    ),
-    "save and load": (
-        Flag("checkpoint.load", ("--megatron-load-dir",)),
-        Flag("checkpoint.hf_dir", ("--tokenizer-load-dir",)),
-        Flag("checkpoint.save_dir", ("--save-dir",)),
-        Flag("checkpoint.save", ("--save",)),
-        Flag("checkpoint.save_interval", ("--save-interval",)),
-        Flag("checkpoint.async_save", ("--async-save",)),
-        Flag("checkpoint.keep_last", ("--keep-last",)),
-        Flag("checkpoint.keep_every", ("--keep-every",)),
-        Flag("checkpoint.save_optim", ("--save-optim",)),
-        Flag("checkpoint.load_optim", ("--load-optim",)),
-        Flag("checkpoint.init", ("--init",)),
-        Flag("launch.sif_path", ("--sif-path",)),
-    ),
-    "several machines": (
-        Flag("launch.num_nodes", ("--node",)),
-        Flag("launch.node_rank", ("-r", "--rank")),
-        Flag("launch.master_addr", ("-m", "--master-addr")),
-        Flag("launch.master_port", ("-p", "--rdzv-port", "--master-port")),
-        Flag("launch.interface", ("--interface",)),
-    ),
-    "SLURM": (
-        Flag("launch.slurm_job_id", ("--slurm-job-id",)),
-        Flag("launch.slurm_output_name", ("--slurm-output-name",)),
-        Flag("launch.sbatch_options", ("--sbatch-options",)),
-    ),
-    "data": (
-        Flag("data.path", ("--data-path",)),
-        Flag("data.seq_length", ("--seq-length",)),
-        Flag("data.num_workers", ("--num-workers",)),
-        Flag("data.packing", ("--packing",)),
-        Flag("data.on_too_long", ("--on-too-long",)),
-        Flag("data.max_skip_rate", ("--max-skip-rate",)),
-        Flag("data.image_token_id", ("--image-token-id",)),
-        Flag("data.pad_token_id", ("--pad-token-id",)),
-        Flag("data.chat_template", ("--chat-template",)),
-        Flag("data.lang", ("--lang",)),
-    ),
-    "parallel": (
-        Flag("parallel.tensor_model_parallel_size", ("--tp",)),
-        Flag("parallel.pipeline_model_parallel_size", ("--pp",)),
-        Flag("parallel.sequence_parallel", ("--sequence-parallel",)),
-        Flag("parallel.use_distributed_optimizer", ("--dist-optim",)),
-        Flag("parallel.backend", ("--backend",)),
-    ),
-    "training": (
-        Flag("stage", ("--stage",)),
-        Flag("model.freeze_language_model", ("--freeze-lm",)),
-        Flag("training.train_iters", ("--train-iters",)),
-        Flag("training.micro_batch_size", ("--micro-batch-size",)),
-        Flag("training.global_batch_size", ("--global-batch-size",)),
-        Flag("optimizer.lr", ("--lr",)),
-        Flag("optimizer.adam_beta2", ("--adam-beta2",)),
-        Flag("training.precision", ("--precision",)),
-        Flag("training.loss_scale", ("--loss-scale",)),
-        Flag("model.attention_backend", ("--fused-attn",), "fused"),
-        Flag("model.attention_backend", ("--flash-attn",), "flash"),
-        Flag("training.fp8", ("--fp8",)),
-        Flag("training.fp8_recipe", ("--fp8-recipe",)),
-        Flag("training.fp8_format", ("--fp8-format",)),
-        Flag("model.recompute", ("--recompute",)),
-        Flag("training.deterministic", ("--deterministic",)),
-    ),
-    "faults and limits": (
-        Flag("faults.timeout", ("--timeout",)),
-        Flag("faults.exit_duration_in_mins", ("--exit-duration-in-mins",)),
-        Flag("faults.on_nan", ("--on-nan",)),
-        Flag("faults.alert_spike", ("--alert-spike",)),
-        Flag("faults.spike_thr", ("--spike-thr",)),
-        Flag("faults.skip_train_iteration_range", ("--skip-train-iteration-range",)),
-    ),
-}
-REFUSED = {
-    "--dist-ckpt": "leave it away: every checkpoint is a distributed one, which loads at any layout",
-    "--no-add-class-token": "leave it away: the model's config.json says whether the class token leaves the vision "
-    "tower (vision_feature_select_strategy default: no; full: yes), so that training and serving agree",
-}
-"""Flags that others know and that can mean nothing here, with the reason."""
-ALL_FLAGS = tuple(flag for group in FLAGS.values() for flag in group)
 
 
 @dataclass(frozen=True)

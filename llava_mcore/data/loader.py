@@ -17,7 +17,7 @@ import torch
 from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from torch.utils.data import DataLoader
 
-from llava_mcore.config.schema import DataConfig
+from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.dataset_path import check_dataset, fingerprint
 from llava_mcore.data.open_stream import check_streams, open_stream

@@ -9,7 +9,7 @@ import ryml
 from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset
 from megatron.energon.epathlib import EPath
 
-from llava_mcore.config.schema import DataConfig
+from llava_mcore.config.data import DataConfig
 from llava_mcore.data.dataset_path import SPLIT
 from llava_mcore.data.energon_memory import forget_what_was_read
 from llava_mcore.data.remote import locate

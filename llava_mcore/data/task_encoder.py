@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.energon import Cooker, Sample, SavableDataset, SkipSample, TaskEncoder, WorkerConfig, stateless
 
-from llava_mcore.config.schema import DataConfig
+from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.collate import collate
 from llava_mcore.data.cooking import TextDecoder, chat_from_standard, cook_chat, with_prompt

@@ -17,7 +17,8 @@ from transformers import LlavaConfig
 from llava_mcore.checkpoint.hf_config import load_hf_config
 from llava_mcore.checkpoint.megatron import load_weights
 from llava_mcore.checkpoint.start import StartPoint
-from llava_mcore.config.schema import ModelConfig, RunConfig
+from llava_mcore.config.model import ModelConfig
+from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
 from llava_mcore.models.parts import check_families

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
-from llava_mcore.config.schema import DataConfig
+from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import load_assets
 from llava_mcore.data.loader import TrainLoader
 from llava_mcore.data.samples import Batch

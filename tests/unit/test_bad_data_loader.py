@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llava_mcore.config.schema import DataConfig
+from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets, load_assets
 from llava_mcore.data.loader import TrainLoader
 from llava_mcore.data.samples import Batch

@@ -11,7 +11,8 @@ import torch
 from megatron.energon import SkipSample, SourceInfo
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 
-from llava_mcore.config.schema import DataConfig, TrainingConfig
+from llava_mcore.config.data import DataConfig
+from llava_mcore.config.training import TrainingConfig
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.cooking import chat_from_standard
 from llava_mcore.data.doctor.datasets import Dataset, open_datasets

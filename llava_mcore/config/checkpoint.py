@@ -1,0 +1,39 @@
+"""Configuration of what is loaded and saved."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from llava_mcore.config.section import Section, UserPath
+
+
+class CheckpointConfig(Section):
+    """Where the weights come from and where they go."""
+
+    load: UserPath | None = None
+    """Megatron checkpoint folder whose weights the run starts from."""
+    hf_dir: UserPath | None = None
+    """Hugging Face folder with the tokenizer, the image processor and, for a run from scratch, the model's config."""
+    save_dir: UserPath | None = None
+    """Folder under which the run makes its own folder SAVE_DIR/NAME."""
+    save: bool = False
+    """Save a checkpoint at the end of the run; a save interval asks for that too."""
+    save_interval: int | None = Field(None, ge=1)
+    """Iterations between two checkpoints, beside the one at the end; not given: only that one, if asked for."""
+    async_save: bool = False
+    """Write checkpoints behind the training, which waits only until the tensors have been copied to the host."""
+    keep_last: int | None = Field(None, ge=1)
+    """Checkpoints of the run that are kept, older ones are deleted; not given: all."""
+    keep_every: int | None = Field(None, ge=1)
+    """Checkpoints whose iteration is a multiple of this are kept for ever; with keep_last."""
+    save_optim: bool = False
+    """Also save the optimizer, the schedule, the random state and the place in the data, so that a run can resume."""
+    load_optim: bool = False
+    """Resume what --save-optim saved: from SAVE_DIR/NAME if it holds a checkpoint, else from the load folder."""
+    init: bool = False
+    """Start from random weights of the model that hf_dir describes instead of loading a checkpoint."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves at all."""
+        return self.save or self.save_interval is not None

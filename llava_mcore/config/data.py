@@ -1,0 +1,57 @@
+"""Configuration of what is trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from llava_mcore.config.section import Section
+
+
+def _path_or_url(value: Any) -> Any:
+    """A Path would take one of the two slashes out of a URL."""
+    if not isinstance(value, str | Path):
+        raise ValueError("expected a path or a URL")
+    return value if "://" in str(value) else Path(value).expanduser()
+
+
+DataPath = Annotated[Path | str, BeforeValidator(_path_or_url)]
+
+
+class DataConfig(Section):
+    """What is trained on."""
+
+    path: DataPath | None = None
+    """Prepared folder of shards, or the .yaml file of a blend; or the URL of either in an object store."""
+    seq_length: int = Field(2048, ge=1)
+    """Most tokens of a sample, or of a pack of samples; image tokens included."""
+    num_workers: int = Field(2, ge=0)
+    """Loader processes of each data-parallel rank; 0 loads in the training process."""
+    timeout: int = Field(600, ge=1)
+    """Seconds that a loader process may take for a batch before the run ends; without any, only storage has limits."""
+    shuffle_buffer_size: int = Field(100, ge=0)
+    """Samples that each stream keeps to shuffle among; 0 or 1 keeps the order within a shard."""
+    num_streams: int | None = Field(None, ge=1)
+    """Streams that the data are divided into for the whole run: at least as many as data-parallel ranks will ever
+    serve them, best a multiple of their number. Not given: a multiple of it from 16 on, which a resumed run keeps."""
+    image_token_id: int | None = Field(None, ge=0)
+    """Id of the tokenizer's placeholder for pictures; not given: the one the tokenizer names, else that of <image>."""
+    pad_token_id: int | None = Field(None, ge=0)
+    """Id of the token that fills up batches, which is never trained; not given: the tokenizer's pad token."""
+    packing: bool = False
+    """Pack samples into sequences of seq_length tokens; they neither see nor follow each other."""
+    packing_buffer_size: int = Field(64, ge=1)
+    """Samples among which each stream looks for those that fill a pack best."""
+    on_too_long: Literal["drop", "truncate", "error"] = "drop"
+    """What becomes of a conversation longer than seq_length: left out and counted, cut (never inside a picture), or an
+    error that ends the run."""
+    max_skip_rate: float = Field(0.01, ge=0, le=1)
+    """Part of the samples that may be left out as broken or too long before the run ends with a list of them."""
+    chat_template: str | None = None
+    """Chat template to train with and to export: vicuna, llama-2, llama-3, chatml, llm-jp, mistral, plain, or a .jinja
+    file. Not given: the tokenizer's own."""
+    lang: Literal["jp", "en"] | None = None
+    """Language of prompts for data without questions; a tokenizer without a chat template gets llm-jp (jp) or vicuna
+    (en)."""

@@ -1,0 +1,57 @@
+"""Configuration of the parts of the model: trained or frozen, whose layers, what is recomputed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from llava_mcore.config.section import Section
+
+
+def _parts(value: Any) -> Any:
+    """Names divided by commas, or a list of them."""
+    return value.split(",") if isinstance(value, str) else value
+
+
+class ModelConfig(Section):
+    """Which parts are trained. The architecture comes from the Hugging Face config."""
+
+    freeze_language_model: bool = False
+    """Keep the language model as it is (usual in stage 1)."""
+    freeze_vision_model: bool = True
+    """Keep the vision tower as it is."""
+    freeze_vision_projection: bool = False
+    """Keep the projection between the vision tower and the language model as it is."""
+    transformer_impl: Literal["transformer_engine", "local"] | None = None
+    """Whose layers are used: Transformer Engine's fused ones, or torch's; not given: the former on GPUs if it is
+    installed. Checkpoints are the same."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What of the language model is computed again in the backward pass instead of being kept: nothing, the
+    recompute_modules of every layer, or whole layers."""
+    recompute_modules: Annotated[
+        tuple[Literal["core_attn", "mlp"], ...], BeforeValidator(_parts), Field(min_length=1)
+    ] = ("mlp",)
+    """What --recompute selective computes again: mlp (saves most), core_attn (useful without fused
+    attention), or both."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """What --recompute full computes again: all layers, in units of recompute_num_layers (uniform), or the first
+    recompute_num_layers of each pipeline stage (block)."""
+    recompute_num_layers: int = Field(1, ge=1)
+    """Layers of a unit (uniform) or of a stage (block) that --recompute full computes again."""
+    recompute_vision: Literal["none", "full"] = "none"
+    """The same for a vision tower that is trained; a frozen one keeps nothing anyway."""
+    attention_backend: Literal["fused", "flash"] | None = None
+    """Transformer Engine's attention: cuDNN's fused kernels, or those of the package flash-attn; not given: its own
+    choice."""
+    make_vocab_size_divisible_by: int = Field(128, ge=1)
+    """The embedding is padded to a multiple of this times the tensor-parallel size; the padding is never exported."""
+
+    def frozen_parts(self) -> str:
+        """Return the names of the parts that are not trained."""
+        parts = {
+            "language model": self.freeze_language_model,
+            "vision tower": self.freeze_vision_model,
+            "projection": self.freeze_vision_projection,
+        }
+        return ", ".join(name for name, frozen in parts.items() if frozen) or "none"

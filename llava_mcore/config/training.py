@@ -1,0 +1,38 @@
+"""Configuration of how long, how much at a time, and in which number format."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from llava_mcore.config.section import Section
+
+
+class TrainingConfig(Section):
+    """How long, how much at a time, and in which number format."""
+
+    train_iters: int = Field(0, ge=0)
+    """Iterations (optimizer steps) of the whole run, those before a resume included; required to train."""
+    micro_batch_size: int = Field(1, ge=1)
+    """Samples of one forward pass on one data-parallel rank."""
+    global_batch_size: int = Field(ge=1)
+    """Samples of one iteration over all data-parallel ranks and micro-batches."""
+    precision: Literal["bf16", "fp16", "fp32"] | None = None
+    """Number format of weights and activations; not given: bf16 with GPUs, fp32 without."""
+    loss_scale: float | None = Field(None, gt=0)
+    """What fp16 multiplies the loss by; not given: a factor that adapts, from 65536 on."""
+    fp8: bool = False
+    """Multiply in FP8 in the language model's layers (Transformer Engine on Hopper or newer), beside bf16."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
+    """How FP8 values are scaled: by the largest value of earlier steps, of this tensor, or of its blocks."""
+    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
+    """FP8 numbers: e4m3 forward and e5m2 for gradients (hybrid), or e4m3 for all."""
+    fp8_first_layers_bf16: int = Field(0, ge=0)
+    """First layers of the language model that stay in bf16 (not with the delayed recipe)."""
+    fp8_last_layers_bf16: int = Field(0, ge=0)
+    """Last layers of the language model that stay in bf16 (not with the delayed recipe)."""
+    seed: int = Field(1234, ge=0)
+    """Seed of initialisation, dropout and shuffling."""
+    deterministic: bool = False
+    """Use only deterministic kernels: equal runs give equal bits, more slowly."""

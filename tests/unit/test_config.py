@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from llava_mcore.__main__ import COMMANDS, main
 from llava_mcore.apps import show_config
-from llava_mcore.config.flag_table import flag_table
 from llava_mcore.config.flag_names import ALL_FLAGS
+from llava_mcore.config.flag_table import flag_table
 from llava_mcore.config.flags import make_parser, parse_command_line
 from llava_mcore.config.load import config_fields, load_run_config, run_config_yaml, save_run_config
 from llava_mcore.config.schema import RunConfig

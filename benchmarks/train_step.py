@@ -72,12 +72,17 @@ def main() -> None:
                     run = peer if entry.is_peer else ours
                     run(args, entry, folder, data, folder / f"{place}-{number}")
                     print(json.dumps(row_of(entry, args.gpus, entries)), flush=True)
-    rows = [row_of(entry, args.gpus, entries) for entry in entries]
-    show(rows, entries)
-    if args.json is not None:
-        about = {"gpu": f"{args.gpus} x {torch.cuda.get_device_name()}", "command": sys.argv[1:]}
-        about["versions"] = versions()
-        args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+                    write(args, entries)
+    show([row_of(entry, args.gpus, entries) for entry in entries], entries)
+
+
+def write(args: argparse.Namespace, entries: Sequence[Entry]) -> None:
+    """Write what has been measured so far, so that a run that is cut off leaves its first rows."""
+    if args.json is None:
+        return
+    rows = [row_of(entry, args.gpus, entries) for entry in entries if entry.steps or entry.error]
+    about = {"gpu": f"{args.gpus} x {torch.cuda.get_device_name()}", "command": sys.argv[1:], "versions": versions()}
+    args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def versions() -> dict[str, str]:

@@ -41,7 +41,9 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_model_parall
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
     """Return what a stage's layers are made of: Transformer Engine's, or torch's for a machine without it."""
     if config.transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
+        )
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
     attention = layer.self_attention.submodules

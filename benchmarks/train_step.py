@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -178,7 +180,7 @@ def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     command += ["--micro-batch-size", str(entry.micro_batch_size), "--global-batch-size", str(entry.global_batch_size)]
     command += ["--padded", "--recompute"] if entry.what == "hf-padded" else []
     command += ["--train-vision"] if args.train_vision else []
-    lines = run_command(command, entry, out / "steps.jsonl")
+    lines = run_command(command, entry, out / "steps.jsonl", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     entry.losses = [round(line["loss"], 3) for line in lines]
     hf = LlavaConfig.from_pretrained(folder / entry.shape)
     trained, peak = TrainedParts(vision_model=args.train_vision), peak_flops(torch.cuda.get_device_name())
@@ -198,9 +200,11 @@ def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
         )
 
 
-def run_command(command: Sequence[str], entry: Entry, result: Path) -> list[dict[str, float]]:
-    """Run it and return the lines of its result; an error is kept in the entry."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def run_command(
+    command: Sequence[str], entry: Entry, result: Path, env: Mapping[str, str] = MappingProxyType({})
+) -> list[dict[str, float]]:
+    """Run it, with `env` added to the environment, and return the lines of its result; the entry keeps an error."""
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
     if done.returncode:
         entry.error = (done.stdout + done.stderr)[-3000:]
         return []

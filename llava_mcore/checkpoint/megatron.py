@@ -41,11 +41,14 @@ class StateWrite:
     releases the interpreter's lock while bytes are written.
     """
 
-    def __init__(self, state: ShardedStateDict, folder: Path, *, copy: bool = False) -> None:
+    def __init__(
+        self, state: ShardedStateDict, folder: Path, *, copy: bool = False, owned: Container[int] = ()
+    ) -> None:
         """Plan the save and bring the tensors to the host.
 
         Args:
             copy: own every tensor, so that training may go on while `write` runs.
+            owned: addresses of storages that nobody else changes, which need no copy.
         """
         # The queue that megatron-core would make lives in a manager process, which imports the program once more.
         filesystem_async._results_queue = queue.Queue()
@@ -58,7 +61,8 @@ class StateWrite:
         )
         self._files: list[Any] = []
         if self._request.async_fn is not None:  # else this rank has nothing to write
-            live = {id(x) for _, _, (_, tensors) in self._request.async_fn_args[1] for _, x in tensors}
+            all_tensors = [x for _, _, (_, tensors) in self._request.async_fn_args[1] for _, x in tensors]
+            live = {id(x) for x in all_tensors if x.untyped_storage().data_ptr() not in owned}
             on_host = self._request.preload_fn()
             self._files = [_owned(file, live) for file in on_host] if copy else on_host
 

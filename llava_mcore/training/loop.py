@@ -52,13 +52,13 @@ def train(
                 in_background = run.checkpoint.async_save and not (is_last or asked)
                 saver.save(progress, iteration.loader_state(), background=in_background)
             elif saver.pending and not writing:
-                saver.finish()
+                saver.finish(progress.iteration)
             if asked and not is_last:
                 return False
     except LlavaMcoreError as error:
         if error.on_all_ranks:  # what has been written is not lost
             watchdog.begin("finishing a save")
-            saver.finish()
+            saver.finish(progress.iteration)
         raise
     finally:
         reporter.close()

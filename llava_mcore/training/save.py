@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import shutil
 import threading
@@ -23,7 +24,7 @@ from megatron.core.optimizer import distrib_optimizer
 from llava_mcore.checkpoint import hf_files, layout
 from llava_mcore.checkpoint.complete import discard, prune, remove_leftovers, write_run_json
 from llava_mcore.checkpoint.durable import move, sync_tree, write_synced
-from llava_mcore.checkpoint.megatron import StateWrite
+from llava_mcore.checkpoint.megatron import StateWrite, sharded_tensors
 from llava_mcore.config.load import save_run_config
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.parallel.groups import agree, sum_over_ranks
@@ -32,6 +33,8 @@ from llava_mcore.training.setup import Trainer
 from llava_mcore.training.state import LOADER_FOLDER, RUN_FILE, Progress, loader_file, state_to_save
 
 logger = logging.getLogger(__name__)
+
+SAVES = "saves.jsonl"
 
 
 @dataclass
@@ -56,6 +59,29 @@ class _Pending:
     @property
     def is_written(self) -> bool:
         return self.thread is None or not self.thread.is_alive()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One line of saves.jsonl. Seconds are wall time on rank 0; `start_` and `finish_` are those that training stood
+    still. finished_after_iteration: the last one that was trained before the save was complete."""
+
+    iteration: int
+    background: bool
+    finished_after_iteration: int
+    gigabytes: float
+    seconds: float
+    start_waited_seconds: float
+    finish_waited_seconds: float
+
+    def __str__(self) -> str:
+        waited = self.start_waited_seconds + self.finish_waited_seconds
+        return f"{self.gigabytes:.3f} GB in {self.seconds:.2f} s, training waited {waited:.2f} s"
+
+    def append_to(self, file: Path) -> None:
+        """Add it to a file of JSON lines."""
+        with file.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(asdict(self)) + "\n")
 
 
 class Saver:
@@ -85,7 +111,7 @@ class Saver:
         Raises:
             CheckpointError: on all ranks, when any could not write this checkpoint or the one before it.
         """
-        self.finish()
+        self.finish(progress.iteration)
         self._pending = pending = self._start(progress, copy=background)
         carried = self._carried(loader_state)
 
@@ -99,18 +125,22 @@ class Saver:
         if background:
             pending.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
             pending.thread.start()
-            pending.waited = time.perf_counter() - pending.started
         else:
             write()
-            self.finish()
+        pending.waited = time.perf_counter() - pending.started
+        if not background:
+            self.finish(progress.iteration)
 
-    def finish(self) -> None:
-        """Wait until the save that has begun is complete, and move the tracker to it; nothing, if none has."""
+    def finish(self, iteration: int) -> None:
+        """Wait until the save that has begun is complete, and move the tracker to it; nothing, if none has.
+
+        Args:
+            iteration: the one that has just been trained, which saves.jsonl notes.
+        """
         pending, groups = self._pending, self.trainer.groups
         if pending is None:
             return
         start = time.perf_counter()
-        in_background = pending.thread is not None
         if pending.thread is not None:
             pending.thread.join()
         self._pending = None
@@ -128,9 +158,18 @@ class Saver:
         if found:
             raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
         end = time.perf_counter()
-        waited = pending.waited + end - start if in_background else end - pending.started
-        gigabytes, seconds = pending.num_bytes / 1e9, end - pending.started
-        logger.info("saved %s: %.3f GB in %.2f s, training waited %.2f s", pending.final, gigabytes, seconds, waited)
+        done = Saved(
+            iteration=pending.iteration,
+            background=pending.thread is not None,
+            finished_after_iteration=iteration,
+            gigabytes=pending.num_bytes / 1e9,
+            seconds=end - pending.started,
+            start_waited_seconds=pending.waited,
+            finish_waited_seconds=end - start,
+        )
+        logger.info("saved %s: %s", pending.final, done)
+        if groups.rank == 0:
+            done.append_to(self.trainer.run.run_dir / SAVES)
 
     def _start(self, progress: Progress, *, copy: bool) -> _Pending:
         """Make the folder, plan the save and bring the tensors to the host."""
@@ -152,9 +191,17 @@ class Saver:
             raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
         with corruption_is_an_error(final):
             state = state_to_save(self.trainer, progress)
-            write = StateWrite(state, final.parent / f".{final.name}.partial", copy=copy)
+            partial = final.parent / f".{final.name}.partial"
+            write = StateWrite(state, partial, copy=copy, owned=self._gathered(state))
         (num_bytes,) = sum_over_ranks(groups, [write.num_bytes])
         return _Pending(final, record, progress.iteration, write, num_bytes, start, 0.0)
+
+    def _gathered(self, state: dict[str, Any]) -> set[int]:
+        """Return the addresses of storages made for this save: a distributed optimizer gathers into new ones."""
+        if not self.trainer.run.parallel.use_distributed_optimizer or "optimizer" not in state:
+            return set()
+        tensors = [x.data for x in sharded_tensors(state["optimizer"]) if x.data is not None]
+        return {x.untyped_storage().data_ptr() for x in tensors}
 
     def _carried(self, loader_state: Any | None) -> bytes | None:
         """Return this rank's place in the data as the bytes of a file, or None without one."""

@@ -5,9 +5,10 @@
 After `--steps` steps a save begins in the background, and as many steps follow, during and after it; the save of the
 last step is waited for. "step" is the median wall time of a step without any save beside it, the data wait included;
 "step beside the save" are the steps that ended before the tracker moved. "waited" is how long the training stood still.
-With weights and optimizer a checkpoint has 14 bytes a trained parameter (bf16, AdamW): LLaVA-1.5-7B about 98 GB, of
-which the host's memory holds one copy for each data-parallel rank, so choose --tp or --pp as large as --gpus. The disk
-holds one checkpoint: the first is deleted when it is complete.
+With weights and optimizer a checkpoint has 14 bytes a trained parameter (bf16, AdamW): LLaVA-1.5-7B about 98 GB. The
+disk holds one: the first is deleted when it is complete. A distributed optimizer is gathered on every data-parallel
+rank and then copied, twice the size of that for each of them in the host's memory: make tp x pp as large as --gpus, or
+use --plain-optimizer.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="before the save begins, and after that")
     parser.add_argument("--warm-up", type=int, default=5, help="first steps that do not count")
     parser.add_argument("--weights-only", action="store_true", help="save no optimizer: 2 bytes a parameter")
+    parser.add_argument("--plain-optimizer", action="store_true", help="not the distributed one")
     parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
     parser.add_argument("--global-batch-size", type=int, default=16, help="packs of one step")
@@ -80,7 +82,8 @@ def parse() -> argparse.Namespace:
 
 def command(args: argparse.Namespace, folder: Path) -> list[str]:
     """Return the training's command line."""
-    words: list[Any] = [sys.executable, ROOT / "scripts" / "train" / "run.py", "--init", "--packing", "--dist-optim"]
+    words: list[Any] = [sys.executable, ROOT / "scripts" / "train" / "run.py", "--init", "--packing"]
+    words += [] if args.plain_optimizer else ["--dist-optim"]
     words += ["-g", args.gpus, "--tp", args.tp, "--pp", args.pp, "--tokenizer-load-dir", folder / "hf"]
     words += ["--data-path", folder / "data", "--save-dir", folder, "--name", "run"]
     words += ["--train-iters", 2 * args.steps, "--save-interval", args.steps, "--async-save"]

@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import shutil
 import threading
 import time
@@ -24,7 +25,7 @@ from megatron.core.optimizer import distrib_optimizer
 from llava_mcore.checkpoint import hf_files, layout
 from llava_mcore.checkpoint.complete import discard, prune, remove_leftovers, write_run_json
 from llava_mcore.checkpoint.durable import move, sync_tree, write_synced
-from llava_mcore.checkpoint.megatron import StateWrite, sharded_tensors
+from llava_mcore.checkpoint.megatron import StateWrite
 from llava_mcore.config.load import save_run_config
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.parallel.groups import agree, sum_over_ranks
@@ -189,19 +190,11 @@ class Saver:
         found = agree(groups, problem)  # also the barrier after which the folder is there
         if found:
             raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
-        with corruption_is_an_error(final):
+        with corruption_is_an_error(final), all_cores():
             state = state_to_save(self.trainer, progress)
-            partial = final.parent / f".{final.name}.partial"
-            write = StateWrite(state, partial, copy=copy, owned=self._gathered(state))
+            write = StateWrite(state, final.parent / f".{final.name}.partial", copy=copy)
         (num_bytes,) = sum_over_ranks(groups, [write.num_bytes])
         return _Pending(final, record, progress.iteration, write, num_bytes, start, 0.0)
-
-    def _gathered(self, state: dict[str, Any]) -> set[int]:
-        """Return the addresses of storages made for this save: a distributed optimizer gathers into new ones."""
-        if not self.trainer.run.parallel.use_distributed_optimizer or "optimizer" not in state:
-            return set()
-        tensors = [x.data for x in sharded_tensors(state["optimizer"]) if x.data is not None]
-        return {x.untyped_storage().data_ptr() for x in tensors}
 
     def _carried(self, loader_state: Any | None) -> bytes | None:
         """Return this rank's place in the data as the bytes of a file, or None without one."""
@@ -277,6 +270,18 @@ def corruption_is_an_error(checkpoint: Path) -> Iterator[None]:
     finally:
         theirs.removeHandler(handler)
         theirs.setLevel(level)
+
+
+@contextlib.contextmanager
+def all_cores() -> Iterator[None]:
+    """Let torch use this rank's part of the cores: beside a GPU it has one, which copies a host's memory slowly."""
+    before = torch.get_num_threads()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
+    torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _without_weights(folder: str, names: list[str]) -> list[str]:

@@ -30,6 +30,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("logging.tensorboard", ("--tensorboard",)),
         Flag("logging.wandb", ("--wandb",)),
         Flag("logging.debug", ("--debug",)),
+        Flag("logging.profile", ("--profile",)),
     ),
     "save and load": (
         Flag("checkpoint.load", ("--megatron-load-dir",)),
@@ -40,6 +41,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("checkpoint.async_save", ("--async-save",)),
         Flag("checkpoint.keep_last", ("--keep-last",)),
         Flag("checkpoint.keep_every", ("--keep-every",)),
+        Flag("checkpoint.non_persistent_save_interval", ("--non-persistent-save-interval",)),
+        Flag("checkpoint.non_persistent_dir", ("--non-persistent-ckpt-dir",)),
         Flag("checkpoint.save_optim", ("--save-optim",)),
         Flag("checkpoint.load_optim", ("--load-optim",)),
         Flag("checkpoint.init", ("--init",)),

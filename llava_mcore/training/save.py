@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 import os
 import shutil
@@ -23,19 +22,18 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 
 from llava_mcore.checkpoint import hf_files, layout
-from llava_mcore.checkpoint.complete import discard, prune, remove_leftovers, write_run_json
+from llava_mcore.checkpoint.complete import discard, keep_only, prune, remove_leftovers, write_run_json
 from llava_mcore.checkpoint.durable import move, sync_tree, write_synced
 from llava_mcore.checkpoint.megatron import StateWrite
 from llava_mcore.config.load import save_run_config
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.parallel.groups import agree, sum_over_ranks
 from llava_mcore.training.record import run_record
+from llava_mcore.training.save_log import SAVES, Saved
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.state import LOADER_FOLDER, RUN_FILE, Progress, loader_file, state_to_save
 
 logger = logging.getLogger(__name__)
-
-SAVES = "saves.jsonl"
 
 
 @dataclass
@@ -62,29 +60,6 @@ class _Pending:
         return self.thread is None or not self.thread.is_alive()
 
 
-@dataclass(frozen=True)
-class Saved:
-    """One line of saves.jsonl. Seconds are wall time on rank 0; `start_` and `finish_` are those that training stood
-    still. finished_after_iteration: the last one that was trained before the save was complete."""
-
-    iteration: int
-    background: bool
-    finished_after_iteration: int
-    gigabytes: float
-    seconds: float
-    start_waited_seconds: float
-    finish_waited_seconds: float
-
-    def __str__(self) -> str:
-        waited = self.start_waited_seconds + self.finish_waited_seconds
-        return f"{self.gigabytes:.3f} GB in {self.seconds:.2f} s, training waited {waited:.2f} s"
-
-    def append_to(self, file: Path) -> None:
-        """Add it to a file of JSON lines."""
-        with file.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(asdict(self)) + "\n")
-
-
 class Saver:
     """Writes the checkpoints of a run, one after the other. All methods are collective calls, but for `busy`."""
 
@@ -103,17 +78,20 @@ class Saver:
         """Whether a save waits to be finished; the same on all ranks."""
         return self._pending is not None
 
-    def save(self, progress: Progress, loader_state: Any | None, *, background: bool = False) -> None:
+    def save(
+        self, progress: Progress, loader_state: Any | None, *, background: bool = False, persistent: bool = True
+    ) -> None:
         """Save; with `background`, return as soon as the tensors have been copied.
 
         Args:
             loader_state: the data loader's state on ranks that load data, else None.
+            persistent: keep it, as the run says; else it is replaced by the next one that is not kept.
 
         Raises:
             CheckpointError: on all ranks, when any could not write this checkpoint or the one before it.
         """
         self.finish(progress.iteration)
-        self._pending = pending = self._start(progress, copy=background)
+        self._pending = pending = self._start(progress, self._root(persistent), copy=background)
         carried = self._carried(loader_state)
 
         def write() -> None:
@@ -172,14 +150,18 @@ class Saver:
         if groups.rank == 0:
             done.append_to(self.trainer.run.run_dir / SAVES)
 
-    def _start(self, progress: Progress, *, copy: bool) -> _Pending:
+    def _root(self, persistent: bool) -> Path:
+        run = self.trainer.run
+        return run.run_dir if persistent else run.non_persistent_dir
+
+    def _start(self, progress: Progress, root: Path, *, copy: bool) -> _Pending:
         """Make the folder, plan the save and bring the tensors to the host."""
         start = time.perf_counter()
         run, groups = self.trainer.run, self.trainer.groups
         for chunk in self.trainer.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)  # the update's weights are gathered in the next forward pass
-        final = layout.iteration_folder(run.run_dir, progress.iteration)
+        final = layout.iteration_folder(root, progress.iteration)
         record = run_record(run, groups, asdict(progress)) if groups.rank == 0 else {}
         problem = None
         if groups.rank == 0:
@@ -220,6 +202,9 @@ class Saver:
         sync_tree(pending.partial, already=".distcp")
         move(pending.partial, pending.final)
         layout.write_tracker(root, pending.iteration)
+        if root != self._root(persistent=True):
+            keep_only(pending.final)
+            return
         deleted = prune(
             root, newest=pending.iteration, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every
         )

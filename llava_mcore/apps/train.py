@@ -111,6 +111,8 @@ def _launch(typed: RunConfig, command_line: CommandLine) -> int:
         print(f"# {config_file}\n{run_config_yaml(run)}\n# command\n{shlex.join(command)}")
         return 0
     save_run_config(run, config_file)
+    for notice in command_line.notices:
+        print(notice, flush=True)
     job = read_job(os.environ)
     if job is not None and nodes.rank == 0:
         print(describe(job), flush=True)

@@ -59,6 +59,11 @@ def check_run(
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         found += check_layout(dims, tp, 1 if has_uneven_stages(parallel) else pp, source)
         found += [*check_stages(run, dims, world_size, source), *check_length(run.data.seq_length, dims, source)]
+        if run.model.drop_class_token and dims.keeps_class_token:
+            found.append(
+                f"--no-add-class-token, but {source} hands the class token on (vision_feature_select_strategy full): "
+                "leave the flag away, or build the model with vision_feature_select_strategy default"
+            )
     return found
 
 

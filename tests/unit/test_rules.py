@@ -121,6 +121,15 @@ def test_sliding_window_shorter_than_the_sequence(good: list[str]) -> None:
     assert "sliding attention window of 1024" in found[0]
 
 
+def test_a_class_token_that_must_not_stay(good: list[str]) -> None:
+    run = load_run_config(None, [*good, "model.drop_class_token=true"])
+    assert check_run(run, DIMS, world_size=8, device_available=False) == []
+    keeps = dataclasses.replace(DIMS, keeps_class_token=True)
+    found = check_run(run, keeps, world_size=8, device_available=False)
+    assert len(found) == 1 and "--no-add-class-token, but the model hands the class token on" in found[0]
+    assert check_run(load_run_config(None, good), keeps, world_size=8, device_available=False) == []
+
+
 def test_all_problems_come_together() -> None:
     run = load_run_config(None, ["parallel.tensor_model_parallel_size=3", "parallel.backend=nccl"])
     found = check_run(run, DIMS, world_size=4, device_available=False)

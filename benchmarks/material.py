@@ -32,6 +32,7 @@ CLIP_L = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2
 SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
 LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
 LLAMA_13B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 16, "num_attention_heads": 16}
 QWEN_7B = {
     "hidden_size": 3584,
@@ -46,8 +47,9 @@ SHAPES: dict[str, tuple[str, dict[str, int], str, dict[str, int]]] = {
     "llava-1.5-13b": ("clip", CLIP_L, "llama", LLAMA_13B),
     "siglip-so400m-qwen2.5-7b": ("siglip", SO400M, "qwen2", QWEN_7B),
     "llava-1b": ("clip", CLIP_L, "llama", LLAMA_1B),
+    "tiny": ("clip", TINY, "llama", TINY),
 }
-"""Name -> tower and its shape, decoder and its shape."""
+"""Name -> tower and its shape, decoder and its shape. `tiny` is for trying a benchmark on a CPU."""
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"

@@ -55,4 +55,5 @@ def model_dims(hf: LlavaConfig) -> ModelDims:
         vision_num_attention_heads=vision.num_attention_heads,
         max_position_embeddings=text.max_position_embeddings,
         sliding_window=values.get("sliding_window") if uses_window else None,
+        keeps_class_token=vision.model_type == "clip_vision_model" and hf.vision_feature_select_strategy != "default",
     )

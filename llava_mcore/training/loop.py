@@ -12,6 +12,7 @@ from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.training.faults import NotFinite, out_of_memory_says_what_to_do
 from llava_mcore.training.fetch import Loader, Remembering, fetch_step
+from llava_mcore.training.profiling import IterationProfiler
 from llava_mcore.training.report import Reporter
 from llava_mcore.training.save import Saver
 from llava_mcore.training.setup import Trainer
@@ -40,30 +41,33 @@ def train(
     iteration = _Iteration(trainer, loader, progress)
     saver = Saver(trainer, hf)
     reporter = Reporter(trainer, progress)
+    profiler = IterationProfiler(run, groups)
     try:
         while progress.iteration < run.training.train_iters:
             watchdog.begin(f"iteration {progress.iteration + 1}")
-            iteration.run(reporter)
+            with profiler.iteration(progress.iteration + 1):
+                iteration.run(reporter)
             if iteration.count == 1:
                 keep_from_garbage_collection()
             asked, writing = any_rank(groups, stop.due(), saver.busy)
             is_last = progress.iteration == run.training.train_iters
-            interval = run.checkpoint.save_interval
-            by_interval = interval is not None and progress.iteration % interval == 0
-            if run.checkpoint.saves and (is_last or asked or by_interval):
-                watchdog.begin(f"saving iteration {progress.iteration}")
-                in_background = run.checkpoint.async_save and not (is_last or asked)
-                saver.save(progress, iteration.loader_state(), background=in_background)
+            number, config = progress.iteration, run.checkpoint
+            keep = config.saves and (is_last or asked or is_due(number, config.save_interval))
+            if keep or is_due(number, config.non_persistent_save_interval):
+                watchdog.begin(f"saving iteration {number}")
+                in_background = config.async_save and not (is_last or asked)
+                saver.save(progress, iteration.loader_state(), background=in_background, persistent=keep)
             elif saver.pending and not writing:
-                saver.finish()
+                saver.finish(number)
             if asked and not is_last:
                 return False
     except LlavaMcoreError as error:
         if error.on_all_ranks:  # what has been written is not lost
             watchdog.begin("finishing a save")
-            saver.finish()
+            saver.finish(progress.iteration)
         raise
     finally:
+        profiler.close()
         reporter.close()
     return True
 
@@ -73,6 +77,11 @@ def keep_from_garbage_collection() -> None:
     another time while the others wait."""
     gc.collect()
     gc.freeze()
+
+
+def is_due(iteration: int, interval: int | None) -> bool:
+    """Tell whether what happens every so many iterations happens after this one."""
+    return interval is not None and iteration % interval == 0
 
 
 class _Iteration:

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llava_mcore.errors import ConversionError
+from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.language.linear_cross_entropy import OutputLayer
 from llava_mcore.models.norms import TorchNorm
@@ -86,6 +87,9 @@ class LanguageModel(GPTModel):
         self.true_vocab_size = hf.vocab_size
         if post_process:  # GPTModel lets nobody choose this layer's class
             self.output_layer.__class__ = OutputLayer
+        if config.use_te_activation_func:
+            for layer in self.decoder.layers:
+                layer.mlp.activation_func = StatelessActivation(layer.mlp.activation_func)
         self._use_hf_rope(hf)
 
     def _use_hf_rope(self, hf: PretrainedConfig) -> None:

@@ -67,7 +67,7 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
     # These bring in transformers and energon: --help and a mistyped flag need not wait for them.
     from llava_mcore.checkpoint.hf_config import load_hf_config, model_dims
     from llava_mcore.checkpoint.start import start_point
-    from llava_mcore.data.dataset_path import check_dataset
+    from llava_mcore.data.dataset_path import VALIDATION, check_dataset
 
     found: list[str] = check_devices(run.launch.num_gpus, gpu_count)
     found += [*check_gpu_ids(run.launch, gpu_count), *check_interface(run.launch)]
@@ -86,6 +86,8 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
         found.append(str(error))
     try:
         check_dataset(run.data.path)
+        if run.validation.eval_interval is not None:
+            check_dataset(run.data.path, VALIDATION)
     except LlavaMcoreError as error:
         found.append(str(error))
     try:

@@ -94,6 +94,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("model.recompute", ("--recompute",)),
         Flag("training.deterministic", ("--deterministic",)),
     ),
+    "validation": (
+        Flag("validation.eval_interval", ("--eval-interval",)),
+        Flag("validation.eval_iters", ("--eval-iters",)),
+    ),
     "faults and limits": (
         Flag("faults.timeout", ("--timeout",)),
         Flag("faults.exit_duration_in_mins", ("--exit-duration-in-mins",)),

@@ -106,6 +106,8 @@ def check_values(run: RunConfig) -> Iterator[str]:
         yield "--async-save has no effect without --save-interval, as the last checkpoint is always waited for: add it"
     if checkpoint.keep_every is not None and checkpoint.keep_last is None:
         yield "--keep-every has no effect without --keep-last, as nothing is deleted: give both, or neither"
+    if run.validation.eval_iters is not None and run.validation.eval_interval is None:
+        yield "--eval-iters has no effect without --eval-interval: add it, or leave the flag away"
     if model.freeze_language_model and model.freeze_vision_model and model.freeze_vision_projection:
         yield "all three parts are frozen, so nothing would be trained: unfreeze one of model.freeze_*"
     training = run.training

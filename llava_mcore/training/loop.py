@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from llava_mcore.config.faults import parse_ranges
+from llava_mcore.data.validation import ValidationData
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.training.faults import NotFinite, out_of_memory_says_what_to_do
@@ -18,19 +19,27 @@ from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.state import Progress
 from llava_mcore.training.step import StepResult, train_step
 from llava_mcore.training.stop import StopRules, any_rank
+from llava_mcore.training.validation import Validator
 from llava_mcore.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 
 def train(
-    trainer: Trainer, loader: Loader | None, progress: Progress, hf: Path, stop: StopRules, watchdog: Watchdog
+    trainer: Trainer,
+    loader: Loader | None,
+    progress: Progress,
+    hf: Path,
+    stop: StopRules,
+    watchdog: Watchdog,
+    validation: ValidationData | None = None,
 ) -> bool:
     """Train until `train_iters`, or until it is time to stop; a collective call.
 
     Args:
         loader: on ranks that load data.
         hf: folder with the files that travel inside checkpoints.
+        validation: on ranks that load data, if the run validates.
 
     Returns:
         Whether the run has reached its end.
@@ -38,6 +47,7 @@ def train(
     run, groups = trainer.run, trainer.groups
     iteration = _Iteration(trainer, loader, progress)
     saver = Saver(trainer, hf)
+    validator = Validator(trainer, validation, watchdog)
     reporter = Reporter(trainer, progress)
     try:
         while progress.iteration < run.training.train_iters:
@@ -45,6 +55,8 @@ def train(
             iteration.run(reporter)
             asked, writing = any_rank(groups, stop.due(), saver.busy)
             is_last = progress.iteration == run.training.train_iters
+            if validator.due(progress.iteration) and (is_last or not asked):
+                reporter.validation(validator.run(progress.iteration))  # before the save, which a resume goes on from
             interval = run.checkpoint.save_interval
             by_interval = interval is not None and progress.iteration % interval == 0
             if run.checkpoint.saves and (is_last or asked or by_interval):

@@ -7,8 +7,10 @@ import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 FILE = "metrics.jsonl"
+VALIDATION_FILE = "validation.jsonl"
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,12 @@ class Metrics:
         )
 
 
-class MetricsFile:
-    """Appends to `metrics.jsonl`; after a resume, what lies beyond the checkpoint is dropped."""
+class JsonLines:
+    """Appends objects to a file, a line each; after a resume, what lies beyond the checkpoint is dropped."""
 
-    def __init__(self, run_dir: Path, *, keep_until: int) -> None:
-        self.path = run_dir / FILE
+    def __init__(self, path: Path, *, keep_until: int) -> None:
+        """keep_until: the iteration that the run goes on from."""
+        self.path = path
         kept = [line for line in self._lines() if json.loads(line)["iteration"] <= keep_until]
         self.losses: list[float | None] = [json.loads(line)["loss"] for line in kept]
         temporary = self.path.with_suffix(".partial")
@@ -78,11 +81,22 @@ class MetricsFile:
             return []
         return [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
-    def append(self, metrics: Metrics) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         """Write one object; floats with full precision, so that equal lines mean equal bits. JSON has no NaN: null."""
-        values = {key: None if is_not_finite(value) else value for key, value in asdict(metrics).items()}
+        values = {key: None if is_not_finite(value) else value for key, value in record.items()}
         with self.path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(values, allow_nan=False) + "\n")
+
+
+class MetricsFile(JsonLines):
+    """`metrics.jsonl`, one object an iteration."""
+
+    def __init__(self, run_dir: Path, *, keep_until: int) -> None:
+        super().__init__(run_dir / FILE, keep_until=keep_until)
+
+    def append(self, metrics: Metrics) -> None:
+        """Write one iteration."""
+        self.write(asdict(metrics))
 
 
 def is_not_finite(value: object) -> bool:

@@ -7,13 +7,14 @@ import logging
 import torch
 
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
-from llava_mcore.training.metrics import Metrics, MetricsFile
+from llava_mcore.training.metrics import VALIDATION_FILE, JsonLines, Metrics, MetricsFile
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.sinks import Sinks
 from llava_mcore.training.skipped import Counts
 from llava_mcore.training.spikes import SpikeAlert
 from llava_mcore.training.state import Progress
 from llava_mcore.training.step import StepResult
+from llava_mcore.training.validation import ValidationResult
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,9 @@ class Reporter:
         run, groups = trainer.run, trainer.groups
         self.trainer = trainer
         self.file = MetricsFile(run.run_dir, keep_until=progress.iteration) if groups.rank == 0 else None
+        self.validations: JsonLines | None = None
+        if groups.rank == 0 and run.validation.eval_interval is not None:
+            self.validations = JsonLines(run.run_dir / VALIDATION_FILE, keep_until=progress.iteration)
         self.sinks = Sinks(run, iteration=progress.iteration) if groups.rank == 0 else None
         self.trained = TrainedParts(
             language_model=not run.model.freeze_language_model,
@@ -59,6 +63,14 @@ class Reporter:
         spike = self.spikes.check(progress.iteration, result.loss) if self.spikes is not None and result else None
         if spike is not None:
             logger.warning(spike)
+
+    def validation(self, result: ValidationResult) -> None:
+        """Report one validation, in a file of its own."""
+        if self.validations is None or self.sinks is None:
+            return
+        self.validations.write(result.record())
+        self.sinks.write(result.values(), result.iteration)
+        logger.info(result.line())
 
     def close(self) -> None:
         """End what else is written to, and draw the losses."""

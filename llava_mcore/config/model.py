@@ -23,6 +23,11 @@ class ModelConfig(Section):
     """Keep the vision tower as it is."""
     freeze_vision_projection: bool = False
     """Keep the projection between the vision tower and the language model as it is."""
+    freeze: Annotated[tuple[str, ...], BeforeValidator(_parts)] = ()
+    """Parameters that are not trained, besides the frozen parts: patterns over their Hugging Face or Megatron
+    names, such as *.embed_tokens.weight; several with commas."""
+    unfreeze: Annotated[tuple[str, ...], BeforeValidator(_parts)] = ()
+    """Parameters that are trained nevertheless, though in a frozen part or matched by freeze: patterns as there."""
     transformer_impl: Literal["transformer_engine", "local"] | None = None
     """Whose layers are used: Transformer Engine's fused ones, or torch's; not given: the former on GPUs if it is
     installed. Checkpoints are the same."""
@@ -54,4 +59,6 @@ class ModelConfig(Section):
             "vision tower": self.freeze_vision_model,
             "projection": self.freeze_vision_projection,
         }
-        return ", ".join(name for name, frozen in parts.items() if frozen) or "none"
+        names = ", ".join(name for name, frozen in parts.items() if frozen) or "none"
+        given = {"freeze": self.freeze, "unfreeze": self.unfreeze}
+        return ", ".join([names, *(f"{key} {' '.join(patterns)}" for key, patterns in given.items() if patterns)])

@@ -14,6 +14,11 @@ class OptimizerConfig(Section):
 
     lr: float = Field(gt=0)
     """Highest learning rate."""
+    vision_lr: float | None = Field(None, gt=0)
+    """Highest learning rate of the vision tower; not given: lr. Its schedule has the same shape, its lowest rate the
+    same ratio to the highest."""
+    projection_lr: float | None = Field(None, gt=0)
+    """The same of the projection."""
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the schedule."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
@@ -22,6 +27,8 @@ class OptimizerConfig(Section):
     """Part of the iterations over which the learning rate rises from 0."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
+    decay_norms_and_biases: bool = False
+    """Let weight decay act on norms and biases too, not only on matrices and embeddings."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the mean of the gradients."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)

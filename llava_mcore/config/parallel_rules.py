@@ -13,7 +13,7 @@ def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
     model, parallel = run.model, run.parallel
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect with --tp 1: raise --tp, or leave the flag away"
-    if model.recompute_vision != "none" and model.freeze_vision_model:
+    if model.recompute_vision != "none" and model.freeze_vision_model and not model.unfreeze:
         yield (
             "model.recompute_vision has no effect on a frozen vision tower, which keeps nothing: leave it away, or "
             "train the tower with model.freeze_vision_model=false"

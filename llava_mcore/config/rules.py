@@ -108,7 +108,7 @@ def check_values(run: RunConfig) -> Iterator[str]:
         yield "--keep-every has no effect without --keep-last, as nothing is deleted: give both, or neither"
     if run.validation.eval_iters is not None and run.validation.eval_interval is None:
         yield "--eval-iters has no effect without --eval-interval: add it, or leave the flag away"
-    if model.freeze_language_model and model.freeze_vision_model and model.freeze_vision_projection:
+    if model.frozen_parts() == "language model, vision tower, projection":
         yield "all three parts are frozen, so nothing would be trained: unfreeze one of model.freeze_*"
     training = run.training
     if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):
@@ -120,6 +120,14 @@ def check_values(run: RunConfig) -> Iterator[str]:
     if run.data.seq_length % pad_multiple(run) and (training.fp8 or run.parallel.sequence_parallel):
         flag = "--fp8" if training.fp8 else "--sequence-parallel"
         yield f"--seq-length {run.data.seq_length} must be a multiple of {pad_multiple(run)} with {flag}: change it"
+    for key, lr, frozen in (
+        ("vision_lr", optimizer.vision_lr, model.freeze_vision_model),
+        ("projection_lr", optimizer.projection_lr, model.freeze_vision_projection),
+    ):
+        if lr is not None and frozen and not model.unfreeze:
+            yield f"optimizer.{key} has no effect on a part that is frozen: leave it away, or train the part"
+    if optimizer.decay_norms_and_biases and not optimizer.weight_decay:
+        yield "optimizer.decay_norms_and_biases has no effect without optimizer.weight_decay: set both, or neither"
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}: lower it"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self
@@ -148,12 +149,13 @@ class _Server(IterableDataset[Delivery]):
 
 def quotas(lengths: Sequence[int], wanted: int) -> list[int]:
     """Divide `wanted` samples over streams of these lengths as evenly as they go; all, if there are fewer."""
-    found, left = [0] * len(lengths), min(wanted, sum(lengths))
-    open_ = [n for n, length in enumerate(lengths) if length]
-    while left:
-        each, extra = divmod(left, len(open_))
-        for place, n in enumerate(open_):
-            more = min(each + (place < extra), lengths[n] - found[n])
-            found[n], left = found[n] + more, left - more
-        open_ = [n for n in open_ if found[n] < lengths[n]]
+
+    def filled_to(level: int) -> int:
+        return sum(min(length, level) for length in lengths)
+
+    level = bisect.bisect_right(range(max(lengths) + 1), wanted, key=filled_to) - 1
+    found = [min(length, level) for length in lengths]
+    longer = [n for n, length in enumerate(lengths) if length > level]
+    for n in longer[: wanted - sum(found)]:
+        found[n] += 1
     return found

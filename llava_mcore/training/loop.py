@@ -12,6 +12,7 @@ from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.training.faults import NotFinite, out_of_memory_says_what_to_do
 from llava_mcore.training.fetch import Loader, Remembering, fetch_step
+from llava_mcore.training.optimizer import learning_rates
 from llava_mcore.training.report import Reporter
 from llava_mcore.training.save import Saver
 from llava_mcore.training.setup import Trainer
@@ -103,6 +104,7 @@ class _Iteration:
         self.budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)
         waited = time.perf_counter() - start
         number = progress.iteration + 1
+        rates = learning_rates(self.trainer.run, self.trainer.scheduler)
         result: StepResult | None = None
         warning: str | None = None
         if any(number in numbers for numbers in self.skipped):
@@ -116,7 +118,7 @@ class _Iteration:
         progress.consumed_samples += self.trainer.run.training.global_batch_size
         if warning is not None and groups.rank == 0:
             logger.warning(warning)
-        reporter.step(progress, counts, result, waited=waited, seconds=time.perf_counter() - start)
+        reporter.step(progress, counts, result, rates=rates, waited=waited, seconds=time.perf_counter() - start)
 
     def _step(self, number: int, batches: list[MicroBatch]) -> StepResult:
         trainer = self.trainer

@@ -18,6 +18,7 @@ class Metrics:
     """One iteration. Seconds are wall time; tokens leave padding out; fill: the part of a batch that is no padding.
 
     loss, grad_norm: None where the iteration's data were not trained on. updated: whether the weights changed.
+    lr_by_part: the learning rate of each part that is trained.
     skipped_iterations, failed_updates: totals of the run so far.
     mfu: model FLOPs utilisation, None where the device's peak is not known; memory: the most that rank 0 has allocated
     on its GPU since the start, None without one.
@@ -27,6 +28,7 @@ class Metrics:
     loss: float | None
     grad_norm: float | None
     lr: float
+    lr_by_part: dict[str, float]
     updated: bool
     num_tokens: int
     num_trained_tokens: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -32,9 +33,9 @@ class Reporter:
             self.validations = JsonLines(run.run_dir / VALIDATION_FILE, keep_until=progress.iteration)
         self.sinks = Sinks(run, iteration=progress.iteration) if groups.rank == 0 else None
         self.trained = TrainedParts(
-            language_model=not run.model.freeze_language_model,
-            vision_model=not run.model.freeze_vision_model,
-            vision_projection=not run.model.freeze_vision_projection,
+            language_model="language_model" in trainer.trained_parts,
+            vision_model="vision_model" in trainer.trained_parts,
+            vision_projection="vision_projection" in trainer.trained_parts,
         )
         self.peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
         self.spikes: SpikeAlert | None = None
@@ -42,18 +43,27 @@ class Reporter:
             self.spikes = SpikeAlert(run.faults.spike_thr, self.file.losses)
 
     def step(
-        self, progress: Progress, counts: Counts, result: StepResult | None, *, waited: float, seconds: float
+        self,
+        progress: Progress,
+        counts: Counts,
+        result: StepResult | None,
+        *,
+        rates: Mapping[str, float],
+        waited: float,
+        seconds: float,
     ) -> None:
         """Report one iteration.
 
         Args:
             result: None if its batch was not trained on.
+            rates: every part's learning rate in it.
             waited: seconds until the batch was there.
             seconds: of the whole iteration.
         """
         if self.file is None:
             return
-        metrics = self._metrics(progress, counts, result, waited, seconds)
+        rates = {part: rate for part, rate in rates.items() if part in self.trainer.trained_parts}
+        metrics = self._metrics(progress, counts, result, {} if result is None else rates, waited, seconds)
         self.file.append(metrics)
         if self.sinks is not None:
             self.sinks.step(metrics)
@@ -78,7 +88,13 @@ class Reporter:
             self.sinks.close()
 
     def _metrics(
-        self, progress: Progress, counts: Counts, result: StepResult | None, waited: float, seconds: float
+        self,
+        progress: Progress,
+        counts: Counts,
+        result: StepResult | None,
+        rates: dict[str, float],
+        waited: float,
+        seconds: float,
     ) -> Metrics:
         groups = self.trainer.groups
         num_trained = None if result is None else result.num_trained_tokens
@@ -90,6 +106,7 @@ class Reporter:
             loss=None if result is None else result.loss,
             grad_norm=None if result is None else result.grad_norm,
             lr=0.0 if result is None else result.lr,
+            lr_by_part=rates,
             updated=result is not None and result.updated,
             num_tokens=counts.num_tokens,
             num_trained_tokens=0 if result is None else result.num_trained_tokens,

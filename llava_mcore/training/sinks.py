@@ -50,6 +50,7 @@ class Sinks:
     def step(self, metrics: Metrics) -> None:
         """Write one iteration, and after the first one how long this process took until its end."""
         values = {name: float(value) for name, value in asdict(metrics).items() if isinstance(value, int | float)}
+        values |= {f"lr/{part}": rate for part, rate in metrics.lr_by_part.items()}
         if self.is_first:
             self.is_first = False
             values[FIRST] = time.time() - psutil.Process().create_time()

@@ -80,7 +80,7 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
         )
     finished = train(trainer, shown, progress, hf_source, stop, watchdog, validation)
     if not finished:
-        logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.train_iters)
+        logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
     if loader is not None:
         loader.close()
     shut_down()

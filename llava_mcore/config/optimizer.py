@@ -21,8 +21,14 @@ class OptimizerConfig(Section):
     """The same of the projection."""
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the schedule."""
-    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the schedule after the warm-up."""
+    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
+    """Shape of the schedule after the warm-up; WSD: constant, then a decay at the end."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the decay at the end of WSD."""
+    lr_wsd_decay_iters: int | None = Field(None, ge=1)
+    """Iterations of the decay at the end of WSD; this or lr_wsd_decay_samples is needed for it."""
+    lr_wsd_decay_samples: int | None = Field(None, ge=1)
+    """Samples of the decay at the end of WSD."""
     lr_warmup_fraction: float = Field(0.03, ge=0, lt=1)
     """Part of the iterations over which the learning rate rises from 0."""
     weight_decay: float = Field(0.0, ge=0)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from llava_mcore.config.dims import ModelDims
 from llava_mcore.config.parallel_rules import check_options, check_stages, has_uneven_stages
+from llava_mcore.config.schedule_rules import check_schedule
 from llava_mcore.config.schema import RunConfig
 
 
@@ -77,19 +78,22 @@ def check_batch(run: RunConfig, world_size: int) -> list[str]:
         ]
     dp = world_size // (tp * pp)
     step = run.training.micro_batch_size * dp
-    if run.training.global_batch_size % step:
-        return [
-            f"--global-batch-size {run.training.global_batch_size} is not a multiple of {step} = "
-            f"--micro-batch-size {run.training.micro_batch_size} x {dp} data-parallel ranks: use a multiple of {step}"
-        ]
-    return []
+    sizes = {f"--global-batch-size {run.training.global_batch_size}": run.training.global_batch_size}
+    if run.training.ramp is not None:
+        sizes["START of --rampup-batch-size"] = run.training.ramp.start
+        sizes["INCREMENT of --rampup-batch-size"] = run.training.ramp.increment
+    return [
+        f"{what} is not a multiple of {step} = --micro-batch-size {run.training.micro_batch_size} x {dp} "
+        f"data-parallel ranks: use a multiple of {step}"
+        for what, size in sizes.items()
+        if size % step
+    ]
 
 
 def check_values(run: RunConfig) -> Iterator[str]:
     """Yield values that are missing, contradict each other or would have no effect."""
     checkpoint, model, optimizer = run.checkpoint, run.model, run.optimizer
-    if run.training.train_iters < 1:
-        yield "training.train_iters is missing: give the number of iterations with --train-iters"
+    yield from check_schedule(run.training, run.optimizer)
     if checkpoint.save_dir is None:
         yield "checkpoint.save_dir is missing: give the folder for the run's outputs with --save-dir"
     elif checkpoint.save_dir.exists() and not checkpoint.save_dir.is_dir():

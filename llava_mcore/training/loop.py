@@ -35,7 +35,7 @@ def train(
     watchdog: Watchdog,
     validation: ValidationData | None = None,
 ) -> bool:
-    """Train until `train_iters`, or until it is time to stop; a collective call.
+    """Train until the run has all its iterations, or until it is time to stop; a collective call.
 
     Args:
         loader: on ranks that load data.
@@ -51,11 +51,11 @@ def train(
     validator = Validator(trainer, validation, watchdog)
     reporter = Reporter(trainer, progress)
     try:
-        while progress.iteration < run.training.train_iters:
+        while progress.iteration < run.training.num_iterations:
             watchdog.begin(f"iteration {progress.iteration + 1}")
             iteration.run(reporter)
             asked, writing = any_rank(groups, stop.due(), saver.busy)
-            is_last = progress.iteration == run.training.train_iters
+            is_last = progress.iteration == run.training.num_iterations
             if validator.due(progress.iteration) and (is_last or not asked):
                 reporter.validation(validator.run(progress.iteration))  # before the save, which a resume goes on from
             interval = run.checkpoint.save_interval
@@ -84,8 +84,8 @@ class _Iteration:
     def __init__(self, trainer: Trainer, loader: Loader | None, progress: Progress) -> None:
         run, groups = trainer.run, trainer.groups
         self.trainer, self.progress = trainer, progress
-        self.num_micro_batches = run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size)
-        self.loader = None if loader is None else Remembering(loader, self.num_micro_batches)
+        self.batch_sizes = run.training.batch_sizes
+        self.loader = None if loader is None else Remembering(loader)
         self.budget = SkipBudget(run.data.max_skip_rate)
         self.skipped = parse_ranges(run.faults.skip_train_iteration_range)
         self.not_finite = NotFinite(run, groups)
@@ -98,7 +98,11 @@ class _Iteration:
         """Go through one iteration; a collective call."""
         start = time.perf_counter()
         groups, progress = self.trainer.groups, self.progress
-        batches, counts = fetch_step(groups, self.loader, self.num_micro_batches, self.budget)
+        size = self.batch_sizes.at(progress.consumed_samples)
+        number_of_micro = size // (self.trainer.run.training.micro_batch_size * groups.dp_size)
+        if self.loader is not None:
+            self.loader.last.clear()
+        batches, counts = fetch_step(groups, self.loader, number_of_micro, self.budget)
         progress.consumed_conversations += counts.num_conversations
         progress.skipped_conversations += counts.num_skipped
         self.budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)
@@ -111,16 +115,16 @@ class _Iteration:
             warning = f"iteration {number}: its data were read and not trained on (--skip-train-iteration-range)"
             progress.skipped_iterations += 1
         else:
-            result = self._step(number, batches)
-            warning = self.not_finite.check(number, result, [] if self.loader is None else list(self.loader.last))
+            result = self._step(number, batches, size)
+            warning = self.not_finite.check(number, result, [] if self.loader is None else self.loader.last)
             progress.failed_updates += not result.updated
         progress.iteration = number
-        progress.consumed_samples += self.trainer.run.training.global_batch_size
+        progress.consumed_samples += size
         if warning is not None and groups.rank == 0:
             logger.warning(warning)
         reporter.step(progress, counts, result, rates=rates, waited=waited, seconds=time.perf_counter() - start)
 
-    def _step(self, number: int, batches: list[MicroBatch]) -> StepResult:
+    def _step(self, number: int, batches: list[MicroBatch], size: int) -> StepResult:
         trainer = self.trainer
         with out_of_memory_says_what_to_do(trainer.run, trainer.groups, number):
             return train_step(
@@ -129,5 +133,5 @@ class _Iteration:
                 trainer.optimizer,
                 trainer.scheduler,
                 batches,
-                trainer.run.training.global_batch_size,
+                size,
             )

@@ -20,6 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from llava_mcore.config.optimizer import OptimizerConfig as OptimizerSection
+from llava_mcore.config.schedule_rules import schedule_samples
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, ConfigError
 from llava_mcore.parallel.groups import Groups
@@ -158,16 +159,19 @@ def follow_rates(saved: dict[str, Any], before: OptimizerSection, now: Optimizer
 
 def build_scheduler(run: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Build the schedule, counted in samples. It also applies each group's rates and weight decay."""
-    wanted, batch = run.optimizer, run.training.global_batch_size
-    total = max(1, run.training.train_iters * batch)
+    wanted = run.optimizer
+    warmup, samples, decay = schedule_samples(run.training, wanted)
+    total = max(1, samples)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=wanted.lr,
         min_lr=wanted.min_lr,
-        lr_warmup_steps=round(run.training.train_iters * wanted.lr_warmup_fraction) * batch,
+        lr_warmup_steps=warmup,
         lr_decay_steps=total,
         lr_decay_style=wanted.lr_decay_style,
+        wsd_decay_steps=decay,
+        lr_wsd_decay_style=wanted.lr_wsd_decay_style,
         start_wd=wanted.weight_decay,
         end_wd=wanted.weight_decay,
         wd_incr_steps=total,

@@ -69,7 +69,7 @@ class Reporter:
             self.sinks.step(metrics)
         run = self.trainer.run
         if progress.iteration % run.logging.log_interval == 0:
-            logger.info(metrics.line(run.training.train_iters, self.trainer.groups.world_size))
+            logger.info(metrics.line(run.training.num_iterations, self.trainer.groups.world_size))
         spike = self.spikes.check(progress.iteration, result.loss) if self.spikes is not None and result else None
         if spike is not None:
             logger.warning(spike)

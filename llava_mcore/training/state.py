@@ -81,6 +81,7 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
         "--dist-optim": (before.parallel.use_distributed_optimizer, run.parallel.use_distributed_optimizer),
         "--precision": (before.training.precision, run.training.precision),
         "--global-batch-size": (before.training.global_batch_size, run.training.global_batch_size),
+        "--rampup-batch-size": (before.training.rampup_batch_size, run.training.rampup_batch_size),
         "--lang": (before.data.lang, run.data.lang),
         "frozen parts": (before.model.frozen_parts(), run.model.frozen_parts()),
         "parts with a learning rate of their own": (own_rates(before.optimizer), own_rates(run.optimizer)),

@@ -72,7 +72,7 @@ class Validator:
         """Tell whether a validation follows this iteration."""
         interval = self.trainer.run.validation.eval_interval
         return interval is not None and (
-            iteration % interval == 0 or iteration == self.trainer.run.training.train_iters
+            iteration % interval == 0 or iteration == self.trainer.run.training.num_iterations
         )
 
     def run(self, iteration: int) -> ValidationResult:

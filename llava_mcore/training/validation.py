@@ -169,7 +169,7 @@ def as_if_not_run(trainer: Trainer) -> Iterator[None]:
     """
     modules = [module for chunk in trainer.chunks for module in chunk.modules()]
     modes = [module.training for module in modules]
-    kept = [(tensor, tensor.clone()) for tensor in _fp8_state(trainer, modules)]
+    kept = {id(state): (state.scale.clone(), state.amax_history.clone()) for state in _fp8_states(trainer, modules)}
     for chunk in trainer.chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
@@ -180,19 +180,18 @@ def as_if_not_run(trainer: Trainer) -> Iterator[None]:
     finally:
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
-        for tensor, before in kept:
-            tensor.copy_(before)
+        for state in _fp8_states(trainer, modules):
+            scale, amax_history = kept.get(id(state), (1.0, 0.0))  # one that did not exist begins so
+            state.scale[...] = scale
+            state.amax_history[...] = amax_history
 
 
-def _fp8_state(trainer: Trainer, modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return the tensors of delayed scaling: scales and largest values seen."""
+def _fp8_states(trainer: Trainer, modules: Sequence[torch.nn.Module]) -> list[Any]:
+    """Return what Transformer Engine keeps for delayed scaling: scales and largest values seen."""
     training = trainer.run.training
     if not training.fp8 or training.fp8_recipe != "delayed":
         return []
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule  # on GPUs only
 
-    layers = [module for module in modules if isinstance(module, TransformerEngineBaseModule)]
-    states = [
-        layer.fp8_meta[name] for layer in layers for name in ("scaling_fwd", "scaling_bwd") if name in layer.fp8_meta
-    ]
-    return [tensor for state in states for tensor in (state.scale, state.amax_history)]
+    metas = [module.fp8_meta for module in modules if isinstance(module, TransformerEngineBaseModule)]
+    return [meta[name] for meta in metas for name in ("scaling_fwd", "scaling_bwd") if name in meta]

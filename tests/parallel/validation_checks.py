@@ -30,9 +30,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_material(root: Path) -> dict[str, str]:
+def make_material(root: Path, **text: Any) -> dict[str, str]:
     """Write a model with dropout, and data whose validation part has a broken sample."""
-    make_hf_llava(root / "hf-dropout", text_overrides={"attention_dropout": 0.1})
+    make_hf_llava(root / "hf-dropout", text_overrides={"attention_dropout": 0.1} | text)
     import_hf(root / "hf-dropout", root / "dropout")
     answers: dict[int, dict[str, Any]] = {
         i: {"txt": "It is " + "so very " * (i % 7) + f"{i}."} for i in range(2 * NUM_VALIDATION)
@@ -60,22 +60,25 @@ def validate(groups: Groups, checkpoint: str, data: str, save_dir: str) -> dict[
     options = OPTIONS | ({"interleaved": CHUNKED} if groups.pp_size > 1 else {})
     found: dict[str, Any] = {}
     for name, more in options.items():
-        found[name] = _train(groups, checkpoint, save_dir, common | more, 2 if name == "padded" else 0)
-    found["without"] = _train(groups, checkpoint, save_dir, {}, 2)
+        found[name] = train_and_validate(groups, checkpoint, save_dir, common | more, 2 if name == "padded" else 0)
+    found["without"] = train_and_validate(groups, checkpoint, save_dir, {}, 2)
     return found
 
 
-def _train(groups: Groups, checkpoint: str, save_dir: str, flags: dict[str, Any], steps: int) -> dict[str, list[Any]]:
-    """Validate, then train and validate in turns."""
+def train_and_validate(
+    groups: Groups, checkpoint: str, save_dir: str, flags: dict[str, Any], steps: int
+) -> dict[str, list[Any]]:
+    """Validate, then train and validate in turns; train only, if the flags name no interval."""
     run = run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, **flags)
     trainer = make_trainer(groups, run)
+    validates = run.validation.eval_interval is not None
     size = run.training.micro_batch_size
     loader, data = None, None
     if groups.loads_data:
         loader = FakeLoader(
             trainer.hf, micro_batch_size=size, dp_rank=groups.dp_rank, dp_size=groups.dp_size, text_only={1, 3}
         )
-        if flags:
+        if validates:
             assets = load_assets(hf_folder(iteration_folder(Path(checkpoint), 0)))
             iters = run.validation.eval_iters
             most = None if iters is None else iters * GLOBAL_BATCH
@@ -84,7 +87,7 @@ def _train(groups: Groups, checkpoint: str, save_dir: str, flags: dict[str, Any]
     validator = Validator(trainer, data, watchdog)
     losses, validations = [], []
     for iteration in range(steps + 1):
-        if flags:
+        if validates:
             result = validator.run(iteration)
             validations.append((result.loss, result.num_trained_tokens, result.num_conversations, result.num_skipped))
         if iteration < steps:

@@ -14,7 +14,7 @@ import psutil
 
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
-from llava_mcore.training.metrics import FILE, Metrics
+from llava_mcore.training.metrics import FILE, VALIDATION_FILE, Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class Sinks:
     def step(self, metrics: Metrics) -> None:
         """Write one iteration, and after the first one how long this process took until its end."""
         values = {name: float(value) for name, value in asdict(metrics).items() if isinstance(value, int | float)}
+        values |= {f"lr/{part}": rate for part, rate in metrics.lr_by_part.items()}
         if self.is_first:
             self.is_first = False
             values[FIRST] = time.time() - psutil.Process().create_time()
@@ -124,6 +125,9 @@ def draw_losses(run_dir: Path) -> Path | None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="iteration", ylabel="loss", title=run_dir.name)
     axes.plot(*zip(*trained, strict=True), linewidth=1, label="training")
+    validated = _points(run_dir / VALIDATION_FILE, "loss")
+    if validated:
+        axes.plot(*zip(*validated, strict=True), linewidth=1, marker="o", markersize=3, label="validation")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(run_dir / PLOT)

@@ -18,6 +18,7 @@ from llava_mcore.training.sinks import FIRST, PLOT, WANDB_ID, Sinks, draw_losses
 
 def metrics(iteration: int, loss: float | None) -> Metrics:
     values = {field.name: 1.0 for field in fields(Metrics)} | {"iteration": iteration, "loss": loss, "mfu": None}
+    values["lr_by_part"] = {"language_model": 0.5}
     return Metrics(**values)  # type: ignore[arg-type]
 
 

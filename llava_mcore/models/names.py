@@ -37,6 +37,23 @@ class TextNames:
 
 
 @dataclass(frozen=True)
+class LayerNames:
+    """Hugging Face's names of the modules in one layer, relative to it.
+
+    `query_key_value` and `into` (the gate first, where there is one) hold one name where the files have them fused.
+    """
+
+    norm_before: str
+    query_key_value: tuple[str, ...]
+    attention_out: str
+    norm_between: str
+    into: tuple[str, ...]
+    out_of: str
+    norm_after_attention: str | None = None
+    norm_after_mlp: str | None = None
+
+
+@dataclass(frozen=True)
 class HfNames:
     """The prefixes one HF folder uses."""
 

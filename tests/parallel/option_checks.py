@@ -37,6 +37,8 @@ def plain_runs() -> dict[str, tuple[str, dict[str, Any]]]:
         "qwen3": ("qwen3", {}),
         "qwen2 tied": ("qwen2", {}),
         "packed": ("llama", {}),
+        "gemma3 tied": ("gemma3", {}),
+        "packed gemma2": ("gemma2", {}),
         "stage 1": ("llama", {"model.freeze_language_model": True, "model.freeze_vision_model": True}),
     }
 
@@ -60,6 +62,7 @@ def recompute_options() -> dict[str, tuple[str, dict[str, Any]]]:
         "llama + recompute full": ("llama", full),
         "llama + recompute first layer": ("llama", {"model.recompute": "full", "model.recompute_method": "block"}),
         "packed + recompute selective": ("llama", parts),
+        "gemma3 tied + recompute full": ("gemma3", full),
         "qwen3 + the tower too": ("qwen3", {"model.recompute": "selective", "model.recompute_vision": "full"}),
         "stage 1 + recompute full": (
             "llama",
@@ -78,6 +81,7 @@ def stage_options() -> dict[str, tuple[str, dict[str, Any]]]:
         "llama + both stages given": ("llama", {FIRST: 3, LAST: 1}),
         "llama + interleaved": ("llama", interleaved),
         "packed + interleaved": ("llama", interleaved),
+        "gemma3 tied + interleaved": ("gemma3", interleaved),
         "qwen2 tied + interleaved": ("qwen2", interleaved),
         "stage 1 + interleaved": (
             "llama",

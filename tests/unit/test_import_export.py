@@ -134,7 +134,7 @@ def test_command_line_errors_are_one_message_and_exit_code_2(
     config["text_config"]["model_type"] = "gemma"
     (hf / "config.json").write_text(json.dumps(config))
     family = failing(import_hf.main, "--hf-dir", str(hf), "--megatron-dir", f"{here}/m")
-    assert "'gemma' is not supported; known: llama, mistral, qwen2, qwen3" in family
+    assert "'gemma' is not supported; known: gemma2, gemma3_text, llama, mistral, phi3, qwen2, qwen3" in family
 
 
 def test_a_damaged_file_and_a_damaged_checkpoint(hf: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from llava_mcore.build.compose import compose, llava_config
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import Source, find_source
+from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.checkpoint.hf_files import partial_sibling, publish, require_absent
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.towers import image_side, patch_side
@@ -137,7 +138,12 @@ def write_folder(model: LlavaForConditionalGeneration, processor: LlavaProcessor
     """
     partial = _partial_folder(options.save_dir)
     try:
-        model.save_pretrained(partial, max_shard_size=options.max_shard_size)
+        model.save_pretrained(
+            partial,
+            state_dict=tensors_to_write(model),
+            save_original_format=False,  # which would rename once more
+            max_shard_size=options.max_shard_size,
+        )
         processor.save_pretrained(partial)
         _make_readable(partial)
         check_folder(partial, model.config, processor)

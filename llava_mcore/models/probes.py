@@ -16,6 +16,7 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from llava_mcore.models.names import HfNames, LayerNames
 from llava_mcore.models.vlm import VisionLanguageModel
@@ -63,16 +64,17 @@ def watch_hf(recorder: Recorder, model: nn.Module, names: HfNames, shown_as: HfN
     for name, module in model.named_modules():
         for prefix, shown in pairs:
             if name.startswith(prefix):
-                is_picture = isinstance(module, nn.Conv2d)
-                recorder.watch(module, partial(_tensor_of, shown + name.removeprefix(prefix), is_picture))
+                recorder.watch(module, partial(_tensor_of, shown + name.removeprefix(prefix), type(module)))
 
 
-def _tensor_of(name: str, is_picture: bool, output: Any) -> dict[str, Tensor]:
+def _tensor_of(name: str, kind: type[nn.Module], output: Any) -> dict[str, Tensor]:
     """Return a Hugging Face module's output as [b, s, f], if it is one."""
     x = output[0] if isinstance(output, tuple) else output
     if not isinstance(x, Tensor) or x.ndim < 3:
         return {}
-    if is_picture:
+    if kind is Gemma3RMSNorm and x.ndim == 4:  # alone in normalising heads [b, heads, s, f]
+        x = x.transpose(1, 2)
+    if kind is nn.Conv2d:
         return {name: x.flatten(2).transpose(1, 2)}
     return {name: x.flatten(2)}
 

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from transformers import LlavaForConditionalGeneration
 
+from llava_mcore.apps.export_hf import export_hf
 from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from tests.helpers.batches import FakeLoader
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
-from tests.parallel.option_checks import MIXED
+from tests.parallel.option_checks import MIXED, other_layouts
+from tests.parallel.test_layouts import assert_same_folder
 from tests.parallel.training_checks import GLOBAL_BATCH
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -48,6 +50,9 @@ def test_options_change_no_number(checkpoints: dict[str, str], tmp_path: Path) -
         assert run["loss"] == pytest.approx(plain["loss"], rel=1e-5), name
         assert run["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4), name
         assert run["grad_norm"][0] == pytest.approx(plain["grad_norm"][0], rel=1e-5), name
+    for name, (text, _) in other_layouts().items():
+        export_hf(tmp_path / name, tmp_path / f"{name}-hf", tp=2, pp=2, verify=True)
+        assert_same_folder(Path(checkpoints[text]).parent / f"hf-{text}", tmp_path / f"{name}-hf")
     for name, text in (("gemma3 tied", "gemma3"), ("packed gemma2", "gemma2")):
         loss, norm = first_step_of_hugging_face(Path(checkpoints[text]).parent / f"hf-{text}")
         assert (runs[name]["loss"][0], runs[name]["grad_norm"][0]) == pytest.approx((loss, norm), rel=1e-5), name

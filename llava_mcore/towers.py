@@ -17,6 +17,11 @@ TOKENS_BEFORE_PATCHES: dict[str, Callable[[PretrainedConfig], int]] = {
 }
 """By model_type: the class token and registers that stand before a picture's patches."""
 
+WRAPPED = ("clip_vision_model", "siglip_vision_model")
+"""Towers whose tensors have `vision_model.` in their names in llava-hf's checkpoints.
+
+transformers since 5.6 writes them without, but reads both; vLLM's LLaVA loader (0.33) knows only the name with it."""
+
 
 def image_side(vision: PretrainedConfig) -> int:
     """Return the height and width, in pixels, of the pictures that the tower takes."""

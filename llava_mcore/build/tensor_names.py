@@ -1,22 +1,16 @@
-"""The names under which a folder's tensors are written: those of llava-hf's own checkpoints.
-
-transformers reads several generations of names. Since 5.6 it writes CLIP's and SigLIP's towers without `vision_model.`,
-which the LLaVA loaders of servers (vLLM 0.33) do not know.
-"""
+"""The names under which a folder's tensors are written: those of llava-hf's own checkpoints."""
 
 from __future__ import annotations
 
 from torch import Tensor
 from transformers import LlavaForConditionalGeneration
 
-_WRAPPED_TOWERS = ("clip_vision_model", "siglip_vision_model")
+from llava_mcore.towers import WRAPPED
 
 
 def tensors_to_write(model: LlavaForConditionalGeneration) -> dict[str, Tensor]:
     """Return the model's tensors by the names they get in files; a tied lm_head is not repeated."""
-    tower = (
-        "vision_tower.vision_model." if model.config.vision_config.model_type in _WRAPPED_TOWERS else "vision_tower."
-    )
+    tower = "vision_tower.vision_model." if model.config.vision_config.model_type in WRAPPED else "vision_tower."
     prefixes = {
         "model.vision_tower.": tower,
         "model.multi_modal_projector.": "multi_modal_projector.",

@@ -38,14 +38,15 @@ def check_folder(hf_dir: Path, *, tp: int, pp: int) -> str:
 def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
     """Compare the newest checkpoint's weights with a Hugging Face folder, bit for bit; return a summary.
 
-    One tensor is in memory at a time. What an import cast (`--dtype`) is compared with the cast original.
+    One tensor is in memory at a time. Checkpoints that others wrote take names, and what training does not use, from
+    the folder itself. What an import cast (`--dtype`) is compared with the cast original.
 
     Raises:
         CheckpointError: not a readable checkpoint of this model.
         ConversionError: lists every tensor that differs.
     """
-    checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
-    side = HfSide.carried(checkpoint)
+    checkpoint, iteration = layout.latest_readable(megatron_dir)
+    side = HfSide.of_checkpoint(checkpoint, hf_dir)
     infos, manifest = side.infos, read_manifest(side.files)
     cast = None if manifest is None or manifest.dtype is None else getattr(torch, manifest.dtype)
     folder = hf_files.HfFolder.open(hf_dir)

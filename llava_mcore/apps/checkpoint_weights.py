@@ -23,9 +23,11 @@ from llava_mcore.conversion.boxes import Scratch, Shape
 from llava_mcore.conversion.mapping import MappingTable
 from llava_mcore.errors import CheckpointError, ConversionError, problems
 from llava_mcore.models.meta import meta_model
-from llava_mcore.models.names import detect_names
+from llava_mcore.models.names import detect_names, usual_names
+from llava_mcore.models.parts import check_families
 from llava_mcore.models.table import mapping_table
 from llava_mcore.models.vlm import VisionLanguageModel
+from llava_mcore.parallel.groups import single_process
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
 OUTPUT = "language_model.output_layer.weight"
@@ -58,13 +60,39 @@ class HfSide:
 
     @classmethod
     def given(cls, folder: Path) -> HfSide:
-        """Take a Hugging Face folder, with weights, for a checkpoint that carries none.
+        """Take a Hugging Face folder for a checkpoint that carries none.
+
+        Without weights in the folder, names are the usual ones, and nothing that training does not use is known.
 
         Raises:
-            ConversionError: no config, or no weights.
+            ConversionError: no config, or weights that cannot be read.
         """
-        weights = hf_files.HfFolder.open(folder)
-        return cls(load_hf_config(folder), weights.tensors, weights, folder)
+        hf = load_hf_config(folder)
+        if any((folder / name).is_file() for name in (hf_files.INDEX, hf_files.SINGLE)):
+            weights = hf_files.HfFolder.open(folder)
+            return cls(hf, weights.tensors, weights, folder)
+        check_families(hf, source=str(folder))
+        return cls(hf, tensors_of_config(hf), hf_files.HfFolder(folder, {}), folder)
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Path, otherwise: Path) -> HfSide:
+        """Take what travels inside a checkpoint of ours; for one of others, a Hugging Face folder."""
+        if (layout.hf_folder(checkpoint) / layout.RECORD).is_file():
+            return cls.carried(checkpoint)
+        return cls.given(otherwise)
+
+
+def tensors_of_config(hf: LlavaConfig) -> dict[str, hf_files.TensorInfo]:
+    """Return the tensors that a model's parameters become, under their usual names, in one file."""
+    rows = hf.text_config.vocab_size
+    table = mapping_table(hf, usual_names(hf.vision_config.model_type), hf_tensors=(), padded_vocab_size=rows)
+    with single_process():
+        shapes = parameter_shapes(meta_model(hf, num_vocab_rows=rows))
+    found = {}
+    for name, entry in table.entries.items():
+        for hf_name, x in entry.to_hf(torch.empty(shapes[name], device="meta")).items():
+            found[hf_name] = hf_files.TensorInfo(hf_files.SINGLE, "F32", tuple(x.shape))
+    return found
 
 
 class CheckpointWeights:

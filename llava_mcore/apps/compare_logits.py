@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from llava_mcore.apps.logits_worker import run_rank
 from llava_mcore.checkpoint import hf_files, layout
+from llava_mcore.checkpoint.hf_config import load_hf_config
 from llava_mcore.errors import CheckpointError, ConversionError, problems
 from llava_mcore.models.names import HfNames, detect_names
 from llava_mcore.models.probes import Recorder, watch_hf
@@ -33,7 +34,7 @@ TOLERANCE = 1e-4
 """Of the largest number of a module's output: fp32 sums in another order differ by less."""
 _PROMPT = "Describe this picture."
 _PROCESS_BYTES = 1_000_000_000  # Python with torch, transformers and megatron-core, and activations
-_ATTENTION = "sdpa"
+_ATTENTION, _CAPPED_ATTENTION = "sdpa", "eager"  # "sdpa" leaves out Gemma 2's cap of attention scores
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,10 @@ def _hugging_face(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return logits [1, s, vocabulary], what the modules gave, and where the picture is [n]; the model is gone then."""
     disable_progress_bar()
-    model = LlavaForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation=_ATTENTION)
+    capped = "attn_logit_softcapping" in load_hf_config(hf_dir).text_config.to_dict()
+    model = LlavaForConditionalGeneration.from_pretrained(
+        hf_dir, dtype=torch.float32, attn_implementation=_CAPPED_ATTENTION if capped else _ATTENTION
+    )
     recorder = Recorder()
     names = detect_names(model.state_dict(), source=str(hf_dir))
     watch_hf(recorder, model.eval(), names, shown_as)

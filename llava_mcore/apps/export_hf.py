@@ -45,8 +45,9 @@ def export_hf(
 
     Args:
         tp: only checked, like `pp`: every parameter must divide.
-        hf_config: a Hugging Face folder of the same model, with weights: says names, files and what training does not
-            use, in place of what the checkpoint carries. For checkpoints that Megatron-LM wrote.
+        hf_config: a Hugging Face folder of the same model: says names, files and what training does not use, in place
+            of what the checkpoint carries. For checkpoints that Megatron-LM wrote. With config.json alone, names are
+            llava-hf's and what training does not use is not written.
         tokenizer_dir: take tokenizer, processor and template files from here instead of the checkpoint.
         dtype: cast every trained weight; None keeps the checkpoint's.
         max_shard_size: split into files of at most this, such as "5GB"; None keeps the files the weights came in.
@@ -188,7 +189,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
     p.add_argument(
         "--hf-config", type=Path, metavar="DIR",
-        help="Hugging Face folder of the same model, with weights, for a checkpoint that llava_mcore has not written",
+        help="Hugging Face folder of the same model (config.json alone will do), for a checkpoint that llava_mcore has "
+        "not written",
     )  # fmt: skip
     p.add_argument("--tokenizer-dir", type=Path, help="take tokenizer and processor files from here")
     p.add_argument(

@@ -24,6 +24,7 @@ from llava_mcore.conversion.mapping import MappingTable
 from llava_mcore.models.names import HfNames, detect_names
 from llava_mcore.models.parts import check_families
 from llava_mcore.models.table import mapping_table
+from llava_mcore.towers import image_side, patch_side
 
 RUN_FILE = "run.yaml"
 VISION, PROJECTION, LANGUAGE, OTHER = "vision tower", "projection", "language model", "optimizer and others"
@@ -175,7 +176,7 @@ def _model_facts(hf: LlavaConfig) -> list[str]:
     text, vision = hf.text_config, hf.vision_config
     tied = ", tied embeddings" if hf.tie_word_embeddings else ""
     heads = f"{text.num_attention_heads} heads, {text.num_key_value_heads} key/value heads"
-    side, patch = vision.image_size, vision.patch_size
+    side, patch = image_side(vision), patch_side(vision)
     return [
         f"language model: {text.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, {heads}, "
         f"vocabulary {text.vocab_size:,}{tied}",

@@ -26,8 +26,10 @@ from llava_mcore.build.compose import compose, llava_config
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import Source, find_source
+from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.checkpoint.hf_files import partial_sibling, publish, require_absent
 from llava_mcore.errors import ConfigError, ConversionError, problems
+from llava_mcore.towers import image_side, patch_side
 
 _SIZE = re.compile(r"[1-9]\d*(KB|MB|GB)")
 _PROBE = f"USER: {IMAGE_TOKEN}\nHow many of the 12 houses, 家, are red?  3."
@@ -83,7 +85,7 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     tokenizer = language.load_tokenizer(sources.tokenizer)
     ids = language.add_special_tokens(tokenizer)
     template = choose_template(tokenizer, options.chat_template, say)
-    processor = make_processor(image_processor, tokenizer, vision_config.patch_size, plan, template)
+    processor = make_processor(image_processor, tokenizer, patch_side(vision_config), plan, template)
 
     say(f"language model: {sources.text}")
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -136,7 +138,12 @@ def write_folder(model: LlavaForConditionalGeneration, processor: LlavaProcessor
     """
     partial = _partial_folder(options.save_dir)
     try:
-        model.save_pretrained(partial, max_shard_size=options.max_shard_size)
+        model.save_pretrained(
+            partial,
+            state_dict=tensors_to_write(model),
+            save_original_format=False,  # which would rename once more
+            max_shard_size=options.max_shard_size,
+        )
         processor.save_pretrained(partial)
         _make_readable(partial)
         check_folder(partial, model.config, processor)
@@ -180,7 +187,7 @@ def check_folder(folder: Path, config: LlavaConfig, processor: LlavaProcessor) -
     read_processor = AutoProcessor.from_pretrained(folder)
     if not tokenizer.chat_template == read_processor.chat_template == processor.chat_template:
         found.append("chat template: differs")
-    size = config.vision_config.image_size
+    size = image_side(config.vision_config)
     made = read_processor(images=Image.new("RGB", (size + 5, size // 2 + 3)), text=_PROBE)["input_ids"]
     placeholders = list(made[0]).count(config.image_token_id)
     if placeholders != config.image_seq_length:
@@ -201,7 +208,7 @@ def summary(model: LlavaForConditionalGeneration, sources: Sources, options: Bui
         Part(
             "vision_tower",
             str(sources.vision),
-            f"{tower.model_type}: {tower.num_hidden_layers} layers x {tower.hidden_size}, {tower.image_size} px",
+            f"{tower.model_type}: {tower.num_hidden_layers} layers x {tower.hidden_size}, {image_side(tower)} px",
             _count(model.model.vision_tower),
         ),
         Part("multi_modal_projector", f"new, seed {options.seed}", widths, _count(projector)),

@@ -22,7 +22,7 @@ from llava_mcore.build.options import VOCAB_MULTIPLE, Say
 from llava_mcore.build.sources import Source, check_loaded, reading, require_tokenizer_files
 from llava_mcore.errors import ConversionError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
 IMAGE_TOKEN = "<image>"
 PAD_TOKEN = "<pad>"
 _SMALLEST_VOCABULARY = 32
@@ -70,6 +70,10 @@ def load_language_model(source: Source, dtype: torch.dtype | str, say: Say) -> P
         say(f"  left out, not part of a {model.config.model_type} model: {', '.join(sorted(info['unexpected_keys']))}")
     if source.gguf_file is not None:
         del model.config.quantization_config  # the weights were dequantised while loading
+    if model.config.to_dict().get("final_logit_softcapping") is not None:
+        # transformers' LLaVA never caps logits; what serves the folder must compute what was trained.
+        say(f"  final_logit_softcapping = {model.config.final_logit_softcapping} left out: LLaVA has none")
+        model.config.final_logit_softcapping = None
     return model
 
 

@@ -11,6 +11,9 @@ from transformers import (
     AutoConfig,
     AutoImageProcessor,
     CLIPVisionModel,
+    Dinov2Model,
+    Dinov2WithRegistersModel,
+    InternVLVisionModel,
     PreTrainedConfig,
     PreTrainedModel,
     SiglipVisionModel,
@@ -19,10 +22,14 @@ from transformers import (
 from llava_mcore.build.options import BuildOptions
 from llava_mcore.build.sources import Source, check_loaded, reading
 from llava_mcore.errors import ConfigError, ConversionError
+from llava_mcore.towers import TOKENS_BEFORE_PATCHES, image_side, num_positions
 
 TOWERS: dict[str, type[PreTrainedModel]] = {
     "clip_vision_model": CLIPVisionModel,
     "siglip_vision_model": SiglipVisionModel,
+    "dinov2": Dinov2Model,
+    "dinov2_with_registers": Dinov2WithRegistersModel,
+    "internvl_vision": InternVLVisionModel,
 }
 PAIRS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
 """Folders with a text encoder too, of which only the tower is taken."""
@@ -32,8 +39,8 @@ PAIRS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
 class FeaturePlan:
     """What of the tower's output the projector reads.
 
-    `layers`: indices into its hidden states. `class_tokens`: positions before the patches. `tokens`: positions that
-    one picture takes in the language model. `input_width`: features a position, all layers side by side.
+    `layers`: indices into its hidden states. `class_tokens`: positions before the patches, registers too. `tokens`:
+    positions that one picture takes in the language model. `input_width`: features a position, all layers side by side.
     """
 
     layers: tuple[int, ...]
@@ -60,7 +67,12 @@ def load_vision_config(source: Source) -> PreTrainedConfig:
         return config.vision_config
     if config.model_type not in TOWERS:
         known = ", ".join([*PAIRS, *TOWERS])
-        raise ConversionError(f"{source}: model_type is {config.model_type!r}; vision models that can be used: {known}")
+        naflex = (
+            " (NaFlex; take a fixed-resolution SigLIP 2, which is a siglip)" if "siglip2" in config.model_type else ""
+        )
+        raise ConversionError(
+            f"{source}: model_type is {config.model_type!r}{naflex}; vision models that can be used: {known}"
+        )
     return config
 
 
@@ -82,7 +94,8 @@ def plan_features(config: PreTrainedConfig, options: BuildOptions) -> FeaturePla
     Raises:
         ConfigError: a layer the tower does not have, or a strategy that would drop a patch.
     """
-    has_class_token = config.model_type == "clip_vision_model"
+    before = TOKENS_BEFORE_PATCHES[config.model_type](config)
+    has_class_token = before > 0
     strategy = options.vision_feature_select_strategy or ("default" if has_class_token else "full")
     if strategy == "default" and not has_class_token:
         raise ConfigError(
@@ -90,10 +103,8 @@ def plan_features(config: PreTrainedConfig, options: BuildOptions) -> FeaturePla
             "a SigLIP tower has no class token. Use full."
         )
     layers = _feature_layers(config.num_hidden_layers, options)
-    patches = (config.image_size // config.patch_size) ** 2
-    class_tokens = int(has_class_token)
-    tokens = patches + class_tokens - int(strategy == "default")
-    return FeaturePlan(layers, strategy, class_tokens, tokens, config.hidden_size * len(layers))
+    tokens = num_positions(config) - int(strategy == "default")
+    return FeaturePlan(layers, strategy, before, tokens, config.hidden_size * len(layers))
 
 
 def _feature_layers(num_layers: int, options: BuildOptions) -> tuple[int, ...]:
@@ -125,7 +136,7 @@ def load_image_processor(source: Source, config: PreTrainedConfig) -> Any:
     hint = "Give --image-processor TAG_OR_DIR: a folder with preprocessor_config.json."
     with reading("the image processor", source, hint):
         processor = AutoImageProcessor.from_pretrained(source.name)
-    size = config.image_size
+    size = image_side(config)
     picture = np.zeros((size // 2 + 3, size + 5, 3), dtype=np.uint8)
     with reading("a picture through the image processor", source):
         made = tuple(processor(images=picture, return_tensors="pt")["pixel_values"].shape)

@@ -9,6 +9,10 @@ from transformers import LlavaConfig
 
 from llava_mcore.config.dims import ModelDims
 from llava_mcore.errors import ConversionError
+from llava_mcore.towers import ffn_size, has_class_token
+
+_WINDOWS_COMPUTED = ("gemma2", "gemma3_text")
+"""Families whose sliding windows are computed as they are; others must not meet sequences longer than theirs."""
 
 
 def load_hf_config(folder: Path) -> LlavaConfig:
@@ -41,7 +45,7 @@ def model_dims(hf: LlavaConfig) -> ModelDims:
     """Return the sizes that decide which layouts are possible."""
     text, vision = hf.text_config, hf.vision_config
     values = text.to_dict()
-    uses_window = values.get("use_sliding_window", True)
+    limited_by_window = values.get("use_sliding_window", True) and text.model_type not in _WINDOWS_COMPUTED
     return ModelDims(
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
@@ -51,9 +55,9 @@ def model_dims(hf: LlavaConfig) -> ModelDims:
         vocab_size=text.vocab_size,
         vision_num_layers=vision.num_hidden_layers,
         vision_hidden_size=vision.hidden_size,
-        vision_ffn_hidden_size=vision.intermediate_size,
+        vision_ffn_hidden_size=ffn_size(vision),
         vision_num_attention_heads=vision.num_attention_heads,
         max_position_embeddings=text.max_position_embeddings,
-        sliding_window=values.get("sliding_window") if uses_window else None,
-        keeps_class_token=vision.model_type == "clip_vision_model" and hf.vision_feature_select_strategy != "default",
+        sliding_window=values.get("sliding_window") if limited_by_window else None,
+        keeps_class_token=has_class_token(vision) and hf.vision_feature_select_strategy != "default",
     )

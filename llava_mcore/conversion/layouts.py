@@ -70,6 +70,23 @@ class FuseQKV:
 
 
 @dataclass(frozen=True)
+class Regroup:
+    """[(heads + 2*groups)*d, ...] on both sides: all queries, all keys, all values in files; then FuseQKV's order."""
+
+    heads: int
+    groups: int
+
+    def to_megatron(self, *hf: Tensor) -> Tensor:
+        (x,) = hf
+        head_dim = x.shape[0] // (self.heads + 2 * self.groups)
+        sizes = [self.heads * head_dim, self.groups * head_dim, self.groups * head_dim]
+        return FuseQKV(self.heads, self.groups).to_megatron(*x.split(sizes))
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        return (torch.cat(FuseQKV(self.heads, self.groups).to_hf(megatron)),)
+
+
+@dataclass(frozen=True)
 class Concat:
     """`num_parts` tensors of one shape, stacked along dim 0 (SwiGLU: gate, up)."""
 

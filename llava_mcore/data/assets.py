@@ -15,6 +15,7 @@ from llava_mcore.data.chat import ChatFormat
 from llava_mcore.data.images import ImagePreprocessor, load_image_processor, tokens_per_image
 from llava_mcore.data.template_choice import Lang, TemplateChoice, choose_template
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
+from llava_mcore.towers import image_side
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def _load_images(folders: list[Path], config: LlavaConfig | None, found: list[st
         return None
     try:
         processor = load_image_processor(folder)
-        return None if config is None else ImagePreprocessor(processor, config.vision_config.image_size)
+        return None if config is None else ImagePreprocessor(processor, image_side(config.vision_config))
     except (*LOAD_ERRORS, DataError) as error:
         found.append(f"the image processor in {folder} cannot be used: {error}")
         return None
@@ -167,7 +168,7 @@ def _image_length(folders: list[Path], config: LlavaConfig, found: list[str]) ->
     settings = _read_json(file, found)
     if settings is None or settings.get("patch_size") is None:
         return length  # without: written before processors expanded the placeholder
-    side = config.vision_config.image_size // int(settings["patch_size"])
+    side = image_side(config.vision_config) // int(settings["patch_size"])
     served = side**2 + int(settings.get("num_additional_image_tokens") or 0)
     served -= 1 if settings.get("vision_feature_select_strategy") == "default" else 0
     if served != length:

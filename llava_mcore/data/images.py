@@ -17,9 +17,7 @@ from transformers.image_processing_backends import TorchvisionBackend
 
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import NO_SCALE, normalise
-
-NUM_CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
-"""Tokens that a vision tower puts before its patches."""
+from llava_mcore.towers import TOKENS_BEFORE_PATCHES, num_positions
 
 
 def decode_image(data: bytes) -> Image.Image:
@@ -175,11 +173,10 @@ def load_image_processor(folder: Path) -> BaseImageProcessor:
 def tokens_per_image(config: LlavaConfig) -> int:
     """Number of placeholder ids of a picture, which is the number of features that Hugging Face's model makes.
 
-    Patches, plus the class token if the tower has one, minus the first feature under the strategy "default"
-    (which drops patch 0 of a tower without class token). DataError for a tower that is not known.
+    Patches, plus the class token and registers if the tower has them, minus the first feature under the strategy
+    "default" (which drops patch 0 of a tower without class token). DataError for a tower that is not known.
     """
     vision = config.vision_config
-    if vision.model_type not in NUM_CLASS_TOKENS:
-        raise DataError(f"vision tower {vision.model_type!r} is not known; known are {sorted(NUM_CLASS_TOKENS)}")
-    features = (vision.image_size // vision.patch_size) ** 2 + NUM_CLASS_TOKENS[vision.model_type]
-    return features - (1 if config.vision_feature_select_strategy == "default" else 0)
+    if vision.model_type not in TOKENS_BEFORE_PATCHES:
+        raise DataError(f"vision tower {vision.model_type!r} is not known; known are {sorted(TOKENS_BEFORE_PATCHES)}")
+    return num_positions(vision) - (1 if config.vision_feature_select_strategy == "default" else 0)

@@ -16,11 +16,19 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+
+
+def sees_window(config: TransformerConfig, layer_number: int) -> bool:
+    """Tell whether this layer (counted from 1) sees config.window_size only."""
+    return is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
 
 
 class SDPAttention(MegatronModule):
     """Causal or full attention with grouped queries; packed sequences attend within themselves only.
+
+    Layers that the configuration gives a window see no further back. `softcap`: see DecoderShape.
 
     Drop-in for megatron-core's DotProductAttention. s: sequence, b: batch, t: packed tokens, n: heads,
     g: query groups, d: head size.
@@ -36,6 +44,7 @@ class SDPAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        softcap: float | None = None,
         **_: Any,  # arguments that only other back ends use
     ) -> None:
         super().__init__(config=config)
@@ -43,6 +52,8 @@ class SDPAttention(MegatronModule):
             raise ValueError("SDPAttention has no context parallelism")
         self.causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.softcap = softcap
+        self.window = config.window_size[0] + 1 if sees_window(config, layer_number) else None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
@@ -77,13 +88,35 @@ class SDPAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n, s, d]
+        dropout = self.dropout if self.training else 0.0
+        mask = self._window_mask(q.shape[2], q.device)
+        if self.softcap is not None:
+            return self._capped(q, k, v, self.softcap, mask, dropout).permute(2, 0, 1, 3).flatten(2)
         out = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=self.causal and mask is None,
             scale=self.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _window_mask(self, length: int, device: torch.device) -> Tensor | None:
+        """Return what a token may see, [s, s]: itself and the window - 1 tokens before it. None: no window cuts."""
+        if self.window is None or length <= self.window:
+            return None
+        ones = torch.ones(length, length, dtype=torch.bool, device=device)
+        return ones.tril().triu(1 - self.window)
+
+    def _capped(self, q: Tensor, k: Tensor, v: Tensor, cap: float, mask: Tensor | None, dropout: float) -> Tensor:
+        """Return [b, n, s, d] for scores x that become cap * tanh(x / cap) (Gemma 2); holds [b, n, s, s]."""
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = torch.tanh(q @ k.transpose(2, 3) * self.scale / cap) * cap
+        if self.causal:
+            seen = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril() if mask is None else mask
+            scores = scores.masked_fill(~seen, float("-inf"))
+        weights = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype)
+        return F.dropout(weights, dropout) @ v

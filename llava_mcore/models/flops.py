@@ -13,7 +13,9 @@ from dataclasses import dataclass, fields
 from transformers import LlavaConfig
 
 from llava_mcore.models.language.dense import head_dim
+from llava_mcore.models.parts import vision_part
 from llava_mcore.models.vision.features import feature_choice, tokens_per_image
+from llava_mcore.towers import num_patches, num_positions, patch_side
 
 _TERA = 1e12
 
@@ -148,10 +150,11 @@ def _decoder_layer_weights(hf: LlavaConfig) -> int:
 def _vision(hf: LlavaConfig, num_images: int, *, trained: bool) -> dict[str, Flops]:
     """Return the tower's parts: every token of a picture sees every other, and pixels need no gradient."""
     vision, features = hf.vision_config, feature_choice(hf)
-    patches = (vision.image_size // vision.patch_size) ** 2
-    tokens = tokens_per_image(hf) + features.drop_first_token
-    weights = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
-    patch = 2 * num_images * patches * vision.num_channels * vision.patch_size**2 * vision.hidden_size
+    fields = vision_part(hf).config_from_hf(vision, features.num_layers)
+    matrices = 3 if fields.get("gated_linear_unit") else 2
+    tokens = num_positions(vision)
+    weights = 4 * vision.hidden_size**2 + matrices * vision.hidden_size * fields["ffn_hidden_size"]
+    patch = 2 * num_images * num_patches(vision) * vision.num_channels * patch_side(vision) ** 2 * vision.hidden_size
     layers = 2 * num_images * tokens * features.num_layers * weights
     attention = 4 * num_images * tokens**2 * features.num_layers * vision.hidden_size
     return {

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llava_mcore.errors import ConversionError, problems
+from llava_mcore.towers import WRAPPED
 
 # Longest first: the first prefix that some tensor has is taken.
 _VISION = ("model.vision_tower.vision_model.", "model.vision_tower.", "vision_tower.vision_model.", "vision_tower.")
@@ -37,6 +38,23 @@ class TextNames:
 
 
 @dataclass(frozen=True)
+class LayerNames:
+    """Hugging Face's names of the modules in one layer, relative to it.
+
+    `query_key_value` and `into` (the gate first, where there is one) hold one name where the files have them fused.
+    """
+
+    norm_before: str
+    query_key_value: tuple[str, ...]
+    attention_out: str
+    norm_between: str
+    into: tuple[str, ...]
+    out_of: str
+    norm_after_attention: str | None = None
+    norm_after_mlp: str | None = None
+
+
+@dataclass(frozen=True)
 class HfNames:
     """The prefixes one HF folder uses."""
 
@@ -46,7 +64,10 @@ class HfNames:
     lm_head: str
 
 
-NEWEST = HfNames("vision_tower.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight")
+def usual_names(vision_kind: str) -> HfNames:
+    """Return the prefixes of llava-hf's checkpoints. `vision_kind`: the tower's model_type."""
+    vision = "vision_tower.vision_model." if vision_kind in WRAPPED else "vision_tower."
+    return HfNames(vision, "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight")
 
 
 def detect_names(hf_tensors: Iterable[str], *, source: str) -> HfNames:

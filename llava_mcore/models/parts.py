@@ -7,11 +7,30 @@ from types import ModuleType
 from transformers import LlavaConfig
 
 from llava_mcore.errors import ConversionError, problems
-from llava_mcore.models.language import llama, mistral, qwen2, qwen3
-from llava_mcore.models.vision import clip, siglip
+from llava_mcore.models.language import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
+from llava_mcore.models.vision import clip, dinov2, internvit, siglip
 
-LANGUAGE_MODELS: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
-VISION_TOWERS: dict[str, ModuleType] = {"clip_vision_model": clip, "siglip_vision_model": siglip}
+LANGUAGE_MODELS: dict[str, ModuleType] = {
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "llama": llama,
+    "mistral": mistral,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
+VISION_TOWERS: dict[str, ModuleType] = {
+    "clip_vision_model": clip,
+    "dinov2": dinov2,
+    "dinov2_with_registers": dinov2,
+    "internvl_vision": internvit,
+    "siglip_vision_model": siglip,
+}
+_REASONS = {
+    "siglip2_vision_model": "it takes patches of any aspect ratio with their shapes (NaFlex), LLaVA passes square "
+    "pictures; take a fixed-resolution SigLIP 2, which is a siglip_vision_model",
+    "gemma3": "it is a whole vision-language model; its text model is gemma3_text",
+}
 
 
 def check_families(hf: LlavaConfig, *, source: str) -> None:
@@ -22,7 +41,8 @@ def check_families(hf: LlavaConfig, *, source: str) -> None:
         ("vision_config", hf.vision_config.model_type, VISION_TOWERS),
     ):
         if kind not in known:
-            found.append(f"{key}.model_type = {kind!r} is not supported; known: {', '.join(sorted(known))}")
+            reason = f": {_REASONS[kind]}" if kind in _REASONS else ""
+            found.append(f"{key}.model_type = {kind!r} is not supported{reason}; known: {', '.join(sorted(known))}")
     if found:
         raise ConversionError(problems(f"{source}/config.json", found))
 

@@ -9,7 +9,6 @@ s: tokens, b: samples, f: features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,31 +16,15 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from llava_mcore.models.names import HfNames
+from llava_mcore.models.names import HfNames, LayerNames
 from llava_mcore.models.vlm import VisionLanguageModel
 
 NUM_TOKENS = 32
 """How many tokens of each output are kept: a wrong weight is wrong for every token."""
 
 Gather = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class LayerNames:
-    """Hugging Face's names inside one layer."""
-
-    norm_before: str
-    norm_between: str
-    attention_out: str
-    into: tuple[str, ...]
-    out_of: str
-
-
-TEXT = LayerNames(
-    "input_layernorm", "post_attention_layernorm", "self_attn.o_proj", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
-)
-VISION = LayerNames("layer_norm1", "layer_norm2", "self_attn.out_proj", ("mlp.fc1",), "mlp.fc2")
 
 
 class Recorder:
@@ -81,15 +64,17 @@ def watch_hf(recorder: Recorder, model: nn.Module, names: HfNames, shown_as: HfN
     for name, module in model.named_modules():
         for prefix, shown in pairs:
             if name.startswith(prefix):
-                recorder.watch(module, partial(_tensor_of, shown + name.removeprefix(prefix)))
+                recorder.watch(module, partial(_tensor_of, shown + name.removeprefix(prefix), type(module)))
 
 
-def _tensor_of(name: str, output: Any) -> dict[str, Tensor]:
+def _tensor_of(name: str, kind: type[nn.Module], output: Any) -> dict[str, Tensor]:
     """Return a Hugging Face module's output as [b, s, f], if it is one."""
     x = output[0] if isinstance(output, tuple) else output
     if not isinstance(x, Tensor) or x.ndim < 3:
         return {}
-    if name.endswith("patch_embedding"):
+    if kind is Gemma3RMSNorm and x.ndim == 4:  # alone in normalising heads [b, heads, s, f]
+        x = x.transpose(1, 2)
+    if kind is nn.Conv2d:
         return {name: x.flatten(2).transpose(1, 2)}
     return {name: x.flatten(2)}
 
@@ -102,11 +87,12 @@ def watch_ours(recorder: Recorder, model: VisionLanguageModel, names: HfNames, g
     """
     if model.pre_process:
         _watch_vision(recorder, model, names, gather)
-        embedding = model.language_model.embedding.word_embeddings
-        recorder.watch(embedding, lambda out: {names.text + "embed_tokens": out})
+        language = model.language_model
+        embedding = language.embedding.word_embeddings
+        recorder.watch(embedding, lambda out: {names.text + "embed_tokens": language.scaled(out)})
     for layer in model.language_model.decoder.layers:
         prefix = f"{names.text}layers.{layer.layer_number - 1}"
-        _watch_layer(recorder, layer, prefix, TEXT, gather)
+        _watch_layer(recorder, layer, prefix, model.language_model.shape.names, gather)
     if model.post_process:
         norm = model.language_model.decoder.final_layernorm
         recorder.watch(norm, lambda out: {names.text + "norm": _batch_first(out)})
@@ -114,14 +100,15 @@ def watch_ours(recorder: Recorder, model: VisionLanguageModel, names: HfNames, g
 
 def _watch_vision(recorder: Recorder, model: VisionLanguageModel, names: HfNames, gather: Gather) -> None:
     tower, v, p = model.vision_model, names.vision, names.projection
-    recorder.watch(tower.conv1, lambda out: {v + "embeddings.patch_embedding": out.flatten(2).transpose(1, 2)})
-    if tower.shape.pre_norm:
+    shape = tower.shape
+    recorder.watch(tower.conv1, lambda out: {v + shape.conv_name: out.flatten(2).transpose(1, 2)})
+    if shape.pre_norm:
         recorder.watch_input(tower.ln_pre, v + "embeddings", lambda x: x)
         recorder.watch(tower.ln_pre, lambda out: {v + "pre_layrnorm": out})
     else:
         recorder.watch_input(tower.decoder.layers[0], v + "embeddings", _batch_first)
     for layer in tower.decoder.layers:
-        _watch_layer(recorder, layer, f"{v}encoder.layers.{layer.layer_number - 1}", VISION, gather)
+        _watch_layer(recorder, layer, f"{v}{shape.layers_name}{layer.layer_number - 1}", shape.names, gather)
     mlp = model.vision_projection.encoder
     recorder.watch(mlp.linear_fc1, lambda out: {p + "linear_1": gather(_with_bias(out))})
     recorder.watch(mlp.linear_fc2, lambda out: {p + "linear_2": _with_bias(out)})
@@ -135,28 +122,47 @@ def _watch_layer(recorder: Recorder, layer: TransformerLayer, prefix: str, hf: L
         return {name: gather(_batch_first(out).flatten(2))}
 
     def into_mlp(out: Any) -> dict[str, Tensor]:
-        parts = _batch_first(_with_bias(out)).chunk(len(hf.into), dim=-1)
-        return {inside + name: gather(x) for name, x in zip(hf.into, parts, strict=True)}
+        parts = _batch_first(_with_bias(out)).chunk(1 + mlp.config.gated_linear_unit, dim=-1)
+        return _named(inside, hf.into, [gather(x) for x in parts])
 
     recorder.watch(layer.input_layernorm, lambda out: {inside + hf.norm_before: _batch_first(out)})
-    recorder.watch(attention.linear_qkv, lambda out: _split_heads(attention, out, inside, gather))
+    recorder.watch(attention.linear_qkv, lambda out: _split_heads(attention, out, inside, hf, gather))
     for norm, name in ((attention.q_layernorm, "q_norm"), (attention.k_layernorm, "k_norm")):
         if norm is not None:
             recorder.watch(norm, partial(heads, f"{inside}self_attn.{name}"))
-    recorder.watch(attention.linear_proj, lambda out: {inside + hf.attention_out: _batch_first(_with_bias(out))})
+    _watch_output(recorder, attention.linear_proj, inside, hf.attention_out, hf.norm_after_attention)
     recorder.watch(layer.pre_mlp_layernorm, lambda out: {inside + hf.norm_between: _batch_first(out)})
     recorder.watch(mlp.linear_fc1, into_mlp)
-    recorder.watch(mlp.linear_fc2, lambda out: {inside + hf.out_of: _batch_first(_with_bias(out))})
+    _watch_output(recorder, mlp.linear_fc2, inside, hf.out_of, hf.norm_after_mlp)
     recorder.watch(layer, lambda out: {prefix: _batch_first(out[0] if isinstance(out, tuple) else out)})
 
 
-def _split_heads(attention: SelfAttention, output: Any, inside: str, gather: Gather) -> dict[str, Tensor]:
+def _watch_output(recorder: Recorder, linear: nn.Module, inside: str, name: str, norm: str | None) -> None:
+    """Record the layer that attention or MLP ends with; a norm behind it is its child."""
+    if norm is None:
+        recorder.watch(linear, lambda out: {inside + name: _batch_first(_with_bias(out))})
+    else:
+        child = linear.get_submodule("post_layernorm")
+        recorder.watch_input(child, inside + name, _batch_first)
+        recorder.watch(child, lambda out: {inside + norm: _batch_first(out)})
+
+
+def _split_heads(
+    attention: SelfAttention, output: Any, inside: str, hf: LayerNames, gather: Gather
+) -> dict[str, Tensor]:
     """Take query, key and value [b, s, f] out of Megatron's groups: query heads, then a key, then a value."""
     groups = attention.num_query_groups_per_partition
     heads = attention.num_attention_heads_per_partition // groups
     by_group = _batch_first(_with_bias(output)).unflatten(-1, (groups, heads + 2, -1))  # [b, s, groups, heads, dim]
     parts = by_group.split([heads, 1, 1], dim=-2)
-    return {f"{inside}self_attn.{x}_proj": gather(part.flatten(2)) for x, part in zip("qkv", parts, strict=True)}
+    return _named(inside, hf.query_key_value, [gather(part.flatten(2)) for part in parts])
+
+
+def _named(inside: str, names: tuple[str, ...], parts: list[Tensor]) -> dict[str, Tensor]:
+    """Give the parts their names; one name for several is that of a fused module."""
+    if len(names) < len(parts):
+        return {inside + names[0]: torch.cat(parts, dim=-1)}
+    return {inside + name: part for name, part in zip(names, parts, strict=True)}
 
 
 def _with_bias(output: tuple[Tensor, Tensor | None]) -> Tensor:

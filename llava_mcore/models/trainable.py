@@ -11,18 +11,18 @@ from transformers import LlavaConfig
 
 from llava_mcore.config.model import ModelConfig
 from llava_mcore.errors import ConfigError, problems
-from llava_mcore.models.names import NEWEST, HfNames
+from llava_mcore.models.names import HfNames, usual_names
 from llava_mcore.models.table import mapping_table
 from llava_mcore.models.vision.transformer import CHECKPOINT_NAMES
 from llava_mcore.models.vlm import VisionLanguageModel
 
 PARTS = ("vision_model", "vision_projection", "language_model")
 STYLES = (
-    NEWEST,
+    HfNames("vision_tower.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight"),
     HfNames("model.vision_tower.", "model.multi_modal_projector.", "model.language_model.", "lm_head.weight"),
     HfNames("vision_tower.vision_model.", "multi_modal_projector.", "model.language_model.", "lm_head.weight"),
 )
-"""The names that transformers has given a LLaVA's tensors over the years; a pattern may mean any of them."""
+"""Names that transformers has given a LLaVA's tensors over the years; a pattern may mean any of them."""
 _LAYERS = "language_model.decoder.layers."
 
 
@@ -73,7 +73,8 @@ def trained_parameters(hf: LlavaConfig, model: ModelConfig) -> dict[str, bool]:
 
 def _pieces(hf: LlavaConfig) -> list[_Piece]:
     rows = hf.text_config.vocab_size  # only names are asked for
-    tables = [mapping_table(hf, names, hf_tensors=(), padded_vocab_size=rows).entries for names in STYLES]
+    styles = (usual_names(hf.vision_config.model_type), *STYLES)
+    tables = [mapping_table(hf, names, hf_tensors=(), padded_vocab_size=rows).entries for names in styles]
     return [
         _Piece(name, (name, *(table[name].hf_names[i] for table in tables)))
         for name, entry in tables[0].items()

@@ -18,10 +18,11 @@ from transformers import LlavaConfig
 
 from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.models.language.decoder import LanguageModel, padded_vocab_size
-from llava_mcore.models.parts import vision_part
+from llava_mcore.models.parts import language_part, vision_part
 from llava_mcore.models.projection import mlp
 from llava_mcore.models.vision.features import feature_choice
 from llava_mcore.models.vision.transformer import VisionTransformer
+from llava_mcore.towers import image_side
 
 
 class VisionLanguageModel(MegatronModule):
@@ -49,10 +50,11 @@ class VisionLanguageModel(MegatronModule):
             self.vision_model = VisionTransformer(configs.vision, vision_part(hf).shape(hf.vision_config), features)
             width = hf.vision_config.hidden_size * len(features.layers)
             self.vision_projection = mlp.build(configs.projection, input_size=width)
-            self.image_size = hf.vision_config.image_size
+            self.image_size = image_side(hf.vision_config)
         self.language_model = LanguageModel(
             configs.language,
             hf.text_config,
+            language_part(hf).shape(hf.text_config),
             tied=hf.tie_word_embeddings,
             num_rows=padded_vocab_size(
                 hf.text_config.vocab_size,
@@ -94,7 +96,7 @@ class VisionLanguageModel(MegatronModule):
         """
         decoder_input = None
         if self.pre_process:
-            embeddings = self.language_model.embedding(input_ids, position_ids)  # [s, b, h]
+            embeddings = self.language_model.embed(input_ids, position_ids)  # [s, b, h]
             features = self.image_features(pixel_values)
             decoder_input = place_features(embeddings, features, image_positions)
             if torch.is_grad_enabled() and not decoder_input.requires_grad and self._needs_input_gradient():

@@ -21,7 +21,7 @@ from llava_mcore.config.model import ModelConfig
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
-from llava_mcore.models.parts import check_families
+from llava_mcore.models.parts import check_families, language_part
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.models.vlm import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups, set_virtual_stages, sum_over_ranks
@@ -124,7 +124,7 @@ def model_options(run: RunConfig, groups: Groups, hf: LlavaConfig, *, initialise
         make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
         initialise=initialise,
         deterministic=run.training.deterministic,
-        transformer_impl=transformer_impl(run, groups),
+        transformer_impl=transformer_impl(run, groups, hf),
         fp8=fp8_options(run),
         recompute=recompute_options(model, model.recompute),
         recompute_vision=recompute_options(model, model.recompute_vision),
@@ -160,12 +160,22 @@ def fuse_weight_gradients(model: VisionLanguageModel) -> None:
             module.fuse_wgrad_accumulation = True
 
 
-def transformer_impl(run: RunConfig, groups: Groups) -> Literal["transformer_engine", "local"]:
-    """Return whose layers to use. ConfigError if Transformer Engine is asked for, also by --fp8, and not there."""
+def transformer_impl(run: RunConfig, groups: Groups, hf: LlavaConfig) -> Literal["transformer_engine", "local"]:
+    """Return whose layers to use.
+
+    Raises:
+        ConfigError: Transformer Engine is asked for, also by --fp8, and not there or not able to compute this family.
+    """
+    wanted = "--fp8" if run.model.transformer_impl is None else "model.transformer_impl = transformer_engine"
+    if language_part(hf).shape(hf.text_config).needs_local_layers:
+        if run.model.transformer_impl == "transformer_engine" or run.training.fp8:
+            raise ConfigError(
+                f"{wanted}: {hf.text_config.model_type} models are made of local layers only: leave that away"
+            )
+        return "local"
     usable = groups.device.type == "cuda" and HAVE_TE
     chosen = run.model.transformer_impl or ("transformer_engine" if usable or run.training.fp8 else "local")
     if chosen == "transformer_engine" and not usable:
-        wanted = "--fp8" if run.model.transformer_impl is None else "model.transformer_impl = transformer_engine"
         raise ConfigError(f"{wanted} needs GPUs and the package transformer-engine: install it, or leave that away")
     return chosen
 

@@ -11,6 +11,7 @@ from transformers import LlavaConfig
 
 from llava_mcore.models.vision.features import tokens_per_image
 from llava_mcore.pixels import NO_SCALE
+from llava_mcore.towers import image_side
 
 LENGTH = 48
 
@@ -37,7 +38,7 @@ class FakeBatch:
 def sample(hf: LlavaConfig, index: int, *, text_only: bool) -> dict[str, Tensor]:
     """One sample: ids and mask [LENGTH], pictures [0 or 1, 3, h, w], their positions."""
     g = torch.Generator().manual_seed(1000 + index)
-    n, size = tokens_per_image(hf), hf.vision_config.image_size
+    n, size = tokens_per_image(hf), image_side(hf.vision_config)
     ids = torch.randint(5, 300, (LENGTH,), generator=g)
     mask = torch.zeros(LENGTH)
     start, answer = 2 + index % 3, n + 8

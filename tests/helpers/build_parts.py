@@ -9,17 +9,17 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     CLIPImageProcessor,
     CLIPModel,
-    CLIPVisionModel,
     LlavaForConditionalGeneration,
     PreTrainedTokenizerFast,
     SiglipImageProcessor,
     SiglipModel,
-    SiglipVisionModel,
 )
 
+from llava_mcore.towers import image_side
 from tests.helpers.tiny_hf import CORPUS, randomise, text_config, vision_config
 
 VOCAB = 401
@@ -66,7 +66,7 @@ def save_text(
 def save_vision(folder: Path, kind: str, *, whole: bool = False) -> Path:
     """Write a tiny random tower, or (`whole`) a model with a text encoder around it, and its image processor."""
     config = vision_config(kind, num_hidden_layers=3)
-    model = (CLIPVisionModel if kind == "clip" else SiglipVisionModel)(config)
+    model = AutoModel.from_config(config)
     if whole:
         encoder = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
         family = CLIPModel if kind == "clip" else SiglipModel
@@ -74,13 +74,13 @@ def save_vision(folder: Path, kind: str, *, whole: bool = False) -> Path:
         model = family(family.config_class(**values))
     randomise(model, seed=4)
     model.save_pretrained(folder)
-    save_image_processor(folder, kind, config.image_size)
+    save_image_processor(folder, kind, image_side(config))
     return folder
 
 
 def save_image_processor(folder: Path, kind: str, pixels: int) -> None:
     size = {"height": pixels, "width": pixels}
-    if kind == "clip":
+    if kind != "siglip":
         CLIPImageProcessor(size={"shortest_edge": pixels}, crop_size=size).save_pretrained(folder)
     else:
         SiglipImageProcessor(size=size).save_pretrained(folder)

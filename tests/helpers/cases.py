@@ -10,6 +10,7 @@ import torch
 from transformers import LlavaForConditionalGeneration
 
 from llava_mcore.models.vision.features import tokens_per_image
+from llava_mcore.towers import image_side
 from tests.helpers.tiny_hf import make_hf_llava
 
 LLAMA3_ROPE = {
@@ -22,20 +23,28 @@ LLAMA3_ROPE = {
 }
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}
+PARTIAL = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+TWO_ROPES = {
+    "full_attention": {"rope_theta": 1000000.0, "rope_type": "linear", "factor": 8.0},
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny LLaVA."""
+    """One tiny LLaVA. `layouts`: the (tp, pp) it is tested at; None: at all."""
 
     vision: str
     text: str
     options: dict[str, Any] = field(default_factory=dict)
+    layouts: tuple[tuple[int, int], ...] | None = None
 
     @property
     def name(self) -> str:
         return f"{self.vision}-{self.text}"
 
+
+FEW = ((1, 2), (2, 1), (2, 2))
 
 CASES = [
     Case("clip", "llama", {"text_overrides": {"vocab_size": 401}}),
@@ -46,6 +55,19 @@ CASES = [
     Case("siglip", "mistral", {"text_overrides": {"num_key_value_heads": 8}}),
     Case("siglip", "qwen2", {"text_overrides": {"rope_parameters": YARN}, "strategy": "default"}),
     Case("siglip", "qwen3", {"tie": True, "feature_layer": 2}),
+    Case(
+        "dinov2",
+        "phi3",
+        {
+            "feature_layer": [-2, 1],
+            "text_overrides": {"rope_parameters": PARTIAL},
+            "vision_overrides": {"use_swiglu_ffn": True},
+        },
+        FEW,
+    ),
+    Case("dinov2_with_registers", "gemma2", {"tie": True}, FEW),
+    Case("internvit", "gemma3", {"tie": True, "feature_layer": -1}, FEW),
+    Case("siglip", "gemma3", {"text_overrides": {"rope_parameters": TWO_ROPES}}, FEW),
 ]
 
 
@@ -64,7 +86,7 @@ def make_inputs(model: LlavaForConditionalGeneration, *, num_text: int = 24, see
     starts = [3, 3 + n + 2]
     for start in starts:
         ids[0, start : start + n] = hf.image_token_id
-    size = hf.vision_config.image_size
+    size = image_side(hf.vision_config)
     positions = torch.cat([torch.arange(start, start + n) for start in starts])
     return {
         "input_ids": ids,

@@ -10,11 +10,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     CLIPImageProcessor,
     CLIPVisionConfig,
+    Dinov2Config,
+    Dinov2WithRegistersConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    InternVLVisionConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
     MistralConfig,
+    Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -23,8 +29,22 @@ from transformers import (
 )
 
 PATCH = 14
-TEXTS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-VISIONS = {"clip": CLIPVisionConfig, "siglip": SiglipVisionConfig}
+TEXTS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "phi3": Phi3Config,
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+}
+VISIONS = {
+    "clip": CLIPVisionConfig,
+    "siglip": SiglipVisionConfig,
+    "dinov2": Dinov2Config,
+    "dinov2_with_registers": Dinov2WithRegistersConfig,
+    "internvit": InternVLVisionConfig,
+}
 
 CORPUS = [
     "USER: What is this? ASSISTANT: This is a picture of a small red house.",
@@ -63,7 +83,7 @@ def make_tokenizer(vocab_size: int = 400) -> PreTrainedTokenizerFast:
     )
 
 
-def vision_config(kind: str, **overrides: Any) -> CLIPVisionConfig | SiglipVisionConfig:
+def vision_config(kind: str, **overrides: Any) -> Any:
     """4 layers, 64 wide; SigLIP's picture (60) is no multiple of the patch (14), as in so400m-patch14-384."""
     base: dict[str, Any] = {
         "hidden_size": 64,
@@ -71,8 +91,13 @@ def vision_config(kind: str, **overrides: Any) -> CLIPVisionConfig | SiglipVisio
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "patch_size": PATCH,
-        "image_size": 56 if kind == "clip" else 60,
+        "image_size": 60 if kind == "siglip" else 56,
     }
+    if kind.startswith("dinov2"):
+        base |= {"mlp_ratio": 2}
+        del base["intermediate_size"]
+    if kind == "internvit":
+        base |= {"attention_bias": True}
     return VISIONS[kind](**(base | overrides))
 
 
@@ -94,17 +119,26 @@ def text_config(kind: str, **overrides: Any) -> Any:
         base["head_dim"] = 16
     if kind == "mistral":
         base |= {"sliding_window": None, "head_dim": 8}
+    if kind.startswith("gemma"):  # a window that cuts, every second layer
+        base |= {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
+        num_layers = overrides.get("num_hidden_layers", base["num_hidden_layers"])
+        base["layer_types"] = ["sliding_attention", "full_attention"] * (num_layers // 2)
     return TEXTS[kind](**(base | overrides))
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     """Make every tensor non-trivial (biases and norms too), so that a swap or a transposition shows."""
+    zero_centred = {
+        id(p) for x in model.modules() if type(x).__name__.startswith("Gemma") for p in x.parameters(recurse=False)
+    }
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in sorted(model.named_parameters()):
             noise = torch.randn(p.shape, generator=generator)
             if "norm" in name and name.endswith("weight"):
-                p.copy_(1.0 + 0.1 * noise)
+                p.copy_((0.0 if id(p) in zero_centred else 1.0) + 0.1 * noise)
+            elif "lambda" in name:  # layer scale
+                p.copy_(0.5 + 0.2 * noise)
             elif p.ndim == 1:
                 p.copy_(0.1 * noise)
             else:
@@ -128,10 +162,12 @@ def make_hf_llava(
     tokenizer = make_tokenizer()
     v = vision_config(vision, **(vision_overrides or {}))
     t = text_config(text, tie_word_embeddings=tie, **(text_overrides or {}))
-    strategy = strategy or ("default" if vision == "clip" else "full")
-    grid = v.image_size // v.patch_size
-    has_cls = vision == "clip"
-    tokens = grid**2 + (1 if has_cls else 0) - (1 if strategy == "default" else 0)
+    strategy = strategy or ("full" if vision == "siglip" else "default")
+    side, patch = v.image_size, v.patch_size
+    if vision == "internvit":
+        side, patch = side[0], patch[0]
+    before = {"siglip": 0, "dinov2_with_registers": 5}.get(vision, 1)
+    tokens = (side // patch) ** 2 + before - (1 if strategy == "default" else 0)
     config = LlavaConfig(
         vision_config=v,
         text_config=t,
@@ -142,21 +178,23 @@ def make_hf_llava(
         image_seq_length=tokens,
         tie_word_embeddings=tie,
     )
-    model = LlavaForConditionalGeneration(config).eval()
+    # Of the attentions in transformers only this one caps scores, as Gemma 2 asks for.
+    capped = {"attn_implementation": "eager"} if text == "gemma2" else {}
+    model = LlavaForConditionalGeneration._from_config(config, **capped).eval()
     randomise(model, seed)
     model = model.to(dtype)
-    size = {"height": v.image_size, "width": v.image_size}
+    size = {"height": side, "width": side}
     image_processor: Any = (
-        CLIPImageProcessor(size={"shortest_edge": v.image_size}, crop_size=size)
-        if vision == "clip"
-        else SiglipImageProcessor(size=size)
+        SiglipImageProcessor(size=size)
+        if vision == "siglip"
+        else CLIPImageProcessor(size={"shortest_edge": side}, crop_size=size)
     )
     processor = LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
-        patch_size=v.patch_size,
+        patch_size=patch,
         vision_feature_select_strategy=strategy,
-        num_additional_image_tokens=1 if has_cls else 0,
+        num_additional_image_tokens=before,
         chat_template=CHAT_TEMPLATE,
     )
     folder.mkdir(parents=True, exist_ok=True)

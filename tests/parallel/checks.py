@@ -10,7 +10,9 @@ import torch
 from llava_mcore.checkpoint.hf_config import load_hf_config
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.checkpoint.megatron import load_weights, model_state, save_state
+from llava_mcore.config.model import ModelConfig
 from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.trainable import trained_parameters, whole_names
 from llava_mcore.models.vlm import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups, initialise, seed_everything
 
@@ -78,6 +80,8 @@ def parity_and_reshard(tp: int, pp: int, cases: list[dict[str, Any]]) -> list[to
     for case in cases:
         checkpoint, _ = latest_checkpoint(Path(case["megatron"]))
         model = load_model(groups, checkpoint)
+        hf = load_hf_config(hf_folder(checkpoint))
+        assert whole_names(model).keys() <= trained_parameters(hf, ModelConfig()).keys(), "what --freeze chooses from"
         results.append(logits(groups, model, case["inputs"]))
         if "resharded" in case:
             target = Path(case["resharded"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
+from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.save import save_checkpoint
 from llava_mcore.training.state import Progress, resume
 from tests.parallel.checks import join
@@ -22,12 +23,39 @@ LAST = "parallel.num_layers_in_last_pipeline_stage"
 def curves(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict[str, dict[str, list[float]]]:
     """Train with and without each option, at one layout."""
     groups = join(tp, pp)
+    save_at_other_layouts(groups, checkpoints, save_dir)
     runs: dict[str, tuple[str, set[int], dict[str, Any]]] = {}
     for name, (checkpoint, flags) in (
         plain_runs() | sequence_options() | recompute_options() | stage_options()
     ).items():
         runs[name] = (checkpoints[checkpoint], MIXED, SHORT | flags)
     return run_all(groups, runs, save_dir)
+
+
+def other_layouts() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return layouts that stored tensors must not show: by run name, the checkpoint and flags."""
+    interleaved = {"parallel.num_layers_per_virtual_pipeline_stage": 1}
+    return {
+        "saved-interleaved": ("gemma3", interleaved | SEQUENCE),
+        "saved-uneven": ("llama", {FIRST: 3, LAST: 1}),
+        # 401 words: 512 rows in the import, 402 here.
+        "saved-narrow-vocabulary": ("llama", {"model.make_vocab_size_divisible_by": 1}),
+        "saved-distributed": ("gemma2", SEQUENCE | {LAST: 1, "parallel.use_distributed_optimizer": True}),
+    }
+
+
+def save_at_other_layouts(groups: Groups, checkpoints: dict[str, str], save_dir: str) -> None:
+    """Load imports into each layout, take steps that are too small to change a weight, and save."""
+    for name, (checkpoint, flags) in other_layouts().items():
+        still = {"name": name, "optimizer.lr": 1e-30, "optimizer.weight_decay": 0.0}
+        source = checkpoints[checkpoint]
+        saving = {"checkpoint.save": True, "training.train_iters": 4}
+        run = run_config(groups.tp_size, groups.pp_size, source, save_dir, **still, **saving, **flags)
+        trainer = make_trainer(groups, run)
+        train_steps(groups, trainer, run, open_fake_loader(groups, trainer, run, 0))
+        save_checkpoint(
+            trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), hf_folder(latest_checkpoint(Path(source))[0]), None
+        )
 
 
 def plain_runs() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -37,6 +65,8 @@ def plain_runs() -> dict[str, tuple[str, dict[str, Any]]]:
         "qwen3": ("qwen3", {}),
         "qwen2 tied": ("qwen2", {}),
         "packed": ("llama", {}),
+        "gemma3 tied": ("gemma3", {}),
+        "packed gemma2": ("gemma2", {}),
         "stage 1": ("llama", {"model.freeze_language_model": True, "model.freeze_vision_model": True}),
     }
 
@@ -60,6 +90,7 @@ def recompute_options() -> dict[str, tuple[str, dict[str, Any]]]:
         "llama + recompute full": ("llama", full),
         "llama + recompute first layer": ("llama", {"model.recompute": "full", "model.recompute_method": "block"}),
         "packed + recompute selective": ("llama", parts),
+        "gemma3 tied + recompute full": ("gemma3", full),
         "qwen3 + the tower too": ("qwen3", {"model.recompute": "selective", "model.recompute_vision": "full"}),
         "stage 1 + recompute full": (
             "llama",
@@ -78,6 +109,7 @@ def stage_options() -> dict[str, tuple[str, dict[str, Any]]]:
         "llama + both stages given": ("llama", {FIRST: 3, LAST: 1}),
         "llama + interleaved": ("llama", interleaved),
         "packed + interleaved": ("llama", interleaved),
+        "gemma3 tied + interleaved": ("gemma3", interleaved),
         "qwen2 tied + interleaved": ("qwen2", interleaved),
         "stage 1 + interleaved": (
             "llama",

@@ -6,13 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlavaForConditionalGeneration
 
+from llava_mcore.apps.export_hf import export_hf
 from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
+from tests.helpers.batches import FakeLoader
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel.option_checks import MIXED, other_layouts
+from tests.parallel.test_layouts import assert_same_folder
+from tests.parallel.training_checks import GLOBAL_BATCH
 
-FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {"vision": "siglip"}, "qwen2": {"tie": True}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"vision": "siglip"},
+    "qwen2": {"tie": True},
+    "gemma3": {"vision": "dinov2_with_registers", "tie": True},
+    "gemma2": {"vision": "internvit"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +50,24 @@ def test_options_change_no_number(checkpoints: dict[str, str], tmp_path: Path) -
         assert run["loss"] == pytest.approx(plain["loss"], rel=1e-5), name
         assert run["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4), name
         assert run["grad_norm"][0] == pytest.approx(plain["grad_norm"][0], rel=1e-5), name
+    for name, (text, _) in other_layouts().items():
+        export_hf(tmp_path / name, tmp_path / f"{name}-hf", tp=2, pp=2, verify=True)
+        assert_same_folder(Path(checkpoints[text]).parent / f"hf-{text}", tmp_path / f"{name}-hf")
+    for name, text in (("gemma3 tied", "gemma3"), ("packed gemma2", "gemma2")):
+        loss, norm = first_step_of_hugging_face(Path(checkpoints[text]).parent / f"hf-{text}")
+        assert (runs[name]["loss"][0], runs[name]["grad_norm"][0]) == pytest.approx((loss, norm), rel=1e-5), name
+
+
+def first_step_of_hugging_face(folder: Path) -> tuple[float, float]:
+    """Return loss and gradient norm of the first global batch, from transformers alone."""
+    model = LlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").train()
+    loader = FakeLoader(model.config, micro_batch_size=GLOBAL_BATCH, dp_rank=0, dp_size=1, text_only=MIXED)
+    batch = next(loader)
+    logits = model(input_ids=batch.input_ids, pixel_values=batch.pixel_values).logits
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+    loss = (losses * batch.loss_mask.flatten()).sum() / batch.loss_mask.sum()
+    loss.backward()
+    return loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
 
 
 def test_a_checkpoint_does_not_know_how_the_layers_were_divided(checkpoints: dict[str, str], tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ TEXT_FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (_remove("config.json"), "configuration cannot be read"),
     "another family": (
         lambda f: _edit(f, model_type="gpt2"),
-        "'gpt2'; language models that can be used: llama, mistral",
+        "'gpt2'; language models that can be used: gemma2, gemma3_text, llama",
     ),
     "quantised": (lambda f: _edit(f, quantization_config={"quant_method": "gptq", "bits": 4}), "quantised"),
     "no weights": (_remove("model.safetensors"), "language model cannot be read"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from llava_mcore.conversion.mapping import Entry, MappingTable
 from llava_mcore.conversion.sharding import ROW
 from llava_mcore.errors import CheckpointError, ConversionError
 from llava_mcore.models.table import mapping_table
+from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import make_hf_llava
 
 LAYER = "language_model.model.layers.1."
@@ -29,10 +29,7 @@ PROJECTOR = "vision_projection.encoder.linear_fc2.weight"
 
 @pytest.fixture(scope="module")
 def picture() -> Path:
-    """A photograph that scikit-learn brings along."""
-    spec = importlib.util.find_spec("sklearn")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent / "datasets" / "images" / "china.jpg"
+    return CHINA
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llava_mcore.conversion.layouts import Concat, Copy, FuseQKV, PadRows, Reshape
+from llava_mcore.conversion.layouts import Concat, Copy, FuseQKV, PadRows, Regroup, Reshape
 from llava_mcore.conversion.mapping import Entry, MappingTable, check_coverage
 from llava_mcore.conversion.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shard
 from llava_mcore.errors import ConversionError
@@ -30,6 +30,10 @@ def test_fuse_qkv(groups: int, per_group: int, d: int, tail: tuple[int, ...], dt
     fused = layout.to_megatron(q, k, v)
     back = layout.to_hf(fused)
     assert all(torch.equal(a, b) for a, b in zip(back, (q, k, v), strict=True))
+    # Phi-3's files hold the three below each other.
+    rows = torch.cat([q, k, v])
+    assert torch.equal(Regroup(heads, groups).to_megatron(rows), fused)
+    assert torch.equal(Regroup(heads, groups).to_hf(fused)[0], rows)
     # Megatron's definition: group i holds its query heads, then key head i, then value head i.
     for i in range(groups):
         rows = fused[i * (per_group + 2) * d : (i + 1) * (per_group + 2) * d]

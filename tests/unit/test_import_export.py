@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llava_mcore.apps import check, export_hf, import_hf
+from llava_mcore.apps import check, conversion, export_hf, import_hf
 from llava_mcore.checkpoint.layout import iteration_folder, latest_checkpoint, write_tracker
 from llava_mcore.errors import CheckpointError, ConfigError, ConversionError
 from tests.helpers.tiny_hf import make_hf_llava
@@ -76,6 +76,26 @@ def test_cast_on_request_and_say_so_in_the_config(hf: Path, tmp_path: Path) -> N
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
+def test_an_explicit_dtype_is_that_of_every_trained_tensor(hf: Path, tmp_path: Path, name: str) -> None:
+    """Imported as one dtype, exported as another; what training does not use keeps its own."""
+    back = {"bf16": "fp32", "fp16": "bf16", "fp32": "fp16"}[name]
+    assert (
+        import_hf.main(["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m"), "--dtype", name, "--verify"]) == 0
+    )
+    flags = ["--megatron-dir", str(tmp_path / "m"), "--hf-dir", str(tmp_path / "out"), "--dtype", back, "--verify"]
+    assert export_hf.main(flags) == 0
+    first, second = (conversion.DTYPES[x] for x in (name, back))
+    before, after = load_file(hf / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    kept = [key for key in before if "post_layernorm" in key or "vision_tower.encoder.layers.3." in key]
+    assert before.keys() == after.keys() and kept
+    for key, x in before.items():
+        expected = x if key in kept else x.to(first).to(second)
+        assert after[key].dtype == expected.dtype and torch.equal(after[key], expected), key
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["dtype"]
+    assert written == str(second).removeprefix("torch.")
+
+
 def test_every_misfit_is_listed_before_anything_is_written(hf: Path, tmp_path: Path) -> None:
     def change(w: Weights) -> None:
         del w["language_model.model.layers.1.self_attn.k_proj.weight"]
@@ -134,7 +154,7 @@ def test_command_line_errors_are_one_message_and_exit_code_2(
     config["text_config"]["model_type"] = "gemma"
     (hf / "config.json").write_text(json.dumps(config))
     family = failing(import_hf.main, "--hf-dir", str(hf), "--megatron-dir", f"{here}/m")
-    assert "'gemma' is not supported; known: llama, mistral, qwen2, qwen3" in family
+    assert "'gemma' is not supported; known: gemma2, gemma3_text, llama, mistral, phi3, qwen2, qwen3" in family
 
 
 def test_a_damaged_file_and_a_damaged_checkpoint(hf: Path, tmp_path: Path) -> None:

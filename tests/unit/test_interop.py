@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import enum
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlavaForConditionalGeneration
 
@@ -131,6 +133,32 @@ def test_an_older_checkpoint_is_exported_bit_for_bit(hf: Path, tmp_path: Path, t
     megatron = legacy_folder(hf, tmp_path, tp=tp, pp=pp, fused=fused)
     assert export_hf.export_hf(megatron, tmp_path / "out", hf_config=hf, workers=2, verify=True) == 12
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
+
+
+def test_a_config_alone_describes_a_checkpoint(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tensors are the source's under llava-hf's names; what the checkpoint lacks is what LLaVA does not use."""
+    megatron = legacy_folder(hf, tmp_path, tp=2, pp=1, fused=True)
+    (tmp_path / "config").mkdir()
+    shutil.copyfile(hf / "config.json", tmp_path / "config" / "config.json")
+    flags = ["--megatron-dir", str(megatron), "--hf-dir", str(tmp_path / "out")]
+    assert export_hf.main([*flags, "--hf-config", str(tmp_path / "config"), "--verify"]) == 0
+    before, after = (load_file(x / "model.safetensors") for x in (hf, tmp_path / "out"))
+    before = {key.replace("vision_tower.", "vision_tower.vision_model."): x for key, x in before.items()}
+    assert all(torch.equal(before[key], x) and before[key].dtype == x.dtype for key, x in after.items())
+    lost = before.keys() - after.keys()
+    assert lost and all("encoder.layers.3." in key or "post_layernorm" in key for key in lost)
+    _, info = LlavaForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["unexpected_keys"] and len(info["missing_keys"]) == len(lost)
+    # The folder itself, and the checkpoint that others wrote, are compared as an import would be.
+    capsys.readouterr()
+    assert check.main(["--hf-dir", str(hf), "--megatron-dir", str(megatron)]) == 0
+    assert f"equals {hf} bit for bit" in capsys.readouterr().out
+    path = iteration_folder(megatron, 12) / "mp_rank_01" / "model_optim_rng.pt"
+    whole = torch.load(path, weights_only=False)
+    whole["model"]["language_model.decoder.layers.1.self_attention.linear_proj.weight"] += 1
+    torch.save(whole, path)
+    assert check.main(["--hf-dir", str(hf), "--megatron-dir", str(megatron)]) == 2
+    assert "layers.1.self_attn.o_proj.weight: largest difference" in capsys.readouterr().err
 
 
 def test_tied_embeddings_on_two_stages(tied: Path, tmp_path: Path) -> None:

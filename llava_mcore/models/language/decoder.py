@@ -6,31 +6,32 @@ GPTModel is built here and nowhere else (megatron-core announces its successor).
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from llava_mcore.errors import ConversionError
 from llava_mcore.models.activations import StatelessActivation
-from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.attention import SDPAttention, sees_window
+from llava_mcore.models.language.layers import NormedRowParallelLinear, TwoRopeSelfAttention
 from llava_mcore.models.language.linear_cross_entropy import OutputLayer
+from llava_mcore.models.language.shape import DecoderShape, Rope
 from llava_mcore.models.norms import TorchNorm
-
-# Frequencies that depend on the sequence length (dynamic, longrope) have no fixed table.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_model_parallel_size: int) -> int:
@@ -39,7 +40,9 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_model_parall
     return -(-vocab_size // multiple) * multiple
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, shape: DecoderShape, vp_stage: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
     """Return what a stage's layers are made of: Transformer Engine's, or torch's for a machine without it."""
     if config.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(
@@ -48,9 +51,17 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | 
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
     attention = layer.self_attention.submodules
-    attention.core_attention = SDPAttention
+    attention.core_attention = partial(SDPAttention, softcap=shape.attention_softcap)
     layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
     attention.q_layernorm = attention.k_layernorm = TorchNorm if config.qk_layernorm else IdentityOp
+    if shape.local_rope is not None:
+        layer.self_attention.module = TwoRopeSelfAttention
+    if shape.post_norms:
+        attention.linear_proj = NormedRowParallelLinear
+        layer.mlp = partial(
+            MLP.as_mlp_submodule,
+            submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=NormedRowParallelLinear),
+        )
     return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage), layer_norm=TorchNorm)
 
 
@@ -65,6 +76,7 @@ class LanguageModel(GPTModel):
         self,
         config: TransformerConfig,
         hf: PretrainedConfig,
+        shape: DecoderShape,
         *,
         tied: bool,
         num_rows: int,
@@ -74,7 +86,7 @@ class LanguageModel(GPTModel):
     ) -> None:
         super().__init__(
             config,
-            block_spec(config, vp_stage),
+            block_spec(config, shape, vp_stage),
             vocab_size=num_rows,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=pre_process,
@@ -90,24 +102,30 @@ class LanguageModel(GPTModel):
         if config.use_te_activation_func:
             for layer in self.decoder.layers:
                 layer.mlp.activation_func = StatelessActivation(layer.mlp.activation_func)
-        self._use_hf_rope(hf)
-
-    def _use_hf_rope(self, hf: PretrainedConfig) -> None:
-        """Take the frequencies from Hugging Face: one source for every scaling rule.
-
-        Raises:
-            ConversionError: a scaling whose frequencies depend on the sequence length.
-        """
-        kind = hf.rope_parameters["rope_type"]
-        if kind not in ROPE_TYPES:
-            raise ConversionError(
-                f"text_config.rope_parameters.rope_type = {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}"
-            )
-        with torch.device("cpu"):  # also when the model is built without memory, on the meta device
-            rope = LlamaRotaryEmbedding(hf)
-        self.rotary_pos_emb.inv_freq = rope.inv_freq.detach().clone()  # megatron-core moves it on first use
+        self.shape = shape
+        self.rotary_pos_emb.inv_freq = shape.rope.inv_freq  # megatron-core moves it on first use
         for layer in self.decoder.layers:  # YaRN also scales cosines and sines
-            layer.self_attention._yarn_concentration_factor = rope.attention_scaling
+            layer.self_attention._yarn_concentration_factor = shape.rope.scaling
+        if shape.local_rope is not None:
+            self._use_local_rope(shape.local_rope)
+
+    def _use_local_rope(self, rope: Rope) -> None:
+        """Give the layers that see a window rotary frequencies of their own, one object for all of them."""
+        embedding = RotaryEmbedding(self.config.kv_channels, rotary_percent=1.0)
+        embedding.inv_freq = rope.inv_freq
+        for layer in self.decoder.layers:
+            if sees_window(self.config, layer.layer_number):
+                layer.self_attention.local_rope = embedding
+                layer.self_attention._yarn_concentration_factor = rope.scaling
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return token embeddings [s, b, h], scaled in the families that do; int64 [b, s] both."""
+        return self.scaled(self.embedding(input_ids, position_ids))
+
+    def scaled(self, embeddings: Tensor) -> Tensor:
+        """Apply the family's factor, which has the embeddings' precision in Hugging Face too."""
+        scale = self.shape.embedding_scale
+        return embeddings if scale is None else embeddings * embeddings.new_tensor(scale)
 
     def loss_or_logits(self, hidden_states: Tensor, **given: Any) -> Tensor:
         """GPTModel's output processor.

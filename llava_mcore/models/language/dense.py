@@ -23,8 +23,11 @@ def head_dim(hf: PretrainedConfig) -> int:
     return explicit or hf.hidden_size // hf.num_attention_heads
 
 
-def transformer_fields(hf: PretrainedConfig) -> dict[str, Any]:
+def transformer_fields(hf: PretrainedConfig, *, activation_key: str = "hidden_act") -> dict[str, Any]:
     """Return megatron-core TransformerConfig fields of an HF text config.
+
+    Args:
+        activation_key: where this family's config names the activation.
 
     Raises:
         ConversionError: an unknown activation, or biases this decoder does not have.
@@ -46,7 +49,7 @@ def transformer_fields(hf: PretrainedConfig) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.rms_norm_eps,
         "gated_linear_unit": True,
-        "activation_func": activation(hf.hidden_act, where="text_config.hidden_act"),
+        "activation_func": activation(values[activation_key], where=f"text_config.{activation_key}"),
         "add_bias_linear": False,
         "attention_dropout": values.get("attention_dropout", 0.0),
         "hidden_dropout": 0.0,
@@ -55,20 +58,45 @@ def transformer_fields(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def layer_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
-    """Return the entries that every dense decoder layer has."""
+    """Return the entries of a dense decoder's layers as most families have them."""
+    return expand_layers([*norm_entries(names), *projection_entries(hf, names)], hf)
+
+
+def norm_entries(names: TextNames) -> list[Entry]:
+    """Return templates of the two norms before attention and MLP."""
+    m, h = names.megatron_layer, names.hf_layer
+    return [
+        Entry(m + "input_layernorm.weight", h + "input_layernorm.weight", REPLICATED),
+        Entry(m + "pre_mlp_layernorm.weight", h + "post_attention_layernorm.weight", REPLICATED),
+    ]
+
+
+def head_norm_entries(names: TextNames) -> list[Entry]:
+    """Return templates of the norms on query and key heads, which some families have."""
+    m, h = names.megatron_layer, names.hf_layer
+    return [Entry(f"{m}self_attention.{x}_layernorm.weight", f"{h}self_attn.{x}_norm.weight", REPLICATED) for x in "qk"]
+
+
+def output_entries(names: TextNames) -> list[Entry]:
+    """Return templates of the matrices that attention and MLP end with."""
+    m, h = names.megatron_layer, names.hf_layer
+    return [
+        Entry(m + "self_attention.linear_proj.weight", h + "self_attn.o_proj.weight", ROW),
+        Entry(m + "mlp.linear_fc2.weight", h + "mlp.down_proj.weight", ROW),
+    ]
+
+
+def projection_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
+    """Return templates of all matrices of a layer, each of its own in the files."""
     m, h = names.megatron_layer, names.hf_layer
     qkv = tuple(h + f"self_attn.{x}_proj.weight" for x in "qkv")
     gate_up = (h + "mlp.gate_proj.weight", h + "mlp.up_proj.weight")
     fuse = FuseQKV(hf.num_attention_heads, hf.num_key_value_heads)
-    templates = [
-        Entry(m + "input_layernorm.weight", h + "input_layernorm.weight", REPLICATED),
+    return [
         Entry(m + "self_attention.linear_qkv.weight", qkv, COLUMN, fuse),
-        Entry(m + "self_attention.linear_proj.weight", h + "self_attn.o_proj.weight", ROW),
-        Entry(m + "pre_mlp_layernorm.weight", h + "post_attention_layernorm.weight", REPLICATED),
         Entry(m + "mlp.linear_fc1.weight", gate_up, GATED_COLUMN, Concat(2)),
-        Entry(m + "mlp.linear_fc2.weight", h + "mlp.down_proj.weight", ROW),
+        *output_entries(names),
     ]
-    return expand_layers(templates, hf)
 
 
 def end_entries(hf: PretrainedConfig, names: TextNames, *, padded_vocab_size: int, tied: bool) -> list[Entry]:

@@ -8,12 +8,18 @@ from transformers import PretrainedConfig
 
 from llava_mcore.conversion.mapping import Entry
 from llava_mcore.models.language.dense import layer_entries, transformer_fields
+from llava_mcore.models.language.shape import DecoderShape, rope_from_hf
 from llava_mcore.models.names import TextNames
 
 
 def config_from_hf(hf: PretrainedConfig) -> dict[str, Any]:
     """Return megatron-core TransformerConfig fields."""
     return transformer_fields(hf)
+
+
+def shape(hf: PretrainedConfig) -> DecoderShape:
+    """Return what TransformerConfig does not say."""
+    return DecoderShape(rope_from_hf(hf))
 
 
 def weight_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:

@@ -10,12 +10,18 @@ from llava_mcore.conversion.layouts import FuseQKV
 from llava_mcore.conversion.mapping import Entry
 from llava_mcore.conversion.sharding import COLUMN
 from llava_mcore.models.language.dense import expand_layers, layer_entries, transformer_fields
+from llava_mcore.models.language.shape import DecoderShape, rope_from_hf
 from llava_mcore.models.names import TextNames
 
 
 def config_from_hf(hf: PretrainedConfig) -> dict[str, Any]:
     """Return megatron-core TransformerConfig fields."""
     return transformer_fields(hf) | {"add_qkv_bias": True}
+
+
+def shape(hf: PretrainedConfig) -> DecoderShape:
+    """Return what TransformerConfig does not say."""
+    return DecoderShape(rope_from_hf(hf))
 
 
 def weight_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:

@@ -7,8 +7,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llava_mcore.conversion.mapping import Entry
-from llava_mcore.conversion.sharding import REPLICATED
-from llava_mcore.models.language.dense import expand_layers, layer_entries, transformer_fields
+from llava_mcore.models.language.dense import expand_layers, head_norm_entries, layer_entries, transformer_fields
+from llava_mcore.models.language.shape import DecoderShape, rope_from_hf
 from llava_mcore.models.names import TextNames
 
 
@@ -17,14 +17,11 @@ def config_from_hf(hf: PretrainedConfig) -> dict[str, Any]:
     return transformer_fields(hf) | {"qk_layernorm": True}
 
 
+def shape(hf: PretrainedConfig) -> DecoderShape:
+    """Return what TransformerConfig does not say."""
+    return DecoderShape(rope_from_hf(hf))
+
+
 def weight_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
     """Return the entries of all layers."""
-    norms = [
-        Entry(
-            names.megatron_layer + f"self_attention.{x}_layernorm.weight",
-            names.hf_layer + f"self_attn.{x}_norm.weight",
-            REPLICATED,
-        )
-        for x in "qk"
-    ]
-    return layer_entries(hf, names) + expand_layers(norms, hf)
+    return layer_entries(hf, names) + expand_layers(head_norm_entries(names), hf)

@@ -9,8 +9,15 @@ from transformers import PretrainedConfig
 from llava_mcore.conversion.layouts import Reshape
 from llava_mcore.conversion.mapping import Entry
 from llava_mcore.conversion.sharding import REPLICATED
-from llava_mcore.models.vision.encoder_layers import WEIGHT_BIAS, layer_entries, transformer_fields, unused_layers
+from llava_mcore.models.vision.encoder_layers import (
+    WEIGHT_BIAS,
+    layer_entries,
+    transformer_fields,
+    unused_layers,
+    unused_norm,
+)
 from llava_mcore.models.vision.transformer import VisionShape
+from llava_mcore.towers import image_side, patch_side
 
 
 def config_from_hf(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
@@ -20,7 +27,7 @@ def config_from_hf(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
 
 def shape(hf: PretrainedConfig) -> VisionShape:
     """Return what surrounds the layers."""
-    return VisionShape(hf.image_size, hf.patch_size, class_token=True, conv_bias=False, pre_norm=True)
+    return VisionShape(image_side(hf), patch_side(hf), class_token=True, conv_bias=False, pre_norm=True)
 
 
 def weight_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
@@ -38,11 +45,13 @@ def weight_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, num_laye
         # "layrnorm" is Hugging Face's spelling.
         *Entry(megatron + "ln_pre.{wb}", prefix + "pre_layrnorm.{wb}", REPLICATED).expand(wb=WEIGHT_BIAS),
     ]
-    return ends + layer_entries(hf, megatron=megatron, prefix=prefix, layers=range(num_layers))
+    return ends + layer_entries(hf, megatron=megatron, prefix=prefix + "encoder.layers.", layers=range(num_layers))
 
 
 def unused(hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
     """Name the tensors that training does not use, with the reason."""
-    return unused_layers(hf, prefix=prefix, num_layers=num_layers) | {
-        f"{prefix}embeddings.position_ids": "buffer of older transformers versions"
-    }
+    rest = range(num_layers, hf.num_hidden_layers)
+    after = unused_layers(
+        layer_entries(hf, megatron="", prefix=prefix + "encoder.layers.", layers=rest), num_layers
+    ) | unused_norm(prefix + "post_layernorm")
+    return after | {f"{prefix}embeddings.position_ids": "buffer of older transformers versions"}

@@ -1,4 +1,4 @@
-"""Layers that CLIP's and SigLIP's encoders share: configuration and weight entries."""
+"""Layers of the towers' encoders: configuration and weight entries."""
 
 from __future__ import annotations
 
@@ -8,51 +8,93 @@ from transformers import PretrainedConfig
 
 from llava_mcore.conversion.layouts import FuseQKV
 from llava_mcore.conversion.mapping import Entry
-from llava_mcore.conversion.sharding import COLUMN, REPLICATED, ROW
+from llava_mcore.conversion.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
 from llava_mcore.models.activations import activation
+from llava_mcore.models.names import LayerNames
 
 WEIGHT_BIAS = ("weight", "bias")
 
+# CLIP's and SigLIP's names.
+USUAL_NAMES = LayerNames(
+    norm_before="layer_norm1",
+    query_key_value=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    attention_out="self_attn.out_proj",
+    norm_between="layer_norm2",
+    into=("mlp.fc1",),
+    out_of="mlp.fc2",
+)
+
 
 def transformer_fields(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
-    """Return megatron-core TransformerConfig fields of an HF vision config, for the layers that are used."""
+    """Return megatron-core TransformerConfig fields of CLIP's and SigLIP's configs, for the layers that are used."""
+    return encoder_fields(hf, num_layers) | {
+        "ffn_hidden_size": hf.intermediate_size,
+        "activation_func": activation(hf.hidden_act, where="vision_config.hidden_act"),
+        "attention_dropout": hf.attention_dropout,
+    }
+
+
+def encoder_fields(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
+    """Return the TransformerConfig fields that every tower's config gives under the same names."""
     return {
         "num_layers": num_layers,
         "hidden_size": hf.hidden_size,
-        "ffn_hidden_size": hf.intermediate_size,
         "num_attention_heads": hf.num_attention_heads,
         "normalization": "LayerNorm",
         "layernorm_epsilon": hf.layer_norm_eps,
-        "activation_func": activation(hf.hidden_act, where="vision_config.hidden_act"),
         "add_bias_linear": True,
         "add_qkv_bias": True,
-        "attention_dropout": hf.attention_dropout,
         "hidden_dropout": 0.0,
     }
 
 
-def layer_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, layers: range) -> list[Entry]:
-    """Return the entries of some encoder layers."""
-    m, h = megatron + "decoder.layers.{layer}.", prefix + "encoder.layers.{layer}."
-    qkv = tuple(h + f"self_attn.{x}_proj.{{wb}}" for x in "qkv")
+def layer_entries(
+    hf: PretrainedConfig,
+    *,
+    megatron: str,
+    prefix: str,
+    layers: range,
+    names: LayerNames = USUAL_NAMES,
+    gated: bool = False,
+) -> list[Entry]:
+    """Return the entries of some encoder layers.
+
+    Args:
+        prefix: of the layers in the files, up to the number.
+        names: of the modules inside a layer.
+        gated: whether the MLP's first matrix holds a gate and a value, of equal size.
+    """
+    m, h = megatron + "decoder.layers.{layer}.", prefix + "{layer}."
+    qkv = tuple(f"{h}{name}.{{wb}}" for name in names.query_key_value)
     fuse = FuseQKV(hf.num_attention_heads, hf.num_attention_heads)
+    into = GATED_COLUMN if gated else COLUMN
     templates = [
-        Entry(m + "input_layernorm.{wb}", h + "layer_norm1.{wb}", REPLICATED),
+        Entry(m + "input_layernorm.{wb}", f"{h}{names.norm_before}.{{wb}}", REPLICATED),
+        Entry(m + "pre_mlp_layernorm.{wb}", f"{h}{names.norm_between}.{{wb}}", REPLICATED),
+        Entry(m + "mlp.linear_fc1.{wb}", f"{h}{names.into[0]}.{{wb}}", into),
         Entry(m + "self_attention.linear_qkv.{wb}", qkv, COLUMN, fuse),
-        Entry(m + "self_attention.linear_proj.weight", h + "self_attn.out_proj.weight", ROW),
-        Entry(m + "self_attention.linear_proj.bias", h + "self_attn.out_proj.bias", REPLICATED),
-        Entry(m + "pre_mlp_layernorm.{wb}", h + "layer_norm2.{wb}", REPLICATED),
-        Entry(m + "mlp.linear_fc1.{wb}", h + "mlp.fc1.{wb}", COLUMN),
-        Entry(m + "mlp.linear_fc2.weight", h + "mlp.fc2.weight", ROW),
-        Entry(m + "mlp.linear_fc2.bias", h + "mlp.fc2.bias", REPLICATED),
+        Entry(m + "self_attention.linear_proj.weight", f"{h}{names.attention_out}.weight", ROW),
+        Entry(m + "self_attention.linear_proj.bias", f"{h}{names.attention_out}.bias", REPLICATED),
+        Entry(m + "mlp.linear_fc2.weight", f"{h}{names.out_of}.weight", ROW),
+        Entry(m + "mlp.linear_fc2.bias", f"{h}{names.out_of}.bias", REPLICATED),
     ]
     return [x for entry in templates for x in entry.expand(layer=layers, wb=WEIGHT_BIAS)]
 
 
-def unused_layers(hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
-    """Name the tensors after the last feature layer, with the reason."""
-    rest = range(num_layers, hf.num_hidden_layers)
-    entries = layer_entries(hf, megatron="", prefix=prefix, layers=rest)
+def scale_entries(*, megatron: str, prefix: str, layers: range, scales: tuple[str, str]) -> list[Entry]:
+    """Return the entries of layer scales, behind attention and behind the MLP."""
+    m, h = megatron + "decoder.layers.{layer}.", prefix + "{layer}."
+    places = zip(("self_attn_bda.scale", "mlp_bda.scale"), scales, strict=True)
+    templates = [Entry(m + ours, h + theirs, REPLICATED) for ours, theirs in places]
+    return [x for entry in templates for x in entry.expand(layer=layers)]
+
+
+def unused_layers(entries: list[Entry], num_layers: int) -> dict[str, str]:
+    """Name the tensors of layers after the last feature layer, with the reason."""
     reason = f"vision layer after the last feature layer ({num_layers})"
-    post_norm = {f"{prefix}post_layernorm.{wb}": "norm after the last vision layer" for wb in WEIGHT_BIAS}
-    return {name: reason for entry in entries for name in entry.hf_names} | post_norm
+    return {name: reason for entry in entries for name in entry.hf_names}
+
+
+def unused_norm(name: str) -> dict[str, str]:
+    """Name the tower's last norm, with the reason."""
+    return {f"{name}.{wb}": "norm after the last vision layer" for wb in WEIGHT_BIAS}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from transformers import LlavaConfig
 
 from llava_mcore.errors import ConversionError
+from llava_mcore.towers import num_positions
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,4 @@ def feature_choice(hf: LlavaConfig) -> FeatureChoice:
 
 def tokens_per_image(hf: LlavaConfig) -> int:
     """Return the number of language-model positions that one picture takes."""
-    vision = hf.vision_config
-    patches = (vision.image_size // vision.patch_size) ** 2
-    class_tokens = 1 if vision.model_type == "clip_vision_model" else 0
-    return patches + class_tokens - (1 if feature_choice(hf).drop_first_token else 0)
+    return num_positions(hf.vision_config) - (1 if feature_choice(hf).drop_first_token else 0)

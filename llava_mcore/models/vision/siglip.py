@@ -8,8 +8,15 @@ from transformers import PretrainedConfig
 
 from llava_mcore.conversion.mapping import Entry
 from llava_mcore.conversion.sharding import REPLICATED
-from llava_mcore.models.vision.encoder_layers import WEIGHT_BIAS, layer_entries, transformer_fields, unused_layers
+from llava_mcore.models.vision.encoder_layers import (
+    WEIGHT_BIAS,
+    layer_entries,
+    transformer_fields,
+    unused_layers,
+    unused_norm,
+)
 from llava_mcore.models.vision.transformer import VisionShape
+from llava_mcore.towers import image_side, patch_side
 
 # The attention-pooling head; torch's MultiheadAttention names its input projection with an underscore.
 _HEAD_MODULES = ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
@@ -28,7 +35,7 @@ def config_from_hf(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
 
 def shape(hf: PretrainedConfig) -> VisionShape:
     """Return what surrounds the layers."""
-    return VisionShape(hf.image_size, hf.patch_size, class_token=False, conv_bias=True, pre_norm=False)
+    return VisionShape(image_side(hf), patch_side(hf), class_token=False, conv_bias=True, pre_norm=False)
 
 
 def weight_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
@@ -37,12 +44,16 @@ def weight_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, num_laye
     positions = Entry(
         megatron + "position_embeddings.weight", prefix + "embeddings.position_embedding.weight", REPLICATED
     )
-    layers = layer_entries(hf, megatron=megatron, prefix=prefix, layers=range(num_layers))
+    layers = layer_entries(hf, megatron=megatron, prefix=prefix + "encoder.layers.", layers=range(num_layers))
     return [*conv.expand(wb=WEIGHT_BIAS), positions, *layers]
 
 
 def unused(hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
     """Name the tensors that training does not use, with the reason."""
+    rest = range(num_layers, hf.num_hidden_layers)
+    after = unused_layers(
+        layer_entries(hf, megatron="", prefix=prefix + "encoder.layers.", layers=rest), num_layers
+    ) | unused_norm(prefix + "post_layernorm")
     head = {f"{prefix}head.{name}": "attention-pooling head" for name in _HEAD}
     buffer = {f"{prefix}embeddings.position_ids": "buffer of older transformers versions"}
-    return unused_layers(hf, prefix=prefix, num_layers=num_layers) | head | buffer
+    return after | head | buffer

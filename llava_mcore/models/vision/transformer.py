@@ -1,9 +1,10 @@
-"""The vision transformer that CLIP and SigLIP share, with Megatron's parameter names (those of CLIPViTModel).
+"""The vision transformer that all towers share, with Megatron's parameter names (those of CLIPViTModel).
 
 megatron-core's CLIPViTModel is not used: it needs Transformer Engine for its norms, refuses pictures that are no
 multiple of the patch (SigLIP-so400m: 384 / 14) and knows no feature layers.
 
-b: pictures, p: patches, s: p (+ 1 with a class token), h: hidden size, l: number of feature layers.
+b: pictures, p: patches, s: p and the tokens before them (class token, registers), h: hidden size, l: number of
+feature layers.
 """
 
 from __future__ import annotations
@@ -23,18 +24,31 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.names import LayerNames
+from llava_mcore.models.vision import layer_scale
+from llava_mcore.models.vision.encoder_layers import USUAL_NAMES
 from llava_mcore.models.vision.features import FeatureChoice
+from llava_mcore.models.vision.layer_scale import LayerScale
 
 
 @dataclass(frozen=True)
 class VisionShape:
-    """What the families differ in outside the layers."""
+    """What the families differ in, beside TransformerConfig.
+
+    `num_registers`: learnt tokens between the class token and the patches, without positions. `names`, `conv_name` and
+    `layers_name`: Hugging Face's, of the modules in a layer, the patch embedding and the list of layers.
+    """
 
     image_size: int
     patch_size: int
     class_token: bool
     conv_bias: bool
     pre_norm: bool
+    num_registers: int = 0
+    layer_scale: bool = False
+    names: LayerNames = USUAL_NAMES
+    conv_name: str = "embeddings.patch_embedding"
+    layers_name: str = "encoder.layers."
 
     @property
     def num_patches(self) -> int:
@@ -48,8 +62,18 @@ CHECKPOINT_NAMES = {
 }
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, shape: VisionShape) -> ModuleSpec:
     """Return the encoder layer: Transformer Engine's, or torch's for a machine without it."""
+    spec = _layer_spec(config)
+    if shape.layer_scale:
+        scale = {"hidden_size": config.hidden_size, "dtype": config.params_dtype}
+        layer = spec.submodules
+        layer.self_attn_bda, layer.mlp_bda = (ModuleSpec(module=LayerScale, params=scale) for _ in range(2))
+        layer.sharded_state_dict_keys_map = layer.sharded_state_dict_keys_map | layer_scale.CHECKPOINT_NAMES
+    return spec
+
+
+def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     if config.transformer_impl == "transformer_engine":
         return get_vit_layer_with_transformer_engine_spec()
     spec = get_vit_layer_with_local_spec()
@@ -70,11 +94,14 @@ class VisionTransformer(VisionModule):
         self.conv1 = nn.Conv2d(3, hidden, shape.patch_size, shape.patch_size, bias=shape.conv_bias, dtype=dtype)
         if shape.class_token:
             self.class_token = nn.Parameter(torch.randn(1, 1, hidden, dtype=dtype) * config.init_method_std)
+        if shape.num_registers:
+            registers = torch.randn(1, shape.num_registers, hidden, dtype=dtype) * config.init_method_std
+            self.registers = nn.Parameter(registers)
         num_positions = shape.num_patches + int(shape.class_token)
         self.position_embeddings = nn.Embedding(num_positions, hidden, dtype=dtype)
         if shape.pre_norm:
             self.ln_pre = WrappedTorchNorm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
-        self.decoder = TransformerBlock(config, layer_spec(config), post_layer_norm=False, post_process=False)
+        self.decoder = TransformerBlock(config, layer_spec(config, shape), post_layer_norm=False, post_process=False)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Return features [b, s (- 1), l*h] of pictures [b, 3, height, width]."""
@@ -82,6 +109,8 @@ class VisionTransformer(VisionModule):
         if self.shape.class_token:
             x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
         x = x + self.position_embeddings.weight
+        if self.shape.num_registers:
+            x = torch.cat([x[:, :1], self.registers.expand(x.shape[0], -1, -1), x[:, 1:]], dim=1)
         if self.shape.pre_norm:
             x = self.ln_pre(x)
         taken = self._hidden_states(x.transpose(0, 1).contiguous())

@@ -1,0 +1,26 @@
+"""The names under which a folder's tensors are written: those of llava-hf's own checkpoints."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import LlavaForConditionalGeneration
+
+from llava_mcore.towers import WRAPPED
+
+
+def tensors_to_write(model: LlavaForConditionalGeneration) -> dict[str, Tensor]:
+    """Return the model's tensors by the names they get in files; a tied lm_head is not repeated."""
+    tower = "vision_tower.vision_model." if model.config.vision_config.model_type in WRAPPED else "vision_tower."
+    prefixes = {
+        "model.vision_tower.": tower,
+        "model.multi_modal_projector.": "multi_modal_projector.",
+        "model.language_model.": "language_model.model.",
+        "lm_head.": "language_model.lm_head.",
+    }
+    named = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        prefix = next(x for x in prefixes if name.startswith(x))
+        named[prefixes[prefix] + name.removeprefix(prefix)] = tensor
+    return named

@@ -1,0 +1,46 @@
+"""Parts of Gemma's layers that megatron-core's local layers lack.
+
+s: tokens, b: samples, h: hidden size, d: rotated dims of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from llava_mcore.models.norms import TorchNorm
+
+
+class NormedRowParallelLinear(RowParallelLinear):
+    """A row-parallel layer without bias whose output is normalised, after the ranks' shares were added up."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **given: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **given)
+        self.post_layernorm = TorchNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """Return [s, b, h] of [s, b, features / tp]; [s / tp, b, h] with sequence parallelism."""
+        output, bias = super().forward(input_)
+        assert bias is None
+        return self.post_layernorm(output), None
+
+
+class TwoRopeSelfAttention(SelfAttention):
+    """Attention that may have rotary positions of its own, beside those that all layers are given."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.local_rope: RotaryEmbedding | None = None
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **given: Any) -> Any:
+        """Take `rotary_pos_emb` [s, 1, 1, d] from the layer's own frequencies if it has them."""
+        shared = given.pop("rotary_pos_emb", None)
+        if self.local_rope is not None and isinstance(shared, torch.Tensor):
+            shared = self.local_rope(shared.shape[0])
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=shared, **given)

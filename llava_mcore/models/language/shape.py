@@ -1,0 +1,75 @@
+"""What decoder families differ in beyond megatron-core's TransformerConfig."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from llava_mcore.errors import ConversionError
+from llava_mcore.models.names import LayerNames
+
+# Frequencies that depend on the sequence length (dynamic, longrope) have no fixed table.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+USUAL_NAMES = LayerNames(
+    norm_before="input_layernorm",
+    query_key_value=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    attention_out="self_attn.o_proj",
+    norm_between="post_attention_layernorm",
+    into=("mlp.gate_proj", "mlp.up_proj"),
+    out_of="mlp.down_proj",
+)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary frequencies [rotated dims / 2] of a head, and the factor of its cosines and sines (YaRN)."""
+
+    inv_freq: Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """One family's decoder.
+
+    `local_rope`: of the layers that see a window only, where it is another one. `embedding_scale`: the factor of token
+    embeddings; image features are not scaled. `attention_softcap`: c, where scores x become c * tanh(x / c).
+    `post_norms`: what attention and MLP return is normalised before it is added to the residual.
+    """
+
+    rope: Rope
+    local_rope: Rope | None = None
+    embedding_scale: float | None = None
+    attention_softcap: float | None = None
+    post_norms: bool = False
+    names: LayerNames = USUAL_NAMES
+
+    @property
+    def needs_local_layers(self) -> bool:
+        """Whether Transformer Engine's layers, as this project builds them, cannot express it."""
+        return self.post_norms or self.attention_softcap is not None or self.local_rope is not None
+
+
+def rope_from_hf(hf: PretrainedConfig, rotary: type[nn.Module] = LlamaRotaryEmbedding) -> Rope:
+    """Take the frequencies from Hugging Face's own class: one source for every scaling rule.
+
+    Raises:
+        ConversionError: a scaling whose frequencies depend on the sequence length.
+    """
+    require_fixed_rope(hf.rope_parameters, "text_config.rope_parameters")
+    with torch.device("cpu"):  # also when the model is built without memory, on the meta device
+        embedding = rotary(hf)
+    return Rope(embedding.get_buffer("inv_freq").clone(), vars(embedding)["attention_scaling"])
+
+
+def require_fixed_rope(parameters: dict[str, object], key: str) -> None:
+    """Raise ConversionError for a kind of rotary scaling that has no fixed table."""
+    kind = parameters["rope_type"]
+    if kind not in ROPE_TYPES:
+        raise ConversionError(f"{key}.rope_type = {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")

@@ -93,8 +93,7 @@ def _batch(
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(loss_mask),
         position_ids=torch.from_numpy(position_ids),
-        # A pack alone in its micro-batch need not be copied.
-        pixel_values=samples[0].pixel_values if len(samples) == 1 else torch.cat([s.pixel_values for s in samples]),
+        pixel_values=_together([sample.pixel_values for sample in samples]),
         pixel_scale=NO_SCALE,
         image_positions=torch.from_numpy(np.concatenate(positions)),
         sample_keys=[conversation.key for conversation in conversations],
@@ -102,3 +101,16 @@ def _batch(
         num_pairs=sum(n * (n + 1) // 2 for n in map(len, conversations)),
         num_truncated=sum(conversation.truncated for conversation in conversations),
     )
+
+
+def _together(pixels: Sequence[Tensor]) -> Tensor:
+    """Return the pictures of all samples as one tensor, the channels of a pixel next to each other in memory."""
+    if len(pixels) == 1:  # a pack alone in its micro-batch lies like that already
+        return pixels[0].contiguous(memory_format=torch.channels_last)
+    shape = (sum(map(len, pixels)), *pixels[0].shape[1:])
+    together = torch.empty(shape, dtype=pixels[0].dtype, memory_format=torch.channels_last)
+    start = 0
+    for part in pixels:
+        together[start : start + len(part)].copy_(part)
+        start += len(part)
+    return together

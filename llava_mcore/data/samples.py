@@ -71,11 +71,8 @@ class TokenSample(Sample):
     """One conversation, or those of a pack."""
 
     conversations: list[TokenConversation]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all conversations."""
-        return sum(len(conversation) for conversation in self.conversations)
+    num_tokens: int
+    """Of all conversations."""
 
 
 @edataclass

@@ -59,7 +59,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             fit(tokenise(self._prompted(chat, conversation, key), self.assets, key), self.data.seq_length, truncate)
             for key, conversation in zip(keys, chat.conversations, strict=True)
         ]
-        tokens = TokenSample.derive_from(chat, conversations=found)
+        tokens = TokenSample.derive_from(chat, conversations=found, num_tokens=sum(map(len, found)))
         if tokens.num_tokens > self.data.seq_length:
             raise DataError(
                 f"a pack of {tokens.num_tokens} tokens was written, but data.seq_length is {self.data.seq_length}; "

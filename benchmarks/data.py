@@ -3,69 +3,43 @@
     python -m benchmarks.data --json out.json
     python -m benchmarks.data --only memory --memory-samples 200000
 
-The bare loop holds the JPEGs in memory and does what cannot be left out, in as many processes: Pillow decodes, as
-Hugging Face's processors have it, torchvision resizes (bicubic, antialiased) and crops. A second one lets torchvision
-decode too, as the loader does where that gives the same bits. Bare loops and loader alternate, and medians of the
-rounds are shown, since other work on the machine disturbs all of them; CPU time per sample is disturbed least. Needs
-scikit-learn.
+The shards are made by `prepare` with the tokenizer of training, as a user's are. The bare loop (`data_bare`) decodes
+with Pillow, as Hugging Face's processors do; a second one with torchvision, as the loader does where that gives the
+same bits. Bare loops and loader alternate, and medians of the rounds are shown, since other work on the machine
+disturbs all of them; CPU time per sample is disturbed least. Needs scikit-learn.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
-import itertools
 import json
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 import torch
-from PIL import Image
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg
-from torchvision.transforms.v2 import functional as F
 
+from benchmarks.data_bare import CROPPED, BareProcesses, Speed, pillow, torchvision
 from benchmarks.data_fill import fill
-from benchmarks.data_material import make_hf_assets, make_pictures, make_samples
+from benchmarks.data_material import make_hf_assets, make_pictures, make_samples, prepare_shards
 from benchmarks.data_memory import WorkerMemory, memory_over_samples
 from benchmarks.material import write_shards
 from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets, load_assets
 from llava_mcore.data.loader import TrainLoader
 
-CROPPED = 336
 SIZES = {"640x480": (640, 480), "336x336": (336, 336)}
 WORKERS = (0, 1, 2)
 PARTS = ("speed", "fill", "memory")
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What one stretch of work did; cpu is the seconds of all processes together."""
-
-    samples: int
-    tokens: int
-    seconds: float
-    cpu: float
-
-    @property
-    def per_second(self) -> float:
-        return self.samples / self.seconds
-
-    @property
-    def cpu_per_sample(self) -> float:
-        return self.cpu / self.samples
 
 
 @dataclass(frozen=True)
@@ -91,51 +65,13 @@ class Row:
     cpu_ratio: float
     same_decoder_ratio: float
     """Against the bare loop with torchvision's decoder."""
+    same_decoder_cpu_ratio: float
+    bare_cpu_ms: float
+    """CPU time of a picture in the bare loop with torchvision's decoder."""
+    ours_cpu_ms: float
+    """CPU time of a sample, that of the process that takes the batches included."""
     tokens_per_s: float
     first_batch_s: float
-
-
-def pillow(data: bytes) -> Tensor:
-    """Decode as Hugging Face's processors have it: uint8 [3, h, w]."""
-    return F.pil_to_tensor(Image.open(io.BytesIO(data)).convert("RGB"))
-
-
-def torchvision(data: bytes) -> Tensor:
-    """Decode with what torchvision brings: uint8 [3, h, w]."""
-    return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
-
-
-def bare_loop(pictures: Sequence[bytes], seconds: float, decode: Callable[[bytes], Tensor]) -> Speed:
-    """Decode and resize pictures for so long, and nothing else."""
-    begin, cpu, number = time.perf_counter(), time.process_time(), 0
-    for data in itertools.cycle(pictures):
-        image = F.resize(decode(data), [CROPPED], interpolation=F.InterpolationMode.BICUBIC, antialias=True)
-        F.center_crop(image, [CROPPED, CROPPED])
-        number += 1
-        if time.perf_counter() - begin >= seconds:
-            break
-    return Speed(number, 0, time.perf_counter() - begin, time.process_time() - cpu)
-
-
-class BareProcesses:
-    """Processes that run the bare loop when asked to; this process runs it where there are none."""
-
-    def __init__(self, pictures: Sequence[bytes], processes: int) -> None:
-        self._pictures, self._pool = pictures, None
-        if processes:
-            self._pool = multiprocessing.get_context("fork").Pool(processes, torch.set_num_threads, (1,))
-        self._processes = processes
-
-    def run(self, seconds: float, decode: Callable[[bytes], Tensor]) -> Speed:
-        """Run all of them at once."""
-        if self._pool is None:
-            return bare_loop(self._pictures, seconds, decode)
-        found = self._pool.starmap(bare_loop, [(self._pictures, seconds, decode)] * self._processes, chunksize=1)
-        return Speed(sum(f.samples for f in found), 0, max(f.seconds for f in found), sum(f.cpu for f in found))
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.terminate()
 
 
 class Ours:
@@ -174,7 +110,9 @@ def measure_speed(root: Path, assets: Assets, pictures: str, options: argparse.N
     """Return the rows for pictures of one size, which lie in `root`."""
     jpegs = make_pictures([SIZES[pictures]], options.num_pictures)
     samples = make_samples(options.num_samples, jpegs, text_only=0, median_tokens=options.median_tokens)
-    path = write_shards(root / pictures, samples, num_shards=8)
+    path = prepare_shards(
+        write_shards(root / pictures / "source", samples, num_shards=8), root / pictures / "shards", root / "hf"
+    )
     rows = []
     for workers in WORKERS:
         bare = BareProcesses(jpegs, workers)  # forked before the loaders start theirs
@@ -207,6 +145,9 @@ def _row(pictures: str, packing: bool, workers: int, rounds: list[Round], first_
         ratio=median(r.ours.per_second / r.pillow.per_second for r in rounds),
         cpu_ratio=median(r.pillow.cpu_per_sample / r.ours.cpu_per_sample for r in rounds),
         same_decoder_ratio=median(r.ours.per_second / r.torchvision.per_second for r in rounds),
+        same_decoder_cpu_ratio=median(r.torchvision.cpu_per_sample / r.ours.cpu_per_sample for r in rounds),
+        bare_cpu_ms=1000 * median(r.torchvision.cpu_per_sample for r in rounds),
+        ours_cpu_ms=1000 * median(r.ours.cpu_per_sample for r in rounds),
         tokens_per_s=median(r.ours.tokens / r.ours.seconds for r in rounds),
         first_batch_s=first_batch,
     )
@@ -214,12 +155,18 @@ def _row(pictures: str, packing: bool, workers: int, rounds: list[Round], first_
 
 def show_speed(rows: Sequence[Row], console: Console) -> None:
     """Print the rows."""
-    ratios = ("ratio", "CPU ratio", "same decoder")
-    table = Table("pictures", "packed", "workers", "bare/s", "ours/s", *ratios, "tokens/s", "first batch s")
+    ratios = ("ratio", "CPU ratio", "same decoder", "its CPU ratio")
+    columns = ("bare/s", "ours/s", *ratios, "CPU ms bare", "ours", "tokens/s", "first batch s")
+    table = Table("pictures", "packed", "workers", *columns)
     for row in rows:
-        rates, parts = (row.bare_per_s, row.ours_per_s), (row.ratio, row.cpu_ratio, row.same_decoder_ratio)
-        numbers = (*(f"{rate:.0f}" for rate in rates), *(f"{part:.2f}" for part in parts))
-        end = (f"{row.tokens_per_s:,.0f}", f"{row.first_batch_s:.2f}")
+        parts = (row.ratio, row.cpu_ratio, row.same_decoder_ratio, row.same_decoder_cpu_ratio)
+        numbers = (f"{row.bare_per_s:.0f}", f"{row.ours_per_s:.0f}", *(f"{part:.2f}" for part in parts))
+        end = (
+            f"{row.bare_cpu_ms:.2f}",
+            f"{row.ours_cpu_ms:.2f}",
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.first_batch_s:.2f}",
+        )
         table.add_row(row.pictures, "yes" if row.packing else "no", str(row.workers), *numbers, *end)
     console.print(table)
 

@@ -16,6 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoImageProcessor, LlavaConfig
 
 from benchmarks.material import SPECIAL, Sample, chat_tokenizer, make_hf_folder
+from llava_mcore.data.prepare.plan import Counting, Options, Source
+from llava_mcore.data.prepare.run import prepare
 
 TEXTS = (datasets.load_iris, datasets.load_wine, datasets.load_breast_cancer, datasets.load_diabetes)
 TOKENS_PER_WORD = 1.75
@@ -100,4 +102,20 @@ def multiply(source: Path, folder: Path, num_shards: int) -> Path:
     (meta / "split.yaml").write_text(json.dumps(split), encoding="utf-8")
     for name in ("index.sqlite", "index.uuid", "dataset.yaml"):
         (meta / name).write_bytes((source / ".nv-meta" / name).read_bytes())
+    return folder
+
+
+class Silent:
+    """Shows no progress."""
+
+    def begin(self, what: str, total: int | None) -> None:
+        """Do nothing."""
+
+    def advance(self, number: int) -> None:
+        """Do nothing."""
+
+
+def prepare_shards(source: Path, folder: Path, hf_dir: Path) -> Path:
+    """Prepare shards as a user does: with the tokenizer of training."""
+    prepare(Source((source,)), folder, Options(rows_per_shard=500, counting=Counting(hf_dir)), Silent())
     return folder

@@ -6,23 +6,23 @@ else from the difference between the prompt and the whole conversation. Ids are 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
-from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from llava_mcore.data.samples import IMAGE_MARK, Turn
+from llava_mcore.data.token_spans import Span, tokens_in_span
 from llava_mcore.errors import DataError
 from llava_mcore.templates.named import flatten_parts
-
-Span = tuple[int, int]
-"""Characters [start, end) of a rendered conversation."""
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARK_WITH_NEWLINES = re.compile(rf"(\n?{re.escape(IMAGE_MARK)}\n?)")
@@ -33,11 +33,23 @@ CONTENT_FORMATS = (
     {"system": "string", "user": "string", "assistant": "string"},
 )
 """What templates take as a message's content: typed parts, or plain text. Tried in this order."""
+TOKENS_FORMAT = 1
+"""Raised when the same turns, template and tokenizer would make other tokens than before."""
 FLATTENED = {"system": "flat", "user": "flat", "assistant": "flat"}
 """Text as our own preamble makes it of typed parts: a template that begins with it is rendered without."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class TextTokens:
+    """A tokenised conversation of m tokens in which every picture is one placeholder."""
+
+    ids: NDArray[np.int64]
+    """[m]"""
+    trained: NDArray[np.bool_]
+    """[m]; True where the token itself (not the one after it) is to be learnt."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatTokens:
     """A tokenised conversation of n tokens with k pictures of N tokens each."""
 
@@ -235,6 +247,10 @@ class ChatFormat:
 
         Raises DataError if marks and pictures do not match or the template cannot render the turns.
         """
+        return self.expand(self.text_tokens(turns, num_images=num_images))
+
+    def text_tokens(self, turns: Sequence[Turn], *, num_images: int) -> TextTokens:
+        """As `encode`, but with one placeholder a picture."""
         num_marks = sum(turn.text.count(IMAGE_MARK) for turn in turns)
         if num_marks != num_images:
             raise DataError(f"{num_marks} {IMAGE_MARK} in the conversation, but {num_images} pictures")
@@ -248,12 +264,23 @@ class ChatFormat:
         trained = np.zeros(len(ids), dtype=np.bool_)
         for span in spans:
             trained[tokens_in_span(encoding, span, len(text))] = True
+        return TextTokens(ids, trained & ~is_image)
+
+    def expand(self, tokens: TextTokens) -> ChatTokens:
+        """Let every picture take as many placeholders as it has features."""
+        is_image = tokens.ids == self.image_token_id
         repeats = np.where(is_image, self.image_length, 1)
-        return ChatTokens(
-            np.repeat(ids, repeats),
-            np.repeat(trained & ~is_image, repeats),
-            np.flatnonzero(np.repeat(is_image, repeats)),
-        )
+        input_ids = np.repeat(tokens.ids, repeats)
+        positions = np.flatnonzero(input_ids == self.image_token_id)
+        return ChatTokens(input_ids, np.repeat(tokens.trained, repeats), positions)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that `text_tokens` depends on beside the turns."""
+        tokenizer = json.loads(self._encoder.to_str())
+        settings = [TOKENS_FORMAT, tokenizer, self.template, self.image_token, self.eos_token, self._variables]
+        text = json.dumps(settings, sort_keys=True, default=str)
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def _adds_special_tokens(self, text: str) -> bool:
         """Hugging Face's processors add BOS and the like unless the template has written BOS itself."""
@@ -262,34 +289,3 @@ class ChatFormat:
 
 def _probe() -> list[Turn]:
     return [Turn("user", f"{IMAGE_MARK}\n{QUESTION}"), Turn("assistant", ANSWER)]
-
-
-def tokens_in_span(encoding: Encoding, span: Span, length: int) -> slice:
-    """Return the tokens that have a part in the characters of a span, of a text of so many characters.
-
-    All byte tokens of one character carry that character's offsets, so none of them is lost. A white-space token
-    whose offsets were trimmed to nothing ends at its right edge. The encoding is asked for single characters, since
-    handing over the offsets of all tokens takes a fifth of the time of tokenising.
-    """
-    start, end = span
-    first, behind = (_token_at(encoding, place, length) for place in span)
-    while _is_trimmed(encoding, first - 1, behind_char=start):
-        first -= 1
-    chars = encoding.token_to_chars(behind) if behind < len(encoding) else None
-    if chars is not None and chars[0] < end:
-        return slice(first, behind + 1)
-    while _is_trimmed(encoding, behind - 1, behind_char=end):
-        behind -= 1
-    return slice(first, behind)
-
-
-def _token_at(encoding: Encoding, start: int, length: int) -> int:
-    """Return the first token of the first character from start on that has one, or the number of all tokens."""
-    found = (encoding.char_to_token(place) for place in range(start, length))
-    return next((token for token in found if token is not None), len(encoding))
-
-
-def _is_trimmed(encoding: Encoding, token: int, *, behind_char: int) -> bool:
-    """Tell whether a token has no characters left and ends behind the given one."""
-    chars = encoding.token_to_chars(token) if token >= 0 else None
-    return chars is not None and chars[0] == chars[1] > behind_char

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from llava_mcore.data.samples import Batch, EncodedSample, TokenConversation
@@ -41,22 +43,22 @@ def pad(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: int,
     """
     conversations = [sample.conversations[0] for sample in samples]
     length = _rounded(max(map(len, conversations)), multiple, seq_length)
-    rows = [_row([conversation], length, pad_token_id) for conversation in conversations]
-    positions = [c.image_positions + row * length for row, c in enumerate(conversations)]
-    planes = [torch.cat(planes) for planes in zip(*rows, strict=True)]
-    planes[3] = torch.arange(length).repeat(len(samples), 1)
-    return _batch(samples, planes, positions)
+    position_ids = np.tile(np.arange(length), (len(samples), 1))
+    places = [(row, 0) for row in range(len(samples))]
+    return _batch(samples, conversations, places, position_ids, pad_token_id)
 
 
 def pack(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: int, multiple: int = 8) -> Batch:
     """Put all conversations behind each other into one row; b packs give at most b * seq_length tokens."""
     conversations = [conversation for sample in samples for conversation in sample.conversations]
-    ends = torch.tensor([0, *map(len, conversations)]).cumsum(0)
+    ends = np.cumsum([0, *map(len, conversations)])
     length = _rounded(int(ends[-1]), multiple, seq_length * len(samples))
-    positions = [c.image_positions + start for c, start in zip(conversations, ends[:-1], strict=True)]
-    batch = _batch(samples, _row(conversations, length, pad_token_id), positions)
-    bounds = ends if ends[-1] == length else torch.cat([ends, torch.tensor([length])])
-    batch.cu_seqlens = bounds.to(torch.int32)
+    bounds = ends if ends[-1] == length else np.append(ends, length)
+    # Positions begin anew with each conversation, and with the padding.
+    position_ids = np.arange(length) - np.repeat(bounds[:-1], np.diff(bounds))
+    places = [(0, int(start)) for start in ends[:-1]]
+    batch = _batch(samples, conversations, places, position_ids[None], pad_token_id)
+    batch.cu_seqlens = torch.from_numpy(bounds.astype(np.int32))
     return batch
 
 
@@ -64,44 +66,51 @@ def _rounded(length: int, multiple: int, most: int) -> int:
     return min(-(-length // multiple) * multiple, most)
 
 
-def _row(conversations: Sequence[TokenConversation], length: int, pad_token_id: int) -> list[Tensor]:
-    """Return input_ids, labels, loss_mask and position_ids [1, length] of conversations behind each other.
-
-    Positions begin anew with each of them, and with the padding.
-    """
-    input_ids = torch.full((1, length), pad_token_id, dtype=torch.int64)
-    labels = torch.zeros((1, length), dtype=torch.int64)
-    loss_mask = torch.zeros((1, length), dtype=torch.float32)
-    position_ids = torch.zeros((1, length), dtype=torch.int64)
-    start = 0
-    for conversation in conversations:
-        end = start + len(conversation)
-        learnt = conversation.trained[1:]
-        input_ids[0, start:end] = conversation.input_ids
-        labels[0, start : end - 1] = conversation.input_ids[1:] * learnt
-        loss_mask[0, start : end - 1] = learnt.to(torch.float32)
-        position_ids[0, start:end] = torch.arange(end - start)
-        start = end
-    position_ids[0, start:] = torch.arange(length - start)
-    return [input_ids, labels, loss_mask, position_ids]
-
-
-def _batch(samples: Sequence[EncodedSample], planes: Sequence[Tensor], positions: Sequence[Tensor]) -> Batch:
-    conversations = [conversation for sample in samples for conversation in sample.conversations]
-    input_ids, labels, loss_mask, position_ids = planes
+def _batch(
+    samples: Sequence[EncodedSample],
+    conversations: Sequence[TokenConversation],
+    places: Sequence[tuple[int, int]],
+    position_ids: NDArray[np.int64],
+    pad_token_id: int,
+) -> Batch:
+    """Write conversations into rows, each from its place (row, column) on. `position_ids`: [b, s]."""
+    shape = position_ids.shape
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    labels = np.zeros(shape, dtype=np.int64)
+    loss_mask = np.zeros(shape, dtype=np.float32)
+    for conversation, (row, start) in zip(conversations, places, strict=True):
+        end, learnt = start + len(conversation), conversation.trained[1:]
+        input_ids[row, start:end] = conversation.input_ids
+        np.multiply(conversation.input_ids[1:], learnt, out=labels[row, start : end - 1])
+        loss_mask[row, start : end - 1] = learnt
+    positions = [
+        c.image_positions + (row * shape[1] + start) for c, (row, start) in zip(conversations, places, strict=True)
+    ]
     return Batch(
         __key__=[sample.__key__ for sample in samples],
         __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
-        input_ids=input_ids,
-        labels=labels,
-        loss_mask=loss_mask,
-        position_ids=position_ids,
-        # A pack alone in its micro-batch need not be copied.
-        pixel_values=samples[0].pixel_values if len(samples) == 1 else torch.cat([s.pixel_values for s in samples]),
+        input_ids=torch.from_numpy(input_ids),
+        labels=torch.from_numpy(labels),
+        loss_mask=torch.from_numpy(loss_mask),
+        position_ids=torch.from_numpy(position_ids),
+        pixel_values=_together([sample.pixel_values for sample in samples]),
         pixel_scale=NO_SCALE,
-        image_positions=torch.cat(list(positions)),
+        image_positions=torch.from_numpy(np.concatenate(positions)),
         sample_keys=[conversation.key for conversation in conversations],
         num_tokens=sum(map(len, conversations)),
         num_pairs=sum(n * (n + 1) // 2 for n in map(len, conversations)),
         num_truncated=sum(conversation.truncated for conversation in conversations),
     )
+
+
+def _together(pixels: Sequence[Tensor]) -> Tensor:
+    """Return the pictures of all samples as one tensor, the channels of a pixel next to each other in memory."""
+    if len(pixels) == 1:  # a pack alone in its micro-batch lies like that already
+        return pixels[0].contiguous(memory_format=torch.channels_last)
+    shape = (sum(map(len, pixels)), *pixels[0].shape[1:])
+    together = torch.empty(shape, dtype=pixels[0].dtype, memory_format=torch.channels_last)
+    start = 0
+    for part in pixels:
+        together[start : start + len(part)].copy_(part)
+        start += len(part)
+    return together

@@ -11,6 +11,7 @@ from megatron.energon import FileStore, FileStoreDecoder, TextSample, VQASample,
 from llava_mcore.data.picture_store import stored_pictures
 from llava_mcore.data.prompts import POOL_KEY
 from llava_mcore.data.samples import IMAGE_MARK, ChatSample, Conversation, Turn
+from llava_mcore.data.stored_tokens import TOKENS_KEY
 from llava_mcore.errors import DataError
 
 ROLES = get_args(get_type_hints(Turn)["role"])
@@ -106,7 +107,9 @@ def _share_pictures(members: Any, pictures: list[bytes], *, has_pool: bool) -> t
         if has_pool and len(members) == 1:
             turns = _place_pictures(turns, len(pictures))
         num_marks = sum(turn.text.count(IMAGE_MARK) for turn in turns)
-        conversations.append(Conversation(turns, tuple(pictures[used : used + num_marks])))
+        images = tuple(pictures[used : used + num_marks])
+        # With a pool the words of a question are not known before training.
+        conversations.append(Conversation(turns, images, None if has_pool else member.get(TOKENS_KEY)))
         used += num_marks
     if used != len(pictures):
         raise DataError(f"{used} {IMAGE_MARK} in the conversation, but {len(pictures)} pictures")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from llava_mcore.data.assets import Assets
+from llava_mcore.data.chat import ChatTokens
 from llava_mcore.data.samples import Conversation, TokenConversation
+from llava_mcore.data.stored_tokens import TOKENS_KEY, from_json, is_by
 from llava_mcore.errors import DataError
 
 
@@ -16,16 +16,30 @@ class TooLongError(DataError):
 
 
 def tokenise(conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
-    """Render and tokenise a conversation, whatever its length. DataError if the template cannot render it."""
-    tokens = assets.chat.encode(conversation.turns, num_images=len(conversation.images))
+    """Return a conversation's tokens, whatever their number: those that are stored, if they are of the same making.
+
+    Raises DataError if the template cannot render it, or stored tokens do not belong to it.
+    """
+    tokens = stored_tokens(conversation, assets)
+    if tokens is None:
+        tokens = assets.chat.encode(conversation.turns, num_images=len(conversation.images))
     return TokenConversation(
-        key=key,
-        input_ids=torch.from_numpy(tokens.input_ids),
-        trained=torch.from_numpy(tokens.trained),
-        image_positions=torch.from_numpy(tokens.image_positions),
-        images=conversation.images,
-        truncated=False,
+        key, tokens.input_ids, tokens.trained, tokens.image_positions, conversation.images, truncated=False
     )
+
+
+def stored_tokens(conversation: Conversation, assets: Assets) -> ChatTokens | None:
+    """Return the tokens that were stored with a conversation; None without, or if others would be made now.
+
+    Raises DataError if they are damaged.
+    """
+    if not is_by(conversation.tokens, assets.chat.fingerprint):
+        return None
+    tokens = assets.chat.expand(from_json(conversation.tokens))
+    num_images = len(conversation.images)
+    if len(tokens.image_positions) != num_images * assets.tokens_per_image:
+        raise DataError(f"its {TOKENS_KEY} are not those of {num_images} pictures; prepare the data again")
+    return tokens
 
 
 def fit(tokens: TokenConversation, seq_length: int, truncate: bool) -> TokenConversation:
@@ -47,7 +61,7 @@ def fit(tokens: TokenConversation, seq_length: int, truncate: bool) -> TokenConv
 
 def cut(tokens: TokenConversation, seq_length: int) -> TokenConversation:
     """Return at most the first seq_length tokens, without a picture whose placeholders would be cut in two."""
-    placeholders = tokens.image_positions.view(max(1, len(tokens.images)), -1)  # [k, N]; [1, 0] without pictures
+    placeholders = tokens.image_positions.reshape(max(1, len(tokens.images)), -1)  # [k, N]; [1, 0] without pictures
     whole = [bool(place[-1] < seq_length) for place in placeholders if len(place)]
     end = seq_length if all(whole) else min(seq_length, int(placeholders[whole.index(False), 0]))
     return replace(

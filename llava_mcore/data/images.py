@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -18,6 +19,12 @@ from transformers.image_processing_backends import TorchvisionBackend
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import NO_SCALE, normalise
 from llava_mcore.towers import TOKENS_BEFORE_PATCHES, num_positions
+
+SEGMENT, FRAME = struct.Struct(">HH"), struct.Struct(">BHHB")
+"""Of a JPEG: marker and length of a segment; bits, height, width and components of a frame."""
+START, FRAMES, SCAN = b"\xff\xd8", (0xFFC0, 0xFFC2), 0xFFDA
+PLAIN_SEGMENTS = (0xFFE0, 0xFFFE, 0xFFDB, 0xFFC4, 0xFFDD)
+"""JFIF, comment, and tables. EXIF may turn the picture, and Adobe's segment names other colours."""
 
 
 def decode_image(data: bytes) -> Image.Image:
@@ -36,12 +43,17 @@ def decode_pixels(data: bytes) -> Tensor:
     the pixels need not be copied out of it.
     """
     with _decoding(data):
-        image = Image.open(BytesIO(data))
-        if TORCHVISION_DECODES_ALIKE and _is_usual_jpeg(image):
+        image = None
+        # Pillow's own look at the header takes longer than all else around decoding.
+        is_usual = TORCHVISION_DECODES_ALIKE and is_plain_jpeg(data)
+        if not is_usual:
+            image = Image.open(BytesIO(data))
+            is_usual = TORCHVISION_DECODES_ALIKE and _is_usual_jpeg(image)
+        if is_usual:
             # What it cannot decode, Pillow may, or says why not.
             with contextlib.suppress(RuntimeError):
                 return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
-        return F.pil_to_tensor(_upright(image))
+        return F.pil_to_tensor(_upright(image or Image.open(BytesIO(data))))
 
 
 @contextlib.contextmanager
@@ -60,6 +72,20 @@ def _upright(image: Image.Image) -> Image.Image:
     ImageOps.exif_transpose(image, in_place=True)
     # convert() would copy what is RGB already.
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def is_plain_jpeg(data: bytes) -> bool:
+    """Tell from its segments that a picture is a JPEG which needs no look by Pillow: RGB, upright and not too large."""
+    place, is_plain = len(START), False
+    while data.startswith(START) and len(data) >= place + SEGMENT.size + FRAME.size:
+        marker, length = SEGMENT.unpack_from(data, place)
+        if marker in FRAMES:
+            bits, height, width, components = FRAME.unpack_from(data, place + SEGMENT.size)
+            is_plain = bits == 8 and components == 3 and 0 < height * width <= (Image.MAX_IMAGE_PIXELS or 0)
+        elif marker not in PLAIN_SEGMENTS:
+            return is_plain and marker == SCAN
+        place += 2 + length
+    return False
 
 
 def _is_usual_jpeg(image: Image.Image) -> bool:
@@ -150,6 +176,8 @@ class ImagePreprocessor:
         """
         if images and not self._is_plain:
             return self._process([decode_image(data) for data in images])
+        if len(images) == 1:  # a batch of such samples is copied together
+            return self._resize_and_crop(decode_pixels(images[0]))[None]
         shape = (len(images), 3, self.image_size, self.image_size)
         dtype = torch.uint8 if len(self.pixel_scale) else torch.float32
         pixels = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)

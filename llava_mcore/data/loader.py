@@ -15,6 +15,7 @@ from llava_mcore.data.open_stream import check_streams, open_stream
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.skips import Skips
 from llava_mcore.data.source import Source, reading
+from llava_mcore.data.stored_tokens import log_origin
 from llava_mcore.data.streams import (
     Stream,
     StreamServer,
@@ -91,6 +92,8 @@ class TrainLoader:
             numbers = streams_of_rank(self.num_streams, dp_rank, dp_size)
             streams = {n: open_one(n, self.num_streams, micro_batch_size) for n in numbers}
             check_streams(streams, self.num_streams, leaves)
+            if dp_rank == 0:
+                log_origin(leaves, assets.chat.fingerprint)
             self._restore(streams, places)
         self._places = {n: places.get(n) for n in numbers}
         num_batches = {n: 0 if place is None else num_given(place) for n, place in self._places.items()}

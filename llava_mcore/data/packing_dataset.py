@@ -61,6 +61,7 @@ class PackingDataset(BaseWrapperDataset[TokenSample, TokenSample]):
             __restore_key__=(type(self).__name__, self._pack_index.get_next(), *keys),
             __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
             conversations=[conversation for sample in samples for conversation in sample.conversations],
+            num_tokens=sum(sample.num_tokens for sample in samples),
         )
 
     def config(self) -> dict[str, Any]:

@@ -8,11 +8,13 @@ Legend: b micro-batch size, s padded length, n tokens of a conversation, k pictu
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from megatron.energon import Batch as EnergonBatch
 from megatron.energon import Sample, edataclass
+from numpy.typing import NDArray
 from torch import Tensor
 
 IMAGE_MARK = "<image>"
@@ -33,6 +35,8 @@ class Conversation:
 
     turns: tuple[Turn, ...]
     images: tuple[bytes, ...]
+    tokens: Any = None
+    """What `prepare` has stored of it (see `stored_tokens`), as it stands in the json."""
 
 
 @edataclass
@@ -48,12 +52,12 @@ class TokenConversation:
 
     key: str
     """The sample's key; with a number behind it in a sample that was packed beforehand."""
-    input_ids: Tensor
-    """int64 [n]; every picture already stands as its N placeholder ids."""
-    trained: Tensor
-    """bool [n]; True where the token itself (not the one after it) is to be learnt."""
-    image_positions: Tensor
-    """int64 [k * N]; indices into input_ids, in the order of the pictures."""
+    input_ids: NDArray[np.int64]
+    """[n]; every picture already stands as its N placeholder ids."""
+    trained: NDArray[np.bool_]
+    """[n]; True where the token itself (not the one after it) is to be learnt."""
+    image_positions: NDArray[np.int64]
+    """[k * N]; indices into input_ids, in the order of the pictures."""
     images: tuple[bytes, ...]
     truncated: bool
     """Whether the end was cut off."""
@@ -67,11 +71,8 @@ class TokenSample(Sample):
     """One conversation, or those of a pack."""
 
     conversations: list[TokenConversation]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all conversations."""
-        return sum(len(conversation) for conversation in self.conversations)
+    num_tokens: int
+    """Of all conversations."""
 
 
 @edataclass

@@ -32,6 +32,7 @@ from llava_mcore.data.samples import (
     TokenConversation,
     TokenSample,
 )
+from llava_mcore.data.shard_reader import read_local_shards_directly
 from llava_mcore.data.skips import Skips
 from llava_mcore.errors import DataError
 
@@ -83,7 +84,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             fit(tokenise(self._prompted(chat, conversation, key), self.assets, key), self.data.seq_length, truncate)
             for key, conversation in zip(keys, chat.conversations, strict=True)
         ]
-        tokens = TokenSample.derive_from(chat, conversations=found)
+        tokens = TokenSample.derive_from(chat, conversations=found, num_tokens=sum(map(len, found)))
         if tokens.num_tokens > self.data.seq_length:
             raise DataError(
                 f"a pack of {tokens.num_tokens} tokens was written, but data.seq_length is {self.data.seq_length}; "
@@ -136,6 +137,11 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             multiple=self.pad_multiple,
             pixel_scale=self.assets.images.pixel_scale,
         )
+
+    def build_cook_crude_sample(self, dataset: SavableDataset[Any], **options: Any) -> SavableDataset[Any]:
+        """Let local shards be read directly (called by energon)."""
+        read_local_shards_directly(dataset)
+        return super().build_cook_crude_sample(dataset, **options)
 
     def build_batch(
         self,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
+import numpy as np
 from megatron.energon import SkipSample, SourceInfo
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 
@@ -16,9 +16,10 @@ from llava_mcore.config.training import TrainingConfig
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.cooking import chat_from_standard
 from llava_mcore.data.doctor.datasets import Dataset, open_datasets
-from llava_mcore.data.encode import TooLongError
+from llava_mcore.data.encode import TooLongError, stored_tokens
 from llava_mcore.data.samples import ChatSample, EncodedSample, TokenConversation
 from llava_mcore.data.skips import DATA_ERRORS, Skips
+from llava_mcore.data.stored_tokens import TOKENS_KEY
 from llava_mcore.data.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError
 
@@ -102,6 +103,7 @@ class Examiner:
             tokens = self._encoder.preencode_sample(chat)
             num_tokens = tokens.num_tokens
             encoded = self._encoder.postencode_sample(tokens)
+            differing = _differing(chat, self.assets)
         except TooLongError as error:
             self._skips(error, raw, None)
             return replace(blank, status="left out", num_tokens=self._measure.preencode_sample(chat).num_tokens)
@@ -111,7 +113,7 @@ class Examiner:
         used = encoded.conversations
         return replace(
             blank,
-            **_verdict(chat, encoded, self.assets),
+            **_verdict(differing, encoded, self.assets),
             remarks=(*_stored(raw, num_tokens), *_remarks(chat, used, self.assets), *_parts_twice(chat)),
             num_conversations=len(chat.conversations),
             num_tokens=num_tokens,
@@ -128,9 +130,21 @@ class Examiner:
         raise SkipSample from error
 
 
-def _verdict(chat: ChatSample, encoded: EncodedSample, assets: Assets) -> dict[str, Any]:
+def _differing(chat: ChatSample, assets: Assets) -> list[str]:
+    """Tokenise again what training takes over."""
+    for conversation in chat.conversations:
+        stored = stored_tokens(conversation, assets)
+        if stored is None:
+            continue
+        anew = assets.chat.encode(conversation.turns, num_images=len(conversation.images))
+        if not np.array_equal(stored.input_ids, anew.input_ids) or not np.array_equal(stored.trained, anew.trained):
+            return [f"its {TOKENS_KEY} are not what the tokenizer makes of its text; prepare the data again"]
+    return []
+
+
+def _verdict(differing: list[str], encoded: EncodedSample, assets: Assets) -> dict[str, Any]:
     """Compare what the model will get; a disagreement would end training or spoil it silently."""
-    reasons = []
+    reasons = [*differing]
     for conversation in encoded.conversations:
         num_placeholders = int((conversation.input_ids == assets.image_token_id).sum())
         wanted = len(conversation.images) * assets.tokens_per_image
@@ -170,7 +184,7 @@ def _remarks(chat: ChatSample, used: list[TokenConversation], assets: Assets) ->
     found = []
     for conversation, tokens in zip(chat.conversations, used, strict=True):
         num_answers = sum(turn.role == "assistant" for turn in conversation.turns)
-        begins = tokens.trained & ~torch.cat([torch.zeros(1, dtype=torch.bool), tokens.trained[:-1]])
+        begins = tokens.trained & ~np.concatenate([[False], tokens.trained[:-1]])
         num_ends = int((tokens.input_ids[tokens.trained] == assets.eos_token_id).sum())
         if int(begins.sum()) != num_answers or num_ends < num_answers:
             found.append(f"{num_answers} answers, but {int(begins.sum())} trained stretches with {num_ends} EOS")

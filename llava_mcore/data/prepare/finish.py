@@ -30,6 +30,7 @@ from megatron.energon.typed_converter import to_json_object
 
 from llava_mcore.data.prepare.counts import ShardReport
 from llava_mcore.data.prepare.journal import META, SCRATCH
+from llava_mcore.data.stored_tokens import ORIGIN_FILE
 from llava_mcore.errors import DataError
 
 DATASET = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
@@ -41,9 +42,16 @@ NAMESPACE = uuid.UUID("6ba7b812-9dad-11d1-80b4-00c04fd430c8")
 
 
 def write_meta(
-    folder: Path, reports: Sequence[ShardReport], *, val_ratio: float, on_shard: Callable[[], None] = lambda: None
+    folder: Path,
+    reports: Sequence[ShardReport],
+    *,
+    val_ratio: float,
+    tokens_by: str | None = None,
+    on_shard: Callable[[], None] = lambda: None,
 ) -> None:
     """Index the shards and write .nv-meta, which appears as a whole.
+
+    `tokens_by` is the fingerprint of what made the stored tokens, None if there are none.
 
     Raises DataError if a shard does not hold what was written, or there are too few for a validation part.
     """
@@ -64,6 +72,8 @@ def write_meta(
     _write_yaml(meta / "split.yaml", to_json_object(WebdatasetSplits(split_parts=collapsed)))
     _write_yaml(meta / "lint.yaml", LINT)
     _write_yaml(meta / "dataset.yaml", DATASET)
+    if tokens_by is not None:
+        (meta / ORIGIN_FILE).write_text(json.dumps({"by": tokens_by}), encoding="utf-8")
     shutil.rmtree(folder / META, ignore_errors=True)
     meta.rename(folder / META)
 

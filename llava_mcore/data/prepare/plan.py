@@ -15,7 +15,7 @@ from llava_mcore.data.prepare.sources.detect import Opening, find_files
 from llava_mcore.data.template_choice import Lang
 from llava_mcore.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 """Raised when other shards would be written for the same rows."""
 ASSET_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, "config.json", "chat_template.jinja", "chat_template.json")
 
@@ -35,7 +35,7 @@ class Counting:
         return load_assets(self.hf_dir, chat_template=self.chat_template, lang=self.lang)
 
     def fingerprint(self) -> str:
-        """Return a hash of everything that token counts depend on."""
+        """Return a hash of everything that tokens and their number depend on."""
         sha = hashlib.sha256(f"{self.chat_template} {self.lang}".encode())
         if self.chat_template is not None and Path(self.chat_template).is_file():
             sha.update(Path(self.chat_template).read_bytes())

@@ -93,6 +93,8 @@ class Conversation:
     turns: tuple[Turn, ...]
     pictures: tuple[Picture, ...]
     num_tokens: int | None
+    tokens: Mapping[str, Any] | None
+    """As they stand in the json (see `stored_tokens`)."""
     source: Mapping[str, Any]
     """file, index, id"""
 

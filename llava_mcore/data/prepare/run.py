@@ -96,7 +96,8 @@ def prepare(
         place = Workplace(plan.files, plan.how, options, folder, journal.scratch)
         for report in _make(place, assets, {shard: plan.shards[shard] for shard in missing}, num_workers, progress):
             journal.add(report)
-        return _finish(plan, options, journal, progress, set(missing), max_skip_rate, start)
+        tokens_by = None if assets is None else assets.chat.fingerprint
+        return _finish(plan, options, journal, progress, set(missing), max_skip_rate, tokens_by, start)
 
 
 def _finish(
@@ -106,6 +107,7 @@ def _finish(
     progress: Progress,
     made: set[int],
     max_skip_rate: float,
+    tokens_by: str | None,
     start: float,
 ) -> Result:
     folder = journal.folder
@@ -119,7 +121,9 @@ def _finish(
         (folder / MANIFEST).unlink(missing_ok=True)
     elif not (folder / MANIFEST).is_file() or not (folder / META).is_dir():
         progress.begin("indexing shards", num_shards)
-        write_meta(folder, reports, val_ratio=options.val_ratio, on_shard=lambda: progress.advance(1))
+        write_meta(
+            folder, reports, val_ratio=options.val_ratio, tokens_by=tokens_by, on_shard=lambda: progress.advance(1)
+        )
         write_whole(folder / MANIFEST, _manifest(plan, reports, counts))
     rows_made = sum(report.counts.rows for report in reports if report.shard in made)
     seconds = time.perf_counter() - start

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.packing import best_fit
@@ -18,6 +19,7 @@ from llava_mcore.data.prepare.sources.base import SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening
 from llava_mcore.data.prepare.write import ShardWriter
 from llava_mcore.data.samples import Turn
+from llava_mcore.data.stored_tokens import to_json
 from llava_mcore.errors import DataError
 
 LONGEST_ID = 200
@@ -90,11 +92,11 @@ class ShardMaker:
         draft = place_marks(parse(row.data, how.keys, how.layout))
         check_turns(draft.turns)
         pictures = tuple(read_picture(image, file.folder, decode=options.check_images) for image in draft.images)
-        num_tokens = None if self._assets is None else _num_tokens(self._assets, draft.turns, len(pictures))
+        num_tokens, tokens = _tokens(self._assets, draft.turns, len(pictures))
         if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
             raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens, a pack has {options.pack_to}")
         source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
-        return Conversation(number, draft.turns, pictures, num_tokens, source)
+        return Conversation(number, draft.turns, pictures, num_tokens, tokens, source)
 
 
 def _write_packs(writer: ShardWriter, conversations: list[Conversation], capacity: int) -> None:
@@ -103,11 +105,18 @@ def _write_packs(writer: ShardWriter, conversations: list[Conversation], capacit
         writer.add_pack([conversations[i] for i in pack])
 
 
-def _num_tokens(assets: Assets, turns: Sequence[Turn], num_images: int) -> int:
+def _tokens(
+    assets: Assets | None, turns: Sequence[Turn], num_images: int
+) -> tuple[int | None, Mapping[str, Any] | None]:
+    """Return the number of tokens in training, and those of the text as they are stored."""
+    if assets is None:
+        return None, None
     try:
-        return len(assets.chat.encode(turns, num_images=num_images).input_ids)
+        tokens = assets.chat.text_tokens(turns, num_images=num_images)
     except DataError as error:
         raise BadSample(Reason.TEMPLATE, str(error)) from error
+    num_tokens = len(tokens.ids) + num_images * (assets.tokens_per_image - 1)
+    return num_tokens, to_json(tokens, assets.chat.fingerprint)
 
 
 def _id_of(row: Row) -> str:

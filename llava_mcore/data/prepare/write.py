@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from llava_mcore.data.prepare.records import Conversation, Picture
+from llava_mcore.data.stored_tokens import TOKENS_KEY
 
 
 class ShardWriter:
@@ -80,6 +81,7 @@ def about(conversation: Conversation) -> dict[str, Any]:
     content: dict[str, Any] = {"messages": [{"role": t.role, "content": t.text} for t in conversation.turns]}
     if conversation.num_tokens is not None:
         content["num_tokens"] = conversation.num_tokens
+        content[TOKENS_KEY] = conversation.tokens
     content["image_sizes"] = [list(picture.size) for picture in conversation.pictures]
     content["source"] = dict(conversation.source)
     return content

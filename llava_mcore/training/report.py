@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 
+import psutil
 import torch
 
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
@@ -32,6 +34,7 @@ class Reporter:
             vision_model=not run.model.freeze_vision_model,
             vision_projection=not run.model.freeze_vision_projection,
         )
+        self.is_first = True
         self.peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
         self.spikes: SpikeAlert | None = None
         if run.faults.alert_spike and self.file is not None:
@@ -50,6 +53,11 @@ class Reporter:
         if self.file is None:
             return
         metrics = self._metrics(progress, counts, result, waited, seconds)
+        if metrics.time_to_first_iteration_seconds is not None:
+            self.is_first = False
+            logger.info(
+                "first iteration done %.1f s after the start of its process", metrics.time_to_first_iteration_seconds
+            )
         self.file.append(metrics)
         if self.sinks is not None:
             self.sinks.step(metrics)
@@ -94,4 +102,5 @@ class Reporter:
             tflops_per_device=flops / seconds / groups.world_size / 1e12,
             mfu=None if self.peak is None else mfu(flops, seconds, groups.world_size, self.peak),
             memory_gib=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+            time_to_first_iteration_seconds=time.time() - psutil.Process().create_time() if self.is_first else None,
         )

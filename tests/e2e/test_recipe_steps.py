@@ -19,7 +19,10 @@ from tests.helpers.commands import ROOT
 
 RECIPE = ROOT / "environments" / "recipe_latest.def"
 LOCK_INSIDE = "/opt/llava_mcore/image.lock.txt"
-BASE = ("torch", "torchgen", "torchvision", "torchvision.libs", "functorch", "numpy", "numpy.libs", "triton", "nvidia")
+BASE = (
+    *("torch", "torchgen", "torchvision", "torchvision.libs", "functorch", "numpy", "numpy.libs", "triton", "nvidia"),
+    *("setuptools", "_distutils_hack"),
+)
 """Folders of what environments/image_lock.py leaves to the base."""
 
 

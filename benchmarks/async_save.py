@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -102,7 +101,7 @@ def command(args: argparse.Namespace, folder: Path) -> list[str]:
 
 def watched(words: Sequence[str], run_dir: Path) -> int:
     """Run the training; delete its first checkpoint as soon as it is complete. Return the exit code."""
-    with subprocess.Popen(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}) as process:
+    with subprocess.Popen(words, cwd=ROOT) as process:
         while process.poll() is None:
             time.sleep(0.5)
             saves = read(run_dir / SAVES)

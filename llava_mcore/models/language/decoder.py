@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llava_mcore.errors import ConversionError
+from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.language.linear_cross_entropy import OutputLayer
 from llava_mcore.models.norms import TorchNorm
@@ -41,7 +42,9 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_model_parall
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
     """Return what a stage's layers are made of: Transformer Engine's, or torch's for a machine without it."""
     if config.transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
+        )
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
     attention = layer.self_attention.submodules
@@ -84,6 +87,9 @@ class LanguageModel(GPTModel):
         self.true_vocab_size = hf.vocab_size
         if post_process:  # GPTModel lets nobody choose this layer's class
             self.output_layer.__class__ = OutputLayer
+        if config.use_te_activation_func:
+            for layer in self.decoder.layers:
+                layer.mlp.activation_func = StatelessActivation(layer.mlp.activation_func)
         self._use_hf_rope(hf)
 
     def _use_hf_rope(self, hf: PretrainedConfig) -> None:

@@ -163,6 +163,8 @@ def _origin(checkpoint: Path, run: RunConfig | None) -> list[str]:
         sizes = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
         kind = "with optimizer state" if run.checkpoint.save_optim else "weights only"
         facts.append(f"written by run {run.name} (stage {run.stage}) at tp {sizes[0]} x pp {sizes[1]}, {kind}")
+        if run.model.freeze or run.model.unfreeze:
+            facts.append(f"frozen by name, which the states below do not show: {run.model.frozen_parts()}")
     if manifest is not None:
         cast = "" if manifest.dtype is None else f", cast to {manifest.dtype}"
         facts.append(f"imported from {manifest.source} for tp {manifest.tp} x pp {manifest.pp}{cast}")

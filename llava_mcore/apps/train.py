@@ -13,6 +13,7 @@ from llava_mcore.config.dims import ModelDims
 from llava_mcore.config.flags import CommandLine, parse_command_line
 from llava_mcore.config.load import run_config_yaml, save_run_config
 from llava_mcore.config.rules import check_devices, check_run
+from llava_mcore.config.schedule_rules import check_schedule
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, LlavaMcoreError, problems
 from llava_mcore.launch.nodes import check_gpu_ids, check_interface, find_nodes
@@ -69,7 +70,7 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
     # These bring in transformers and energon: --help and a mistyped flag need not wait for them.
     from llava_mcore.checkpoint.hf_config import load_hf_config, model_dims
     from llava_mcore.checkpoint.start import start_point
-    from llava_mcore.data.dataset_path import check_dataset
+    from llava_mcore.data.dataset_path import VALIDATION, check_dataset
 
     found: list[str] = check_devices(run.launch.num_gpus, gpu_count)
     if run.logging.mlflow and importlib.util.find_spec("mlflow") is None:
@@ -80,16 +81,20 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
     try:
         start = start_point(run)
         source = str(start.hf_dir)
-        if start.kind == "resume" and start.iteration >= run.training.train_iters:
-            found.append(
-                f"{run.run_dir} has reached iteration {start.iteration} of {run.training.train_iters}: raise "
-                "--train-iters, which counts the whole run, to go on"
-            )
+        if start.kind == "resume" and not [*check_schedule(run.training, run.optimizer)]:
+            number = run.training.num_iterations
+            if start.iteration >= number:
+                found.append(
+                    f"{run.run_dir} has reached iteration {start.iteration} of {number}: raise --train-iters or "
+                    "--train-samples, which count the whole run, to go on"
+                )
         dims = model_dims(load_hf_config(start.hf_dir))
     except LlavaMcoreError as error:
         found.append(str(error))
     try:
         check_dataset(run.data.path)
+        if run.validation.eval_interval is not None:
+            check_dataset(run.data.path, VALIDATION)
     except LlavaMcoreError as error:
         found.append(str(error))
     try:

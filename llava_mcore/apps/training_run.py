@@ -18,6 +18,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.data.assets import Assets, load_assets
 from llava_mcore.data.doctor.show import in_words
 from llava_mcore.data.loader import TrainLoader
+from llava_mcore.data.validation import ValidationData
 from llava_mcore.errors import LlavaMcoreError, problems
 from llava_mcore.launch.process import StopSignals
 from llava_mcore.parallel.groups import Groups, agree, initialise, seed_everything, shut_down
@@ -72,6 +73,7 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
         logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
     watchdog.begin("opening the data")
     loader = together(groups, lambda: _open_loader(run, groups, assets, loader_states))
+    validation = together(groups, lambda: _open_validation(run, assets))
     shown = _show_the_first_step(trainer, loader, assets) if run.logging.debug else loader
     hf_source = start.hf_dir
     if run.checkpoint.saves and groups.rank == 0:
@@ -79,9 +81,9 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
         hf_source = write_carried_folder(
             start, run.run_dir / "hf", seed=run.training.seed, chat_template=assets.chat.template
         )
-    finished = train(trainer, shown, progress, hf_source, stop, watchdog)
+    finished = train(trainer, shown, progress, hf_source, stop, watchdog, validation)
     if not finished:
-        logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.train_iters)
+        logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
     if loader is not None:
         loader.close()
     shut_down()
@@ -133,6 +135,21 @@ def _open_loader(run: RunConfig, groups: Groups, assets: Assets | None, saved: A
         seed=run.training.seed,
         pad_multiple=pad_multiple(run),
         saved=saved,
+    )
+
+
+def _open_validation(run: RunConfig, assets: Assets | None) -> ValidationData | None:
+    """Look at the validation part, if the run validates, on ranks that load data."""
+    if assets is None or run.validation.eval_interval is None:
+        return None
+    iters = run.validation.eval_iters
+    return ValidationData(
+        run.data,
+        assets,
+        micro_batch_size=run.training.micro_batch_size,
+        seed=run.training.seed,
+        pad_multiple=pad_multiple(run),
+        most_samples=None if iters is None else iters * run.training.global_batch_size,
     )
 
 

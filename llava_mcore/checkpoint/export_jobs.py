@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llava_mcore.checkpoint.raw import TensorAt, map_tensor, sha256, write_at
+from llava_mcore.checkpoint.raw import HASHERS, Mapped, TensorAt, Writer, sha256
 from llava_mcore.conversion.boxes import Box, Scratch, Shape, read_box
 from llava_mcore.conversion.mapping import Entry
 from llava_mcore.errors import CheckpointError
@@ -32,8 +32,8 @@ class Chunk:
     offset: int
     length: int
 
-    def map(self) -> Tensor:
-        """Return the tensor, mapped: a pickle says what it is, its numbers are used where they lie.
+    def locate(self) -> TensorAt:
+        """Return what a pickle says of the tensor, and where its numbers lie.
 
         Raises:
             CheckpointError: damaged, or not written as megatron-core does.
@@ -48,7 +48,15 @@ class Chunk:
         begin = storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
         if not tensor.is_contiguous():
             raise CheckpointError(f"{self.path}: the tensor at byte {self.offset} is not contiguous")
-        return map_tensor(self.path, self.offset + begin, tensor.dtype, tuple(tensor.shape))
+        return TensorAt(self.path, self.offset + begin, tensor.dtype, tuple(tensor.shape))
+
+    def map(self) -> Tensor:
+        """Return the tensor, mapped.
+
+        Raises:
+            CheckpointError: as `locate`.
+        """
+        return self.locate().map()
 
 
 class _Window(io.RawIOBase):
@@ -120,31 +128,39 @@ class Exported:
     paths: frozenset[Path] = frozenset()
 
 
-def hf_tensors(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Tensor, list[Mapped]]]:
     """Yield an entry's Hugging Face tensors, one in memory at a time where the layout allows it.
 
-    Each is valid until the next is asked for.
+    Each comes with what it may be a part of, and is valid until the next is asked for.
 
     Raises:
         CheckpointError: the checkpoint does not hold the whole parameter.
     """
     boxes = job.entry.hf_boxes(job.shape)
     if boxes is None:
-        yield from job.entry.to_hf(_read(job, Box.whole(job.shape), scratch)).items()
+        whole, sources = _read(job, Box.whole(job.shape), scratch)
+        for name, x in job.entry.to_hf(whole).items():
+            yield name, x, sources
         return
     for name, box in zip(job.entry.hf_names, boxes, strict=True):
-        yield name, _read(job, box, scratch)
+        yield name, *_read(job, box, scratch)
 
 
-def _read(job: EntryRead, box: Box, scratch: Scratch) -> Tensor:
-    """Return one part of the parameter."""
+def _read(job: EntryRead, box: Box, scratch: Scratch) -> tuple[Tensor, list[Mapped]]:
+    """Return one part of the parameter, and what it was read from."""
+    sources: list[Mapped] = []
+
+    def read(x: Chunk | TensorAt) -> Tensor:
+        sources.append(Mapped(x.locate() if isinstance(x, Chunk) else x))
+        return sources[-1].tensor
+
     layers = len(job.box.size) - len(job.shape)
     first = tuple(a + b for a, b in zip(job.box.start, (0,) * layers + box.start, strict=True))
     wanted = Box(first, (1,) * layers + box.size)
-    data, held = read_box(wanted, job.chunks, lambda x: x.map(), job.stored_dtype, scratch)
+    data, held = read_box(wanted, job.chunks, read, job.stored_dtype, scratch)
     if held != wanted.numel:
         raise CheckpointError(f"{job.entry.megatron}: the checkpoint holds {held} of {wanted.numel} numbers")
-    return data.reshape(box.size).to(job.dtype)
+    return data.reshape(box.size).to(job.dtype), sources
 
 
 def export_entries(job: Export) -> Exported:
@@ -157,16 +173,17 @@ def export_entries(job: Export) -> Exported:
     digests: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         hasher = stack.enter_context(ThreadPoolExecutor(1))
+        writer = stack.enter_context(Writer())
         files: dict[Path, int] = {}
         scratch = Scratch()
         for entry in job.entries:
             order = {name: i for i, name in enumerate(entry.entry.hf_names)}
-            for name, tensor in hf_tensors(entry, scratch):
+            for name, tensor, sources in hf_tensors(entry, scratch):
                 hashing = hasher.submit(sha256, tensor) if job.hashed else None
                 for target in entry.targets[order[name]] if entry.targets else ():
                     if target.path not in files:
                         files[target.path] = stack.enter_context(target.path.open("r+b")).fileno()
-                    write_at(files[target.path], tensor, target.offset)
+                    writer.write(files[target.path], target.offset, tensor, sources)
                 if hashing is not None:
                     digests[name] = hashing.result()
     return Exported(digests, job.num_bytes, frozenset(files))
@@ -185,4 +202,6 @@ class HashTensors:
 
 def hash_tensors(job: HashTensors) -> Exported:
     """Hash tensors as the files hold them."""
-    return Exported({name: sha256(x.map()) for name, x in job.tensors}, job.num_bytes)
+    with ThreadPoolExecutor(HASHERS) as hashers:
+        digests = {name: hashers.submit(x.sha256) for name, x in job.tensors}
+        return Exported({name: x.result() for name, x in digests.items()}, job.num_bytes)

@@ -6,16 +6,17 @@ Imports torch only, neither megatron-core nor transformers: a worker starts fast
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from llava_mcore.checkpoint.raw import TensorAt, sha256, with_own_storage
+from llava_mcore.checkpoint.raw import HASHERS, Mapped, TensorAt, Writer, sha256
 from llava_mcore.conversion.boxes import Box, Scratch, Shape, read_box
 from llava_mcore.conversion.mapping import Entry
 
@@ -75,26 +76,31 @@ class FileWritten:
 
 
 def write_file(job: FileWrite) -> FileWritten:
-    """Write one file; the tensors of one entry are in memory at a time, and of the one before while they are hashed.
+    """Write one file, while its tensors are hashed beside it; those of one entry are in memory at a time.
 
     Raises:
         OSError: the disk is full, or the like.
     """
     written: dict[tuple[str, Shape], tuple[int, int]] = {}
-    digests: dict[str, str] = {}
     hashing: dict[str, Future[str]] = {}
     scratch = Scratch()
-    with job.path.open("xb") as file, ThreadPoolExecutor(1) as hasher, _no_second_checksum():
+    with (
+        job.path.open("xb") as file,
+        ThreadPoolExecutor(HASHERS) as hashers,
+        Writer() as writer,
+        _without_data(),
+    ):
         for entry in job.entries:
-            tensors = {
-                name: source.map().to(entry.dtype)
-                for name, source in zip(entry.entry.hf_names, entry.sources, strict=True)
-            }
-            earlier, hashing = hashing, {name: hasher.submit(sha256, x) for name, x in tensors.items()}
+            sources = {name: Mapped(at) for name, at in zip(entry.entry.hf_names, entry.sources, strict=True)}
+            tensors = {name: x.tensor.to(entry.dtype) for name, x in sources.items()}
+            casts = {name: x for name, x in tensors.items() if x is not sources[name].tensor}
+            hashing |= {name: hashers.submit(x.at.sha256) for name, x in sources.items() if name not in casts}
+            of_casts = {name: hashers.submit(sha256, x) for name, x in casts.items()}
             for piece, data in _cut(entry, tensors, scratch):
-                written[piece.key, piece.offset] = _append(file, data)
-            digests |= {name: future.result() for name, future in earlier.items()}
-        digests |= {name: future.result() for name, future in hashing.items()}
+                written[piece.key, piece.offset] = _append(file, data, writer, sources.values())
+            wait(of_casts.values())  # what was cast leaves the memory before the next entry comes
+            hashing |= of_casts
+        digests = {name: future.result() for name, future in hashing.items()}
     return FileWritten(job.path, written, digests, job.num_bytes)
 
 
@@ -110,12 +116,27 @@ def _cut(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Ite
         yield piece, data.reshape(piece.shape)
 
 
-def _append(file: BinaryIO, data: Tensor) -> tuple[int, int]:
+class _Container:
+    """A file for torch.save under `skip_data`: when it skips a tensor's numbers, `fill` has to write them."""
+
+    def __init__(self, file: BinaryIO, fill: Callable[[int], None]) -> None:
+        self.file, self.fill = file, fill
+        self.write, self.flush = file.write, file.flush
+
+    def seek(self, offset: int, whence: int) -> None:
+        assert whence == os.SEEK_CUR
+        self.file.flush()
+        self.fill(self.file.tell())
+        self.file.seek(offset, whence)
+
+
+def _append(file: BinaryIO, data: Tensor, writer: Writer, sources: Iterable[Mapped]) -> tuple[int, int]:
     """Write one piece as torch.distributed.checkpoint does and return where it begins and its length in bytes."""
     file.write(bytes(-file.tell() % _ALIGNMENT))
     start = file.tell()
+    container: Any = _Container(file, lambda position: writer.write(file.fileno(), position, data, sources))
     try:
-        torch.save(with_own_storage(data), file)
+        torch.save(torch.empty(data.shape, dtype=data.dtype), container)  # says what it is; never touched
     except RuntimeError as error:
         # torch's zip writer, closing, complains about what is missing after a failed write.
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
@@ -123,11 +144,12 @@ def _append(file: BinaryIO, data: Tensor) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _no_second_checksum() -> Iterator[None]:
-    """Leave out the zip format's CRC-32, which torch.load never looks at: the manifest has SHA-256."""
+def _without_data() -> Iterator[None]:
+    """Let torch.save leave out the numbers, and the zip format's CRC-32, which torch.load never looks at."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        yield
+        with torch.serialization.skip_data():
+            yield
     finally:
         torch.serialization.set_crc32_options(before)

@@ -1,18 +1,26 @@
-"""Tensors as bytes in files: mapped when read, written where they belong, hashed without a copy."""
+"""Tensors as bytes in files: mapped when read, written where they belong, copied by the kernel, hashed in passing."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import mmap
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-_MAX_WRITE = 1 << 30  # one call writes at most 2 GiB
+# Linux takes one page of memory for as much of a file as one call writes. Large ones are slow to find, and when part of
+# the data must itself come from a file first, the rest of such a page is zeroed for every 64 KiB that arrive.
+_PIECE = 64 << 10
+_WINDOW = 32 << 20  # how much of a file is mapped at a time, to be hashed
+_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+HASHERS = 2
+"""Threads of one process that hash: SHA-256 takes about twice as long as a copy."""
 
 
 def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -48,24 +56,37 @@ def sha256(tensor: Tensor) -> str:
     return hashlib.sha256(raw_bytes(tensor)).hexdigest()
 
 
-def with_own_storage(tensor: Tensor) -> Tensor:
-    """Return the same numbers in a storage that holds nothing else: torch.save writes whole storages."""
-    if tensor.numel() == 0:
-        return tensor.clone()
-    shape, dtype = tensor.shape, tensor.dtype
-    return torch.frombuffer(raw_bytes(tensor), dtype=torch.uint8).view(dtype).view(shape)
-
-
-def write_at(file: int, tensor: Tensor, position: int) -> None:
+def write_at(file: int, data: Tensor | memoryview, position: int) -> None:
     """Write a tensor's bytes at `position` of an open file.
 
     Raises:
         OSError: the disk is full, or the like.
     """
-    data = raw_bytes(tensor)
-    while data:
-        written = os.pwrite(file, data[:_MAX_WRITE], position)
-        data, position = data[written:], position + written
+    rest = raw_bytes(data) if isinstance(data, Tensor) else data
+    while rest:
+        written = os.pwrite(file, rest[:_PIECE], position)
+        rest, position = rest[written:], position + written
+
+
+def copy_bytes(source: int, offset: int, target: int, position: int, count: int) -> None:
+    """Copy from one open file into another; inside the kernel where it can, on some file systems without any data.
+
+    Raises:
+        OSError: the disk is full, the source ends earlier, or the like.
+    """
+    end = offset + count
+    while offset < end:
+        try:
+            copied = os.copy_file_range(source, target, end - offset, offset, position)
+        except OSError as error:
+            if error.errno not in _NO_KERNEL_COPY:
+                raise
+            piece = os.pread(source, min(_PIECE, end - offset), offset)
+            write_at(target, memoryview(piece), position)
+            copied = len(piece)
+        if copied == 0:
+            raise OSError(errno.EIO, "the source ends before its tensors do")
+        offset, position = offset + copied, position + copied
 
 
 @dataclass(frozen=True)
@@ -84,6 +105,57 @@ class TensorAt:
     def map(self) -> Tensor:
         """Return the tensor, mapped."""
         return map_tensor(self.path, self.offset, self.dtype, self.shape)
+
+    def sha256(self) -> str:
+        """Return the hex digest of the tensor's bytes; little of them is in memory at a time."""
+        digest = hashlib.sha256()
+        for start in range(0, self.num_bytes, _WINDOW):
+            count = min(_WINDOW, self.num_bytes - start)
+            digest.update(raw_bytes(map_tensor(self.path, self.offset + start, torch.uint8, (count,))))
+        return digest.hexdigest()
+
+
+class Mapped:
+    """A tensor in a file and its mapping, which know whether other tensors are views of them."""
+
+    def __init__(self, at: TensorAt) -> None:
+        self.at, self.tensor = at, at.map()
+
+    def locate(self, view: Tensor) -> TensorAt | None:
+        """Return where the numbers of a tensor lie, if it is a contiguous part of this one."""
+        same = view.untyped_storage().data_ptr() == self.tensor.untyped_storage().data_ptr()
+        if not same or view.numel() == 0 or not view.is_contiguous():
+            return None
+        inside = view.data_ptr() - self.tensor.data_ptr()
+        return TensorAt(self.at.path, self.at.offset + inside, view.dtype, tuple(view.shape))
+
+
+class Writer:
+    """Writes tensors into open files, from memory or straight from the file that they are mapped from."""
+
+    def __init__(self) -> None:
+        self._sources: dict[Path, int] = {}
+
+    def write(self, target: int, position: int, tensor: Tensor, sources: Iterable[Mapped]) -> None:
+        """Write a tensor's bytes at `position`. `sources`: what it may be a part of.
+
+        Raises:
+            OSError: the disk is full, or the like.
+        """
+        at = next((found for x in sources if (found := x.locate(tensor)) is not None), None)
+        if at is None:
+            write_at(target, tensor, position)
+            return
+        if at.path not in self._sources:
+            self._sources[at.path] = os.open(at.path, os.O_RDONLY)
+        copy_bytes(self._sources[at.path], at.offset, target, position, at.num_bytes)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._sources.values():
+            os.close(handle)
 
 
 def write_tensor(target: TensorAt, tensor: Tensor) -> None:

@@ -26,6 +26,11 @@ class ModelConfig(Section):
     drop_class_token: bool = False
     """Insist that the class token leaves the vision tower. The model's config.json decides that, so that training and
     serving agree (vision_feature_select_strategy default: it leaves; full: it stays): one that keeps it is an error."""
+    freeze: Annotated[tuple[str, ...], BeforeValidator(_parts)] = ()
+    """Parameters that are not trained, besides the frozen parts: patterns over their Hugging Face or Megatron
+    names, such as *.embed_tokens.weight; several with commas."""
+    unfreeze: Annotated[tuple[str, ...], BeforeValidator(_parts)] = ()
+    """Parameters that are trained nevertheless, though in a frozen part or matched by freeze: patterns as there."""
     transformer_impl: Literal["transformer_engine", "local"] | None = None
     """Whose layers are used: Transformer Engine's fused ones, or torch's; not given: the former on GPUs if it is
     installed. Checkpoints are the same."""
@@ -57,4 +62,6 @@ class ModelConfig(Section):
             "vision tower": self.freeze_vision_model,
             "projection": self.freeze_vision_projection,
         }
-        return ", ".join(name for name, frozen in parts.items() if frozen) or "none"
+        names = ", ".join(name for name, frozen in parts.items() if frozen) or "none"
+        given = {"freeze": self.freeze, "unfreeze": self.unfreeze}
+        return ", ".join([names, *(f"{key} {' '.join(patterns)}" for key, patterns in given.items() if patterns)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llava_mcore.config.logs import parse_numbers, parse_span
+from llava_mcore.config.schedule_rules import check_schedule
 from llava_mcore.config.schema import RunConfig
 
 
@@ -16,8 +17,9 @@ def check_operations(run: RunConfig, world_size: int) -> Iterator[str]:
 
 def _check_profile(run: RunConfig, world_size: int) -> Iterator[str]:
     span, ranks = parse_span(run.logging.profile), parse_numbers(run.logging.profile_ranks)
-    if span and span[-1] > run.training.train_iters:
-        yield f"--profile {run.logging.profile} reaches beyond --train-iters {run.training.train_iters}: change one"
+    has_an_end = not list(check_schedule(run.training, run.optimizer))  # else that is what is said
+    if span and has_an_end and span[-1] > (last := run.training.num_iterations):
+        yield f"--profile {run.logging.profile} reaches beyond the last iteration, {last}: change it, or train longer"
     if ranks and not span:
         yield "logging.profile_ranks has no effect without --profile: add it"
     if ranks and ranks[-1] >= world_size:

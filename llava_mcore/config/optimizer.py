@@ -14,14 +14,27 @@ class OptimizerConfig(Section):
 
     lr: float = Field(gt=0)
     """Highest learning rate."""
+    vision_lr: float | None = Field(None, gt=0)
+    """Highest learning rate of the vision tower; not given: lr. Its schedule has the same shape, its lowest rate the
+    same ratio to the highest."""
+    projection_lr: float | None = Field(None, gt=0)
+    """The same of the projection."""
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the schedule."""
-    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the schedule after the warm-up."""
+    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
+    """Shape of the schedule after the warm-up; WSD: constant, then a decay at the end."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the decay at the end of WSD."""
+    lr_wsd_decay_iters: int | None = Field(None, ge=1)
+    """Iterations of the decay at the end of WSD; this or lr_wsd_decay_samples is needed for it."""
+    lr_wsd_decay_samples: int | None = Field(None, ge=1)
+    """Samples of the decay at the end of WSD."""
     lr_warmup_fraction: float = Field(0.03, ge=0, lt=1)
     """Part of the iterations over which the learning rate rises from 0."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
+    decay_norms_and_biases: bool = False
+    """Let weight decay act on norms and biases too, not only on matrices and embeddings."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the mean of the gradients."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)

@@ -13,7 +13,7 @@ def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
     model, parallel = run.model, run.parallel
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect with --tp 1: raise --tp, or leave the flag away"
-    if model.recompute_vision != "none" and model.freeze_vision_model:
+    if model.recompute_vision != "none" and model.freeze_vision_model and not model.unfreeze:
         yield (
             "model.recompute_vision has no effect on a frozen vision tower, which keeps nothing: leave it away, or "
             "train the tower with model.freeze_vision_model=false"
@@ -79,12 +79,14 @@ def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) 
             f"stage of {source} into several chunks: use {' or '.join(fitting) or 'no interleaving'}"
         )
     replicas = max(1, world_size // (parallel.tensor_model_parallel_size * pp))
-    micro_batches = run.training.global_batch_size // (run.training.micro_batch_size * replicas)
-    if micro_batches % pp:
-        yield (
-            f"an interleaved pipeline needs a number of micro-batches that is a multiple of --pp {pp}, not "
-            f"{micro_batches} (--global-batch-size / --micro-batch-size / data-parallel ranks): change a batch size"
-        )
+    ramp = run.training.ramp
+    for size in (run.training.global_batch_size, *(() if ramp is None else (ramp.start, ramp.increment))):
+        micro_batches = size // (run.training.micro_batch_size * replicas)
+        if micro_batches % pp:
+            yield (
+                f"an interleaved pipeline needs a number of micro-batches that is a multiple of --pp {pp}, not "
+                f"{micro_batches} = {size} / --micro-batch-size / data-parallel ranks: change a batch size"
+            )
 
 
 def has_uneven_stages(parallel: ParallelConfig) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from llava_mcore.config.dims import ModelDims
 from llava_mcore.config.operation_rules import check_operations
 from llava_mcore.config.parallel_rules import check_options, check_stages, has_uneven_stages
+from llava_mcore.config.schedule_rules import check_schedule
 from llava_mcore.config.schema import RunConfig
 
 
@@ -84,19 +85,22 @@ def check_batch(run: RunConfig, world_size: int) -> list[str]:
         ]
     dp = world_size // (tp * pp)
     step = run.training.micro_batch_size * dp
-    if run.training.global_batch_size % step:
-        return [
-            f"--global-batch-size {run.training.global_batch_size} is not a multiple of {step} = "
-            f"--micro-batch-size {run.training.micro_batch_size} x {dp} data-parallel ranks: use a multiple of {step}"
-        ]
-    return []
+    sizes = {f"--global-batch-size {run.training.global_batch_size}": run.training.global_batch_size}
+    if run.training.ramp is not None:
+        sizes["START of --rampup-batch-size"] = run.training.ramp.start
+        sizes["INCREMENT of --rampup-batch-size"] = run.training.ramp.increment
+    return [
+        f"{what} is not a multiple of {step} = --micro-batch-size {run.training.micro_batch_size} x {dp} "
+        f"data-parallel ranks: use a multiple of {step}"
+        for what, size in sizes.items()
+        if size % step
+    ]
 
 
 def check_values(run: RunConfig) -> Iterator[str]:
     """Yield values that are missing, contradict each other or would have no effect."""
     checkpoint, model, optimizer = run.checkpoint, run.model, run.optimizer
-    if run.training.train_iters < 1:
-        yield "training.train_iters is missing: give the number of iterations with --train-iters"
+    yield from check_schedule(run.training, run.optimizer)
     if checkpoint.save_dir is None:
         yield "checkpoint.save_dir is missing: give the folder for the run's outputs with --save-dir"
     elif checkpoint.save_dir.exists() and not checkpoint.save_dir.is_dir():
@@ -107,7 +111,9 @@ def check_values(run: RunConfig) -> Iterator[str]:
         yield "--init starts from random weights and --megatron-load-dir loads some: give one of the two"
     if run.faults.exit_duration_in_mins is not None and not checkpoint.saves:
         yield "--exit-duration-in-mins would lose the run without --save or --save-interval: add one of them"
-    if model.freeze_language_model and model.freeze_vision_model and model.freeze_vision_projection:
+    if run.validation.eval_iters is not None and run.validation.eval_interval is None:
+        yield "--eval-iters has no effect without --eval-interval: add it, or leave the flag away"
+    if model.frozen_parts() == "language model, vision tower, projection":
         yield "all three parts are frozen, so nothing would be trained: unfreeze one of model.freeze_*"
     training = run.training
     if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):
@@ -119,6 +125,14 @@ def check_values(run: RunConfig) -> Iterator[str]:
     if run.data.seq_length % pad_multiple(run) and (training.fp8 or run.parallel.sequence_parallel):
         flag = "--fp8" if training.fp8 else "--sequence-parallel"
         yield f"--seq-length {run.data.seq_length} must be a multiple of {pad_multiple(run)} with {flag}: change it"
+    for key, lr, frozen in (
+        ("vision_lr", optimizer.vision_lr, model.freeze_vision_model),
+        ("projection_lr", optimizer.projection_lr, model.freeze_vision_projection),
+    ):
+        if lr is not None and frozen and not model.unfreeze:
+            yield f"optimizer.{key} has no effect on a part that is frozen: leave it away, or train the part"
+    if optimizer.decay_norms_and_biases and not optimizer.weight_decay:
+        yield "optimizer.decay_norms_and_biases has no effect without optimizer.weight_decay: set both, or neither"
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}: lower it"
 

@@ -20,6 +20,7 @@ from llava_mcore.config.model import ModelConfig
 from llava_mcore.config.optimizer import OptimizerConfig
 from llava_mcore.config.section import Section
 from llava_mcore.config.training import TrainingConfig
+from llava_mcore.config.validation import ValidationConfig
 
 STAGE_DEFAULTS: dict[int, dict[str, float | int]] = {
     1: {"optimizer.lr": 1e-3, "training.global_batch_size": 256},
@@ -80,6 +81,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
     training: TrainingConfig
+    validation: ValidationConfig = ValidationConfig()
     logging: LoggingConfig = LoggingConfig()
     faults: FaultConfig = FaultConfig()
     launch: LaunchConfig = LaunchConfig()

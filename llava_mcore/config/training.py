@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from llava_mcore.config.batch_size import BatchSizes, Ramp, parse_ramp
 from llava_mcore.config.section import Section
+
+
+def _ramp_text(text: str) -> str:
+    parse_ramp(text)
+    return text
 
 
 class TrainingConfig(Section):
     """How long, how much at a time, and in which number format."""
 
     train_iters: int = Field(0, ge=0)
-    """Iterations (optimizer steps) of the whole run, those before a resume included; required to train."""
+    """Iterations (optimizer steps) of the whole run, those before a resume included; needed, or train_samples."""
+    train_samples: int | None = Field(None, ge=1)
+    """Samples of the whole run instead of iterations: as many whole iterations as they give."""
     micro_batch_size: int = Field(1, ge=1)
     """Samples of one forward pass on one data-parallel rank."""
     global_batch_size: int = Field(ge=1)
     """Samples of one iteration over all data-parallel ranks and micro-batches."""
+    rampup_batch_size: Annotated[str, AfterValidator(_ramp_text)] | None = None
+    """START,INCREMENT,SAMPLES: begin with global batches of START samples and enlarge them by INCREMENT, evenly over
+    SAMPLES samples, up to the global batch size. Not given: all have that size."""
     precision: Literal["bf16", "fp16", "fp32"] | None = None
     """Number format of weights and activations; not given: bf16 with GPUs, fp32 without."""
     loss_scale: float | None = Field(None, gt=0)
@@ -36,3 +47,20 @@ class TrainingConfig(Section):
     """Seed of initialisation, dropout and shuffling."""
     deterministic: bool = False
     """Use only deterministic kernels: equal runs give equal bits, more slowly."""
+
+    @property
+    def ramp(self) -> Ramp | None:
+        """The batch-size ramp-up, if there is one."""
+        return None if self.rampup_batch_size is None else parse_ramp(self.rampup_batch_size)
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Global batch sizes over the run. Only for runs that passed `check_run`."""
+        return BatchSizes.of(self.global_batch_size, self.ramp)
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of the whole run. Only for runs that passed `check_run`."""
+        if self.train_samples is None:
+            return self.train_iters
+        return self.batch_sizes.iterations_within(self.train_samples)

@@ -21,12 +21,14 @@ META = ".nv-meta"
 FIELD_MAP = '{"image":"jpg","context":"json[question]","answers":"txt"}'
 META_FILES = ("dataset.yaml", "split.yaml", "index.sqlite", "index.uuid")
 SPLIT = "train"
+VALIDATION = "val"
+NO_VALIDATION = "make one (prepare --val-ratio 0.05, or a val section in a blend), or leave --eval-interval away"
 BLEND_ERRORS = (AssertionError, AttributeError, ValueError, KeyError, TypeError, OSError, ryml.ExceptionBasic)
 """What energon raises for a blend: it parses with ryml and checks with assertions and plain look-ups."""
 URL_HINT = " (in a blend, paths in object stores begin with msc://, see docs/remote_data.md)"
 
 
-def check_dataset(path: Path | str | None) -> list[Path | EPath]:
+def check_dataset(path: Path | str | None, split: str = SPLIT) -> list[Path | EPath]:
     """Return the datasets of a data path: itself, or those that a blend (`*.yaml`) names; remote ones as EPath.
 
     Raises one DataError that names everything that is missing and the command that prepares a dataset.
@@ -34,10 +36,11 @@ def check_dataset(path: Path | str | None) -> list[Path | EPath]:
     if path is None:
         raise DataError("no data path given; set data.path (--data-path)")
     location = locate(path)
-    leaves = reading(location, lambda: _leaves(location))
-    found = [problem for leaf in leaves for problem in reading(leaf, partial(_check_leaf, leaf))]
+    leaves = reading(location, lambda: _leaves(location, split))
+    found = [problem for leaf, part in leaves.items() for problem in reading(leaf, partial(_check_leaf, leaf, part))]
     if found:
-        raise DataError(problems(f"{path} cannot be trained on", found))
+        title = f"{path} cannot be trained on" if split == SPLIT else f"{path} has no validation part: {NO_VALIDATION}"
+        raise DataError(problems(title, found))
     return [leaf.local_path() if leaf.is_local() else leaf for leaf in leaves]
 
 
@@ -53,7 +56,7 @@ def fingerprint(path: Path | str) -> list[str]:
 
 def _hashes(location: EPath) -> list[str]:
     hashes = [hashlib.sha256(location.read_bytes()).hexdigest()] if _kind(location) != "folder" else []
-    for leaf in _leaves(location):
+    for leaf in _leaves(location, SPLIT):
         if _kind(leaf) == "file":
             hashes.append(hashlib.sha256(f"{leaf.name} {leaf.size()}".encode()).hexdigest())
             continue
@@ -70,23 +73,26 @@ def _kind(location: EPath) -> Literal["file", "folder", "nothing"]:
     return "folder" if is_folder else "nothing"
 
 
-def _leaves(location: EPath) -> list[EPath]:
+def _leaves(location: EPath, split: str) -> dict[EPath, str]:
+    """Return the datasets of a path with the part that is read of each; a blend may name another than its own."""
     kind = _kind(location)
     if kind == "nothing":
         raise DataError(f"data path {location} does not exist")
     if kind == "folder":
-        return [location]
+        return {location: split}
     if location.internal_path.suffix != ".yaml":
         raise DataError(f"data path {location} must be a prepared folder or the .yaml file of a blend")
     try:
-        references = traverse_metadataset(location, split_part=SPLIT)
+        references = traverse_metadataset(location, split_part=split)
     except BLEND_ERRORS as error:
+        if split != SPLIT and isinstance(error, KeyError):
+            raise DataError(f"the blend {location} has no {split!r} section: {NO_VALIDATION}") from error
         hint = URL_HINT if "protocol" in str(error) else ""
         raise DataError(f"{location} is no blend of datasets that energon can read: {error!r}{hint}") from error
-    return list(dict.fromkeys(EPath(reference.path) for reference in references))
+    return {EPath(reference.path): reference.split_part for reference in references}
 
 
-def _check_leaf(leaf: EPath) -> list[str]:
+def _check_leaf(leaf: EPath, split: str) -> list[str]:
     kind = _kind(leaf)
     found = check_profile(leaf)
     if kind == "file":
@@ -107,11 +113,11 @@ def _check_leaf(leaf: EPath) -> list[str]:
     split_file = leaf / META / "split.yaml"
     try:
         parts = yaml.safe_load(split_file.read_bytes())["split_parts"]
-        is_empty = not (parts or {}).get(SPLIT)
+        is_empty = not (parts or {}).get(split)
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         return [f"{split_file} does not say which shards belong to which part (split_parts): {error}"]
     if is_empty:
-        return [f"{leaf} has no shards in its {SPLIT!r} part; see {split_file} (ratios count shards)"]
+        return [f"{leaf} has no shards in its {split!r} part; see {split_file} (ratios count shards)"]
     return found + _check_shards(leaf)
 
 

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import re
-import sys
-import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-from torch.utils.data import DataLoader
-
 from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.dataset_path import check_dataset, fingerprint
-from llava_mcore.data.loader_process import start_loader_process
 from llava_mcore.data.open_stream import check_streams, open_stream
-from llava_mcore.data.remote import storage_message
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.skips import Skips
+from llava_mcore.data.source import Source, reading
 from llava_mcore.data.streams import (
-    Delivery,
     Stream,
     StreamServer,
     Turns,
@@ -40,7 +31,6 @@ from llava_mcore.errors import DataError, problems
 logger = logging.getLogger(__name__)
 
 FORMAT = 3
-WORKER_ERROR = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback")
 
 
 class TrainLoader:
@@ -94,7 +84,7 @@ class TrainLoader:
             encoder = ChatTaskEncoder(data, assets, skips, seed=seed, pad_multiple=pad_multiple)
             return open_stream(number, num_streams, data, encoder, batch_size)
 
-        with self._reading():
+        with reading(self.path, self._timeout):
             if self.num_streams is None:
                 num_samples = open_one(0, 1, 1).dataset.len_worker(0)
                 self._settings["data.num_streams"] = default_num_streams(dp_size, data.num_workers, num_samples)
@@ -122,7 +112,7 @@ class TrainLoader:
             raise DataError(f"the loader of {self.path} is closed")
         stream = next(self._turns)
         try:
-            with self._reading():
+            with reading(self.path, self._timeout):
                 delivery = self._sources[stream].next()
         except StopIteration:
             self.close()
@@ -182,88 +172,15 @@ class TrainLoader:
             except (KeyError, TypeError, AttributeError, AssertionError) as error:
                 raise DataError(f"the saved place in {self.path} cannot be restored: {error!r}") from error
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Report what reading raises as DataError, and keep what energon prints away from stdout.
 
-        Loader processes are forked inside, so their output goes to stderr too.
-        """
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                yield
-        except DataError as error:
-            raise DataError(_own_message(error)) from error
-        # A dead loader process is noticed by a signal's handler, or by torch on its pipe.
-        except (ConnectionError, EOFError) as error:
-            raise self._killed(error) from error
-        except (OSError, ValueError, tarfile.TarError) as error:
-            raise DataError(f"{self.path} cannot be read: {type(error).__name__}: {_own_message(error)}") from error
-        except RuntimeError as error:
-            message = storage_message(error)
-            if message is not None:
-                raise DataError(f"{self.path} cannot be read: {message}") from error
-            if str(error).startswith("DataLoader timed out"):
-                raise DataError(
-                    f"{self.path}: no batch came within data.timeout = {self._timeout} seconds; see whether its "
-                    "storage answers, or raise data.timeout"
-                ) from error
-            if "DataLoader worker" not in str(error):
-                raise
-            raise self._killed(error) from error
-
-    def _killed(self, error: Exception) -> DataError:
-        return DataError(
-            f"{self.path}: a loader process was killed ({error!r}); if memory ran out, lower data.num_workers, "
-            "data.shuffle_buffer_size or data.packing_buffer_size"
-        )
-
-
-class _Source:
-    """Deliveries of one loader process, or of this process."""
-
-    def __init__(self, server: StreamServer, *, in_process: bool, seed: int, timeout: float) -> None:
-        """timeout: seconds that a loader process may take for a delivery."""
-        # A generator of its own: starting would else draw from the global one, and a resumed run go on differently.
-        self._loader = DataLoader(
-            server,
-            batch_size=None,
-            num_workers=0 if in_process else 1,
-            worker_init_fn=start_loader_process,
-            timeout=0 if in_process else timeout,
-            pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator().manual_seed(seed),
-        )
-        self._iterator: Any = None
-
-    def next(self) -> Delivery:
-        if self._iterator is None:
-            self._iterator = iter(self._loader)
-        return next(self._iterator)
-
-    def close(self) -> None:
-        """End the process at once. Left to the garbage collector, it would be waited for five seconds."""
-        if self._loader.num_workers > 0 and self._iterator is not None:
-            self._iterator._shutdown_workers()
-        self._iterator = None
-
-
-def _serve(streams: dict[int, Stream], num_batches: dict[int, int], data: DataConfig, seed: int) -> dict[int, _Source]:
+def _serve(streams: dict[int, Stream], num_batches: dict[int, int], data: DataConfig, seed: int) -> dict[int, Source]:
     """Return where each stream's deliveries come from: loader processes, or this process without any."""
     num_workers = data.num_workers
     if num_workers > len(streams):
         logger.info("this rank serves %d streams: %d of %d loader processes", len(streams), len(streams), num_workers)
-    sources: dict[int, _Source] = {}
+    sources: dict[int, Source] = {}
     for numbers in share(list(streams), max(1, num_workers)):
         server = StreamServer({n: streams[n] for n in numbers}, Turns(num_batches))
-        source = _Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout)
+        source = Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout)
         sources |= dict.fromkeys(numbers, source)
     return sources
-
-
-def _own_message(error: Exception) -> str:
-    """An error from a loader process arrives as the text of its traceback; return the message at its end."""
-    text = str(error)
-    if not WORKER_ERROR.match(text):
-        return text
-    name = type(error).__qualname__
-    return text.rpartition(f"{name}: ")[2].strip()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ryml
-from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset
+from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, get_val_dataset
 from megatron.energon.epathlib import EPath
 
 from llava_mcore.config.data import DataConfig
-from llava_mcore.data.dataset_path import SPLIT
+from llava_mcore.data.dataset_path import SPLIT, VALIDATION
 from llava_mcore.data.energon_memory import forget_what_was_read
 from llava_mcore.data.remote import locate
 from llava_mcore.data.samples import Batch
@@ -23,8 +24,20 @@ SAMPLES_PER_SLICE = 100
 """Samples that are read one after the other before another place of the data is drawn, when shuffling."""
 
 
-def open_stream(number: int, num_streams: int, data: DataConfig, encoder: ChatTaskEncoder, batch_size: int) -> Stream:
-    """Open one stream: to energon it is a rank of its own."""
+def open_stream(
+    number: int,
+    num_streams: int,
+    data: DataConfig,
+    encoder: ChatTaskEncoder,
+    batch_size: int,
+    *,
+    validation: bool = False,
+) -> Stream:
+    """Open one stream: to energon it is a rank of its own.
+
+    Args:
+        validation: read every sample of the validation part once, in the order in which they lie there.
+    """
     assert data.path is not None
     forget_what_was_read()
     workers = WorkerConfig(
@@ -36,16 +49,19 @@ def open_stream(number: int, num_streams: int, data: DataConfig, encoder: ChatTa
         restore_error_handler=raise_data_error,
     )
     shuffles = data.shuffle_buffer_size > 1
+    common: dict[str, Any] = {"worker_config": workers, "batch_size": batch_size, "task_encoder": encoder}
+    dataset: SavableDataset[Batch]
     try:
-        dataset: SavableDataset[Batch] = get_train_dataset(
-            locate(data.path),
-            split_part=SPLIT,
-            worker_config=workers,
-            batch_size=batch_size,
-            shuffle_buffer_size=data.shuffle_buffer_size if shuffles else None,
-            max_samples_per_sequence=SAMPLES_PER_SLICE if shuffles else None,
-            task_encoder=encoder,
-        )
+        if validation:
+            dataset = get_val_dataset(locate(data.path), split_part=VALIDATION, **common)
+        else:
+            dataset = get_train_dataset(
+                locate(data.path),
+                split_part=SPLIT,
+                shuffle_buffer_size=data.shuffle_buffer_size if shuffles else None,
+                max_samples_per_sequence=SAMPLES_PER_SLICE if shuffles else None,
+                **common,
+            )
     # What energon finds wrong in dataset.yaml, split.yaml or a blend is mostly found by assertions and look-ups.
     except (AssertionError, KeyError, TypeError, AttributeError, ImportError, ryml.ExceptionBasic) as error:
         raise DataError(f"{data.path} cannot be opened, see its .nv-meta/dataset.yaml: {error!r}") from error

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 
 from llava_mcore.data.plain import from_plain, to_plain
 from llava_mcore.data.remote import STORAGE_ERRORS, storage_message
-from llava_mcore.data.samples import Batch
+from llava_mcore.data.samples import Batch, Skip
 from llava_mcore.data.skips import Skips
 from llava_mcore.errors import DataError, problems
 
@@ -119,7 +119,7 @@ class Delivery:
 
 
 class Stream:
-    """One stream: an endless dataset of energon's with a place."""
+    """One stream: a dataset of energon's with a place, endless in training."""
 
     def __init__(self, dataset: SavableDataset[Batch], workers: WorkerConfig, skips: Skips, *, name: str) -> None:
         """name: of the data, for messages."""
@@ -151,6 +151,13 @@ class Stream:
         while self._num_batches < self._num_known:
             self._take()
         return self._take()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def take_skips(self) -> list[Skip]:
+        """Return what was left out since the last batch, once a stream has ended."""
+        return self._skips.take()
 
     def _take(self) -> Batch:
         self._workers.worker_activate(self._num_batches, cache_pool=self._cache)

@@ -6,7 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.energon import Cooker, Sample, SavableDataset, SkipSample, TaskEncoder, WorkerConfig, stateless
+from megatron.energon import (
+    Cooker,
+    LimitDataset,
+    Sample,
+    SavableDataset,
+    SkipSample,
+    TaskEncoder,
+    WorkerConfig,
+    stateless,
+)
 
 from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets
@@ -37,8 +46,24 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
     decoder = TextDecoder()
     cookers = (Cooker(cook_chat),)
 
-    def __init__(self, data: DataConfig, assets: Assets, skips: Skips, *, seed: int = 0, pad_multiple: int = 8) -> None:
-        """seed: chooses a sample's prompt where its dataset has a pool of them; pad_multiple: see `collate`."""
+    def __init__(
+        self,
+        data: DataConfig,
+        assets: Assets,
+        skips: Skips,
+        *,
+        seed: int = 0,
+        pad_multiple: int = 8,
+        most_samples: int | None = None,
+    ) -> None:
+        """Hold what the steps need.
+
+        Args:
+            seed: chooses a sample's prompt where its dataset has a pool of them.
+            pad_multiple: see `collate`.
+            most_samples: samples to read of the stream, before packing; None: all.
+        """
+        self.most_samples = most_samples
         self.data = data
         self.seed = seed
         self.pad_multiple = pad_multiple
@@ -122,6 +147,8 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         worker_config: WorkerConfig,
     ) -> SavableDataset[Any]:
         """Put packing between tokenising and decoding (called by energon; packing_buffer_size is its own packing's)."""
+        if self.most_samples is not None:
+            dataset = LimitDataset(dataset, self.most_samples, worker_config=worker_config)
         if self.data.packing:
             dataset = PackingDataset(
                 dataset,

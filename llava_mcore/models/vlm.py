@@ -97,6 +97,8 @@ class VisionLanguageModel(MegatronModule):
             embeddings = self.language_model.embedding(input_ids, position_ids)  # [s, b, h]
             features = self.image_features(pixel_values)
             decoder_input = place_features(embeddings, features, image_positions)
+            if torch.is_grad_enabled() and not decoder_input.requires_grad and self._needs_input_gradient():
+                decoder_input.requires_grad_()
             if self.config.sequence_parallel:  # each rank goes on with its part of the tokens, [s / tp, b, h]
                 decoder_input = tensor_parallel.scatter_to_sequence_parallel_region(decoder_input)
         return self.language_model(
@@ -128,6 +130,13 @@ class VisionLanguageModel(MegatronModule):
         features = self.vision_projection(hidden).flatten(0, 1)
         return features if num_images else features[:0] + 0.0 * features.sum()
 
+    def _needs_input_gradient(self) -> bool:
+        """Tell whether gradients must reach the first layer though nothing before it is trained.
+
+        A pipeline's backward pass runs through all stages, and recomputation skips what has no input with a gradient.
+        """
+        return self.config.pipeline_model_parallel_size > 1 or self.config.recompute_granularity is not None
+
     def _image_parameters(self) -> list[torch.nn.Parameter]:
         return [*self.vision_model.parameters(), *self.vision_projection.parameters()]
 
@@ -138,17 +147,6 @@ class VisionLanguageModel(MegatronModule):
     def shared_embedding_or_output_weight(self) -> Tensor:
         """Return the tied embedding of this stage (called by megatron-core's gradient finalisation)."""
         return self.language_model.shared_embedding_or_output_weight()
-
-    def freeze(self, *, language_model: bool, vision_model: bool, vision_projection: bool) -> None:
-        """Exclude parts from training. Call before the model is wrapped for data parallelism."""
-        chosen = {
-            "language_model": language_model,
-            "vision_model": vision_model,
-            "vision_projection": vision_projection,
-        }
-        for name, part in self.named_children():
-            if chosen[name]:
-                part.requires_grad_(False)
 
 
 def place_features(embeddings: Tensor, features: Tensor, image_positions: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class MicroBatch:
 _HEADER = 11
 
 
-def share_step(groups: Groups, batches: Sequence[HostBatch] | None, num_micro_batches: int) -> list[MicroBatch]:
+def share_step(groups: Groups, batches: Sequence[TensorFields] | None, num_micro_batches: int) -> list[MicroBatch]:
     """Hand the step's micro-batches to every rank of this model replica; a collective call.
 
     Args:
@@ -172,6 +172,41 @@ def pad_to(batch: TensorFields, length: int) -> TensorFields:
         pixel_scale=batch.pixel_scale,
         image_positions=row * length + column,
         cu_seqlens=bounds,
+    )
+
+
+def fill_rows(batch: TensorFields, rows: int) -> TensorFields:
+    """Repeat the first row without loss and pictures until there are so many; a pipeline's messages need one size."""
+    missing = rows - len(batch.input_ids)
+    if missing <= 0:
+        return batch
+
+    def filled(x: Tensor, fill: Tensor) -> Tensor:
+        return torch.cat([x, fill.expand(missing, -1)])
+
+    return MicroBatch(
+        input_ids=filled(batch.input_ids, batch.input_ids[:1]),
+        labels=filled(batch.labels, batch.labels[:1]),
+        loss_mask=filled(batch.loss_mask, torch.zeros_like(batch.loss_mask[:1])),
+        position_ids=filled(batch.position_ids, batch.position_ids[:1]),
+        pixel_values=batch.pixel_values,
+        pixel_scale=batch.pixel_scale,
+        image_positions=batch.image_positions,
+        cu_seqlens=batch.cu_seqlens,
+    )
+
+
+def without_loss(batch: TensorFields) -> TensorFields:
+    """Return a micro-batch of the same shape that adds nothing to the loss, without pictures."""
+    return MicroBatch(
+        input_ids=batch.input_ids,
+        labels=batch.labels,
+        loss_mask=torch.zeros_like(batch.loss_mask),
+        position_ids=batch.position_ids,
+        pixel_values=batch.pixel_values[:0],
+        pixel_scale=batch.pixel_scale,
+        image_positions=batch.image_positions[:0],
+        cu_seqlens=batch.cu_seqlens,
     )
 
 

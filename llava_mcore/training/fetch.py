@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, Protocol
 
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
@@ -20,11 +19,11 @@ class Loader(Protocol):
 
 
 class Remembering:
-    """A loader that remembers the micro-batches of the last step."""
+    """A loader that remembers the micro-batches since `last` was cleared."""
 
-    def __init__(self, loader: Loader, num_micro_batches: int) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self.last: deque[LoadedBatch] = deque(maxlen=num_micro_batches)
+        self.last: list[LoadedBatch] = []
 
     def __next__(self) -> LoadedBatch:
         batch = next(self._loader)

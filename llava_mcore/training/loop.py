@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 from llava_mcore.config.faults import parse_ranges
+from llava_mcore.data.validation import ValidationData
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.training.faults import NotFinite, out_of_memory_says_what_to_do
 from llava_mcore.training.fetch import Loader, Remembering, fetch_step
+from llava_mcore.training.optimizer import learning_rates
 from llava_mcore.training.profiling import IterationProfiler
 from llava_mcore.training.report import Reporter
 from llava_mcore.training.save import Saver
@@ -20,19 +22,27 @@ from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.state import Progress
 from llava_mcore.training.step import StepResult, train_step
 from llava_mcore.training.stop import StopRules, any_rank
+from llava_mcore.training.validation import Validator
 from llava_mcore.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 
 def train(
-    trainer: Trainer, loader: Loader | None, progress: Progress, hf: Path, stop: StopRules, watchdog: Watchdog
+    trainer: Trainer,
+    loader: Loader | None,
+    progress: Progress,
+    hf: Path,
+    stop: StopRules,
+    watchdog: Watchdog,
+    validation: ValidationData | None = None,
 ) -> bool:
-    """Train until `train_iters`, or until it is time to stop; a collective call.
+    """Train until the run has all its iterations, or until it is time to stop; a collective call.
 
     Args:
         loader: on ranks that load data.
         hf: folder with the files that travel inside checkpoints.
+        validation: on ranks that load data, if the run validates.
 
     Returns:
         Whether the run has reached its end.
@@ -40,17 +50,20 @@ def train(
     run, groups = trainer.run, trainer.groups
     iteration = _Iteration(trainer, loader, progress)
     saver = Saver(trainer, hf)
+    validator = Validator(trainer, validation, watchdog)
     reporter = Reporter(trainer, progress)
     profiler = IterationProfiler(run, groups)
     try:
-        while progress.iteration < run.training.train_iters:
+        while progress.iteration < run.training.num_iterations:
             watchdog.begin(f"iteration {progress.iteration + 1}")
             with profiler.iteration(progress.iteration + 1):
                 iteration.run(reporter)
             if iteration.count == 1:
                 keep_from_garbage_collection()
             asked, writing = any_rank(groups, stop.due(), saver.busy)
-            is_last = progress.iteration == run.training.train_iters
+            is_last = progress.iteration == run.training.num_iterations
+            if validator.due(progress.iteration) and (is_last or not asked):
+                reporter.validation(validator.run(progress.iteration))  # before the save, which a resume goes on from
             number, config = progress.iteration, run.checkpoint
             keep = config.saves and (is_last or asked or is_due(number, config.save_interval))
             if keep or is_due(number, config.non_persistent_save_interval):
@@ -90,8 +103,8 @@ class _Iteration:
     def __init__(self, trainer: Trainer, loader: Loader | None, progress: Progress) -> None:
         run, groups = trainer.run, trainer.groups
         self.trainer, self.progress = trainer, progress
-        self.num_micro_batches = run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size)
-        self.loader = None if loader is None else Remembering(loader, self.num_micro_batches)
+        self.batch_sizes = run.training.batch_sizes
+        self.loader = None if loader is None else Remembering(loader)
         self.budget = SkipBudget(run.data.max_skip_rate)
         self.skipped = parse_ranges(run.faults.skip_train_iteration_range)
         self.not_finite = NotFinite(run, groups)
@@ -106,28 +119,33 @@ class _Iteration:
         self.count += 1
         start = time.perf_counter()
         groups, progress = self.trainer.groups, self.progress
-        batches, counts = fetch_step(groups, self.loader, self.num_micro_batches, self.budget)
+        size = self.batch_sizes.at(progress.consumed_samples)
+        number_of_micro = size // (self.trainer.run.training.micro_batch_size * groups.dp_size)
+        if self.loader is not None:
+            self.loader.last.clear()
+        batches, counts = fetch_step(groups, self.loader, number_of_micro, self.budget)
         progress.consumed_conversations += counts.num_conversations
         progress.skipped_conversations += counts.num_skipped
         self.budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)
         waited = time.perf_counter() - start
         number = progress.iteration + 1
+        rates = learning_rates(self.trainer.run, self.trainer.scheduler)
         result: StepResult | None = None
         warning: str | None = None
         if any(number in numbers for numbers in self.skipped):
             warning = f"iteration {number}: its data were read and not trained on (--skip-train-iteration-range)"
             progress.skipped_iterations += 1
         else:
-            result = self._step(number, batches)
-            warning = self.not_finite.check(number, result, [] if self.loader is None else list(self.loader.last))
+            result = self._step(number, batches, size)
+            warning = self.not_finite.check(number, result, [] if self.loader is None else self.loader.last)
             progress.failed_updates += not result.updated
         progress.iteration = number
-        progress.consumed_samples += self.trainer.run.training.global_batch_size
+        progress.consumed_samples += size
         if warning is not None and groups.rank == 0:
             logger.warning(warning)
-        reporter.step(progress, counts, result, waited=waited, seconds=time.perf_counter() - start)
+        reporter.step(progress, counts, result, rates=rates, waited=waited, seconds=time.perf_counter() - start)
 
-    def _step(self, number: int, batches: list[MicroBatch]) -> StepResult:
+    def _step(self, number: int, batches: list[MicroBatch], size: int) -> StepResult:
         trainer = self.trainer
         with out_of_memory_says_what_to_do(trainer.run, trainer.groups, number):
             return train_step(
@@ -136,5 +154,5 @@ class _Iteration:
                 trainer.optimizer,
                 trainer.scheduler,
                 batches,
-                trainer.run.training.global_batch_size,
+                size,
             )

@@ -7,8 +7,10 @@ import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 FILE = "metrics.jsonl"
+VALIDATION_FILE = "validation.jsonl"
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Metrics:
     """One iteration. Seconds are wall time; tokens leave padding out; fill: the part of a batch that is no padding.
 
     loss, grad_norm: None where the iteration's data were not trained on. updated: whether the weights changed.
+    lr_by_part: the learning rate of each part that is trained.
     skipped_iterations, failed_updates: totals of the run so far.
     mfu: model FLOPs utilisation, None where the device's peak is not known; memory: the most that rank 0 has allocated
     on its GPU since the start, None without one.
@@ -25,6 +28,7 @@ class Metrics:
     loss: float | None
     grad_norm: float | None
     lr: float
+    lr_by_part: dict[str, float]
     updated: bool
     num_tokens: int
     num_trained_tokens: int
@@ -63,11 +67,12 @@ class Metrics:
         )
 
 
-class MetricsFile:
-    """Appends to `metrics.jsonl`; after a resume, what lies beyond the checkpoint is dropped."""
+class JsonLines:
+    """Appends objects to a file, a line each; after a resume, what lies beyond the checkpoint is dropped."""
 
-    def __init__(self, run_dir: Path, *, keep_until: int) -> None:
-        self.path = run_dir / FILE
+    def __init__(self, path: Path, *, keep_until: int) -> None:
+        """keep_until: the iteration that the run goes on from."""
+        self.path = path
         kept = [line for line in self._lines() if json.loads(line)["iteration"] <= keep_until]
         self.losses: list[float | None] = [json.loads(line)["loss"] for line in kept]
         temporary = self.path.with_suffix(".partial")
@@ -80,11 +85,22 @@ class MetricsFile:
             return []
         return [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
-    def append(self, metrics: Metrics) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         """Write one object; floats with full precision, so that equal lines mean equal bits. JSON has no NaN: null."""
-        values = {key: None if is_not_finite(value) else value for key, value in asdict(metrics).items()}
+        values = {key: None if is_not_finite(value) else value for key, value in record.items()}
         with self.path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(values, allow_nan=False) + "\n")
+
+
+class MetricsFile(JsonLines):
+    """`metrics.jsonl`, one object an iteration."""
+
+    def __init__(self, run_dir: Path, *, keep_until: int) -> None:
+        super().__init__(run_dir / FILE, keep_until=keep_until)
+
+    def append(self, metrics: Metrics) -> None:
+        """Write one iteration."""
+        self.write(asdict(metrics))
 
 
 def is_not_finite(value: object) -> bool:

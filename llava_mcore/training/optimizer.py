@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
+from llava_mcore.config.optimizer import OptimizerConfig as OptimizerSection
+from llava_mcore.config.schedule_rules import schedule_samples
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.errors import ConfigError
+from llava_mcore.errors import CheckpointError, ConfigError
 from llava_mcore.parallel.groups import Groups
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -83,21 +93,86 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
         optimizer_offload_fraction=wanted.cpu_offload_fraction if wanted.cpu_offload else 0.0,
         overlap_cpu_optimizer_d2h_h2d=wanted.cpu_offload,
     )
-    return get_megatron_optimizer(config, list(chunks))
+    return get_megatron_optimizer(config, list(chunks), config_overrides=overrides(run, config))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Highest and lowest learning rate of a part of the model."""
+
+    max_lr: float
+    min_lr: float
+
+
+def part_rates(wanted: OptimizerSection) -> dict[str, Rates]:
+    """Return the rates of every part; lowest ones are in proportion to the highest."""
+    given = {
+        "language_model": None,
+        "vision_projection": wanted.projection_lr,
+        "vision_model": wanted.vision_lr,
+    }
+    main = Rates(wanted.lr, wanted.min_lr)
+    return {part: main if lr is None else Rates(lr, wanted.min_lr * (lr / wanted.lr)) for part, lr in given.items()}
+
+
+def own_rates(wanted: OptimizerSection) -> tuple[str, ...]:
+    """Return the parts whose learning rate is given."""
+    given = {"vision_model": wanted.vision_lr, "vision_projection": wanted.projection_lr}
+    return tuple(part for part, lr in given.items() if lr is not None)
+
+
+def overrides(run: RunConfig, config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """Return what megatron-core is to do otherwise for some parameters: no decay of norms and biases, rates by part."""
+    found = {} if run.optimizer.decay_norms_and_biases else get_standard_config_overrides(config)
+    rates = part_rates(run.optimizer)
+    for part in own_rates(run.optimizer):
+        key = ParamKey(name=f"*module.{part}.*")
+        found[key] = ParamGroupOverride(max_lr=rates[part].max_lr, min_lr=rates[part].min_lr)
+    return found
+
+
+def learning_rates(run: RunConfig, scheduler: OptimizerParamScheduler) -> dict[str, float]:
+    """Return every part's learning rate in the next step. The schedule knows it on all ranks, whatever they hold."""
+    return {part: scheduler.get_lr(asdict(rates)) for part, rates in part_rates(run.optimizer).items()}
+
+
+def follow_rates(saved: dict[str, Any], before: OptimizerSection, now: OptimizerSection) -> None:
+    """Give a saved optimizer's parameter groups the rates of now, by which megatron-core finds them.
+
+    Args:
+        saved: the optimizer's state, changed in place.
+        before: the configuration that it was saved under.
+
+    Raises:
+        CheckpointError: rates that were equal are to differ now: their groups cannot be told apart.
+    """
+    pairs = set(zip(part_rates(before).values(), part_rates(now).values(), strict=True))
+    new = dict(pairs)
+    if len(new) < len(pairs):
+        raise CheckpointError(
+            "the checkpoint was saved with equal learning rates of several parts (--lr, optimizer.vision_lr, "
+            "optimizer.projection_lr), which cannot be told apart: let them be equal again"
+        )
+    for group in saved.get("optimizer", saved)["param_groups"]:
+        rates = new[Rates(group["max_lr"], group["min_lr"])]
+        group["max_lr"], group["min_lr"] = rates.max_lr, rates.min_lr
 
 
 def build_scheduler(run: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Build the schedule, counted in samples. It also applies the rule that biases and norms do not decay."""
-    wanted, batch = run.optimizer, run.training.global_batch_size
-    total = max(1, run.training.train_iters * batch)
+    """Build the schedule, counted in samples. It also applies each group's rates and weight decay."""
+    wanted = run.optimizer
+    warmup, samples, decay = schedule_samples(run.training, wanted)
+    total = max(1, samples)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=wanted.lr,
         min_lr=wanted.min_lr,
-        lr_warmup_steps=round(run.training.train_iters * wanted.lr_warmup_fraction) * batch,
+        lr_warmup_steps=warmup,
         lr_decay_steps=total,
         lr_decay_style=wanted.lr_decay_style,
+        wsd_decay_steps=decay,
+        lr_wsd_decay_style=wanted.lr_wsd_decay_style,
         start_wd=wanted.weight_decay,
         end_wd=wanted.weight_decay,
         wd_incr_steps=total,

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 import psutil
 import torch
 
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
-from llava_mcore.training.metrics import Metrics, MetricsFile
+from llava_mcore.training.metrics import VALIDATION_FILE, JsonLines, Metrics, MetricsFile
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.sinks import Sinks
 from llava_mcore.training.skipped import Counts
 from llava_mcore.training.spikes import SpikeAlert
 from llava_mcore.training.state import Progress
 from llava_mcore.training.step import StepResult
+from llava_mcore.training.validation import ValidationResult
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +30,14 @@ class Reporter:
         run, groups = trainer.run, trainer.groups
         self.trainer = trainer
         self.file = MetricsFile(run.run_dir, keep_until=progress.iteration) if groups.rank == 0 else None
+        self.validations: JsonLines | None = None
+        if groups.rank == 0 and run.validation.eval_interval is not None:
+            self.validations = JsonLines(run.run_dir / VALIDATION_FILE, keep_until=progress.iteration)
         self.sinks = Sinks(run, iteration=progress.iteration) if groups.rank == 0 else None
         self.trained = TrainedParts(
-            language_model=not run.model.freeze_language_model,
-            vision_model=not run.model.freeze_vision_model,
-            vision_projection=not run.model.freeze_vision_projection,
+            language_model="language_model" in trainer.trained_parts,
+            vision_model="vision_model" in trainer.trained_parts,
+            vision_projection="vision_projection" in trainer.trained_parts,
         )
         self.is_first = True
         self.peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
@@ -41,18 +46,27 @@ class Reporter:
             self.spikes = SpikeAlert(run.faults.spike_thr, self.file.losses)
 
     def step(
-        self, progress: Progress, counts: Counts, result: StepResult | None, *, waited: float, seconds: float
+        self,
+        progress: Progress,
+        counts: Counts,
+        result: StepResult | None,
+        *,
+        rates: Mapping[str, float],
+        waited: float,
+        seconds: float,
     ) -> None:
         """Report one iteration.
 
         Args:
             result: None if its batch was not trained on.
+            rates: every part's learning rate in it.
             waited: seconds until the batch was there.
             seconds: of the whole iteration.
         """
         if self.file is None:
             return
-        metrics = self._metrics(progress, counts, result, waited, seconds)
+        rates = {part: rate for part, rate in rates.items() if part in self.trainer.trained_parts}
+        metrics = self._metrics(progress, counts, result, {} if result is None else rates, waited, seconds)
         if metrics.time_to_first_iteration_seconds is not None:
             self.is_first = False
             logger.info(
@@ -63,10 +77,18 @@ class Reporter:
             self.sinks.step(metrics)
         run = self.trainer.run
         if progress.iteration % run.logging.log_interval == 0:
-            logger.info(metrics.line(run.training.train_iters, self.trainer.groups.world_size))
+            logger.info(metrics.line(run.training.num_iterations, self.trainer.groups.world_size))
         spike = self.spikes.check(progress.iteration, result.loss) if self.spikes is not None and result else None
         if spike is not None:
             logger.warning(spike)
+
+    def validation(self, result: ValidationResult) -> None:
+        """Report one validation, in a file of its own."""
+        if self.validations is None or self.sinks is None:
+            return
+        self.validations.write(result.record())
+        self.sinks.write(result.values(), result.iteration)
+        logger.info(result.line())
 
     def close(self) -> None:
         """End what else is written to, and draw the losses."""
@@ -74,7 +96,13 @@ class Reporter:
             self.sinks.close()
 
     def _metrics(
-        self, progress: Progress, counts: Counts, result: StepResult | None, waited: float, seconds: float
+        self,
+        progress: Progress,
+        counts: Counts,
+        result: StepResult | None,
+        rates: dict[str, float],
+        waited: float,
+        seconds: float,
     ) -> Metrics:
         groups = self.trainer.groups
         num_trained = None if result is None else result.num_trained_tokens
@@ -86,6 +114,7 @@ class Reporter:
             loss=None if result is None else result.loss,
             grad_norm=None if result is None else result.grad_norm,
             lr=0.0 if result is None else result.lr,
+            lr_by_part=rates,
             updated=result is not None and result.updated,
             num_tokens=counts.num_tokens,
             num_trained_tokens=0 if result is None else result.num_trained_tokens,

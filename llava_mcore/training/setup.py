@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,8 +22,9 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
 from llava_mcore.models.parts import check_families
+from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.models.vlm import VisionLanguageModel
-from llava_mcore.parallel.groups import Groups, set_virtual_stages
+from llava_mcore.parallel.groups import Groups, set_virtual_stages, sum_over_ranks
 from llava_mcore.training.optimizer import build_optimizer, build_scheduler, data_parallel, params_dtype
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trainer:
-    """What is trained and what trains it. `chunks`: this rank's model, wrapped."""
+    """What is trained and what trains it.
+
+    chunks: this rank's model, wrapped. trained_parts: those of which something is trained, on whatever rank.
+    """
 
     run: RunConfig
     groups: Groups
@@ -39,6 +43,7 @@ class Trainer:
     chunks: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    trained_parts: frozenset[str]
 
     @property
     def models(self) -> list[VisionLanguageModel]:
@@ -58,7 +63,8 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     """Build model, optimizer and schedule; load the weights of a checkpoint. A collective call."""
     hf = load_hf_config(start.hf_dir)
     check_families(hf, source=str(start.hf_dir))
-    models = build_models(run, groups, hf, initialise=start.checkpoint is None)
+    trained = trained_parameters(hf, run.model)
+    models = build_models(run, groups, hf, trained, initialise=start.checkpoint is None)
     if start.checkpoint is not None:
         # Also before a resume: the optimizer's fp32 copies are made from these.
         load_weights(models, start.checkpoint)
@@ -72,11 +78,18 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
         model.config.grad_scale_func = optimizer.scale_loss
         model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     _log_parts(models, groups)
-    return Trainer(run, groups, hf, chunks, optimizer, scheduler)
+    trained_parts = frozenset(name.partition(".")[0] for name, is_trained in trained.items() if is_trained)
+    return Trainer(run, groups, hf, chunks, optimizer, scheduler, trained_parts)
 
 
-def build_models(run: RunConfig, groups: Groups, hf: LlavaConfig, *, initialise: bool) -> list[VisionLanguageModel]:
-    """Build this rank's part of the model, frozen as the run says: one chunk, or several if interleaved."""
+def build_models(
+    run: RunConfig, groups: Groups, hf: LlavaConfig, trained: Mapping[str, bool], *, initialise: bool
+) -> list[VisionLanguageModel]:
+    """Build this rank's part of the model: one chunk, or several if interleaved.
+
+    Args:
+        trained: for every parameter of the whole model, whether it is trained.
+    """
     options = model_options(run, groups, hf, initialise=initialise)
     number = options.stages.virtual
     set_virtual_stages(number)
@@ -91,11 +104,7 @@ def build_models(run: RunConfig, groups: Groups, hf: LlavaConfig, *, initialise:
         for i in range(number or 1)
     ]
     for model in models:
-        model.freeze(
-            language_model=run.model.freeze_language_model,
-            vision_model=run.model.freeze_vision_model,
-            vision_projection=run.model.freeze_vision_projection,
-        )
+        set_trained(model, trained)
         if options.transformer_impl == "transformer_engine":
             fuse_weight_gradients(model)
         model.to(groups.device)
@@ -175,14 +184,13 @@ def fp8_options(run: RunConfig) -> Fp8Options | None:
 
 
 def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
-    parts: dict[str, list[torch.nn.Module]] = {}
-    for model in models:
-        for name, part in model.named_children():
-            parts.setdefault(name, []).append(part)
-    for name, modules in parts.items():
-        sizes = [(p.numel(), p.requires_grad) for module in modules for p in module.parameters()]
-        total, trained = sum(n for n, _ in sizes), sum(n for n, t in sizes if t)
-        logger.info("%-18s %14s parameters on this rank, %s trained", name, f"{total:,}", f"{trained:,}")
+    """Print how much of the whole model is trained; a collective call."""
+    counts = count_parameters(models, first_tp_rank=groups.tp_rank == 0)
+    counts = sum_over_ranks(groups, counts if groups.dp_rank == 0 else [0] * len(counts))
+    rows = [(part, counts[2 * i], counts[2 * i + 1]) for i, part in enumerate(PARTS)]
+    rows.append(("all", sum(counts[::2]), sum(counts[1::2])))
+    lines = [f"{part:<18} {total:>16,} {trained:>16,} {100 * trained / total:>6.1f} %" for part, total, trained in rows]
+    logger.info("%s", "\n".join([f"{'part':<18} {'parameters':>16} {'trained':>16}", *lines]))
     config = models[0].config
     logger.info("layers: %s%s", config.transformer_impl, ", FP8" if config.fp8 else "")
     logger.info("layout: tp %d x pp %d x dp %d on %s", groups.tp_size, groups.pp_size, groups.dp_size, groups.device)

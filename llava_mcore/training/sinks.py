@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
-from llava_mcore.training.metrics import FILE, Metrics
+from llava_mcore.training.metrics import FILE, VALIDATION_FILE, Metrics
 from llava_mcore.training.mlflow_sink import MLflow
 from llava_mcore.training.run_ids import read_ids, write_id
 
@@ -48,6 +48,7 @@ class Sinks:
     def step(self, metrics: Metrics) -> None:
         """Write one iteration."""
         values = {name: float(value) for name, value in asdict(metrics).items() if isinstance(value, int | float)}
+        values |= {f"lr/{part}": rate for part, rate in metrics.lr_by_part.items()}
         self.write(values, metrics.iteration)
 
     def write(self, values: dict[str, float], iteration: int) -> None:
@@ -117,6 +118,9 @@ def draw_losses(run_dir: Path) -> Path | None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="iteration", ylabel="loss", title=run_dir.name)
     axes.plot(*zip(*trained, strict=True), linewidth=1, label="training")
+    validated = _points(run_dir / VALIDATION_FILE, "loss")
+    if validated:
+        axes.plot(*zip(*validated, strict=True), linewidth=1, marker="o", markersize=3, label="validation")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(run_dir / PLOT)

@@ -16,6 +16,7 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.optimizer import follow_rates, own_rates
 from llava_mcore.training.setup import Trainer
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
     loaded = load_state(_state(trainer, progress, is_loading=True, with_random=same_layout), checkpoint)
     for i, model in enumerate(trainer.models):
         fill_model(model, loaded[f"model{i}"])
+    follow_rates(loaded["optimizer"], before.optimizer, trainer.run.optimizer)
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     if same_layout:
@@ -79,8 +81,14 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
         "--dist-optim": (before.parallel.use_distributed_optimizer, run.parallel.use_distributed_optimizer),
         "--precision": (before.training.precision, run.training.precision),
         "--global-batch-size": (before.training.global_batch_size, run.training.global_batch_size),
+        "--rampup-batch-size": (before.training.rampup_batch_size, run.training.rampup_batch_size),
         "--lang": (before.data.lang, run.data.lang),
         "frozen parts": (before.model.frozen_parts(), run.model.frozen_parts()),
+        "parts with a learning rate of their own": (own_rates(before.optimizer), own_rates(run.optimizer)),
+        "optimizer.decay_norms_and_biases": (
+            before.optimizer.decay_norms_and_biases,
+            run.optimizer.decay_norms_and_biases,
+        ),
     }
     found = [f"{what}: saved with {a}, now {b}" for what, (a, b) in pairs.items() if a != b]
     if found:

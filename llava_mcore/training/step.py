@@ -27,6 +27,7 @@ class StepResult:
 
     updated: whether the weights changed; not if loss or gradients were not finite, nor if fp16's gradients overflowed.
     finite: whether loss and gradient norm were. not_finite: which micro-batches of this rank's had a loss that was not.
+    lr: that of parts without one of their own.
     """
 
     loss: float
@@ -101,7 +102,7 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     reports = forward_backward(chunks, batches)
-    lr = scheduler.get_lr(optimizer.param_groups[0]) if optimizer.param_groups else 0.0
+    lr = scheduler.get_lr({})
     total, count, not_finite = _sum_over_ranks(groups, reports)
     updated, grad_norm = _update(optimizer, loss_is_finite=math.isfinite(total))
     if updated:  # fp16 skips an update whose gradients overflowed

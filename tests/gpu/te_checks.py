@@ -10,6 +10,7 @@ import torch
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from tests.parallel.checks import join, load_model, logits
 from tests.parallel.training_checks import run_all
+from tests.parallel.validation_checks import train_and_validate
 
 TE = {"model.transformer_impl": "transformer_engine"}
 FP8 = {"training.fp8": True, "training.micro_batch_size": 8, **TE}  # 8 x 48 tokens: a multiple of 128
@@ -27,6 +28,24 @@ def bf16_logits(cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor | No
             inputs = case["inputs"] | {"pixel_values": case["inputs"]["pixel_values"].bfloat16()}
             both[impl] = logits(groups, model, inputs)
         found.append(both)
+    return found
+
+
+def with_and_without_validation(material: dict[str, str], save_dir: str) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Return losses and gradient norms of training with and without validation between the steps."""
+    groups = join(1, 1)
+    bf16 = {"training.precision": "bf16", **TE, "data.path": material["data"], "data.num_workers": 0}
+    distributed = {"parallel.use_distributed_optimizer": True}
+    kinds: dict[str, dict[str, Any]] = {"bf16": distributed, "packed": {"data.packing": True}}
+    kinds |= {recipe: FP8 | {"training.fp8_recipe": recipe} for recipe in ("delayed", "tensorwise", "blockwise")}
+    found = {}
+    for name, flags in kinds.items():
+        given = bf16 | flags | {"data.seq_length": 128}
+        validates = given | {"validation.eval_interval": 1}
+        arguments = (groups, material["checkpoint"], save_dir)
+        both = [train_and_validate(*arguments, used, 6) for used in (given, validates)]
+        assert not both[0]["validations"] and len(both[1]["validations"]) == 7
+        found[name] = (both[0]["losses"], both[1]["losses"])
     return found
 
 

@@ -15,6 +15,7 @@ from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from tests.helpers.cases import CASES, hf_logits, make_case, make_inputs
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel.validation_checks import make_material
 
 pytestmark = pytest.mark.gpu
 NUM_GPUS = torch.cuda.device_count()
@@ -53,6 +54,16 @@ def test_training_at_every_layout(tmp_path: Path) -> None:
             assert all(map(math.isfinite, run["loss"] + run["grad_norm"]))
             if name != "text only":
                 assert worst < (0.05 if name in ("delayed", "tensorwise", "blockwise") else 0.01), (name, run, truth)
+
+
+def test_training_does_not_notice_validation(tmp_path: Path) -> None:
+    """Bit for bit, with dropout, also FP8's scales."""
+    material = make_material(tmp_path, hidden_size=128, intermediate_size=256)
+    arguments = {"material": material, "save_dir": str(tmp_path / "save")}
+    found = run_world(1, "tests.gpu.te_checks:with_and_without_validation", **arguments)[0]
+    for name, (plain, validated) in found.items():
+        print(name, json.dumps(plain))
+        assert validated == plain, name
 
 
 def test_saved_on_a_gpu_and_read_on_a_cpu(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ def configure(name: str, tp: int, pp: int, checkpoint: str, save_dir: str, impl:
         "checkpoint.load_optim": resumes,
         "parallel.use_distributed_optimizer": OPTIMIZERS[name],
         "model.transformer_impl": impl,
+        "optimizer.vision_lr": 2e-3,
+        "optimizer.min_lr": 1e-4,
         "training.precision": "bf16" if torch.cuda.is_available() else "fp32",
     }
     return run_config(tp, pp, checkpoint, save_dir, **flags)

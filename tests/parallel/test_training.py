@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from llava_mcore.apps.import_hf import import_hf
 from tests.helpers.batches import FakeLoader
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel.validation_checks import NUM_VALIDATION, make_material
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)]
 
@@ -27,17 +29,20 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, in
         make_hf_llava(root / f"hf-{name}", text="qwen2" if tie else "llama", tie=tie)
         import_hf(root / f"hf-{name}", root / name)
         checkpoints[name] = str(root / name)
+    material = make_material(root)
     found: dict[Any, Any] = {"hf": root / "hf-untied"}
     for tp, pp, dp in LAYOUTS:
         arguments = {"tp": tp, "pp": pp, "checkpoints": checkpoints, "save_dir": str(root / "save")}
-        ranks = run_world(tp * pp * dp, "tests.parallel.training_checks:curves", **arguments)
+        ranks = run_world(
+            tp * pp * dp, "tests.parallel.validation_checks:curves_and_validation", material=material, **arguments
+        )
         assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
         found[tp, pp, dp] = ranks[0]
     return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-@pytest.mark.parametrize("run", ["plain", "distributed", "tied", "text only", "pictures only", "stage 1"])
+@pytest.mark.parametrize("run", ["plain", "distributed", "tied", "text only", "pictures only", "stage 1", "rates"])
 def test_loss_curve_equals_one_process(results: dict[Any, Any], layout: tuple[int, int, int], run: str) -> None:
     reference = results[1, 1, 1]["plain" if run == "distributed" else run]
     here = results[layout][run]
@@ -54,6 +59,28 @@ def test_packed_samples_train_as_padded_ones(results: dict[Any, Any], layout: tu
     assert here["grad_norm"][0] == pytest.approx(reference["grad_norm"][0], rel=1e-5)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_validation_finds_the_same_at_every_layout(results: dict[Any, Any], layout: tuple[int, int, int]) -> None:
+    """Every sample once, padded or packed; a broken one is left out."""
+    reference, here = results[1, 1, 1]["validation"], results[layout]["validation"]
+    for name in here.keys() - {"without"}:
+        expected, *counts = reference["some" if name == "some" else "padded"]["validations"][0]
+        loss, *found = here[name]["validations"][0]
+        assert loss == pytest.approx(expected, rel=1e-6), name
+        assert found == counts, name
+    assert reference["padded"]["validations"][0][2:] == (NUM_VALIDATION - 1, 1)
+    assert reference["some"]["validations"][0][2:] == (15, 1), "two global batches"
+    first, *_, last = [loss for loss, *_ in reference["padded"]["validations"]]
+    assert first != last, "it measures the weights of its iteration"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_does_not_notice_validation(results: dict[Any, Any], layout: tuple[int, int, int]) -> None:
+    """Bit for bit, with dropout."""
+    here = results[layout]["validation"]
+    assert here["padded"]["losses"] == here["without"]["losses"] and len(here["without"]["losses"]) == 2
+
+
 def test_loss_falls_and_bf16_is_close(results: dict[Any, Any]) -> None:
     plain = results[1, 1, 1]["plain"]["loss"]
     assert plain[-1] < 0.9 * plain[0]
@@ -62,14 +89,41 @@ def test_loss_falls_and_bf16_is_close(results: dict[Any, Any]) -> None:
         assert results[layout]["bf16"]["loss"] == pytest.approx(full_precision, rel=5e-3)
 
 
-def test_one_process_trains_as_plain_hugging_face(results: dict[Any, Any]) -> None:
-    """Same model, same batches, torch's AdamW and clipping, no megatron: the same losses and gradient norms."""
-    ours = results[1, 1, 1]["plain"]
-    model = LlavaForConditionalGeneration.from_pretrained(results["hf"]).train()
+def plain_groups(model: LlavaForConditionalGeneration) -> list[dict[str, Any]]:
+    """Return AdamW's groups of the run "plain": norms and biases do not decay."""
     decayed = [p for n, p in model.named_parameters() if p.ndim > 1 or "class_embedding" in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim > 1 or "class_embedding" in n)]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    return [
+        {"params": decayed, "weight_decay": 0.01, "ratio": 1.0},
+        {"params": others, "weight_decay": 0.0, "ratio": 1.0},
+    ]
+
+
+def groups_with_rates(model: LlavaForConditionalGeneration) -> list[dict[str, Any]]:
+    """Return those of the run "rates": parts with learning rates of their own, everything decays, much is frozen."""
+    groups: dict[float, list[torch.nn.Parameter]] = {3.0: [], 0.3: [], 1.0: []}
+    for name, parameter in model.named_parameters():
+        if "vision_tower" in name:
+            trained, ratio = not name.endswith("class_embedding"), 3.0
+        elif "multi_modal_projector" in name:
+            trained, ratio = True, 0.3
+        else:
+            trained, ratio = "layers.2." in name or "layers.3.mlp." in name or name == "lm_head.weight", 1.0
+        parameter.requires_grad_(trained)
+        groups[ratio] += [parameter] if trained else []
+    return [{"params": found, "weight_decay": 0.1, "ratio": ratio} for ratio, found in groups.items()]
+
+
+@pytest.mark.parametrize(
+    ("run", "make_groups", "clip"), [("plain", plain_groups, 1), ("rates", groups_with_rates, 1e9)]
+)
+def test_one_process_trains_as_plain_hugging_face(
+    results: dict[Any, Any], run: str, make_groups: Callable[[Any], list[dict[str, Any]]], clip: float
+) -> None:
+    """Same model, same batches, torch's AdamW and clipping, no megatron: the same losses and gradient norms."""
+    ours = results[1, 1, 1][run]
+    model = LlavaForConditionalGeneration.from_pretrained(results["hf"]).train()
+    optimizer = torch.optim.AdamW(make_groups(model), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
     loader = FakeLoader(model.config, micro_batch_size=8, dp_rank=0, dp_size=1, text_only={1, 3, 4, 5})
     losses, norms = [], []
     for lr in ours["lr"]:
@@ -78,9 +132,9 @@ def test_one_process_trains_as_plain_hugging_face(results: dict[Any, Any]) -> No
         token_loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
         loss = (token_loss * batch.loss_mask.flatten()).sum() / batch.loss_mask.sum()
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["ratio"]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -67,12 +67,28 @@ def curve(
 
 def curves(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict[str, dict[str, list[float]]]:
     """All runs of one layout: plain, distributed optimizer, text-only batches, frozen parts."""
-    groups = join(tp, pp)
+    return curves_of(join(tp, pp), checkpoints, save_dir)
+
+
+def curves_of(groups: Groups, checkpoints: dict[str, str], save_dir: str) -> dict[str, dict[str, list[float]]]:
+    """The same in a world that has been joined."""
     mixed = {1, 3, 4, 5}  # some data-parallel ranks meet only text in some micro-batches
     untied, tied = checkpoints["untied"], checkpoints["tied"]
     short = {"training.train_iters": 4}
     stage1 = {"model.freeze_language_model": True, "model.freeze_vision_model": True}
+    rates = {
+        "optimizer.vision_lr": 3e-3,
+        "optimizer.projection_lr": 3e-4,
+        "optimizer.min_lr": 1e-4,
+        "optimizer.weight_decay": 0.1,
+        "optimizer.decay_norms_and_biases": True,
+        "optimizer.clip_grad": 0.0,
+        "model.freeze_language_model": True,
+        "model.freeze": "*.class_embedding",
+        "model.unfreeze": "language_model.model.layers.2.*,model.language_model.layers.3.mlp.*,lm_head.weight",
+    }
     runs = {
+        "rates": (untied, mixed, short | rates),
         "plain": (untied, mixed, {}),
         "distributed": (untied, mixed, {"parallel.use_distributed_optimizer": True}),
         "tied": (tied, mixed, short),

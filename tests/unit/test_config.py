@@ -100,6 +100,14 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--fp8-recipe blockwise", "training.fp8_recipe", "blockwise"),
     ("--fp8-format e4m3", "training.fp8_format", "e4m3"),
     ("--deterministic", "training.deterministic", True),
+    ("--train-samples 900", "training.train_samples", 900),
+    ("--rampup-batch-size 2,2,100", "training.rampup_batch_size", "2,2,100"),
+    ("--lr-decay-style WSD", "optimizer.lr_decay_style", "WSD"),
+    ("--lr-wsd-decay-style linear", "optimizer.lr_wsd_decay_style", "linear"),
+    ("--lr-wsd-decay-iters 3", "optimizer.lr_wsd_decay_iters", 3),
+    ("--lr-wsd-decay-samples 30", "optimizer.lr_wsd_decay_samples", 30),
+    ("--eval-interval 3", "validation.eval_interval", 3),
+    ("--eval-iters 4", "validation.eval_iters", 4),
 ]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from llava_mcore.checkpoint import raw
+from llava_mcore.checkpoint import import_jobs, raw
 from llava_mcore.checkpoint.export_jobs import Chunk
 from llava_mcore.checkpoint.safetensors_plan import DTYPES, plan_file, read_offsets, write_tensors
 from llava_mcore.conversion.boxes import Box, Scratch, read_box
@@ -61,6 +64,61 @@ def test_mapped_tensors_are_the_files_and_writing_to_them_does_not_change_it(tmp
     assert path.read_bytes() == before
     with pytest.raises(ValueError, match="mmap length"):
         raw.map_tensor(path, 0, torch.float32, (1 << 20,))
+
+
+def test_a_file_is_hashed_window_by_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(123, 5)
+    (tmp_path / "x").write_bytes(b"abc" + bytes(raw.raw_bytes(x)))
+    at = raw.TensorAt(tmp_path / "x", 3, x.dtype, (123, 5))
+    for window in (100, 615, 2460, 1 << 20):
+        monkeypatch.setattr(raw, "_WINDOW", window)
+        assert at.sha256() == raw.sha256(x)
+    assert replace(at, shape=(0, 5)).sha256() == raw.sha256(torch.empty(0))
+
+
+@pytest.mark.parametrize("in_kernel", [True, False])
+def test_views_of_a_file_are_copied_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_kernel: bool) -> None:
+    x = torch.randn(300, 70, dtype=torch.float64)
+    (tmp_path / "x").write_bytes(b"abc" + bytes(raw.raw_bytes(x)))
+    at = raw.TensorAt(tmp_path / "x", 3, x.dtype, (300, 70))
+    mapped = raw.Mapped(at)
+    views = {"whole": mapped.tensor, "rows": mapped.tensor[7:200], "columns": mapped.tensor[:, 3:9]}
+    views |= {"none": mapped.tensor[:0], "cast": mapped.tensor.float(), "copy": mapped.tensor.clone()}
+    kernel_copies = []
+
+    def copy(source: int, target: int, count: int, offset: int, position: int) -> int:
+        kernel_copies.append(count)
+        if not in_kernel:
+            raise OSError(errno.EXDEV, "between two file systems")
+        data = os.pread(source, min(count, 50_000), offset)  # may do less than it was asked to
+        return os.pwrite(target, data, position)
+
+    monkeypatch.setattr(os, "copy_file_range", copy)
+    with (tmp_path / "y").open("w+b") as file, raw.Writer() as writer:
+        for name, view in views.items():
+            writer.write(file.fileno(), 5, view, [raw.Mapped(at), mapped])
+            assert os.pread(file.fileno(), view.nbytes, 5) == bytes(raw.raw_bytes(view)), name
+        assert mapped.locate(views["rows"]) == raw.TensorAt(at.path, 3 + 7 * 70 * 8, x.dtype, (193, 70))
+        assert [name for name, view in views.items() if mapped.locate(view)] == ["whole", "rows"]
+        assert kernel_copies[0] == x.nbytes and sum(n in (x.nbytes, 193 * 70 * 8) for n in kernel_copies) == 2
+        with (tmp_path / "x").open("rb") as source, pytest.raises(OSError, match="the source ends before"):
+            raw.copy_bytes(source.fileno(), 3, file.fileno(), 0, x.nbytes + 1)
+
+
+def test_pieces_are_what_torch_saves(tmp_path: Path) -> None:
+    source = torch.randn(40, 30)
+    (tmp_path / "x").write_bytes(raw.raw_bytes(source))
+    mapped = raw.Mapped(raw.TensorAt(tmp_path / "x", 0, source.dtype, (40, 30)))
+    for x in (mapped.tensor[3:20], mapped.tensor[:, 2:5], torch.ones(3, 3).bool(), torch.empty(0, 4)):
+        (tmp_path / "y").unlink(missing_ok=True)
+        with (tmp_path / "y").open("xb") as file, raw.Writer() as writer, import_jobs._without_data():
+            start, length = import_jobs._append(file, x, writer, [mapped])
+        with (tmp_path / "z").open("wb") as file:
+            torch.serialization.set_crc32_options(False)
+            torch.save(x.clone(memory_format=torch.contiguous_format), file)
+            torch.serialization.set_crc32_options(True)
+        assert (tmp_path / "y").read_bytes() == (tmp_path / "z").read_bytes()
+        assert (start, length) == (0, (tmp_path / "y").stat().st_size)
 
 
 @pytest.mark.parametrize("shift", range(5))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from llava_mcore.apps import export_hf, import_hf
-from llava_mcore.checkpoint import export_jobs, hf_files, import_jobs, layout, pool, streamed_save
+from llava_mcore.checkpoint import hf_files, import_jobs, layout, pool, raw, streamed_save
 from llava_mcore.errors import ConversionError
 from tests.helpers.conversions import kill_after, time_convert
 from tests.helpers.tiny_hf import make_hf_llava
@@ -131,23 +131,24 @@ def test_verification_names_a_tensor_that_was_written_wrongly(
     hf, megatron = folders
     append = import_jobs._append
 
-    def wrong(file: Any, data: torch.Tensor) -> tuple[int, int]:
+    def wrong(file: Any, data: torch.Tensor, *rest: Any) -> tuple[int, int]:
         if file.name.endswith("__0_1.distcp") and data.shape[-2:] == (64, 64) and file.tell() > 1_000_000:
             data = data.clone()
             data[..., 1, 1] += 1
-        return append(file, data)
+        return append(file, data, *rest)
 
     monkeypatch.setattr(import_jobs, "_append", wrong)
     with pytest.raises(ConversionError, match=r"does not hold what was imported[\s\S]*: SHA-256 .*, expected"):
         import_hf.import_hf(hf, tmp_path / "m", verify=True)
     monkeypatch.undo()
-    write_at = export_jobs.write_at
+    write = raw.Writer.write
 
-    def transposed(file: int, tensor: torch.Tensor, position: int) -> None:
-        write_at(file, tensor.T if tensor.shape == (64, 64) and tensor[0, 0] == first else tensor, position)
+    def transposed(self: raw.Writer, file: int, position: int, tensor: torch.Tensor, sources: Any) -> None:
+        swap = tensor.shape == (64, 64) and tensor[0, 0] == first
+        write(self, file, position, tensor.T if swap else tensor, sources)
 
     first = hf_files.HfFolder.open(hf).get(LAYER + "self_attn.o_proj.weight")[0, 0]
-    monkeypatch.setattr(export_jobs, "write_at", transposed)
+    monkeypatch.setattr(raw.Writer, "write", transposed)
     with pytest.raises(ConversionError) as caught:
         export_hf.export_hf(megatron, tmp_path / "out", verify=True)
     assert "(1 problem)" in str(caught.value) and LAYER + "self_attn.o_proj.weight: SHA-256" in str(caught.value)

@@ -47,7 +47,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_optimizer(flags: tuple[str, ...], name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda config, chunks: seen.append(config))
+    monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda config, chunks, **_: seen.append(config))
     chunk: Any = SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=False))
     optimizer.build_optimizer(run_of(*flags), [chunk])
     assert getattr(seen[0], name) == value

@@ -63,7 +63,7 @@ def test_a_good_run_has_no_problem(good: list[str]) -> None:
         (["checkpoint.keep_every=2"], ["--keep-every has no effect without --keep-last"]),
         (["checkpoint.non_persistent_dir=/d"], ["has no effect without --non-persistent-save-interval"]),
         (["checkpoint.non_persistent_save_interval=2"], ["--non-persistent-save-interval", "add --save-optim"]),
-        (["logging.profile=9:11"], ["--profile 9:11 reaches beyond --train-iters 10"]),
+        (["logging.profile=9:11"], ["--profile 9:11 reaches beyond the last iteration, 10"]),
         (["logging.profile_ranks=0"], ["logging.profile_ranks has no effect without --profile"]),
         (["logging.profile=9:10", "logging.profile_ranks=2,8"], ["names rank 8: this run has 0 to 7"]),
         (["optimizer.min_lr=1"], ["optimizer.min_lr 1 is above --lr 2e-05"]),

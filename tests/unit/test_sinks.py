@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -20,8 +21,9 @@ FIRST = "time_to_first_iteration_seconds"
 
 
 def metrics(iteration: int, loss: float | None, first: float | None = None) -> Metrics:
-    values: dict[str, float | None] = {field.name: 1.0 for field in fields(Metrics)}
+    values: dict[str, Any] = {field.name: 1.0 for field in fields(Metrics)}
     values |= {"iteration": iteration, "loss": loss, "mfu": None, FIRST: first}
+    values["lr_by_part"] = {"language_model": 0.5}
     return Metrics(**values)  # type: ignore[arg-type]
 
 

@@ -92,6 +92,8 @@ class VisionTransformer(VisionModule):
         """Return the chosen hidden states [s, b, h], in the order of the choice."""
         last = self.features.num_layers
         inner = {i - 1 for i in self.features.layers if 0 < i < last}
+        if torch.is_grad_enabled() and self.config.recompute_granularity is not None and not embedding.requires_grad:
+            embedding.requires_grad_()  # recomputation skips what has no input with a gradient
         result = self.decoder(hidden_states=embedding, attention_mask=None, extract_layer_indices=inner)
         final, extracted = result if inner else (result, [])
         states = {0: embedding, last: final}

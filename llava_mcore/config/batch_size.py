@@ -1,0 +1,84 @@
+"""How many samples an iteration has, and how many iterations a run: both follow from what has been consumed."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+
+_RAMP = re.compile(r"(\d+)[\s,]+(\d+)[\s,]+(\d+)")
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """Batch-size ramp-up as in Megatron-LM: from `start` in steps of `increment`, evenly over `samples` samples."""
+
+    start: int
+    increment: int
+    samples: int
+
+    def steps(self, full: int) -> list[tuple[int, int]]:
+        """Return (consumed samples from which on, batch size); a batch begun at a threshold has the new size.
+
+        Args:
+            full: the last size, which the increments must reach exactly.
+        """
+        number = (full - self.start) // self.increment
+        return [(-(-k * self.samples // number), self.start + k * self.increment) for k in range(number + 1)]
+
+
+def parse_ramp(text: str) -> Ramp:
+    """Return the ramp of START,INCREMENT,SAMPLES. ValueError for anything else."""
+    match = _RAMP.fullmatch(text.strip())
+    ramp = None if match is None else Ramp(*map(int, match.groups()))
+    if ramp is None or not ramp.start or not ramp.increment:
+        raise ValueError(f"expected START,INCREMENT,SAMPLES such as 16,16,10000, found {text!r}")
+    return ramp
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Global batch sizes over a run. `steps`: (consumed samples from which on, size), the first from 0 on."""
+
+    steps: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, full: int, ramp: Ramp | None) -> BatchSizes:
+        """Return those of a run that ends at batches of `full` samples."""
+        return cls(((0, full),) if ramp is None else tuple(ramp.steps(full)))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All sizes."""
+        return tuple(size for _, size in self.steps)
+
+    def at(self, consumed: int) -> int:
+        """Return the size of the iteration that begins behind so many samples."""
+        return max((first, size) for first, size in self.steps if first <= consumed)[1]
+
+    def samples_after(self, iterations: int) -> int:
+        """Return how many samples so many iterations consume."""
+        consumed = 0
+        for number, size in self._stretches():
+            taken = iterations if number is None else min(number, iterations)
+            consumed, iterations = consumed + taken * size, iterations - taken
+        return consumed
+
+    def iterations_within(self, samples: int) -> int:
+        """Return how many whole iterations so many samples give."""
+        iterations = 0
+        for number, size in self._stretches():
+            taken = samples // size if number is None else min(number, samples // size)
+            iterations, samples = iterations + taken, samples - taken * size
+            if number is None or taken < number:
+                break
+        return iterations
+
+    def _stretches(self) -> list[tuple[int | None, int]]:
+        """Return (iterations, size) of every stretch of equal sizes; None: from there on."""
+        consumed, found = 0, []
+        for (_, size), (end, _) in itertools.pairwise(self.steps):
+            number = max(0, -(-(end - consumed) // size))
+            consumed += number * size
+            found.append((number, size))
+        return [*found, (None, self.steps[-1][1])]

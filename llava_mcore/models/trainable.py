@@ -1,0 +1,123 @@
+"""Which parameters are trained: whole parts, then patterns over the names of single ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch.nn import Parameter
+from transformers import LlavaConfig
+
+from llava_mcore.config.model import ModelConfig
+from llava_mcore.errors import ConfigError, problems
+from llava_mcore.models.names import NEWEST, HfNames
+from llava_mcore.models.table import mapping_table
+from llava_mcore.models.vision.transformer import CHECKPOINT_NAMES
+from llava_mcore.models.vlm import VisionLanguageModel
+
+PARTS = ("vision_model", "vision_projection", "language_model")
+STYLES = (
+    NEWEST,
+    HfNames("model.vision_tower.", "model.multi_modal_projector.", "model.language_model.", "lm_head.weight"),
+    HfNames("vision_tower.vision_model.", "multi_modal_projector.", "model.language_model.", "lm_head.weight"),
+)
+"""The names that transformers has given a LLaVA's tensors over the years; a pattern may mean any of them."""
+_LAYERS = "language_model.decoder.layers."
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one Hugging Face tensor is of a Megatron parameter, under all the names that it goes by."""
+
+    parameter: str
+    names: tuple[str, ...]
+
+
+def trained_parameters(hf: LlavaConfig, model: ModelConfig) -> dict[str, bool]:
+    """Return for every parameter of the whole model, by its Megatron name, whether it is trained.
+
+    Parts are frozen by `model.freeze_*`, then what matches `model.freeze`; what matches `model.unfreeze` is trained.
+
+    Raises:
+        ConfigError: patterns that match nothing, or only a part of what is one parameter here; or nothing is trained.
+    """
+    frozen = dict(
+        zip(
+            PARTS,
+            (model.freeze_vision_model, model.freeze_vision_projection, model.freeze_language_model),
+            strict=True,
+        )
+    )
+    pieces = _pieces(hf)
+    state = {piece: not frozen[piece.parameter.partition(".")[0]] for piece in pieces}
+    found = []
+    for key, patterns, value in (("freeze", model.freeze, False), ("unfreeze", model.unfreeze, True)):
+        for pattern in patterns:
+            matching = [piece for piece in pieces if any(fnmatchcase(name, pattern) for name in piece.names)]
+            state |= dict.fromkeys(matching, value)
+            if not matching:
+                example = ", ".join(pieces[-1].names[:2])
+                found.append(f"model.{key}: {pattern!r} matches no parameter; names are such as {example}")
+    trained: dict[str, bool] = {}
+    for piece, value in state.items():
+        if trained.setdefault(piece.parameter, value) != value:
+            parts = [other.names[1] for other in pieces if other.parameter == piece.parameter]
+            found.append(f"{piece.parameter} is one parameter, so choose all of {', '.join(parts)}, or none")
+    if not found and not any(trained.values()):
+        found.append("nothing would be trained: unfreeze something")
+    if found:
+        raise ConfigError(problems("what is trained cannot be chosen like this", list(dict.fromkeys(found))))
+    return trained
+
+
+def _pieces(hf: LlavaConfig) -> list[_Piece]:
+    rows = hf.text_config.vocab_size  # only names are asked for
+    tables = [mapping_table(hf, names, hf_tensors=(), padded_vocab_size=rows).entries for names in STYLES]
+    return [
+        _Piece(name, (name, *(table[name].hf_names[i] for table in tables)))
+        for name, entry in tables[0].items()
+        for i in range(len(entry.hf_names))
+    ]
+
+
+def whole_names(model: VisionLanguageModel) -> dict[str, Parameter]:
+    """Return this stage's parameters under the names that they have in the whole model."""
+    return {_whole_name(model, name): parameter for name, parameter in model.named_parameters()}
+
+
+def _whole_name(model: VisionLanguageModel, name: str) -> str:
+    """Count layers from the first stage on, undo Transformer Engine's fused norms and the copy of a tied embedding."""
+    for ours, fused in CHECKPOINT_NAMES.items():
+        name = name.replace(fused, ours)
+    if name.startswith(_LAYERS):
+        local, _, rest = name.removeprefix(_LAYERS).partition(".")
+        return f"{_LAYERS}{model.language_model.decoder.layers[int(local)].layer_number - 1}.{rest}"
+    if model.share_embeddings_and_output_weights and name == "language_model.output_layer.weight":
+        return "language_model.embedding.word_embeddings.weight"
+    return name
+
+
+def set_trained(model: VisionLanguageModel, trained: Mapping[str, bool]) -> None:
+    """Freeze or unfreeze the parameters of a stage. Call before the model is wrapped for data parallelism."""
+    for name, parameter in whole_names(model).items():
+        parameter.requires_grad_(trained[name])
+
+
+def count_parameters(models: Sequence[VisionLanguageModel], *, first_tp_rank: bool) -> list[int]:
+    """Return this rank's share of (all, trained) parameters of each of PARTS: added over the ranks of a replica, the
+    whole model's.
+
+    Args:
+        first_tp_rank: whether to count what all tensor-parallel ranks hold alike.
+    """
+    counts = dict.fromkeys(((part, trained) for part in PARTS for trained in (False, True)), 0)
+    for model in models:
+        is_copy = model.share_embeddings_and_output_weights and not model.pre_process
+        for name, parameter in model.named_parameters():
+            if not (first_tp_rank or vars(parameter).get("tensor_model_parallel", False)):
+                continue
+            if is_copy and name == "language_model.output_layer.weight":
+                continue
+            counts[name.partition(".")[0], parameter.requires_grad] += parameter.numel()
+    return [n for part in PARTS for n in (counts[part, False] + counts[part, True], counts[part, True])]

@@ -1,0 +1,197 @@
+"""The loss of the validation part while training, and nothing of the training changed by it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llava_mcore.data.validation import ValidationData, ValidationPass
+from llava_mcore.errors import DataError, LlavaMcoreError, problems
+from llava_mcore.parallel.batch import HostBatch, fill_rows, share_step, without_loss
+from llava_mcore.parallel.groups import agree, sum_over_ranks
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.skipped import SkipBudget
+from llava_mcore.training.step import forward_backward
+from llava_mcore.training.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """One validation: `loss` is the mean over all its trained tokens, None if it is not finite; perplexity: exp(loss).
+
+    num_skipped: samples that were left out as broken or too long.
+    """
+
+    iteration: int
+    loss: float | None
+    perplexity: float | None
+    num_trained_tokens: int
+    num_conversations: int
+    num_skipped: int
+    seconds: float
+
+    def line(self) -> str:
+        """Return the console line."""
+        loss = "-" if self.loss is None else f"{self.loss:.4f}"
+        perplexity = "-" if self.perplexity is None else f"{self.perplexity:.3f}"
+        skipped = f" | {self.num_skipped} samples left out" if self.num_skipped else ""
+        return (
+            f"validation after step {self.iteration} | loss {loss} | perplexity {perplexity} | "
+            f"{self.num_conversations} samples, {self.num_trained_tokens} tokens | {self.seconds:.1f} s{skipped}"
+        )
+
+    def values(self) -> dict[str, float]:
+        """Return the numbers under the names that sinks show."""
+        numbers = {"loss": self.loss, "perplexity": self.perplexity, "seconds": self.seconds}
+        return {f"validation/{name}": value for name, value in numbers.items() if value is not None}
+
+    def record(self) -> dict[str, Any]:
+        """Return the object of a line of the file."""
+        return asdict(self)
+
+
+class Validator:
+    """Measures the loss of the validation part; all methods but `due` are collective calls."""
+
+    def __init__(self, trainer: Trainer, data: ValidationData | None, watchdog: Watchdog) -> None:
+        """data: on ranks that load data."""
+        run, groups = trainer.run, trainer.groups
+        self.trainer, self.data, self.watchdog = trainer, data, watchdog
+        self.micro_batch_size = 1 if run.data.packing else run.training.micro_batch_size
+        self.most_batches = run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size)
+        self._has_told = False
+
+    def due(self, iteration: int) -> bool:
+        """Tell whether a validation follows this iteration."""
+        interval = self.trainer.run.validation.eval_interval
+        return interval is not None and (
+            iteration % interval == 0 or iteration == self.trainer.run.training.num_iterations
+        )
+
+    def run(self, iteration: int) -> ValidationResult:
+        """Go through the validation part. DataError on all ranks if any cannot read it, or too much is broken."""
+        start = time.perf_counter()
+        groups = self.trainer.groups
+        passing = None if self.data is None else self.data.open(groups.dp_rank, groups.dp_size)
+        budget = SkipBudget(self.trainer.run.data.max_skip_rate)
+        sums = torch.zeros(2, dtype=torch.float64)  # loss, trained tokens; of this rank's replica
+        used = skipped = rounds = 0
+        try:
+            with as_if_not_run(self.trainer):
+                while True:
+                    self.watchdog.begin(f"validation after iteration {iteration}, part {rounds + 1}")
+                    batches, counts = self._fetch(passing, budget)
+                    if not any(counts.per_replica):
+                        break
+                    used, skipped, rounds = used + counts.used, skipped + counts.skipped, rounds + 1
+                    if counts.per_replica[groups.dp_rank]:
+                        sums += self._measure(batches, counts.per_replica[groups.dp_rank])
+        finally:
+            if passing is not None:
+                passing.close()
+        self._has_told = True
+        budget.check(groups, used, skipped)
+        dist.all_reduce(sums, group=groups.control)
+        loss = sums[0].item() / sums[1].item() if sums[1] else math.nan
+        finite = math.isfinite(loss)
+        return ValidationResult(
+            iteration=iteration,
+            loss=loss if finite else None,
+            perplexity=math.exp(loss) if finite and loss < 700 else None,
+            num_trained_tokens=int(sums[1]),
+            num_conversations=used,
+            num_skipped=skipped,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _fetch(self, passing: ValidationPass | None, budget: SkipBudget) -> tuple[list[Any], _Counts]:
+        """Read as many micro-batches as a training step has, or what is left; [] on ranks that read none."""
+        groups = self.trainer.groups
+        batches: list[Any] = []
+        problem: str | None = None
+        if passing is not None:
+            try:
+                batches = [batch for _, batch in zip(range(self.most_batches), passing, strict=False)]
+            except LlavaMcoreError as error:
+                problem = str(error)
+        found = agree(groups, problem)
+        if found:
+            raise DataError(problems("validation data cannot be used", found), on_all_ranks=True)
+        if not self._has_told:
+            budget.report(batches)
+        mine = [0] * groups.dp_size
+        mine[groups.dp_rank] = len(batches)
+        used = sum(len(batch.sample_keys) for batch in batches)
+        skipped = sum(len(batch.skipped) for batch in batches)
+        used, skipped, *per_replica = sum_over_ranks(groups, [used, skipped, *mine])
+        return batches, _Counts(used, skipped, tuple(per_replica))
+
+    def _measure(self, read: Sequence[HostBatch], number: int) -> torch.Tensor:
+        """Return (summed loss, trained tokens) of this replica's micro-batches, on the rank that reports the loss."""
+        groups, batches = self.trainer.groups, None
+        if self.data is not None:
+            batches = [fill_rows(batch, self.micro_batch_size) for batch in read]
+            if self._is_interleaved:  # its schedule takes multiples of the number of stages
+                batches += [without_loss(batches[0])] * (self.most_batches - number)
+        total = self.most_batches if self._is_interleaved else number
+        reports = forward_backward(self.trainer.chunks, share_step(groups, batches, total), forward_only=True)
+        if not groups.reports_loss:
+            return torch.zeros(2, dtype=torch.float64)
+        return torch.stack([report["sums"] for report in reports]).double().sum(0).cpu()
+
+    @property
+    def _is_interleaved(self) -> bool:
+        return len(self.trainer.chunks) > 1
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Conversations used and left out by all ranks, and micro-batches of each replica."""
+
+    used: int
+    skipped: int
+    per_replica: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def as_if_not_run(trainer: Trainer) -> Iterator[None]:
+    """Run the model without dropout and without gradients, and leave nothing of it behind.
+
+    Of the model's state that are the modules' modes and, with FP8, the largest values seen, from which the scales of
+    the next steps are made. Nothing here draws random numbers.
+    """
+    modules = [module for chunk in trainer.chunks for module in chunk.modules()]
+    modes = [module.training for module in modules]
+    kept = {id(state): (state.scale.clone(), state.amax_history.clone()) for state in _fp8_states(trainer, modules)}
+    for chunk in trainer.chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        for state in _fp8_states(trainer, modules):
+            scale, amax_history = kept.get(id(state), (1.0, 0.0))  # one that did not exist begins so
+            state.scale[...] = scale
+            state.amax_history[...] = amax_history
+
+
+def _fp8_states(trainer: Trainer, modules: Sequence[torch.nn.Module]) -> list[Any]:
+    """Return what Transformer Engine keeps for delayed scaling: scales and largest values seen."""
+    training = trainer.run.training
+    if not training.fp8 or training.fp8_recipe != "delayed":
+        return []
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule  # on GPUs only
+
+    metas = [module.fp8_meta for module in modules if isinstance(module, TransformerEngineBaseModule)]
+    return [meta[name] for meta in metas for name in ("scaling_fwd", "scaling_bwd") if name in meta]

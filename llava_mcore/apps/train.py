@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import sys
@@ -72,6 +73,8 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
     from llava_mcore.data.dataset_path import VALIDATION, check_dataset
 
     found: list[str] = check_devices(run.launch.num_gpus, gpu_count)
+    if run.logging.mlflow and importlib.util.find_spec("mlflow") is None:
+        found.append("--mlflow needs the package mlflow-skinny: pip install 'llava-mcore[mlflow]'")
     found += [*check_gpu_ids(run.launch, gpu_count), *check_interface(run.launch)]
     dims: ModelDims | None = None
     source = ""

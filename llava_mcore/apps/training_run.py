@@ -25,6 +25,7 @@ from llava_mcore.parallel.groups import Groups, agree, initialise, seed_everythi
 from llava_mcore.training.debug import ShowFirst, show_shapes_once
 from llava_mcore.training.determinism import make_deterministic
 from llava_mcore.training.loop import train
+from llava_mcore.training.run_ids import adopt_ids
 from llava_mcore.training.setup import Trainer, build_trainer
 from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.stop import StopRules
@@ -67,6 +68,8 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
         checkpoint = start.checkpoint
         assert checkpoint is not None
         progress, loader_states = together(groups, lambda: resume(trainer, checkpoint))
+        if groups.rank == 0:
+            adopt_ids(run.run_dir, checkpoint)
         logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
     watchdog.begin("opening the data")
     loader = together(groups, lambda: _open_loader(run, groups, assets, loader_states))

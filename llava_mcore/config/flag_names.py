@@ -31,6 +31,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("logging.log_interval", ("--log-interval",)),
         Flag("logging.tensorboard", ("--tensorboard",)),
         Flag("logging.wandb", ("--wandb",)),
+        Flag("logging.mlflow", ("--mlflow",)),
         Flag("logging.debug", ("--debug",)),
         Flag("logging.profile", ("--profile",)),
     ),

@@ -49,6 +49,11 @@ class LoggingConfig(Section):
     """Also log to Weights & Biases; a resumed run goes on in the same one. WANDB_MODE=offline needs no network."""
     wandb_project: str = "llava_mcore"
     """Project of Weights & Biases that the run belongs to."""
+    mlflow: bool = False
+    """Also log to MLflow, to the server that MLFLOW_TRACKING_URI names, else into SAVE_DIR/NAME/mlruns; a resumed run
+    goes on in the same one."""
+    mlflow_experiment: str = "llava_mcore"
+    """Experiment of MLflow that the run belongs to."""
     debug: bool = False
     """Print the first batch in words, trained parts marked, and the shapes that enter and leave each part of the model
     on every pipeline stage."""

@@ -59,10 +59,10 @@ def _precision(name: str) -> Callable[[Any], Values]:
 
 def _report_to(value: Any) -> Values:
     names = value if isinstance(value, list) else [value]
-    known = {"wandb": "logging.wandb", "tensorboard": "logging.tensorboard"}
+    known = {"wandb": "logging.wandb", "tensorboard": "logging.tensorboard", "mlflow": "logging.mlflow"}
     wrong = [name for name in names if name not in (*known, "none")]
     if wrong:
-        raise _RefusedError(f"found {wrong[0]!r}, expected wandb, tensorboard or none")
+        raise _RefusedError(f"found {wrong[0]!r}, expected wandb, tensorboard, mlflow or none")
     return {known[name]: True for name in names if name in known}
 
 

@@ -45,6 +45,8 @@ class Metrics:
     tflops_per_device: float
     mfu: float | None
     memory_gib: float | None
+    time_to_first_iteration_seconds: float | None = None
+    """From the start of the process to the end of the first iteration that it trained; None for the later ones."""
 
     def line(self, train_iters: int, num_devices: int) -> str:
         """Return the console line."""

@@ -12,6 +12,7 @@ import torch
 
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.run_ids import KEY, read_ids
 
 PACKAGES = (
     *("llava-mcore", "torch", "megatron-core", "megatron-energon", "transformers", "tokenizers"),
@@ -29,6 +30,7 @@ def run_record(run: RunConfig, groups: Groups, counters: dict[str, int]) -> dict
             "data_parallel_size": groups.dp_size,
             "world_size": groups.world_size,
         },
+        KEY: read_ids(run.run_dir),
         "git_revision": git_revision(),
         "versions": versions(),
         "run": run.model_dump(mode="json"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 
+import psutil
 import torch
 
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
@@ -37,6 +39,7 @@ class Reporter:
             vision_model="vision_model" in trainer.trained_parts,
             vision_projection="vision_projection" in trainer.trained_parts,
         )
+        self.is_first = True
         self.peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
         self.spikes: SpikeAlert | None = None
         if run.faults.alert_spike and self.file is not None:
@@ -64,6 +67,11 @@ class Reporter:
             return
         rates = {part: rate for part, rate in rates.items() if part in self.trainer.trained_parts}
         metrics = self._metrics(progress, counts, result, {} if result is None else rates, waited, seconds)
+        if metrics.time_to_first_iteration_seconds is not None:
+            self.is_first = False
+            logger.info(
+                "first iteration done %.1f s after the start of its process", metrics.time_to_first_iteration_seconds
+            )
         self.file.append(metrics)
         if self.sinks is not None:
             self.sinks.step(metrics)
@@ -123,4 +131,5 @@ class Reporter:
             tflops_per_device=flops / seconds / groups.world_size / 1e12,
             mfu=None if self.peak is None else mfu(flops, seconds, groups.world_size, self.peak),
             memory_gib=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+            time_to_first_iteration_seconds=time.time() - psutil.Process().create_time() if self.is_first else None,
         )

@@ -1,26 +1,23 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, and a picture of the loss at the end."""
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, and a picture of the loss."""
 
 from __future__ import annotations
 
 import json
 import logging
-import time
 import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
-
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.training.metrics import FILE, VALIDATION_FILE, Metrics
+from llava_mcore.training.mlflow_sink import MLflow
+from llava_mcore.training.run_ids import read_ids, write_id
 
 logger = logging.getLogger(__name__)
 
-WANDB_ID = "wandb_run_id.txt"
 PLOT = "loss.png"
-FIRST = "time_to_first_iteration_seconds"
 
 
 class Sink(Protocol):
@@ -40,21 +37,18 @@ class Sinks:
         Raises ConfigError if Weights & Biases refuses the run.
         """
         self.run = run
-        self.is_first = True
         self.sinks: list[Sink] = []
         if run.logging.tensorboard:
             self.sinks.append(TensorBoard(run.run_dir / "tensorboard", purge_from=iteration + 1))
         if run.logging.wandb:
             self.sinks.append(Wandb(run))
+        if run.logging.mlflow:
+            self.sinks.append(MLflow(run))
 
     def step(self, metrics: Metrics) -> None:
-        """Write one iteration, and after the first one how long this process took until its end."""
+        """Write one iteration."""
         values = {name: float(value) for name, value in asdict(metrics).items() if isinstance(value, int | float)}
         values |= {f"lr/{part}": rate for part, rate in metrics.lr_by_part.items()}
-        if self.is_first:
-            self.is_first = False
-            values[FIRST] = time.time() - psutil.Process().create_time()
-            logger.info("first iteration done %.1f s after the start of its process", values[FIRST])
         self.write(values, metrics.iteration)
 
     def write(self, values: dict[str, float], iteration: int) -> None:
@@ -91,14 +85,13 @@ class Wandb:
     def __init__(self, run: RunConfig) -> None:
         import wandb
 
-        id_file = run.run_dir / WANDB_ID
-        if not id_file.is_file():
-            id_file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+        if "wandb" not in read_ids(run.run_dir):
+            write_id(run.run_dir, "wandb", uuid.uuid4().hex[:12])
         try:
             self.wandb_run: Any = wandb.init(
                 project=run.logging.wandb_project,
                 name=run.name,
-                id=id_file.read_text(encoding="utf-8").strip(),
+                id=read_ids(run.run_dir)["wandb"],
                 resume="allow",
                 dir=run.run_dir,
                 config=run.model_dump(mode="json"),

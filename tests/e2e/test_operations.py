@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import re
 import signal
 import subprocess
 import time
@@ -32,6 +33,7 @@ def flags(root: Path) -> list[Any]:
     sizes = ("-g", 2, "--micro-batch-size", 1, "--global-batch-size", 4, "--seq-length", 64, "--train-iters", 100_000)
     saving = ("--save-interval", 6, "--save-optim", "--load-optim", "--async-save", "--non-persistent-save-interval", 4)
     more = ("--profile", "2:3", "logging.profile_ranks=1", "--num-workers", 2, "--dist-ckpt", "--no-add-class-token")
+    more += ("--log-interval", 3)
     return [*places, *sizes, *saving, *more, "--data-path", root / "data"]
 
 
@@ -74,6 +76,13 @@ def test_sigterm_to_every_process_still_saves(ended: tuple[Path, int, str]) -> N
     last = read_metrics(folder)[-1]["iteration"]
     assert iterations(folder)[-1] == last and incomplete(folder / f"iter_{last:07d}") is None
     assert f"stopped early, after iteration {last}" in text
+
+
+def test_lines_of_the_chosen_interval(ended: tuple[Path, int, str]) -> None:
+    _, _, text = ended
+    lines = [int(number) for number in re.findall(r"^step (\d+)/100000 ", text, re.MULTILINE)]
+    assert lines[:3] == [3, 6, 9] and not any(number % 3 for number in lines)
+    assert "--dist-ckpt is always on" in text
 
 
 def test_what_is_not_kept_is_replaced(ended: tuple[Path, int, str]) -> None:

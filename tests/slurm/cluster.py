@@ -132,7 +132,7 @@ def _config(root: Path, num_nodes: int) -> str:
         "JobAcctGatherType=jobacct_gather/none",
         "AccountingStorageType=accounting_storage/none",
         "ReturnToService=2",
-        "KillWait=5",
+        "KillWait=30",
         "MessageTimeout=30",
         "SlurmdParameters=config_overrides",
         *nodes,

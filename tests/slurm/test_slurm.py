@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.apps.import_hf import import_hf
+from llava_mcore.checkpoint.complete import incomplete, iterations
 from tests.helpers.commands import ROOT, command, read_metrics
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
@@ -80,6 +81,24 @@ def test_two_nodes_train_and_a_requeued_job_resumes(slurm: Cluster, root: Path) 
     assert [m["iteration"] for m in long] == list(range(1, ITERATIONS + 1))
     assert [m["loss"] for m in long[:3]] == [m["loss"] for m in read_metrics(root / "save" / "short")]
     assert long[-1]["loss"] < long[0]["loss"]
+
+
+def test_a_cancelled_job_leaves_a_checkpoint(slurm: Cluster, root: Path) -> None:
+    """A plain scancel: SIGTERM to every process of the job, loader processes included, and KillWait's time to end."""
+    words = [word.replace("data.num_workers=0", "data.num_workers=1") for word in flags(root, "cancelled", 100_000)]
+    script, out = ROOT / "scripts" / "slurm" / "train.sbatch", f"--output={root}/slurm-%j.out"
+    saving = ["--save", "--save-optim", "--load-optim"]
+    job = slurm.call("sbatch", "--parsable", "--nodes=2", out, script, *words, *saving, cwd=ROOT).strip()
+    run_dir = root / "save" / "cancelled"
+    wait_until(slurm, job, run_dir, 3)
+    slurm.call("scancel", job)
+    assert slurm.wait(job, "CANCELLED", timeout=60) == "CANCELLED"
+    end = time.monotonic() + 60
+    while "stopped early" not in output(root, job):
+        assert time.monotonic() < end, output(root, job)[-4000:]
+        time.sleep(0.2)
+    last = read_metrics(run_dir)[-1]["iteration"]
+    assert iterations(run_dir) == [last] and incomplete(run_dir / f"iter_{last:07d}") is None
 
 
 def test_a_job_that_cannot_work_is_refused_with_its_reason(slurm: Cluster, root: Path) -> None:

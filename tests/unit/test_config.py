@@ -44,6 +44,7 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--debug", "logging.debug", True),
     ("--profile 3:4", "logging.profile", "3:4"),
     ("--tensorboard", "logging.tensorboard", True),
+    ("--mlflow", "logging.mlflow", True),
     ("--wandb", "logging.wandb", True),
     ("--image-token-id 4", "data.image_token_id", 4),
     ("--pad-token-id 3", "data.pad_token_id", 3),

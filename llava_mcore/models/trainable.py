@@ -59,15 +59,16 @@ def trained_parameters(hf: LlavaConfig, model: ModelConfig) -> dict[str, bool]:
             if not matching:
                 example = ", ".join(pieces[-1].names[:2])
                 found.append(f"model.{key}: {pattern!r} matches no parameter; names are such as {example}")
-    trained: dict[str, bool] = {}
-    for piece, value in state.items():
-        if trained.setdefault(piece.parameter, value) != value:
-            parts = [other.names[1] for other in pieces if other.parameter == piece.parameter]
-            found.append(f"{piece.parameter} is one parameter, so choose all of {', '.join(parts)}, or none")
+    trained = {piece.parameter: value for piece, value in state.items()}
+    divided = dict.fromkeys(piece.parameter for piece, value in state.items() if trained[piece.parameter] != value)
+    for parameter in list(divided)[:1]:
+        parts = ", ".join(piece.names[1] for piece in pieces if piece.parameter == parameter)
+        more = f" (and {len(divided) - 1} parameters like it)" if len(divided) > 1 else ""
+        found.append(f"{parameter}{more} is one parameter, so choose all of {parts}, or none")
     if not found and not any(trained.values()):
         found.append("nothing would be trained: unfreeze something")
     if found:
-        raise ConfigError(problems("what is trained cannot be chosen like this", list(dict.fromkeys(found))))
+        raise ConfigError(problems("what is trained cannot be chosen like this", found))
     return trained
 
 

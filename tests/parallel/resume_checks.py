@@ -79,6 +79,15 @@ def train_and_save(
     return found
 
 
+def check_changed_rates(groups: Groups, run: RunConfig) -> None:
+    """A resumed run's parameters get the rates that it is given, not those that it was saved with."""
+    changed = run.optimizer.model_copy(update={"lr": 5e-4, "vision_lr": 7e-3, "min_lr": 0.0, "lr_warmup_fraction": 0.0})
+    again = run.model_copy(update={"optimizer": changed.model_copy(update={"lr_decay_style": "constant"})})
+    trainer = make_trainer(groups, again)
+    resume(trainer, latest_checkpoint(again.run_dir)[0])
+    assert {group["lr"] for group in trainer.optimizer.param_groups} == {5e-4, 7e-3}
+
+
 def resume_and_train(tp: int, pp: int, checkpoint: str, save_dir: str, impl: str = "local") -> dict[str, list[float]]:
     """Resume what `train_and_save` saved and return the losses from there on."""
     groups = join(tp, pp)
@@ -90,4 +99,6 @@ def resume_and_train(tp: int, pp: int, checkpoint: str, save_dir: str, impl: str
         assert progress.iteration == STEPS and (states is not None) == groups.loads_data
         loader = open_fake_loader(groups, trainer, run, STEPS)
         found[name] = train_steps(groups, trainer, run, loader)
+        if pp > 1:
+            check_changed_rates(groups, run)
     return found

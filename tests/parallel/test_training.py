@@ -42,12 +42,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, in
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-@pytest.mark.parametrize("run", ["plain", "distributed", "tied", "text only", "pictures only", "stage 1", "rates"])
+@pytest.mark.parametrize(
+    "run", ["plain", "distributed", "tied", "text only", "pictures only", "stage 1", "rates", "last layer"]
+)
 def test_loss_curve_equals_one_process(results: dict[Any, Any], layout: tuple[int, int, int], run: str) -> None:
     reference = results[1, 1, 1]["plain" if run == "distributed" else run]
     here = results[layout][run]
     assert here["loss"] == pytest.approx(reference["loss"], rel=1e-5)
     assert here["grad_norm"][0] == pytest.approx(reference["grad_norm"][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recomputation_needs_nothing_trained_below(results: dict[Any, Any], layout: tuple[int, int, int]) -> None:
+    reference, here = results[1, 1, 1]["last layer"], results[layout]["last layer + recompute"]
+    assert here["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+    assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4) and reference["grad_norm"][0] > 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

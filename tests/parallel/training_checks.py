@@ -87,7 +87,14 @@ def curves_of(groups: Groups, checkpoints: dict[str, str], save_dir: str) -> dic
         "model.freeze": "*.class_embedding",
         "model.unfreeze": "language_model.model.layers.2.*,model.language_model.layers.3.mlp.*,lm_head.weight",
     }
+    last = {
+        "model.freeze": "*",
+        "model.unfreeze": "*.layers.3.self_attn.[qkv]_proj.weight",
+        "model.freeze_vision_model": True,
+    }  # nothing is trained on a pipeline's first stage
     runs = {
+        "last layer": (untied, mixed, short | last),
+        "last layer + recompute": (untied, mixed, short | last | {"model.recompute": "full"}),
         "rates": (untied, mixed, short | rates),
         "plain": (untied, mixed, {}),
         "distributed": (untied, mixed, {"parallel.use_distributed_optimizer": True}),

@@ -141,6 +141,11 @@ def refusal_of_other_model(folders: Folders, rest: list[str], capsys: pytest.Cap
     return refusal([*rest, "--init", "--tokenizer-load-dir", str(folders.hf)], capsys)
 
 
+def test_validation_needs_a_part_of_the_data(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(folders.flags("--eval-interval", "2"), capsys)
+    assert "has no validation part: make one (prepare --val-ratio 0.05" in message and "(1 problem)" in message
+
+
 def test_from_random_weights(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
     rest = folders.flags("--init", "--tokenizer-load-dir", str(folders.hf), "--dry-run")[2:]
     assert train.main(rest) == 0

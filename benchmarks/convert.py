@@ -1,6 +1,6 @@
 """Import and export of a whole LLaVA beside `cp` of the same bytes: GB/s, ratio, peak memory.
 
-    python benchmarks/convert.py --params 1B 3B --json out.json
+    python benchmarks/convert.py --params 1B 3B 7B --layouts 1,1 4,2 8,4 --dir /big/disk --json out.json
 
 Makes a random bf16 LLaVA (dims of Llama 3.2 1B and 3B, LLaVA-1.5 7B, and a small one, each with CLIP-L/336), converts
 it with the very commands a user types, and removes everything again. Before every measurement the source's pages are
@@ -8,13 +8,15 @@ put into memory, or out of it where they do not fit (--cache), earlier writes ar
 long as a command takes to start (--idle): on a virtual machine, memory that was freed a moment ago is several times
 faster than memory that the host has to find again, and both must begin alike. A conversion ends with its files on disk;
 `cp + sync` does too, `cp` alone leaves them in memory. `s` are the conversion's own seconds, as it prints them;
-`command s` add starting Python and importing torch, megatron-core and transformers. Peak memory is the sum over all
-processes: RSS counts a page that two of them share twice, PSS once.
+`command s` add starting Python and importing torch, megatron-core and transformers. Peak RSS is the sum of what each
+process had at its own peak, pages of mapped files included. The copy that cp made is removed before the command starts:
+the disk holds at most three copies of the weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -34,6 +36,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
+from llava_mcore.apps.conversion import default_workers
 from llava_mcore.checkpoint.hf_files import write_index
 from llava_mcore.checkpoint.safetensors_plan import plan_file, write_tensors
 
@@ -50,7 +53,7 @@ TEXTS = {
 VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
           "image_size": 336, "patch_size": 14}  # fmt: skip
 COLUMNS = ("step", "tp, pp", "workers", "GB/s", "÷ cp", "÷ cp + sync", "s", "command s", "cp s", "cp + sync s",
-           "peak RSS GB", "peak PSS GB")  # fmt: skip
+           "peak RSS GB")  # fmt: skip
 COPIES_AT_ONCE = 3  # source, checkpoint, export (or the copy that cp makes)
 
 
@@ -81,7 +84,6 @@ class Row:
     cp_seconds: float
     cp_sync_seconds: float
     peak_rss_gb: float
-    peak_pss_gb: float
 
     @property
     def speed(self) -> float:
@@ -151,30 +153,31 @@ def time_cp(source: Path, target: Path, setting: Setting) -> tuple[float, float]
     return copied, synced
 
 
-def run_watched(command: list[str]) -> tuple[str, float, int, int]:
-    """Run a command; return what it printed, its seconds, and the peaks of its processes' RSS and PSS in bytes."""
+def run_watched(command: list[str]) -> tuple[str, float, int]:
+    """Run a command; return what it printed, its seconds, and the sum of its processes' peak RSS in bytes.
+
+    The system keeps each process's peak itself: looking seldom is enough, and leaves the cores to the command.
+    """
     start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    tree = psutil.Process(process.pid)
-    rss = pss = 0
-    while process.poll() is None:
-        try:
-            family = [tree, *tree.children(recursive=True)]
-            rss = max(rss, sum(x.memory_info().rss for x in family))
-            pss = max(pss, sum(read_pss(x.pid) for x in family))
-        except (psutil.NoSuchProcess, OSError):
-            continue  # one of them has just ended
-        time.sleep(0.05)
-    assert process.stdout is not None
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} failed with exit code {process.returncode}")
-    return process.stdout.read(), time.perf_counter() - start, rss, pss
+    with tempfile.TemporaryFile("w+") as printed:
+        process = psutil.Popen(command, stdout=printed)
+        peaks: dict[int, int] = {}
+        while process.poll() is None:
+            for pid in (process.pid, *(child.pid for child in process.children(recursive=True))):
+                with contextlib.suppress(OSError):  # it has just ended
+                    peaks[pid] = max(read_peak(pid), peaks.get(pid, 0))
+            time.sleep(0.1)
+        seconds = time.perf_counter() - start
+        if process.returncode:
+            raise SystemExit(f"{' '.join(command)} failed with exit code {process.returncode}")
+        printed.seek(0)
+        return printed.read(), seconds, sum(peaks.values())
 
 
-def read_pss(pid: int) -> int:
-    """Return a process's proportional set size in bytes."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+def read_peak(pid: int) -> int:
+    """Return a process's largest RSS so far in bytes; 0 of one that has ended."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
 
 def measure(params: str, num_bytes: int, step: str, folders: tuple[Path, Path], setting: Setting) -> Row:
@@ -188,13 +191,13 @@ def measure(params: str, num_bytes: int, step: str, folders: tuple[Path, Path], 
         shutil.rmtree(target, ignore_errors=True)
         cp, cp_sync = time_cp(source, target, setting)
         settle(source, setting.cache)  # the command's own start is the rest
-        printed, whole, rss, pss = run_watched(command)
+        printed, whole, rss = run_watched(command)
         found = re.search(r" in ([\d.]+) s", printed)
         assert found is not None, printed
-        rounds.append((float(found[1]), whole, cp, cp_sync, rss / 1e9, pss / 1e9))
-    *fastest, _, _ = map(min, zip(*rounds, strict=True))
-    peaks = [max(x) for x in zip(*rounds, strict=True)][-2:]
-    return Row(params, num_bytes / 1e9, step, setting.tp, setting.pp, setting.workers, *fastest, *peaks)
+        rounds.append((float(found[1]), whole, cp, cp_sync, rss / 1e9))
+    *fastest, _ = map(min, zip(*rounds, strict=True))
+    peak = max(rss for *_, rss in rounds)
+    return Row(params, num_bytes / 1e9, step, setting.tp, setting.pp, setting.workers, *fastest, peak)
 
 
 def measure_all(args: argparse.Namespace, folder: Path, show: Callable[[Row], None]) -> list[Row]:
@@ -224,8 +227,7 @@ def show(r: Row) -> None:
     ratios = [f"{x / r.seconds:.2f}" for x in (r.cp_seconds, r.cp_sync_seconds)]
     times = [f"{x:.1f}" for x in (r.seconds, r.command_seconds, r.cp_seconds, r.cp_sync_seconds)]
     cells = [r.step, f"{r.tp}, {r.pp}", str(r.workers), f"{r.speed:.2f}", *ratios, *times]
-    cells += [f"{x:.2f}" for x in (r.peak_rss_gb, r.peak_pss_gb)]
-    print(f"| {' | '.join(cells)} |", flush=True)
+    print(f"| {' | '.join(cells)} | {r.peak_rss_gb:.2f} |", flush=True)
 
 
 def layout_of(text: str) -> tuple[int, int]:
@@ -239,7 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Conversion beside cp: speed and memory")
     parser.add_argument("--params", nargs="+", choices=TEXTS, default=["1B"])
     parser.add_argument("--layouts", nargs="+", type=layout_of, default=[(1, 1), (4, 2), (8, 4)], metavar="TP,PP")
-    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--workers", nargs="+", type=int, default=[default_workers()])
     parser.add_argument("--cache", choices=["warm", "cold"], help="default: warm where three copies fit into memory")
     parser.add_argument("--idle", type=float, default=10, help="seconds of rest before cp (default 10)")
     parser.add_argument("--rounds", type=int, default=1, help="the fastest of so many is shown (default 1)")

@@ -178,7 +178,7 @@ class CheckpointWeights:
         """Yield name and data of every tensor of `infos`, each valid until the next is asked for."""
         scratch = Scratch()
         for read in self.reads():
-            for name, x, _ in hf_tensors(read, scratch):
+            for name, x in hf_tensors(read, scratch):
                 yield from ((same, x) for same in (name, *self.copies_of(name)) if same in self.infos)
         for name in self.table.unused:
             yield name, self.unused.get(name)

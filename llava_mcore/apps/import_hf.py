@@ -19,6 +19,7 @@ from llava_mcore.checkpoint import hf_files, layout
 from llava_mcore.checkpoint.hf_config import load_hf_config, model_dims
 from llava_mcore.checkpoint.import_jobs import write_file
 from llava_mcore.checkpoint.manifest import make_manifest, write_manifest
+from llava_mcore.checkpoint.raw import sha256
 from llava_mcore.checkpoint.safetensors_plan import plan_file, write_tensors
 from llava_mcore.checkpoint.streamed_save import save_streamed
 from llava_mcore.checkpoint.weights import check_shard_rules, parameter_shapes, planned_weights
@@ -152,7 +153,7 @@ def checked_table(
 def _same(folder: hf_files.HfFolder, a: str, b: str) -> bool:
     """Compare two tensors, one in memory at a time."""
     x, y = folder.where(a), folder.where(b)
-    return (x.shape, x.dtype) == (y.shape, y.dtype) and x.sha256() == y.sha256()
+    return (x.shape, x.dtype) == (y.shape, y.dtype) and sha256((x,)) == sha256((y,))
 
 
 def _write_companions(
@@ -166,7 +167,7 @@ def _write_companions(
     write_tensors(plan, ((name, x.map()) for name, x in sources.items()))
     record = {"layout": {"tp": tp, "pp": pp}, "unused": dict(table.unused), "tensors": folder.record()}
     layout.write_record(checkpoint, record)
-    return {name: x.sha256() for name, x in sources.items()}
+    return {name: sha256((x,)) for name, x in sources.items()}
 
 
 def parser() -> argparse.ArgumentParser:

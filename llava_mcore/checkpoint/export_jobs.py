@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llava_mcore.checkpoint.raw import HASHERS, Mapped, TensorAt, Writer, sha256
+from llava_mcore.checkpoint.raw import HASHERS, Data, TensorAt, Writer, sha256
+from llava_mcore.checkpoint.runs import runs_of
 from llava_mcore.conversion.boxes import Box, Scratch, Shape, read_box
 from llava_mcore.conversion.mapping import Entry
 from llava_mcore.errors import CheckpointError
@@ -49,14 +50,6 @@ class Chunk:
         if not tensor.is_contiguous():
             raise CheckpointError(f"{self.path}: the tensor at byte {self.offset} is not contiguous")
         return TensorAt(self.path, self.offset + begin, tensor.dtype, tuple(tensor.shape))
-
-    def map(self) -> Tensor:
-        """Return the tensor, mapped.
-
-        Raises:
-            CheckpointError: as `locate`.
-        """
-        return self.locate().map()
 
 
 class _Window(io.RawIOBase):
@@ -128,39 +121,50 @@ class Exported:
     paths: frozenset[Path] = frozenset()
 
 
-def hf_tensors(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Tensor, list[Mapped]]]:
+def hf_tensors(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Tensor]]:
     """Yield an entry's Hugging Face tensors, one in memory at a time where the layout allows it.
 
-    Each comes with what it may be a part of, and is valid until the next is asked for.
+    Each is valid until the next is asked for.
 
     Raises:
         CheckpointError: the checkpoint does not hold the whole parameter.
     """
     boxes = job.entry.hf_boxes(job.shape)
     if boxes is None:
-        whole, sources = _read(job, Box.whole(job.shape), scratch)
-        for name, x in job.entry.to_hf(whole).items():
-            yield name, x, sources
+        yield from job.entry.to_hf(_read(job, Box.whole(job.shape), scratch)).items()
         return
     for name, box in zip(job.entry.hf_names, boxes, strict=True):
-        yield name, *_read(job, box, scratch)
+        yield name, _read(job, box, scratch)
 
 
-def _read(job: EntryRead, box: Box, scratch: Scratch) -> tuple[Tensor, list[Mapped]]:
-    """Return one part of the parameter, and what it was read from."""
-    sources: list[Mapped] = []
+def _hf_data(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Data]]:
+    """Do what `hf_tensors` does, but leave in its files what can be copied from them."""
+    boxes = job.entry.hf_boxes(job.shape)
+    if boxes is None or job.dtype != job.stored_dtype:
+        yield from hf_tensors(job, scratch)
+        return
+    for name, box in zip(job.entry.hf_names, boxes, strict=True):
+        runs = runs_of(_stored_box(job, box), job.chunks, lambda x: x.locate())
+        if runs is None or any(run.dtype != job.dtype for run in runs):
+            yield name, _read(job, box, scratch)
+        else:
+            yield name, runs
 
-    def read(x: Chunk | TensorAt) -> Tensor:
-        sources.append(Mapped(x.locate() if isinstance(x, Chunk) else x))
-        return sources[-1].tensor
 
+def _stored_box(job: EntryRead, box: Box) -> Box:
+    """Return a part of the parameter in the coordinates of the stored tensor."""
     layers = len(job.box.size) - len(job.shape)
     first = tuple(a + b for a, b in zip(job.box.start, (0,) * layers + box.start, strict=True))
-    wanted = Box(first, (1,) * layers + box.size)
-    data, held = read_box(wanted, job.chunks, read, job.stored_dtype, scratch)
+    return Box(first, (1,) * layers + box.size)
+
+
+def _read(job: EntryRead, box: Box, scratch: Scratch) -> Tensor:
+    """Return one part of the parameter."""
+    wanted = _stored_box(job, box)
+    data, held = read_box(wanted, job.chunks, lambda x: x.locate().map(), job.stored_dtype, scratch)
     if held != wanted.numel:
         raise CheckpointError(f"{job.entry.megatron}: the checkpoint holds {held} of {wanted.numel} numbers")
-    return data.reshape(box.size).to(job.dtype), sources
+    return data.reshape(box.size).to(job.dtype)
 
 
 def export_entries(job: Export) -> Exported:
@@ -178,12 +182,12 @@ def export_entries(job: Export) -> Exported:
         scratch = Scratch()
         for entry in job.entries:
             order = {name: i for i, name in enumerate(entry.entry.hf_names)}
-            for name, tensor, sources in hf_tensors(entry, scratch):
-                hashing = hasher.submit(sha256, tensor) if job.hashed else None
+            for name, data in _hf_data(entry, scratch):
+                hashing = hasher.submit(sha256, data) if job.hashed else None
                 for target in entry.targets[order[name]] if entry.targets else ():
                     if target.path not in files:
                         files[target.path] = stack.enter_context(target.path.open("r+b")).fileno()
-                    writer.write(files[target.path], target.offset, tensor, sources)
+                    writer.write(files[target.path], target.offset, data)
                 if hashing is not None:
                     digests[name] = hashing.result()
     return Exported(digests, job.num_bytes, frozenset(files))
@@ -203,5 +207,5 @@ class HashTensors:
 def hash_tensors(job: HashTensors) -> Exported:
     """Hash tensors as the files hold them."""
     with ThreadPoolExecutor(HASHERS) as hashers:
-        digests = {name: hashers.submit(x.sha256) for name, x in job.tensors}
+        digests = {name: hashers.submit(sha256, (x,)) for name, x in job.tensors}
         return Exported({name: x.result() for name, x in digests.items()}, job.num_bytes)

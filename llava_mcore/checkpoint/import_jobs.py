@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from llava_mcore.checkpoint.raw import HASHERS, Mapped, TensorAt, Writer, sha256
+from llava_mcore.checkpoint.raw import HASHERS, Data, TensorAt, Writer, sha256
+from llava_mcore.checkpoint.runs import runs_of
 from llava_mcore.conversion.boxes import Box, Scratch, Shape, read_box
 from llava_mcore.conversion.mapping import Entry
 
@@ -46,6 +47,15 @@ class EntryWrite:
     @property
     def num_bytes(self) -> int:
         return Box.whole(self.shape).numel * self.dtype.itemsize
+
+    @property
+    def located(self) -> dict[str, TensorAt]:
+        """Each Hugging Face tensor and where it is."""
+        return dict(zip(self.entry.hf_names, self.sources, strict=True))
+
+    @property
+    def is_cast(self) -> bool:
+        return any(at.dtype != self.dtype for at in self.sources)
 
 
 @dataclass(frozen=True)
@@ -91,29 +101,32 @@ def write_file(job: FileWrite) -> FileWritten:
         _without_data(),
     ):
         for entry in job.entries:
-            sources = {name: Mapped(at) for name, at in zip(entry.entry.hf_names, entry.sources, strict=True)}
-            tensors = {name: x.tensor.to(entry.dtype) for name, x in sources.items()}
-            casts = {name: x for name, x in tensors.items() if x is not sources[name].tensor}
-            hashing |= {name: hashers.submit(x.at.sha256) for name, x in sources.items() if name not in casts}
-            of_casts = {name: hashers.submit(sha256, x) for name, x in casts.items()}
+            tensors = {name: at.map().to(entry.dtype) for name, at in entry.located.items()}
+            to_hash: Mapping[str, Data] = tensors if entry.is_cast else {n: (at,) for n, at in entry.located.items()}
+            new = {name: hashers.submit(sha256, x) for name, x in to_hash.items()}
             for piece, data in _cut(entry, tensors, scratch):
-                written[piece.key, piece.offset] = _append(file, data, writer, sources.values())
-            wait(of_casts.values())  # what was cast leaves the memory before the next entry comes
-            hashing |= of_casts
+                written[piece.key, piece.offset] = _append(file, piece.shape, entry.dtype, data, writer)
+            if entry.is_cast:
+                wait(new.values())  # it leaves the memory before the next entry comes
+            hashing |= new
         digests = {name: future.result() for name, future in hashing.items()}
     return FileWritten(job.path, written, digests, job.num_bytes)
 
 
-def _cut(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Iterator[tuple[Piece, Tensor]]:
-    """Yield every piece with its data, valid until the next; the full tensor is made only where it must be."""
+def _cut(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Iterator[tuple[Piece, Data]]:
+    """Yield every piece with its numbers, valid until the next; the full tensor is made only where it must be."""
     boxes = entry.entry.hf_boxes(entry.shape)
+    located: list[tuple[Box, TensorAt]] = []
     if boxes is None:
         parts = [(Box.whole(entry.shape), entry.entry.to_megatron(tensors))]
     else:
         parts = list(zip(boxes, tensors.values(), strict=True))
+        located = [] if entry.is_cast else list(zip(boxes, entry.sources, strict=True))
     for piece in entry.pieces:
-        data, _ = read_box(piece.box, parts, lambda x: x, entry.dtype, scratch)
-        yield piece, data.reshape(piece.shape)
+        data: Data | None = runs_of(piece.box, located, lambda at: at)
+        if data is None:
+            data, _ = read_box(piece.box, parts, lambda x: x, entry.dtype, scratch)
+        yield piece, data
 
 
 class _Container:
@@ -130,13 +143,13 @@ class _Container:
         self.file.seek(offset, whence)
 
 
-def _append(file: BinaryIO, data: Tensor, writer: Writer, sources: Iterable[Mapped]) -> tuple[int, int]:
+def _append(file: BinaryIO, shape: Shape, dtype: torch.dtype, data: Data, writer: Writer) -> tuple[int, int]:
     """Write one piece as torch.distributed.checkpoint does and return where it begins and its length in bytes."""
     file.write(bytes(-file.tell() % _ALIGNMENT))
     start = file.tell()
-    container: Any = _Container(file, lambda position: writer.write(file.fileno(), position, data, sources))
+    container: Any = _Container(file, lambda position: writer.write(file.fileno(), position, data))
     try:
-        torch.save(torch.empty(data.shape, dtype=data.dtype), container)  # says what it is; never touched
+        torch.save(torch.empty(shape, dtype=dtype), container)  # says what it is; its memory is never touched
     except RuntimeError as error:
         # torch's zip writer, closing, complains about what is missing after a failed write.
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None

@@ -7,7 +7,7 @@ import hashlib
 import math
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,11 +49,6 @@ def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ..
 def raw_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes in order; a copy is made only of one that is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def sha256(tensor: Tensor) -> str:
-    """Return the hex digest of a tensor's bytes (dtype and shape are not part of it)."""
-    return hashlib.sha256(raw_bytes(tensor)).hexdigest()
 
 
 def write_at(file: int, data: Tensor | memoryview, position: int) -> None:
@@ -102,53 +97,53 @@ class TensorAt:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def locate(self) -> TensorAt:
+        """Return itself: what is in a checkpoint's file has to be looked for there first."""
+        return self
+
     def map(self) -> Tensor:
         """Return the tensor, mapped."""
         return map_tensor(self.path, self.offset, self.dtype, self.shape)
 
-    def sha256(self) -> str:
-        """Return the hex digest of the tensor's bytes; little of them is in memory at a time."""
-        digest = hashlib.sha256()
+    def windows(self) -> Iterator[Tensor]:
+        """Yield the tensor's bytes in order, mapped, little of them at a time."""
         for start in range(0, self.num_bytes, _WINDOW):
             count = min(_WINDOW, self.num_bytes - start)
-            digest.update(raw_bytes(map_tensor(self.path, self.offset + start, torch.uint8, (count,))))
-        return digest.hexdigest()
+            yield map_tensor(self.path, self.offset + start, torch.uint8, (count,))
 
 
-class Mapped:
-    """A tensor in a file and its mapping, which know whether other tensors are views of them."""
+Data = Tensor | tuple[TensorAt, ...]
+"""The numbers of a tensor: in memory, or in files, one run after the other."""
 
-    def __init__(self, at: TensorAt) -> None:
-        self.at, self.tensor = at, at.map()
 
-    def locate(self, view: Tensor) -> TensorAt | None:
-        """Return where the numbers of a tensor lie, if it is a contiguous part of this one."""
-        same = view.untyped_storage().data_ptr() == self.tensor.untyped_storage().data_ptr()
-        if not same or view.numel() == 0 or not view.is_contiguous():
-            return None
-        inside = view.data_ptr() - self.tensor.data_ptr()
-        return TensorAt(self.at.path, self.at.offset + inside, view.dtype, tuple(view.shape))
+def sha256(data: Data) -> str:
+    """Return the hex digest of a tensor's bytes (dtype and shape are not part of it)."""
+    digest = hashlib.sha256()
+    for part in [data] if isinstance(data, Tensor) else (x for run in data for x in run.windows()):
+        digest.update(raw_bytes(part))
+    return digest.hexdigest()
 
 
 class Writer:
-    """Writes tensors into open files, from memory or straight from the file that they are mapped from."""
+    """Writes tensors into open files, from memory or straight from other files."""
 
     def __init__(self) -> None:
         self._sources: dict[Path, int] = {}
 
-    def write(self, target: int, position: int, tensor: Tensor, sources: Iterable[Mapped]) -> None:
-        """Write a tensor's bytes at `position`. `sources`: what it may be a part of.
+    def write(self, target: int, position: int, data: Data) -> None:
+        """Write the bytes of a tensor, or of runs one after the other, from `position` on.
 
         Raises:
             OSError: the disk is full, or the like.
         """
-        at = next((found for x in sources if (found := x.locate(tensor)) is not None), None)
-        if at is None:
-            write_at(target, tensor, position)
+        if isinstance(data, Tensor):
+            write_at(target, data, position)
             return
-        if at.path not in self._sources:
-            self._sources[at.path] = os.open(at.path, os.O_RDONLY)
-        copy_bytes(self._sources[at.path], at.offset, target, position, at.num_bytes)
+        for run in data:
+            if run.path not in self._sources:
+                self._sources[run.path] = os.open(run.path, os.O_RDONLY)
+            copy_bytes(self._sources[run.path], run.offset, target, position, run.num_bytes)
+            position += run.num_bytes
 
     def __enter__(self) -> Writer:
         return self

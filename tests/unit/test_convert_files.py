@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from llava_mcore.checkpoint import import_jobs, raw
 from llava_mcore.checkpoint.export_jobs import Chunk
+from llava_mcore.checkpoint.runs import runs_of
 from llava_mcore.checkpoint.safetensors_plan import DTYPES, plan_file, read_offsets, write_tensors
 from llava_mcore.conversion.boxes import Box, Scratch, read_box
 from llava_mcore.conversion.layouts import Concat, FuseQKV, PadRows, Reshape
@@ -66,59 +69,88 @@ def test_mapped_tensors_are_the_files_and_writing_to_them_does_not_change_it(tmp
         raw.map_tensor(path, 0, torch.float32, (1 << 20,))
 
 
-def test_a_file_is_hashed_window_by_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_hashed_window_by_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(123, 5)
     (tmp_path / "x").write_bytes(b"abc" + bytes(raw.raw_bytes(x)))
     at = raw.TensorAt(tmp_path / "x", 3, x.dtype, (123, 5))
     for window in (100, 615, 2460, 1 << 20):
         monkeypatch.setattr(raw, "_WINDOW", window)
-        assert at.sha256() == raw.sha256(x)
-    assert replace(at, shape=(0, 5)).sha256() == raw.sha256(torch.empty(0))
+        assert raw.sha256((at,)) == raw.sha256(x)
+        assert raw.sha256((at, at)) == raw.sha256(torch.cat([x, x]))
+    assert raw.sha256((replace(at, shape=(0, 5)),)) == raw.sha256(torch.empty(0))
 
 
 @pytest.mark.parametrize("in_kernel", [True, False])
-def test_views_of_a_file_are_copied_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_kernel: bool) -> None:
+def test_runs_are_copied_from_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_kernel: bool) -> None:
     x = torch.randn(300, 70, dtype=torch.float64)
     (tmp_path / "x").write_bytes(b"abc" + bytes(raw.raw_bytes(x)))
-    at = raw.TensorAt(tmp_path / "x", 3, x.dtype, (300, 70))
-    mapped = raw.Mapped(at)
-    views = {"whole": mapped.tensor, "rows": mapped.tensor[7:200], "columns": mapped.tensor[:, 3:9]}
-    views |= {"none": mapped.tensor[:0], "cast": mapped.tensor.float(), "copy": mapped.tensor.clone()}
-    kernel_copies = []
+    runs = tuple(raw.TensorAt(tmp_path / "x", 3 + row * 70 * 8, x.dtype, (100, 70)) for row in (200, 0))
+    asked = []
 
     def copy(source: int, target: int, count: int, offset: int, position: int) -> int:
-        kernel_copies.append(count)
+        asked.append(count)
         if not in_kernel:
             raise OSError(errno.EXDEV, "between two file systems")
-        data = os.pread(source, min(count, 50_000), offset)  # may do less than it was asked to
-        return os.pwrite(target, data, position)
+        return os.pwrite(target, os.pread(source, min(count, 50_000), offset), position)  # less than it was asked to
 
     monkeypatch.setattr(os, "copy_file_range", copy)
     with (tmp_path / "y").open("w+b") as file, raw.Writer() as writer:
-        for name, view in views.items():
-            writer.write(file.fileno(), 5, view, [raw.Mapped(at), mapped])
-            assert os.pread(file.fileno(), view.nbytes, 5) == bytes(raw.raw_bytes(view)), name
-        assert mapped.locate(views["rows"]) == raw.TensorAt(at.path, 3 + 7 * 70 * 8, x.dtype, (193, 70))
-        assert [name for name, view in views.items() if mapped.locate(view)] == ["whole", "rows"]
-        assert kernel_copies[0] == x.nbytes and sum(n in (x.nbytes, 193 * 70 * 8) for n in kernel_copies) == 2
+        writer.write(file.fileno(), 5, runs)
+        writer.write(file.fileno(), 5 + 2 * 56_000, x.mT)
+        held = os.pread(file.fileno(), 1 << 20, 5)
+        assert held == bytes(raw.raw_bytes(torch.cat([x[200:], x[:100], x.mT.reshape(-1, 70)])))
+        assert asked[:2] == ([56_000, 6_000] if in_kernel else [56_000, 56_000])
         with (tmp_path / "x").open("rb") as source, pytest.raises(OSError, match="the source ends before"):
             raw.copy_bytes(source.fileno(), 3, file.fileno(), 0, x.nbytes + 1)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_runs_of_a_box_are_its_numbers_in_order(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    x, boxes = torch.arange(Box.whole(shape).numel).view(shape), grid(data, shape)
+    folder = tmp_path_factory.mktemp("runs")
+    parts = []
+    for i, box in enumerate(data.draw(st.permutations(boxes))):
+        (folder / str(i)).write_bytes(b"ab" + bytes(raw.raw_bytes(box.cut(x))))
+        parts.append((box, raw.TensorAt(folder / str(i), 2, x.dtype, box.size)))
+    start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    wanted = Box(start, tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True)))
+    runs = runs_of(wanted, parts, lambda at: at)
+    if runs is not None:
+        assert torch.equal(torch.cat([run.map().flatten() for run in runs]), wanted.cut(x).flatten())
+        assert runs_of(Box.whole(shape), parts[1:], lambda at: at) is None
+    rows_only = all(box.size[1:] == shape[1:] for box in boxes) and wanted.size[1:] == shape[1:]
+    assert runs is not None or not rows_only
+
+
+def grid(data: st.DataObject, shape: tuple[int, ...]) -> list[Box]:
+    """A tensor cut at some places in every dim."""
+    edges = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
+    cells = itertools.product(*(itertools.pairwise(x) for x in edges))
+    return [Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in cells]
+
+
 def test_pieces_are_what_torch_saves(tmp_path: Path) -> None:
-    source = torch.randn(40, 30)
-    (tmp_path / "x").write_bytes(raw.raw_bytes(source))
-    mapped = raw.Mapped(raw.TensorAt(tmp_path / "x", 0, source.dtype, (40, 30)))
-    for x in (mapped.tensor[3:20], mapped.tensor[:, 2:5], torch.ones(3, 3).bool(), torch.empty(0, 4)):
-        (tmp_path / "y").unlink(missing_ok=True)
-        with (tmp_path / "y").open("xb") as file, raw.Writer() as writer, import_jobs._without_data():
-            start, length = import_jobs._append(file, x, writer, [mapped])
-        with (tmp_path / "z").open("wb") as file:
-            torch.serialization.set_crc32_options(False)
-            torch.save(x.clone(memory_format=torch.contiguous_format), file)
-            torch.serialization.set_crc32_options(True)
-        assert (tmp_path / "y").read_bytes() == (tmp_path / "z").read_bytes()
-        assert (start, length) == (0, (tmp_path / "y").stat().st_size)
+    x = torch.randn(40, 30)
+    (tmp_path / "x").write_bytes(raw.raw_bytes(x))
+    run = raw.TensorAt(tmp_path / "x", 10 * 30 * 4, x.dtype, (5, 30))
+    for data, tensor in (((run,), x[10:15]), (x[:, 2:5], x[:, 2:5]), (x > 0, x > 0), (x[:0], x[:0])):
+        with (tmp_path / "ours").open("wb") as file, raw.Writer() as writer, import_jobs._without_data():
+            place = import_jobs._append(file, tuple(tensor.shape), tensor.dtype, data, writer)
+        with (tmp_path / "theirs").open("wb") as file, no_checksum():
+            torch.save(tensor.clone(memory_format=torch.contiguous_format), file)
+        assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+        assert place == (0, (tmp_path / "ours").stat().st_size)
+
+
+@contextlib.contextmanager
+def no_checksum() -> Iterator[None]:
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(True)
 
 
 @pytest.mark.parametrize("shift", range(5))
@@ -135,11 +167,11 @@ def test_chunks_are_found_inside_files_wherever_they_begin(tmp_path: Path, shift
         torch.save(tensors[2], file)
         strided = Chunk(tmp_path / "f", start, file.tell() - start)
     for x, (start, length) in zip(tensors, places, strict=False):
-        assert torch.equal(Chunk(tmp_path / "f", start, length).map(), x)
+        assert torch.equal(Chunk(tmp_path / "f", start, length).locate().map(), x)
     with pytest.raises(CheckpointError, match="not contiguous"):
-        strided.map()
+        strided.locate()
     with pytest.raises(CheckpointError, match="damaged at byte"):
-        Chunk(tmp_path / "f", places[0][0] + 9, places[0][1]).map()
+        Chunk(tmp_path / "f", places[0][0] + 9, places[0][1]).locate()
 
 
 @settings(max_examples=80, deadline=None)
@@ -147,11 +179,7 @@ def test_chunks_are_found_inside_files_wherever_they_begin(tmp_path: Path, shift
 def test_a_box_is_put_together_from_any_grid(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     x = torch.arange(Box.whole(shape).numel).view(shape)
-    grid = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
-    boxes = [
-        Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
-        for cell in itertools.product(*(itertools.pairwise(edges) for edges in grid))
-    ]
+    boxes = grid(data, shape)
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     wanted = Box(start, tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True)))
     scratch = Scratch()

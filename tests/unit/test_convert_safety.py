@@ -131,11 +131,11 @@ def test_verification_names_a_tensor_that_was_written_wrongly(
     hf, megatron = folders
     append = import_jobs._append
 
-    def wrong(file: Any, data: torch.Tensor, *rest: Any) -> tuple[int, int]:
-        if file.name.endswith("__0_1.distcp") and data.shape[-2:] == (64, 64) and file.tell() > 1_000_000:
-            data = data.clone()
-            data[..., 1, 1] += 1
-        return append(file, data, *rest)
+    def wrong(file: Any, shape: Any, dtype: Any, data: Any, writer: raw.Writer) -> tuple[int, int]:
+        if file.name.endswith("__0_1.distcp") and shape[-2:] == (64, 64) and file.tell() > 1_000_000:
+            data = torch.cat([x.map().reshape(-1) for x in data]) if isinstance(data, tuple) else data.reshape(-1)
+            data[65] += 1
+        return append(file, shape, dtype, data, writer)
 
     monkeypatch.setattr(import_jobs, "_append", wrong)
     with pytest.raises(ConversionError, match=r"does not hold what was imported[\s\S]*: SHA-256 .*, expected"):
@@ -143,9 +143,9 @@ def test_verification_names_a_tensor_that_was_written_wrongly(
     monkeypatch.undo()
     write = raw.Writer.write
 
-    def transposed(self: raw.Writer, file: int, position: int, tensor: torch.Tensor, sources: Any) -> None:
-        swap = tensor.shape == (64, 64) and tensor[0, 0] == first
-        write(self, file, position, tensor.T if swap else tensor, sources)
+    def transposed(self: raw.Writer, file: int, position: int, data: raw.Data) -> None:
+        x = data[0].map() if isinstance(data, tuple) else data
+        write(self, file, position, x.mT if x.shape[-2:] == (64, 64) and x.flatten()[0] == first else data)
 
     first = hf_files.HfFolder.open(hf).get(LAYER + "self_attn.o_proj.weight")[0, 0]
     monkeypatch.setattr(raw.Writer, "write", transposed)

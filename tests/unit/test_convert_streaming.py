@@ -46,9 +46,9 @@ def stored(checkpoint: Path) -> tuple[Any, dict[Any, Any]]:
     tensors = {}
     for index, info in metadata.storage_data.items():
         if index.offset is not None:
-            tensors[index.fqn, tuple(index.offset)] = Chunk(
-                checkpoint / info.relative_path, info.offset, info.length
-            ).map()
+            tensors[index.fqn, tuple(index.offset)] = (
+                Chunk(checkpoint / info.relative_path, info.offset, info.length).locate().map()
+            )
     return metadata.state_dict_metadata, tensors
 
 

@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ CLIP_L = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2
 SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
 LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
 LLAMA_13B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 16, "num_attention_heads": 16}
 QWEN_7B = {
     "hidden_size": 3584,
@@ -45,8 +47,9 @@ SHAPES: dict[str, tuple[str, dict[str, int], str, dict[str, int]]] = {
     "llava-1.5-13b": ("clip", CLIP_L, "llama", LLAMA_13B),
     "siglip-so400m-qwen2.5-7b": ("siglip", SO400M, "qwen2", QWEN_7B),
     "llava-1b": ("clip", CLIP_L, "llama", LLAMA_1B),
+    "tiny": ("clip", TINY, "llama", TINY),
 }
-"""Name -> tower and its shape, decoder and its shape."""
+"""Name -> tower and its shape, decoder and its shape. `tiny` is for trying a benchmark on a CPU."""
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
@@ -142,16 +145,21 @@ class Sample:
 
 
 def make_shards(folder: Path, *, num_samples: int, num_shards: int = 8, num_pictures: int = 64) -> Path:
-    """Write and index shards of conversations with lengths like LLaVA's mix: nine of ten with one picture."""
+    """Write and index shards of conversations with lengths like LLaVA's mix: nine of ten with one picture.
+
+    Answers are cut from Python's language reference, which every Python brings: English that a model can learn.
+    """
     draw = random.Random(0)
+    book = " ".join(" ".join(text.split()) for _, text in sorted(topics.items()))
     pictures = [make_jpeg(number) for number in range(num_pictures)]
     samples = []
     for number in range(num_samples):
         has_picture = draw.random() < 0.9
         length = min(3000, int(draw.lognormvariate(5, 0.8)) + 8)
-        answer = "".join(draw.choices("abcdefghij klmnop ", k=length))
+        place = draw.randrange(len(book) - length)
+        answer = book[place : place + length]
         question = "<image>\nWhat is this?" if has_picture else "What is this?"
-        samples.append(Sample(question, f"{answer}.", pictures[number % num_pictures] if has_picture else None))
+        samples.append(Sample(question, answer, pictures[number % num_pictures] if has_picture else None))
     return write_shards(folder, samples, num_shards)
 
 

@@ -74,7 +74,11 @@ def show(events: Sequence[Any]) -> None:
     for kind, times in sorted(by_kind.items(), key=lambda item: -sum(item[1])):
         table.add_row(kind, f"{sum(times) / 1e3:.1f}", f"{100 * sum(times) / (end - begin):.1f}", str(len(times)))
     console.print(table)
-    console.print(f"step {(end - begin) / 1e3:.1f} ms, GPU without work {(end - begin - busy) / 1e3:.1f} ms")
+    console.print(
+        f"step {(end - begin) / 1e3:.1f} ms, GPU without work {(end - begin - busy) / 1e3:.1f} ms, most of it:"
+    )
+    for took, start, name in gaps(kernels)[:10]:
+        console.print(f"{took / 1e3:9.1f} ms at {(start - begin) / 1e3:7.0f} before {name[:90]}", markup=False)
     longest: dict[str, list[float]] = {}
     for kernel in kernels:
         longest.setdefault(kernel.name[:110], []).append(kernel.time_range.elapsed_us())
@@ -84,6 +88,16 @@ def show(events: Sequence[Any]) -> None:
         waits = sorted((e for e in events if e.name == name), key=lambda e: e.time_range.start)
         places = [f"{(e.time_range.start - begin) / 1e3:.0f} ({e.time_range.elapsed_us() / 1e3:.1f})" for e in waits]
         console.print(f"{name}: {len(waits)}; at ms (took ms): {', '.join(places[:20])}")
+
+
+def gaps(kernels: Sequence[Any]) -> list[tuple[float, float, str]]:
+    """Return when the GPU had nothing to do, longest first: us, from when, and the kernel that ended it."""
+    found, reached = [], float("inf")
+    for kernel in sorted(kernels, key=lambda k: k.time_range.start):
+        if kernel.time_range.start > reached:
+            found.append((kernel.time_range.start - reached, reached, kernel.name))
+        reached = max(kernel.time_range.end, reached if reached != float("inf") else 0.0)
+    return sorted(found, reverse=True)
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

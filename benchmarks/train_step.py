@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -72,12 +74,17 @@ def main() -> None:
                     run = peer if entry.is_peer else ours
                     run(args, entry, folder, data, folder / f"{place}-{number}")
                     print(json.dumps(row_of(entry, args.gpus, entries)), flush=True)
-    rows = [row_of(entry, args.gpus, entries) for entry in entries]
-    show(rows, entries)
-    if args.json is not None:
-        about = {"gpu": f"{args.gpus} x {torch.cuda.get_device_name()}", "command": sys.argv[1:]}
-        about["versions"] = versions()
-        args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+                    write(args, entries)
+    show([row_of(entry, args.gpus, entries) for entry in entries], entries)
+
+
+def write(args: argparse.Namespace, entries: Sequence[Entry]) -> None:
+    """Write what has been measured so far, so that a run that is cut off leaves its first rows."""
+    if args.json is None:
+        return
+    rows = [row_of(entry, args.gpus, entries) for entry in entries if entry.steps or entry.error]
+    about = {"gpu": f"{args.gpus} x {torch.cuda.get_device_name()}", "command": sys.argv[1:], "versions": versions()}
+    args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def versions() -> dict[str, str]:
@@ -173,7 +180,7 @@ def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     command += ["--micro-batch-size", str(entry.micro_batch_size), "--global-batch-size", str(entry.global_batch_size)]
     command += ["--padded", "--recompute"] if entry.what == "hf-padded" else []
     command += ["--train-vision"] if args.train_vision else []
-    lines = run_command(command, entry, out / "steps.jsonl")
+    lines = run_command(command, entry, out / "steps.jsonl", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     entry.losses = [round(line["loss"], 3) for line in lines]
     hf = LlavaConfig.from_pretrained(folder / entry.shape)
     trained, peak = TrainedParts(vision_model=args.train_vision), peak_flops(torch.cuda.get_device_name())
@@ -193,9 +200,11 @@ def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
         )
 
 
-def run_command(command: Sequence[str], entry: Entry, result: Path) -> list[dict[str, float]]:
-    """Run it and return the lines of its result; an error is kept in the entry."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def run_command(
+    command: Sequence[str], entry: Entry, result: Path, env: Mapping[str, str] = MappingProxyType({})
+) -> list[dict[str, float]]:
+    """Run it, with `env` added to the environment, and return the lines of its result; the entry keeps an error."""
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
     if done.returncode:
         entry.error = (done.stdout + done.stderr)[-3000:]
         return []

@@ -24,6 +24,7 @@ from llava_mcore.launch.torchrun import torchrun_argv, worker_env
 from llava_mcore.templates.named import absolute_choice, check_choice
 
 WORKER = "llava_mcore.apps.worker"
+_FOLDERS = ("load", "hf_dir", "save_dir", "non_persistent_dir")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +56,7 @@ def resolve(run: RunConfig, gpu_count: int) -> tuple[RunConfig, int]:
         "parallel": {"backend": run.parallel.backend or ("nccl" if gpu_count else "gloo")},
         "training": {"precision": run.training.precision or ("bf16" if gpu_count else "fp32")},
         "launch": {"num_gpus": per_node, "num_nodes": num_nodes},
-        "checkpoint": {name: _absolute(getattr(run.checkpoint, name)) for name in ("load", "hf_dir", "save_dir")},
+        "checkpoint": {name: _absolute(getattr(run.checkpoint, name)) for name in _FOLDERS},
         "data": {"path": _absolute(run.data.path), "chat_template": absolute_choice(run.data.chat_template)},
     }
     sections = {name: getattr(run, name).model_copy(update=change) for name, change in changes.items()}
@@ -110,6 +111,8 @@ def _launch(typed: RunConfig, command_line: CommandLine) -> int:
         print(f"# {config_file}\n{run_config_yaml(run)}\n# command\n{shlex.join(command)}")
         return 0
     save_run_config(run, config_file)
+    for notice in command_line.notices:
+        print(notice, flush=True)
     job = read_job(os.environ)
     if job is not None and nodes.rank == 0:
         print(describe(job), flush=True)

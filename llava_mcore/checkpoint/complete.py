@@ -110,6 +110,13 @@ def prune(root: Path, *, newest: int, keep_last: int | None, keep_every: int | N
     return old
 
 
+def keep_only(folder: Path) -> None:
+    """Delete every other checkpoint beside this one, newer ones of an abandoned course of the run too."""
+    for iteration in iterations(folder.parent):
+        if iteration_folder(folder.parent, iteration) != folder:
+            discard(iteration_folder(folder.parent, iteration))
+
+
 def discard(folder: Path) -> None:
     """Delete a checkpoint so that a kill half-way leaves nothing that looks like one."""
     deleted = folder.with_name(f".{folder.name}.deleted")

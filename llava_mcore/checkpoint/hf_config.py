@@ -9,7 +9,7 @@ from transformers import LlavaConfig
 
 from llava_mcore.config.dims import ModelDims
 from llava_mcore.errors import ConversionError
-from llava_mcore.towers import ffn_size
+from llava_mcore.towers import TOKENS_BEFORE_PATCHES, ffn_size
 
 _WINDOWS_COMPUTED = ("gemma2", "gemma3_text")
 """Families whose sliding windows are computed as they are; others must not meet sequences longer than theirs."""
@@ -45,6 +45,8 @@ def model_dims(hf: LlavaConfig) -> ModelDims:
     """Return the sizes that decide which layouts are possible."""
     text, vision = hf.text_config, hf.vision_config
     values = text.to_dict()
+    # A tower that is not known is refused elsewhere, with a list of those that are.
+    has_class_token = TOKENS_BEFORE_PATCHES.get(vision.model_type, lambda _: 0)(vision) > 0
     limited_by_window = values.get("use_sliding_window", True) and text.model_type not in _WINDOWS_COMPUTED
     return ModelDims(
         num_layers=text.num_hidden_layers,
@@ -59,4 +61,5 @@ def model_dims(hf: LlavaConfig) -> ModelDims:
         vision_num_attention_heads=vision.num_attention_heads,
         max_position_embeddings=text.max_position_embeddings,
         sliding_window=values.get("sliding_window") if limited_by_window else None,
+        keeps_class_token=has_class_token and hf.vision_feature_select_strategy != "default",
     )

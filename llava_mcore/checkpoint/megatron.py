@@ -47,6 +47,7 @@ class StateWrite:
         Args:
             copy: own every tensor, so that training may go on while `write` runs.
         """
+        live = {x.data.untyped_storage().data_ptr() for x in sharded_tensors(state) if x.data is not None}
         # The queue that megatron-core would make lives in a manager process, which imports the program once more.
         filesystem_async._results_queue = queue.Queue()
         self._request = dist_checkpointing.save(
@@ -58,7 +59,6 @@ class StateWrite:
         )
         self._files: list[Any] = []
         if self._request.async_fn is not None:  # else this rank has nothing to write
-            live = {id(x) for _, _, (_, tensors) in self._request.async_fn_args[1] for _, x in tensors}
             on_host = self._request.preload_fn()
             self._files = [_owned(file, live) for file in on_host] if copy else on_host
 
@@ -91,9 +91,15 @@ class StateWrite:
 
 
 def _owned(file: Any, live: Container[int]) -> Any:
-    """Return the plan of one file with copies of the tensors that training goes on changing (`live`: their ids)."""
+    """Return the plan of one file with copies of the tensors that training goes on changing.
+
+    Args:
+        live: addresses of the storages that were asked to be saved. What came from a GPU, and the parts of larger
+            tensors, are copies already.
+    """
     path, key, (objects, tensors) = file
-    return path, key, (objects, [(item, x.clone() if id(x) in live else x) for item, x in tensors])
+    owned = [(item, x.clone() if x.untyped_storage().data_ptr() in live else x) for item, x in tensors]
+    return path, key, (objects, owned)
 
 
 def save_state(state: ShardedStateDict, folder: Path) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llava_mcore.checkpoint.complete import newest_complete
-from llava_mcore.checkpoint.layout import TRACKER, hf_folder, latest_checkpoint
-from llava_mcore.config.schema import RunConfig
-from llava_mcore.errors import ConfigError
+from llava_mcore.checkpoint.complete import RUN_JSON, Choice, iterations, newest_complete
+from llava_mcore.checkpoint.layout import TRACKER, hf_folder, latest_checkpoint, latest_iteration
+from llava_mcore.config.schema import NON_PERSISTENT, RunConfig
+from llava_mcore.errors import CheckpointError, ConfigError, problems
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def start_point(run: RunConfig) -> StartPoint:
     """
     checkpoint = run.checkpoint
     own = run.run_dir if checkpoint.save_dir is not None else None
-    choice = newest_complete(own) if own is not None else None
+    choice = _own_choice(run) if own is not None else None
     if own is not None and choice is not None:
         if not checkpoint.load_optim:
             raise ConfigError(f"{own} already holds a checkpoint: resume it with --load-optim or choose another --name")
@@ -50,6 +51,52 @@ def start_point(run: RunConfig) -> StartPoint:
     if checkpoint.hf_dir is None:
         raise ConfigError("--init needs the model's config: give its Hugging Face folder with --tokenizer-load-dir")
     return StartPoint("init", None, 0, checkpoint.hf_dir)
+
+
+def _own_choice(run: RunConfig) -> Choice | None:
+    """Return the newest complete checkpoint of the run, be it one that is kept or one that the next replaces."""
+    if not iterations(run.non_persistent_dir):
+        return newest_complete(run.run_dir)
+    choices: list[Choice] = []
+    passed_over: list[str] = []
+    is_damaged = False
+    for root in (run.run_dir, run.non_persistent_dir):
+        try:
+            choice = newest_complete(root)
+        except CheckpointError as error:
+            passed_over.append(str(error))
+            is_damaged = True
+            continue
+        if choice is None:
+            continue
+        passed_over += choice.passed_over
+        problem = _not_of_this_course(run, choice)
+        if problem is None:
+            choices.append(choice)
+        else:
+            passed_over.append(f"{choice.folder}: {problem}")
+    if not choices and is_damaged:
+        raise CheckpointError(problems(f"{run.run_dir} holds no complete checkpoint", passed_over))
+    if not choices:
+        return None
+    newest = max(choices, key=lambda choice: choice.iteration)  # the first one, which is kept, if they are equal
+    return Choice(newest.folder, newest.iteration, tuple(passed_over))
+
+
+def _not_of_this_course(run: RunConfig, choice: Choice) -> str | None:
+    """Return why a checkpoint is of another run, or of a future that this run was set back from; None if it is ours."""
+    if choice.folder.parent not in (run.run_dir, run.run_dir / NON_PERSISTENT):
+        written = json.loads((choice.folder / RUN_JSON).read_text(encoding="utf-8"))
+        save_dir = written["run"]["checkpoint"]["save_dir"]
+        if save_dir != str(run.checkpoint.save_dir):
+            return f"belongs to another run of this name, under {save_dir}"
+    try:
+        limit = latest_iteration(run.run_dir)
+    except CheckpointError:
+        return None
+    if limit is not None and limit < max(iterations(run.run_dir), default=0) and choice.iteration > limit:
+        return f"newer than iteration {limit}, which {run.run_dir / TRACKER} names though there are newer ones"
+    return None
 
 
 def _load(folder: Path) -> StartPoint:

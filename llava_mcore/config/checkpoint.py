@@ -26,6 +26,12 @@ class CheckpointConfig(Section):
     """Checkpoints of the run that are kept, older ones are deleted; not given: all."""
     keep_every: int | None = Field(None, ge=1)
     """Checkpoints whose iteration is a multiple of this are kept for ever; with keep_last."""
+    non_persistent_save_interval: int | None = Field(None, ge=1)
+    """Iterations between two checkpoints that only serve to go on after a failure, each replacing the one before. Where
+    one that is kept is due as well, only that is written."""
+    non_persistent_dir: UserPath | None = None
+    """Folder for those, such as a fast disk or /dev/shm, that every node of the run sees; they lie in DIR/NAME. Not
+    given: SAVE_DIR/NAME/non_persistent."""
     save_optim: bool = False
     """Also save the optimizer, the schedule, the random state and the place in the data, so that a run can resume."""
     load_optim: bool = False

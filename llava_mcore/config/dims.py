@@ -11,6 +11,7 @@ class ModelDims:
 
     `num_query_groups` is the number of key/value heads. `vision_num_layers` counts all layers of the tower,
     also those after the feature layer. `sliding_window` is None where every token sees all earlier ones.
+    `keeps_class_token`: the tower has one, and the language model sees it.
     """
 
     num_layers: int
@@ -25,3 +26,4 @@ class ModelDims:
     vision_num_attention_heads: int
     max_position_embeddings: int
     sliding_window: int | None
+    keeps_class_token: bool = False

@@ -13,12 +13,12 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def parse_ranges(text: str | None) -> tuple[range, ...]:
-    """Return the iterations that `A-B[,C-D]` names, ends included. ValueError for anything else."""
+    """Return the iterations that `A-B[,C-D]` or `A-B C-D` names, ends included. ValueError for anything else."""
     ranges = []
     for part in (text or "").replace(",", " ").split():
         match = _RANGE.fullmatch(part)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise ValueError(f"expected ranges of iterations such as 100-110,300-300, found {part!r}")
+            raise ValueError(f"expected ranges of iterations such as 100-110 300-300, found {part!r}")
         ranges.append(range(int(match[1]), int(match[2]) + 1))
     return tuple(ranges)
 
@@ -44,4 +44,4 @@ class FaultConfig(Section):
     spike_thr: float = Field(2.0, gt=1)
     """A spike is a loss above this times the median of the last 32."""
     skip_train_iteration_range: Annotated[str, AfterValidator(_ranges_text)] | None = None
-    """Iterations whose data are read and not trained on, such as 100-110,300-300 (both ends included)."""
+    """Iterations whose data are read and not trained on, such as 100-110 300-300 (both ends included)."""

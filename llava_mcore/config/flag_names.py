@@ -13,6 +13,8 @@ class Flag:
     names: tuple[str, ...]
     value: str | None = None
     """What a switch sets its key to, where the key is no switch itself."""
+    many: bool = False
+    """Takes several values, divided by spaces or commas."""
 
     @property
     def long_name(self) -> str:
@@ -30,6 +32,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("logging.tensorboard", ("--tensorboard",)),
         Flag("logging.wandb", ("--wandb",)),
         Flag("logging.debug", ("--debug",)),
+        Flag("logging.profile", ("--profile",)),
     ),
     "save and load": (
         Flag("checkpoint.load", ("--megatron-load-dir",)),
@@ -40,6 +43,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("checkpoint.async_save", ("--async-save",)),
         Flag("checkpoint.keep_last", ("--keep-last",)),
         Flag("checkpoint.keep_every", ("--keep-every",)),
+        Flag("checkpoint.non_persistent_save_interval", ("--non-persistent-save-interval",)),
+        Flag("checkpoint.non_persistent_dir", ("--non-persistent-ckpt-dir",)),
         Flag("checkpoint.save_optim", ("--save-optim",)),
         Flag("checkpoint.load_optim", ("--load-optim",)),
         Flag("checkpoint.init", ("--init",)),
@@ -86,6 +91,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("optimizer.adam_beta2", ("--adam-beta2",)),
         Flag("training.precision", ("--precision",)),
         Flag("training.loss_scale", ("--loss-scale",)),
+        Flag("model.drop_class_token", ("--no-add-class-token",)),
         Flag("model.attention_backend", ("--fused-attn",), "fused"),
         Flag("model.attention_backend", ("--flash-attn",), "flash"),
         Flag("training.fp8", ("--fp8",)),
@@ -100,13 +106,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("faults.on_nan", ("--on-nan",)),
         Flag("faults.alert_spike", ("--alert-spike",)),
         Flag("faults.spike_thr", ("--spike-thr",)),
-        Flag("faults.skip_train_iteration_range", ("--skip-train-iteration-range",)),
+        Flag("faults.skip_train_iteration_range", ("--skip-train-iteration-range",), many=True),
     ),
 }
-REFUSED = {
-    "--dist-ckpt": "leave it away: every checkpoint is a distributed one, which loads at any layout",
-    "--no-add-class-token": "leave it away: the model's config.json says whether the class token leaves the vision "
-    "tower (vision_feature_select_strategy default: no; full: yes), so that training and serving agree",
+ALREADY = {
+    "--dist-ckpt": "every checkpoint is a distributed one, which loads at any layout",
 }
-"""Flags that others know and that can mean nothing here, with the reason."""
+"""Flags of other launchers that ask for what is always so here."""
 ALL_FLAGS = tuple(flag for group in FLAGS.values() for flag in group)

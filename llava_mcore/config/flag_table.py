@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic.fields import FieldInfo
 
-from llava_mcore.config.flag_names import ALL_FLAGS, FLAGS, REFUSED
+from llava_mcore.config.flag_names import ALL_FLAGS, ALREADY, FLAGS
 from llava_mcore.config.flags import default_text
 from llava_mcore.config.load import config_fields
 
@@ -19,7 +19,7 @@ and `--help`.
 
 
 def flag_table() -> str:
-    """Return the page: one table a group of flags, one of keys without a flag, and the refused flags."""
+    """Return the page: one table a group of flags, one of keys without a flag, and those that are always on."""
     fields = dict(config_fields())
     lines = [_HEAD]
     for title, flags in FLAGS.items():
@@ -34,9 +34,9 @@ def flag_table() -> str:
     for key, field in fields.items():
         if key not in flagged:
             lines.append(f"| `{key}` | {default_text(key)} | {_meaning(field)} |")
-    lines += ["", "## Refused", "", "Flags of other launchers that can mean nothing here.", ""]
-    lines += ["| flag | why |", "|---|---|"]
-    lines += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
+    lines += ["", "## Always on", "", "Flags of other launchers that ask for what is always so.", ""]
+    lines += ["| flag | what it asks for |", "|---|---|"]
+    lines += [f"| `{name}` | {reason} |" for name, reason in ALREADY.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from llava_mcore.config.flag_names import ALL_FLAGS, FLAGS, REFUSED, Flag
+from llava_mcore.config.flag_names import ALL_FLAGS, ALREADY, FLAGS, Flag
 from llava_mcore.config.load import config_fields, load_run_config
 from llava_mcore.config.schema import STAGE_DEFAULTS, RunConfig
 from llava_mcore.errors import ConfigError
@@ -29,6 +29,8 @@ class CommandLine:
     flags: dict[str, object] = field(default_factory=dict)
     dry_run: bool = False
     submit: bool = False
+    notices: tuple[str, ...] = ()
+    """What to tell about flags that change nothing."""
 
     def load(self) -> RunConfig:
         """Return the run's configuration. Raises ConfigError with every mistake at once."""
@@ -48,13 +50,27 @@ def parse_command_line(
     if unknown:
         raise ConfigError("\n".join(_unknown_flag(text) for text in unknown))
     typed = vars(parsed)
+    overrides = [*typed["overrides"], *_take_overrides(typed)]
     return CommandLine(
         config_file=typed["config"],
-        overrides=tuple(typed["overrides"]),
+        overrides=tuple(overrides),
         flags={flag.key: typed[flag.key] for flag in ALL_FLAGS if typed[flag.key] is not None},
         dry_run=typed["dry_run"],
         submit=typed["submit"],
+        notices=tuple(f"{name} is always on: {reason}" for name, reason in ALREADY.items() if typed[name]),
     )
+
+
+def _take_overrides(typed: dict[str, Any]) -> list[str]:
+    """Join the values of flags that take several, and return the key=value texts that stood behind them."""
+    overrides: list[str] = []
+    for flag in (flag for flag in ALL_FLAGS if flag.many and typed[flag.key] is not None):
+        values = [text for text in typed[flag.key] if "=" not in text]
+        if not values:
+            raise ConfigError(f"{flag.long_name}: expected at least one value, found {typed[flag.key][0]!r}")
+        overrides += [text for text in typed[flag.key] if "=" in text]
+        typed[flag.key] = ",".join(values)
+    return overrides
 
 
 def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.ArgumentParser:
@@ -71,6 +87,8 @@ def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.Argum
         parser.add_argument("--dry-run", action="store_true", help="Print configuration and command; start nothing.")
         parser.add_argument("--submit", action="store_true", help="Write SAVE_DIR/NAME/train.sbatch and submit it.")
     parser.set_defaults(dry_run=False, submit=False)
+    for name, reason in ALREADY.items():
+        parser.add_argument(name, action="store_true", dest=name, help=f"Always on: {reason}.")
     fields = dict(config_fields())
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
@@ -110,7 +128,8 @@ def _argument(flag: Flag, info: FieldInfo) -> dict[str, Any]:
         return {"action": "store_const", "const": flag.value, "help": f"Choose {flag.value}. {help_text}"}
     if info.annotation is bool:
         return {"action": "store_const", "const": True, "help": help_text}
-    return {"metavar": _metavar(info.annotation), "help": help_text}
+    several = {"nargs": "+"} if flag.many else {}
+    return {"metavar": _metavar(info.annotation), "help": help_text, **several}
 
 
 def _metavar(annotation: Any) -> str:
@@ -126,8 +145,12 @@ def _metavar(annotation: Any) -> str:
 def _unknown_flag(text: str) -> str:
     """Return the message for a flag that is in no table."""
     name = text.split("=")[0]
-    if name in REFUSED:
-        return f"{name}: {REFUSED[name]}"
-    known = [name for flag in ALL_FLAGS for name in flag.names] + ["--config", "--dry-run", "--submit", "--help"]
+    known = [name for flag in ALL_FLAGS for name in flag.names] + [
+        *ALREADY,
+        "--config",
+        "--dry-run",
+        "--submit",
+        "--help",
+    ]
     close = difflib.get_close_matches(name, known, n=1)
     return f"{name}: no such flag" + (f" (did you mean {close[0]}?)" if close else "; --help lists the flags")

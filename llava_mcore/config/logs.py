@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from llava_mcore.config.section import Section
+
+
+def parse_span(text: str | None) -> range:
+    """Return the iterations that `START:END` names, both included; none for None. ValueError for anything else."""
+    if text is None:
+        return range(0)
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError("expected the first and the last iteration, such as 10:12")
+    return range(int(match[1]), int(match[2]) + 1)
+
+
+def parse_numbers(text: str | None) -> tuple[int, ...]:
+    """Return the numbers of `0,3`, in rising order; none for None. ValueError for anything else."""
+    parts = text.split(",") if text is not None else []
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError("expected numbers divided by commas, such as 0,3")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _span_text(text: str) -> str:
+    parse_span(text)
+    return text
+
+
+def _numbers_text(text: str) -> str:
+    parse_numbers(text)
+    return text
 
 
 class LoggingConfig(Section):
@@ -21,3 +52,8 @@ class LoggingConfig(Section):
     debug: bool = False
     """Print the first batch in words, trained parts marked, and the shapes that enter and leave each part of the model
     on every pipeline stage."""
+    profile: Annotated[str, AfterValidator(_span_text)] | None = None
+    """Iterations START:END (both included) of which every rank writes torch's profile, and on a GPU a snapshot of its
+    memory, into SAVE_DIR/NAME/profile."""
+    profile_ranks: Annotated[str, AfterValidator(_numbers_text)] | None = None
+    """Ranks that write a profile, such as 0,8; not given: all."""

@@ -23,6 +23,9 @@ class ModelConfig(Section):
     """Keep the vision tower as it is."""
     freeze_vision_projection: bool = False
     """Keep the projection between the vision tower and the language model as it is."""
+    drop_class_token: bool = False
+    """Insist that the class token leaves the vision tower. The model's config.json decides that, so that training and
+    serving agree (vision_feature_select_strategy default: it leaves; full: it stays): one that keeps it is an error."""
     transformer_impl: Literal["transformer_engine", "local"] | None = None
     """Whose layers are used: Transformer Engine's fused ones, or torch's; not given: the former on GPUs if it is
     installed. Checkpoints are the same."""

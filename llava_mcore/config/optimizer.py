@@ -31,8 +31,8 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0 clips nothing."""
     use_precision_aware_optimizer: bool = False
-    """On GPUs with the distributed optimizer: keep the state as exp_avg_dtype and exp_avg_sq_dtype say, and of the fp32
-    weights only the half that bf16 lacks."""
+    """On GPUs with the distributed optimizer: keep the state as exp_avg_dtype and exp_avg_sq_dtype say; fp32 weights
+    stay."""
     exp_avg_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the mean of the gradients, with use_precision_aware_optimizer."""
     exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"

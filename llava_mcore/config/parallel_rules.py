@@ -47,7 +47,7 @@ def _check_optimizer(run: RunConfig, device_available: bool) -> Iterator[str]:
     if not run.parallel.use_distributed_optimizer:
         yield f"{key} works inside the distributed optimizer only: add --dist-optim"
     if run.training.precision == "fp32":
-        yield f"{key} stores what half-precision weights lack: leave --precision fp32 away"
+        yield f"{key} keeps fp32 weights beside half-precision ones: leave --precision fp32 away"
 
 
 def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) -> Iterator[str]:

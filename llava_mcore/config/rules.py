@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from llava_mcore.config.dims import ModelDims
+from llava_mcore.config.operation_rules import check_operations
 from llava_mcore.config.parallel_rules import check_options, check_stages, has_uneven_stages
 from llava_mcore.config.schema import RunConfig
 
@@ -46,6 +47,7 @@ def check_run(
     `world_size` is the number of processes; `device_available` says whether there are GPUs.
     """
     found = [*check_values(run), *check_options(run, device_available), *check_batch(run, world_size)]
+    found += check_operations(run, world_size)
     if run.parallel.backend == "nccl" and not device_available:
         found.append("--backend nccl needs GPUs and none was found: leave the flag away, or use gloo")
     if run.model.attention_backend and (not device_available or run.model.transformer_impl == "local"):
@@ -57,6 +59,11 @@ def check_run(
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         found += check_layout(dims, tp, 1 if has_uneven_stages(parallel) else pp, source)
         found += [*check_stages(run, dims, world_size, source), *check_length(run.data.seq_length, dims, source)]
+        if run.model.drop_class_token and dims.keeps_class_token:
+            found.append(
+                f"--no-add-class-token, but {source} hands the class token on (vision_feature_select_strategy full): "
+                "leave the flag away, or build the model with vision_feature_select_strategy default"
+            )
     return found
 
 
@@ -98,14 +105,8 @@ def check_values(run: RunConfig) -> Iterator[str]:
         yield f"--tokenizer-load-dir {checkpoint.hf_dir}: no such folder"
     if checkpoint.init and checkpoint.load is not None:
         yield "--init starts from random weights and --megatron-load-dir loads some: give one of the two"
-    if checkpoint.save_optim and not checkpoint.saves:
-        yield "--save-optim has no effect without --save or --save-interval: add one of them"
     if run.faults.exit_duration_in_mins is not None and not checkpoint.saves:
         yield "--exit-duration-in-mins would lose the run without --save or --save-interval: add one of them"
-    if checkpoint.async_save and checkpoint.save_interval is None:
-        yield "--async-save has no effect without --save-interval, as the last checkpoint is always waited for: add it"
-    if checkpoint.keep_every is not None and checkpoint.keep_last is None:
-        yield "--keep-every has no effect without --keep-last, as nothing is deleted: give both, or neither"
     if model.freeze_language_model and model.freeze_vision_model and model.freeze_vision_projection:
         yield "all three parts are frozen, so nothing would be trained: unfreeze one of model.freeze_*"
     training = run.training

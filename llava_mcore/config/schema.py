@@ -27,6 +27,8 @@ STAGE_DEFAULTS: dict[int, dict[str, float | int]] = {
 }
 """Values of each training stage that stand where nothing is given."""
 
+NON_PERSISTENT = "non_persistent"
+
 
 def _folder_name(value: str) -> str:
     if not value.strip() or value.startswith(".") or set(value) & set("/\\\n\0"):
@@ -102,3 +104,9 @@ class RunConfig(Section):
         """SAVE_DIR/NAME. Only for runs that passed `check_run`, which demands a save folder."""
         assert self.checkpoint.save_dir is not None
         return self.checkpoint.save_dir / self.name
+
+    @property
+    def non_persistent_dir(self) -> Path:
+        """Where checkpoints lie that are replaced by the next: DIR/NAME, or SAVE_DIR/NAME/non_persistent."""
+        chosen = self.checkpoint.non_persistent_dir
+        return self.run_dir / NON_PERSISTENT if chosen is None else chosen / self.name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import re
 import sys
@@ -14,14 +13,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from torch.utils.data import DataLoader
 
 from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.dataset_path import check_dataset, fingerprint
+from llava_mcore.data.loader_process import start_loader_process
 from llava_mcore.data.open_stream import check_streams, open_stream
-from llava_mcore.data.remote import renew_connections, storage_message
+from llava_mcore.data.remote import storage_message
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.skips import Skips
 from llava_mcore.data.streams import (
@@ -229,7 +228,7 @@ class _Source:
             server,
             batch_size=None,
             num_workers=0 if in_process else 1,
-            worker_init_fn=_start_worker,
+            worker_init_fn=start_loader_process,
             timeout=0 if in_process else timeout,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(seed),
@@ -246,14 +245,6 @@ class _Source:
         if self._loader.num_workers > 0 and self._iterator is not None:
             self._iterator._shutdown_workers()
         self._iterator = None
-
-
-def _start_worker(worker: int) -> None:
-    """The first thing that a loader process does."""
-    renew_connections()
-    gc_init_worker(worker)
-    # What the training process has made is not searched for garbage, and its pages stay shared.
-    gc.freeze()
 
 
 def _serve(streams: dict[int, Stream], num_batches: dict[int, int], data: DataConfig, seed: int) -> dict[int, _Source]:

@@ -7,9 +7,24 @@ from functools import partial
 
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu
-from torch import Tensor
+from torch import Tensor, nn
 
 from llava_mcore.errors import ConversionError
+
+
+class StatelessActivation(nn.Module):
+    """One of Transformer Engine's activations without the state of its own that it would put into checkpoints.
+
+    That state (of quantizers that are not used here) has no tensor-parallel sharding: at tp 2 nothing could be saved.
+    """
+
+    def __init__(self, operation: nn.Module) -> None:
+        super().__init__()
+        self._operation = (operation,)  # within a tuple torch does not find it
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._operation[0](x)
+
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -146,7 +146,7 @@ def part_configs(hf: LlavaConfig, options: ModelOptions) -> PartConfigs:
         vision |= options.recompute_vision.fields()
     if options.transformer_impl == "transformer_engine":
         # Kernels that round otherwise than Hugging Face's operations, in the last bits.
-        pipeline |= {"bias_activation_fusion": language["activation_func"] is F.silu, "apply_rope_fusion": True}
+        pipeline |= {"use_te_activation_func": language["activation_func"] is F.silu, "apply_rope_fusion": True}
     return PartConfigs(
         language=TransformerConfig(**(common | pipeline | language)),
         vision=TransformerConfig(**common, **vision),

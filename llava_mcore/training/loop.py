@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.training.faults import NotFinite, out_of_memory_says_what_to_do
 from llava_mcore.training.fetch import Loader, Remembering, fetch_step
+from llava_mcore.training.profiling import IterationProfiler
 from llava_mcore.training.report import Reporter
 from llava_mcore.training.save import Saver
 from llava_mcore.training.setup import Trainer
@@ -39,30 +41,47 @@ def train(
     iteration = _Iteration(trainer, loader, progress)
     saver = Saver(trainer, hf)
     reporter = Reporter(trainer, progress)
+    profiler = IterationProfiler(run, groups)
     try:
         while progress.iteration < run.training.train_iters:
             watchdog.begin(f"iteration {progress.iteration + 1}")
-            iteration.run(reporter)
+            with profiler.iteration(progress.iteration + 1):
+                iteration.run(reporter)
+            if iteration.count == 1:
+                keep_from_garbage_collection()
             asked, writing = any_rank(groups, stop.due(), saver.busy)
             is_last = progress.iteration == run.training.train_iters
-            interval = run.checkpoint.save_interval
-            by_interval = interval is not None and progress.iteration % interval == 0
-            if run.checkpoint.saves and (is_last or asked or by_interval):
-                watchdog.begin(f"saving iteration {progress.iteration}")
-                in_background = run.checkpoint.async_save and not (is_last or asked)
-                saver.save(progress, iteration.loader_state(), background=in_background)
+            number, config = progress.iteration, run.checkpoint
+            keep = config.saves and (is_last or asked or is_due(number, config.save_interval))
+            if keep or is_due(number, config.non_persistent_save_interval):
+                watchdog.begin(f"saving iteration {number}")
+                in_background = config.async_save and not (is_last or asked)
+                saver.save(progress, iteration.loader_state(), background=in_background, persistent=keep)
             elif saver.pending and not writing:
-                saver.finish()
+                saver.finish(number)
             if asked and not is_last:
                 return False
     except LlavaMcoreError as error:
         if error.on_all_ranks:  # what has been written is not lost
             watchdog.begin("finishing a save")
-            saver.finish()
+            saver.finish(progress.iteration)
         raise
     finally:
+        profiler.close()
         reporter.close()
     return True
+
+
+def keep_from_garbage_collection() -> None:
+    """Leave what exists now to no later collection: half a million objects, which take it a second, on each rank at
+    another time while the others wait."""
+    gc.collect()
+    gc.freeze()
+
+
+def is_due(iteration: int, interval: int | None) -> bool:
+    """Tell whether what happens every so many iterations happens after this one."""
+    return interval is not None and iteration % interval == 0
 
 
 class _Iteration:
@@ -76,6 +95,7 @@ class _Iteration:
         self.budget = SkipBudget(run.data.max_skip_rate)
         self.skipped = parse_ranges(run.faults.skip_train_iteration_range)
         self.not_finite = NotFinite(run, groups)
+        self.count = 0
 
     def loader_state(self) -> object:
         """Return the place behind the last batch, on ranks that load data."""
@@ -83,6 +103,7 @@ class _Iteration:
 
     def run(self, reporter: Reporter) -> None:
         """Go through one iteration; a collective call."""
+        self.count += 1
         start = time.perf_counter()
         groups, progress = self.trainer.groups, self.progress
         batches, counts = fetch_step(groups, self.loader, self.num_micro_batches, self.budget)

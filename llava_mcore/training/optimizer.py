@@ -76,6 +76,7 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
         use_distributed_optimizer=run.parallel.use_distributed_optimizer,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         use_precision_aware_optimizer=wanted.use_precision_aware_optimizer,
+        store_param_remainders=False,  # megatron-core 0.19 saves such halves in a checkpoint that it cannot load again
         exp_avg_dtype=DTYPES[wanted.exp_avg_dtype],
         exp_avg_sq_dtype=DTYPES[wanted.exp_avg_sq_dtype],
         optimizer_cpu_offload=wanted.cpu_offload,

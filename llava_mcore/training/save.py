@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import shutil
 import threading
 import time
@@ -21,13 +22,14 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 
 from llava_mcore.checkpoint import hf_files, layout
-from llava_mcore.checkpoint.complete import discard, prune, remove_leftovers, write_run_json
+from llava_mcore.checkpoint.complete import discard, keep_only, prune, remove_leftovers, write_run_json
 from llava_mcore.checkpoint.durable import move, sync_tree, write_synced
 from llava_mcore.checkpoint.megatron import StateWrite
 from llava_mcore.config.load import save_run_config
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.parallel.groups import agree, sum_over_ranks
 from llava_mcore.training.record import run_record
+from llava_mcore.training.save_log import SAVES, Saved
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.state import LOADER_FOLDER, RUN_FILE, Progress, loader_file, state_to_save
 
@@ -76,17 +78,20 @@ class Saver:
         """Whether a save waits to be finished; the same on all ranks."""
         return self._pending is not None
 
-    def save(self, progress: Progress, loader_state: Any | None, *, background: bool = False) -> None:
+    def save(
+        self, progress: Progress, loader_state: Any | None, *, background: bool = False, persistent: bool = True
+    ) -> None:
         """Save; with `background`, return as soon as the tensors have been copied.
 
         Args:
             loader_state: the data loader's state on ranks that load data, else None.
+            persistent: keep it, as the run says; else it is replaced by the next one that is not kept.
 
         Raises:
             CheckpointError: on all ranks, when any could not write this checkpoint or the one before it.
         """
-        self.finish()
-        self._pending = pending = self._start(progress, copy=background)
+        self.finish(progress.iteration)
+        self._pending = pending = self._start(progress, self._root(persistent), copy=background)
         carried = self._carried(loader_state)
 
         def write() -> None:
@@ -99,18 +104,22 @@ class Saver:
         if background:
             pending.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
             pending.thread.start()
-            pending.waited = time.perf_counter() - pending.started
         else:
             write()
-            self.finish()
+        pending.waited = time.perf_counter() - pending.started
+        if not background:
+            self.finish(progress.iteration)
 
-    def finish(self) -> None:
-        """Wait until the save that has begun is complete, and move the tracker to it; nothing, if none has."""
+    def finish(self, iteration: int) -> None:
+        """Wait until the save that has begun is complete, and move the tracker to it; nothing, if none has.
+
+        Args:
+            iteration: the one that has just been trained, which saves.jsonl notes.
+        """
         pending, groups = self._pending, self.trainer.groups
         if pending is None:
             return
         start = time.perf_counter()
-        in_background = pending.thread is not None
         if pending.thread is not None:
             pending.thread.join()
         self._pending = None
@@ -128,18 +137,31 @@ class Saver:
         if found:
             raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
         end = time.perf_counter()
-        waited = pending.waited + end - start if in_background else end - pending.started
-        gigabytes, seconds = pending.num_bytes / 1e9, end - pending.started
-        logger.info("saved %s: %.3f GB in %.2f s, training waited %.2f s", pending.final, gigabytes, seconds, waited)
+        done = Saved(
+            iteration=pending.iteration,
+            background=pending.thread is not None,
+            finished_after_iteration=iteration,
+            gigabytes=pending.num_bytes / 1e9,
+            seconds=end - pending.started,
+            start_waited_seconds=pending.waited,
+            finish_waited_seconds=end - start,
+        )
+        logger.info("saved %s: %s", pending.final, done)
+        if groups.rank == 0:
+            done.append_to(self.trainer.run.run_dir / SAVES)
 
-    def _start(self, progress: Progress, *, copy: bool) -> _Pending:
+    def _root(self, persistent: bool) -> Path:
+        run = self.trainer.run
+        return run.run_dir if persistent else run.non_persistent_dir
+
+    def _start(self, progress: Progress, root: Path, *, copy: bool) -> _Pending:
         """Make the folder, plan the save and bring the tensors to the host."""
         start = time.perf_counter()
         run, groups = self.trainer.run, self.trainer.groups
         for chunk in self.trainer.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)  # the update's weights are gathered in the next forward pass
-        final = layout.iteration_folder(run.run_dir, progress.iteration)
+        final = layout.iteration_folder(root, progress.iteration)
         record = run_record(run, groups, asdict(progress)) if groups.rank == 0 else {}
         problem = None
         if groups.rank == 0:
@@ -150,7 +172,7 @@ class Saver:
         found = agree(groups, problem)  # also the barrier after which the folder is there
         if found:
             raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
-        with corruption_is_an_error(final):
+        with corruption_is_an_error(final), all_cores():
             state = state_to_save(self.trainer, progress)
             write = StateWrite(state, final.parent / f".{final.name}.partial", copy=copy)
         (num_bytes,) = sum_over_ranks(groups, [write.num_bytes])
@@ -180,6 +202,9 @@ class Saver:
         sync_tree(pending.partial, already=".distcp")
         move(pending.partial, pending.final)
         layout.write_tracker(root, pending.iteration)
+        if root != self._root(persistent=True):
+            keep_only(pending.final)
+            return
         deleted = prune(
             root, newest=pending.iteration, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every
         )
@@ -230,6 +255,18 @@ def corruption_is_an_error(checkpoint: Path) -> Iterator[None]:
     finally:
         theirs.removeHandler(handler)
         theirs.setLevel(level)
+
+
+@contextlib.contextmanager
+def all_cores() -> Iterator[None]:
+    """Let torch use this rank's part of the cores: beside a GPU it has one, which copies a host's memory slowly."""
+    before = torch.get_num_threads()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
+    torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _without_weights(folder: str, names: list[str]) -> list[str]:

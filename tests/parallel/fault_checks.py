@@ -93,7 +93,7 @@ def save_to_a_full_disk(groups: Groups, saver: Saver) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
     try:
         saver.save(Progress(9), None, background=True)
-        saver.finish()
+        saver.finish(9)
     except CheckpointError as error:
         return str(error)
     finally:
@@ -105,7 +105,7 @@ def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
     """Save in the background while every weight and moment changes; then a save that cannot be written."""
     groups = join(tp, 1)
     saving = {"checkpoint.save": True, "checkpoint.save_optim": True, "checkpoint.load_optim": True}
-    flags = saving | {"training.train_iters": 2}
+    flags = saving | {"training.train_iters": 2, "parallel.use_distributed_optimizer": tp == 1}
     run = run_config(tp, 1, checkpoint, save_dir, **flags, name="async")
     trainer = loop(groups, run, FakeLoader)
     saver = Saver(trainer, Path(checkpoint) / "iter_0000000" / "hf")
@@ -117,7 +117,7 @@ def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
             parameter.fill_(7.0)
         for state in (x for one in trainer.optimizer.chained_optimizers for x in one.optimizer.state.values()):
             state["exp_avg"].fill_(7.0)
-    saver.finish()
+    saver.finish(8)
     after = (saver.pending, latest_iteration(run.run_dir))
     fresh = make_trainer(groups, run)
     progress, states = resume(fresh, latest_checkpoint(run.run_dir)[0])

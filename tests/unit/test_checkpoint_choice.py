@@ -11,23 +11,27 @@ import pytest
 from llava_mcore.checkpoint.complete import (
     discard,
     iterations,
+    keep_only,
     newest_complete,
     prune,
     remove_leftovers,
     write_run_json,
 )
 from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, write_tracker
+from llava_mcore.checkpoint.start import StartPoint, start_point
+from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import CheckpointError
 
 
-def add(root: Path, *numbers: int, tracker: int | None = None) -> None:
+def add(root: Path, *numbers: int, tracker: int | None = None, save_dir: Path | None = None) -> None:
     """Make complete checkpoints with run.json; the tracker names the last one, or another."""
     for number in numbers:
         folder = iteration_folder(root, number)
         (folder / "hf").mkdir(parents=True)
         for name in ("metadata.json", "__0_0.distcp", "hf/config.json"):
             (folder / name).write_text("x" * (number + 1))
-        write_run_json(folder, {"iteration": number})
+        written_by = {} if save_dir is None else {"run": {"checkpoint": {"save_dir": str(save_dir)}}}
+        write_run_json(folder, {"iteration": number, **written_by})
     write_tracker(root, numbers[-1] if tracker is None else tracker)
 
 
@@ -112,3 +116,52 @@ def test_killed_saves_and_deletions_leave_nothing(tmp_path: Path) -> None:
     remove_leftovers(tmp_path)
     discard(iteration_folder(tmp_path, 2))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000004", "iter_notes", TRACKER]
+
+
+def start(save_dir: Path, *more: str) -> StartPoint:
+    """Return where a run of the name `run` goes on from; it needs no load folder while it has checkpoints."""
+    overrides = [f"checkpoint.save_dir={save_dir}", "checkpoint.load_optim=true", *more]
+    return start_point(load_run_config(None, overrides))
+
+
+def test_a_run_goes_on_from_the_newest_of_what_is_kept_and_what_is_not(tmp_path: Path) -> None:
+    run, fast = tmp_path / "run", tmp_path / "run" / "non_persistent"
+    add(fast, 7)
+    assert start(tmp_path).checkpoint == iteration_folder(fast, 7)
+    add(run, 5, 10)
+    assert start(tmp_path).checkpoint == iteration_folder(run, 10)
+    add(fast, 10)
+    assert start(tmp_path).checkpoint == iteration_folder(run, 10)
+    add(fast, 12)
+    assert (start(tmp_path).checkpoint, start(tmp_path).iteration) == (iteration_folder(fast, 12), 12)
+    (iteration_folder(fast, 12) / "__0_0.distcp").unlink()
+    found = start(tmp_path)
+    assert (
+        found.checkpoint == iteration_folder(run, 10)
+        and "iter_0000012: __0_0.distcp is missing" in found.passed_over[0]
+    )
+    for folder in (run, fast):
+        for number in iterations(folder):
+            (iteration_folder(folder, number) / "metadata.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint \(2 problems\)"):
+        start(tmp_path)
+
+
+def test_a_run_that_was_set_back_leaves_its_future_alone(tmp_path: Path) -> None:
+    add(tmp_path / "run", 5, 10, tracker=5)
+    add(tmp_path / "run" / "non_persistent", 12)
+    found = start(tmp_path)
+    assert found.iteration == 5
+    assert any("iter_0000012: newer than iteration 5" in reason for reason in found.passed_over)
+
+
+def test_a_fast_disk_may_hold_another_run_of_the_same_name(tmp_path: Path) -> None:
+    fast, mine = tmp_path / "fast", tmp_path / "mine"
+    add(fast / "run", 12, save_dir=tmp_path / "theirs")
+    add(mine / "run", 10)
+    found = start(mine, f"checkpoint.non_persistent_dir={fast}")
+    assert found.iteration == 10 and "belongs to another run of this name" in found.passed_over[0]
+    add(fast / "run", 14, save_dir=mine)
+    assert start(mine, f"checkpoint.non_persistent_dir={fast}").iteration == 14
+    keep_only(iteration_folder(fast / "run", 12))
+    assert iterations(fast / "run") == [12]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from llava_mcore.__main__ import COMMANDS, main
 from llava_mcore.apps import show_config
+from llava_mcore.config.faults import parse_ranges
 from llava_mcore.config.flag_names import ALL_FLAGS
 from llava_mcore.config.flag_table import flag_table
 from llava_mcore.config.flags import make_parser, parse_command_line
@@ -41,16 +42,20 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--slurm-output-name /o.txt", "launch.slurm_output_name", "/o.txt"),
     ("--sbatch-options x", "launch.sbatch_options", "x"),
     ("--debug", "logging.debug", True),
+    ("--profile 3:4", "logging.profile", "3:4"),
     ("--tensorboard", "logging.tensorboard", True),
     ("--wandb", "logging.wandb", True),
     ("--image-token-id 4", "data.image_token_id", 4),
     ("--pad-token-id 3", "data.pad_token_id", 3),
     ("--adam-beta2 0.95", "optimizer.adam_beta2", 0.95),
     ("--loss-scale 128", "training.loss_scale", 128.0),
+    ("--no-add-class-token", "model.drop_class_token", True),
     ("--fused-attn", "model.attention_backend", "fused"),
     ("--flash-attn", "model.attention_backend", "flash"),
     ("--async-save", "checkpoint.async_save", True),
     ("--keep-last 2", "checkpoint.keep_last", 2),
+    ("--non-persistent-save-interval 3", "checkpoint.non_persistent_save_interval", 3),
+    ("--non-persistent-ckpt-dir /n", "checkpoint.non_persistent_dir", Path("/n")),
     ("--keep-every 100", "checkpoint.keep_every", 100),
     ("--timeout 30", "faults.timeout", 30),
     ("--exit-duration-in-mins 90", "faults.exit_duration_in_mins", 90.0),
@@ -156,13 +161,28 @@ def test_every_value_is_documented() -> None:
         (["--wandbb"], "--wandbb: no such flag (did you mean --wandb?)"),
         (["--freeze_lm"], "did you mean --freeze-lm?"),
         (["--tp"], "--tp: expected one argument"),
-        (["--dist-ckpt"], "--dist-ckpt: leave it away: every checkpoint is a distributed one"),
-        (["--no-add-class-token"], "--no-add-class-token: leave it away: the model's config.json says"),
+        (["--skip-train-iteration-range", "name=x"], "--skip-train-iteration-range: expected at least one value"),
         (["--fused-attn", "--flash-attn"], "not allowed with argument --fused-attn"),
     ],
 )
 def test_unknown_flag_is_an_error(typed: list[str], expected: str) -> None:
     assert expected in message_of(lambda: parse_command_line(typed, "run.py"))
+
+
+def test_several_values_mix_with_overrides() -> None:
+    typed = ["training.seed=7", "--skip-train-iteration-range", "100-110", "300-400,500-500", "name=x", "--lr", "1"]
+    run = parse_command_line([*typed, "data.lang=jp"], "run.py").load()
+    assert run.faults.skip_train_iteration_range == "100-110,300-400,500-500"
+    assert (run.training.seed, run.name, run.optimizer.lr, run.data.lang) == (7, "x", 1.0, "jp")
+    assert parse_ranges("100-110 300-400") == (range(100, 111), range(300, 401))
+    found = message_of(parse_command_line(["--skip-train-iteration-range", "1-2", "huh"], "run.py").load)
+    assert "expected ranges of iterations such as 100-110 300-300, found 'huh'" in found
+
+
+def test_what_is_always_so_is_accepted_and_said() -> None:
+    asked = parse_command_line(["--dist-ckpt"], "run.py")
+    assert asked.load() == load_run_config() and "--dist-ckpt is always on: every checkpoint" in asked.notices[0]
+    assert parse_command_line([], "run.py").notices == ()
 
 
 def test_overrides_may_stand_between_flags() -> None:

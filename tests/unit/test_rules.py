@@ -59,6 +59,13 @@ def test_a_good_run_has_no_problem(good: list[str]) -> None:
             ["model.freeze_language_model=true", "model.freeze_vision_projection=true"],
             ["all three parts are frozen"],
         ),
+        (["checkpoint.async_save=true"], ["--async-save has no effect without --save-interval"]),
+        (["checkpoint.keep_every=2"], ["--keep-every has no effect without --keep-last"]),
+        (["checkpoint.non_persistent_dir=/d"], ["has no effect without --non-persistent-save-interval"]),
+        (["checkpoint.non_persistent_save_interval=2"], ["--non-persistent-save-interval", "add --save-optim"]),
+        (["logging.profile=9:11"], ["--profile 9:11 reaches beyond --train-iters 10"]),
+        (["logging.profile_ranks=0"], ["logging.profile_ranks has no effect without --profile"]),
+        (["logging.profile=9:10", "logging.profile_ranks=2,8"], ["names rank 8: this run has 0 to 7"]),
         (["optimizer.min_lr=1"], ["optimizer.min_lr 1 is above --lr 2e-05"]),
         (["parallel.backend=nccl"], ["--backend nccl needs GPUs"]),
         (["training.global_batch_size=3"], ["--global-batch-size 3 is not a multiple of 2", "2 data-parallel ranks"]),
@@ -112,6 +119,15 @@ def test_sliding_window_shorter_than_the_sequence(good: list[str]) -> None:
     found = check_run(load_run_config(None, good), dims, world_size=8, device_available=False)
     assert len(found) == 1
     assert "sliding attention window of 1024" in found[0]
+
+
+def test_a_class_token_that_must_not_stay(good: list[str]) -> None:
+    run = load_run_config(None, [*good, "model.drop_class_token=true"])
+    assert check_run(run, DIMS, world_size=8, device_available=False) == []
+    keeps = dataclasses.replace(DIMS, keeps_class_token=True)
+    found = check_run(run, keeps, world_size=8, device_available=False)
+    assert len(found) == 1 and "--no-add-class-token, but the model hands the class token on" in found[0]
+    assert check_run(load_run_config(None, good), keeps, world_size=8, device_available=False) == []
 
 
 def test_all_problems_come_together() -> None:

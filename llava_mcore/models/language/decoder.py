@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import SDPAttention, sees_window
 from llava_mcore.models.language.layers import NormedRowParallelLinear, TwoRopeSelfAttention
 from llava_mcore.models.language.linear_cross_entropy import OutputLayer
@@ -44,7 +45,9 @@ def block_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return what a stage's layers are made of: Transformer Engine's, or torch's for a machine without it."""
     if config.transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
+        )
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
     attention = layer.self_attention.submodules
@@ -96,6 +99,9 @@ class LanguageModel(GPTModel):
         self.true_vocab_size = hf.vocab_size
         if post_process:  # GPTModel lets nobody choose this layer's class
             self.output_layer.__class__ = OutputLayer
+        if config.use_te_activation_func:
+            for layer in self.decoder.layers:
+                layer.mlp.activation_func = StatelessActivation(layer.mlp.activation_func)
         self.shape = shape
         self.rotary_pos_emb.inv_freq = shape.rope.inv_freq  # megatron-core moves it on first use
         for layer in self.decoder.layers:  # YaRN also scales cosines and sines

@@ -1,0 +1,165 @@
+"""What a training notices of a checkpoint that is written behind it: `run.py` itself, on a published shape.
+
+    python -m benchmarks.async_save --shape llava-1.5-7b --gpus 2 --tp 2 --steps 40 --dir /fast/disk --json out.json
+
+After `--steps` steps a save begins in the background, and as many steps follow, during and after it; the save of the
+last step is waited for. "step" is the median wall time of a step without any save beside it, the data wait included;
+"step beside the save" are the steps that ended before the tracker moved. "waited" is how long the training stood still.
+With weights and optimizer a checkpoint has 14 bytes a trained parameter (bf16, AdamW): LLaVA-1.5-7B about 98 GB. The
+disk holds one: the first is deleted when it is complete. A distributed optimizer is gathered on every data-parallel
+rank and then copied, twice the size of that for each of them in the host's memory: make tp x pp as large as --gpus, or
+use --plain-optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.material import SHAPES, make_hf_folder, make_shards
+from benchmarks.train_step import ROOT, versions
+from llava_mcore.checkpoint.complete import discard
+from llava_mcore.checkpoint.layout import iteration_folder
+
+SAVES, METRICS = "saves.jsonl", "metrics.jsonl"
+
+
+def main() -> int:
+    """Train, measure, print; return the exit code of the run."""
+    args = parse()
+    with tempfile.TemporaryDirectory(dir=args.dir) as work:
+        folder = Path(work)
+        make_hf_folder(folder / "hf", args.shape, seq_length=args.seq_length, num_layers=args.layers)
+        make_shards(folder / "data", num_samples=args.samples)
+        code = watched(command(args, folder), folder / "run")
+        if code:
+            return code
+        steps, saves = read(folder / "run" / METRICS), read(folder / "run" / SAVES)
+    found = measured(steps, saves, args.warm_up)
+    show(args, found)
+    if args.json is not None:
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        about = {"device": f"{args.gpus} x {gpu}", "command": sys.argv[1:], "versions": versions()}
+        args.json.write_text(json.dumps({"about": about, **found}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llava-1b")
+    parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="or gloo processes")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=30, help="before the save begins, and after that")
+    parser.add_argument("--warm-up", type=int, default=5, help="first steps that do not count")
+    parser.add_argument("--weights-only", action="store_true", help="save no optimizer: 2 bytes a parameter")
+    parser.add_argument("--plain-optimizer", action="store_true", help="not the distributed one")
+    parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
+    parser.add_argument("--global-batch-size", type=int, default=16, help="packs of one step")
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--layers", type=int, help="shorten the decoder")
+    parser.add_argument("--samples", type=int, default=4000, help="conversations in the shards, read again and again")
+    parser.add_argument("--dir", type=Path, help="folder for data and checkpoints (default: the temporary one)")
+    parser.add_argument("--json", "--out", type=Path)
+    parser.add_argument("more", nargs="*", help="key=value overrides of the run's configuration")
+    return parser.parse_args()
+
+
+def command(args: argparse.Namespace, folder: Path) -> list[str]:
+    """Return the training's command line."""
+    words: list[Any] = [sys.executable, ROOT / "scripts" / "train" / "run.py", "--init", "--packing"]
+    words += [] if args.plain_optimizer else ["--dist-optim"]
+    words += ["-g", args.gpus, "--tp", args.tp, "--pp", args.pp, "--tokenizer-load-dir", folder / "hf"]
+    words += ["--data-path", folder / "data", "--save-dir", folder, "--name", "run"]
+    words += ["--train-iters", 2 * args.steps, "--save-interval", args.steps, "--async-save"]
+    words += [] if args.weights_only else ["--save-optim"]
+    words += ["--seq-length", args.seq_length, "--micro-batch-size", args.micro_batch_size]
+    words += ["--global-batch-size", args.global_batch_size, "--num-workers", 4]
+    words += [
+        "--on-too-long",
+        "truncate",
+        "data.shuffle_buffer_size=0",
+        f"model.freeze_vision_model={not args.train_vision}",
+        *args.more,
+    ]
+    return [str(word) for word in words]
+
+
+def watched(words: Sequence[str], run_dir: Path) -> int:
+    """Run the training; delete its first checkpoint as soon as it is complete. Return the exit code."""
+    with subprocess.Popen(words, cwd=ROOT) as process:
+        while process.poll() is None:
+            time.sleep(0.5)
+            saves = read(run_dir / SAVES)
+            first = iteration_folder(run_dir, saves[0]["iteration"]) if len(saves) == 1 else None
+            if first is not None and first.exists():
+                discard(first)
+    return process.returncode
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of JSON lines, none where there is no file."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def measured(steps: Sequence[dict[str, Any]], saves: Sequence[dict[str, Any]], warm_up: int) -> dict[str, Any]:
+    """Return what both saves took and what the steps beside the first one lost. Seconds, GB, GB/s."""
+    behind, waited = saves
+    first, last = behind["iteration"] + 1, behind["finished_after_iteration"]
+    seconds = {step["iteration"]: step["step_seconds"] for step in steps if step["iteration"] > warm_up}
+    beside = [value for number, value in seconds.items() if first <= number <= last]
+    alone = [value for number, value in seconds.items() if not first <= number <= last]
+    if not beside or not alone:
+        raise SystemExit(f"no steps beside the save, or none without it: {len(beside)}, {len(alone)}; raise --steps")
+    normal = statistics.median(alone)
+    return {
+        "step": {"median": normal, "max": max(alone), "number": len(alone)},
+        "step beside the save": {
+            "median": statistics.median(beside),
+            "max": max(beside),
+            "mean": statistics.mean(beside),
+            "number": len(beside),
+        },
+        "ratio": statistics.median(beside) / normal,
+        "mean ratio": statistics.mean(beside) / statistics.mean(alone),
+        "background": behind | {"gb_per_second": behind["gigabytes"] / behind["seconds"]},
+        "waited for": waited | {"gb_per_second": waited["gigabytes"] / waited["seconds"]},
+    }
+
+
+def show(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Print steps and saves as two tables."""
+    what = "weights" if args.weights_only else "weights and optimizer"
+    title = f"{args.shape}, tp {args.tp} x pp {args.pp} x dp {args.gpus // (args.tp * args.pp)}"
+    steps = Table("steps", "median s", "max s", "number", "ratio of medians", "of means", title=title)
+    for name, ratios in (("step", ("", "")), ("step beside the save", (found["ratio"], found["mean ratio"]))):
+        row = found[name]
+        texts = [f"{value:.3f}" if value else "" for value in ratios]
+        steps.add_row(name, f"{row['median']:.3f}", f"{row['max']:.3f}", str(row["number"]), *texts)
+    saves = Table("save", "GB", "until complete s", "GB/s", "waited at its start s", "at its end s", title=what)
+    for name in ("background", "waited for"):
+        row = found[name]
+        numbers = ("gigabytes", "seconds", "gb_per_second", "start_waited_seconds", "finish_waited_seconds")
+        saves.add_row(name, *(f"{row[number]:.2f}" for number in numbers))
+    console = Console(width=120)
+    console.print(steps)
+    console.print(saves)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

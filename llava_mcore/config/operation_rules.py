@@ -1,0 +1,42 @@
+"""What must hold between the options of saving, profiling and reporting. See `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llava_mcore.config.logs import parse_numbers, parse_span
+from llava_mcore.config.schema import RunConfig
+
+
+def check_operations(run: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield options that would have no effect, or cannot work together."""
+    yield from _check_profile(run, world_size)
+    yield from _check_saving(run)
+
+
+def _check_profile(run: RunConfig, world_size: int) -> Iterator[str]:
+    span, ranks = parse_span(run.logging.profile), parse_numbers(run.logging.profile_ranks)
+    if span and span[-1] > run.training.train_iters:
+        yield f"--profile {run.logging.profile} reaches beyond --train-iters {run.training.train_iters}: change one"
+    if ranks and not span:
+        yield "logging.profile_ranks has no effect without --profile: add it"
+    if ranks and ranks[-1] >= world_size:
+        yield f"logging.profile_ranks names rank {ranks[-1]}: this run has 0 to {world_size - 1}"
+
+
+def _check_saving(run: RunConfig) -> Iterator[str]:
+    checkpoint = run.checkpoint
+    interval = checkpoint.non_persistent_save_interval
+    if checkpoint.save_optim and not checkpoint.saves:
+        yield "--save-optim has no effect without --save or --save-interval: add one of them"
+    if checkpoint.async_save and checkpoint.save_interval is None and interval is None:
+        yield "--async-save has no effect without --save-interval, as the last checkpoint is always waited for: add it"
+    if checkpoint.keep_every is not None and checkpoint.keep_last is None:
+        yield "--keep-every has no effect without --keep-last, as nothing is deleted: give both, or neither"
+    if checkpoint.non_persistent_dir is not None and interval is None:
+        yield "--non-persistent-ckpt-dir has no effect without --non-persistent-save-interval: add it"
+    if interval is not None and not checkpoint.save_optim:
+        yield (
+            "--non-persistent-save-interval writes what a run resumes from: add --save-optim, and --save or "
+            "--save-interval for what is kept"
+        )

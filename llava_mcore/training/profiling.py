@@ -1,0 +1,75 @@
+"""`--profile START:END`: what these iterations do, kernel by kernel, and what holds memory on the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from llava_mcore.config.logs import parse_numbers, parse_span
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.parallel.groups import Groups
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "profile"
+MEMORY_EVENTS = 200_000
+"""Newest allocations and frees that the memory snapshot holds."""
+
+
+class IterationProfiler:
+    """Profiles some iterations of a run on some ranks, and does nothing else. No method is a collective call."""
+
+    def __init__(self, run: RunConfig, groups: Groups) -> None:
+        ranks = parse_numbers(run.logging.profile_ranks)
+        chosen = run.logging.profile is not None and (not ranks or groups.rank in ranks)
+        self.span = parse_span(run.logging.profile) if chosen else range(0)
+        self.rank, self.folder = groups.rank, run.run_dir / FOLDER
+        self.on_gpu = groups.device.type == "cuda"
+        self._profile: profile | None = None
+        self._iterations: list[int] = []
+
+    @contextlib.contextmanager
+    def iteration(self, number: int) -> Iterator[None]:
+        """Surround one iteration; the trace is written behind the last one."""
+        if number not in self.span:
+            yield
+            return
+        if self._profile is None:
+            self._begin()
+        self._iterations.append(number)
+        with record_function(f"iteration {number}"):
+            yield
+        if number == self.span[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write what has been profiled: the run may end within the span, or by an error."""
+        if self._profile is None:
+            return
+        self._profile.stop()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stem = f"rank_{self.rank:05d}.iterations_{self._iterations[0]}-{self._iterations[-1]}"
+        written = [self.folder / f"{stem}.trace.json.gz"]
+        self._profile.export_chrome_trace(str(written[0]))
+        if self.on_gpu:
+            written.append(self._write_memory(self.folder / f"{stem}.memory.pickle"))
+        self._profile = None
+        self._iterations = []
+        logger.info("profile written: %s", ", ".join(map(str, written)))
+
+    def _begin(self) -> None:
+        if self.on_gpu:
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._profile.start()
+
+    def _write_memory(self, path: Path) -> Path:
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        return path

@@ -1,0 +1,32 @@
+"""What every save took: a line on the console, and one of saves.jsonl."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+SAVES = "saves.jsonl"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One line of saves.jsonl. Seconds are wall time on rank 0; `start_` and `finish_` are those that training stood
+    still. finished_after_iteration: the last one that was trained before the save was complete."""
+
+    iteration: int
+    background: bool
+    finished_after_iteration: int
+    gigabytes: float
+    seconds: float
+    start_waited_seconds: float
+    finish_waited_seconds: float
+
+    def __str__(self) -> str:
+        waited = self.start_waited_seconds + self.finish_waited_seconds
+        return f"{self.gigabytes:.3f} GB in {self.seconds:.2f} s, training waited {waited:.2f} s"
+
+    def append_to(self, file: Path) -> None:
+        """Add it to a file of JSON lines."""
+        with file.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(asdict(self)) + "\n")

@@ -44,7 +44,7 @@ class Case:
         return f"{self.vision}-{self.text}"
 
 
-FEW = ((1, 2), (2, 1), (2, 2))
+ONE_AXIS, BOTH_AXES = ((1, 2), (2, 1)), ((2, 2),)
 
 CASES = [
     Case("clip", "llama", {"text_overrides": {"vocab_size": 401}}),
@@ -63,11 +63,11 @@ CASES = [
             "text_overrides": {"rope_parameters": PARTIAL},
             "vision_overrides": {"use_swiglu_ffn": True},
         },
-        FEW,
+        ONE_AXIS + BOTH_AXES,
     ),
-    Case("dinov2_with_registers", "gemma2", {"tie": True}, FEW),
-    Case("internvit", "gemma3", {"tie": True, "feature_layer": -1}, FEW),
-    Case("siglip", "gemma3", {"text_overrides": {"rope_parameters": TWO_ROPES}}, FEW),
+    Case("dinov2_with_registers", "gemma2", {"tie": True}, ONE_AXIS + BOTH_AXES),
+    Case("internvit", "gemma3", {"tie": True, "feature_layer": -1}, ONE_AXIS),
+    Case("siglip", "gemma3", {"text_overrides": {"rope_parameters": TWO_ROPES}}, BOTH_AXES),
 ]
 
 

@@ -90,7 +90,6 @@ def recompute_options() -> dict[str, tuple[str, dict[str, Any]]]:
         "llama + recompute full": ("llama", full),
         "llama + recompute first layer": ("llama", {"model.recompute": "full", "model.recompute_method": "block"}),
         "packed + recompute selective": ("llama", parts),
-        "gemma3 tied + recompute full": ("gemma3", full),
         "qwen3 + the tower too": ("qwen3", {"model.recompute": "selective", "model.recompute_vision": "full"}),
         "stage 1 + recompute full": (
             "llama",
@@ -109,7 +108,7 @@ def stage_options() -> dict[str, tuple[str, dict[str, Any]]]:
         "llama + both stages given": ("llama", {FIRST: 3, LAST: 1}),
         "llama + interleaved": ("llama", interleaved),
         "packed + interleaved": ("llama", interleaved),
-        "gemma3 tied + interleaved": ("gemma3", interleaved),
+        "gemma3 tied + interleaved, recompute": ("gemma3", interleaved | {"model.recompute": "full"}),
         "qwen2 tied + interleaved": ("qwen2", interleaved),
         "stage 1 + interleaved": (
             "llama",

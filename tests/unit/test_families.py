@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,12 @@ from llava_mcore.checkpoint.hf_config import load_hf_config, model_dims
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.conversion.layouts import Copy
 from llava_mcore.conversion.mapping import Entry
-from llava_mcore.errors import ConversionError
+from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.models.parts import LANGUAGE_MODELS, VISION_TOWERS
+from llava_mcore.training.setup import transformer_impl
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import make_hf_llava
+from tests.parallel.training_checks import run_config
 from tests.unit.test_check_model import mutate
 
 ROOT = Path(__file__).parents[2]
@@ -156,6 +159,19 @@ def test_what_cannot_be_computed_is_refused(
     assert main(["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
+
+
+def test_layers_of_transformer_engine_are_not_used_where_they_cannot_compute(gemma: Path, phi: Path) -> None:
+    here: Any = SimpleNamespace(device=torch.device("cpu"))
+    gemma_config, phi_config = load_hf_config(gemma), load_hf_config(phi)
+    unsaid: dict[str, Any] = {"model.transformer_impl": None}
+    assert transformer_impl(run_config(1, 1, "", "", **unsaid), here, gemma_config) == "local"
+    for flags in ({"model.transformer_impl": "transformer_engine"}, unsaid | {"training.fp8": True}):
+        run = run_config(1, 1, "", "", **flags)
+        with pytest.raises(ConfigError, match="gemma3_text models are made of local layers only"):
+            transformer_impl(run, here, gemma_config)
+        with pytest.raises(ConfigError, match="needs GPUs"):
+            transformer_impl(run, here, phi_config)
 
 
 def test_qwen2_5_is_a_qwen2_and_windows_that_are_computed_limit_nothing(gemma: Path, tmp_path: Path) -> None:

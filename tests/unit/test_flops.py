@@ -14,16 +14,21 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 from llava_mcore.models.flops import Flops, TrainedParts, Workload, mfu, model_flops, peak_flops
 from llava_mcore.models.language.dense import head_dim
 from llava_mcore.models.vision.features import feature_choice, tokens_per_image
+from llava_mcore.towers import ffn_size
 from tests.helpers.tiny_hf import text_config, vision_config
 
 DOCS = Path(__file__).parents[2] / "docs" / "performance_formulas.md"
 
 
 def llava(
-    vision: str = "clip", text: str = "llama", feature_layer: int | list[int] = -2, **text_fields: Any
+    vision: str = "clip",
+    text: str = "llama",
+    feature_layer: int | list[int] = -2,
+    vision_fields: dict[str, Any] | None = None,
+    **text_fields: Any,
 ) -> LlavaConfig:
-    v = vision_config(vision, **({} if vision == "clip" else {"vision_use_head": False}))
-    strategy = "default" if vision == "clip" else "full"
+    v = vision_config(vision, **(vision_fields or {}))
+    strategy = "full" if vision == "siglip" else "default"
     t = text_config(text, **text_fields)
     config = LlavaConfig(
         vision_config=v,
@@ -113,7 +118,8 @@ def beyond_the_model(hf: LlavaConfig, *, samples: int, length: int, images: int)
     angles = 2 * length * (head_dim(hf.text_config) // 2)  # positions x frequencies, once for all samples
     tokens = tokens_per_image(hf) + feature_choice(hf).drop_first_token
     unused = vision.num_hidden_layers - feature_choice(hf).num_layers  # forward only: no gradient reaches them
-    matrices = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
+    gated = vision.to_dict().get("use_swiglu_ffn", False)
+    matrices = 4 * vision.hidden_size**2 + (3 if gated else 2) * vision.hidden_size * ffn_size(vision)
     return angles + samples * images * unused * (2 * tokens * matrices + 4 * tokens**2 * vision.hidden_size)
 
 
@@ -121,7 +127,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "clip llama": {},
     "clip qwen3, own head size": {"text": "qwen3", "feature_layer": -1},
     "clip mistral, two feature layers": {"text": "mistral", "feature_layer": [-2, 1]},
-    "siglip qwen2, one group": {"vision": "siglip", "text": "qwen2", "num_key_value_heads": 1},
+    "siglip qwen2, one group": {
+        "vision": "siglip",
+        "text": "qwen2",
+        "num_key_value_heads": 1,
+        "vision_fields": {"vision_use_head": False},
+    },
+    "dinov2 phi3, gated tower": {"vision": "dinov2", "text": "phi3", "vision_fields": {"use_swiglu_ffn": True}},
 }
 
 

@@ -21,6 +21,7 @@ from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.dataset_path import check_dataset, fingerprint
 from llava_mcore.data.open_stream import check_streams, open_stream
+from llava_mcore.data.pixel_slots import PREFETCHED, PixelSlots
 from llava_mcore.data.remote import renew_connections, storage_message
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.skips import Skips
@@ -109,7 +110,8 @@ class TrainLoader:
         self._places = {n: places.get(n) for n in numbers}
         num_batches = {n: 0 if place is None else num_given(place) for n, place in self._places.items()}
         self._turns = iter(Turns(num_batches))
-        self._sources = _serve(streams, num_batches, data, seed)
+        most_pictures = micro_batch_size * data.seq_length // assets.tokens_per_image
+        self._sources = _serve(streams, num_batches, data, seed, most_pictures * assets.images.num_bytes)
         self._closed = False
 
     @property
@@ -225,14 +227,17 @@ class TrainLoader:
 class _Source:
     """Deliveries of one loader process, or of this process."""
 
-    def __init__(self, server: StreamServer, *, in_process: bool, seed: int, timeout: float) -> None:
-        """timeout: seconds that a loader process may take for a delivery."""
+    def __init__(self, server: StreamServer, *, seed: int, timeout: float) -> None:
+        """A server with slots gets a process. timeout: seconds that it may take for a delivery."""
+        self._slots = server.slots
+        in_process = server.slots is None
         # A generator of its own: starting would else draw from the global one, and a resumed run go on differently.
         self._loader = DataLoader(
             server,
             batch_size=None,
             num_workers=0 if in_process else 1,
             worker_init_fn=_start_worker,
+            prefetch_factor=None if in_process else PREFETCHED,
             timeout=0 if in_process else timeout,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(seed),
@@ -242,7 +247,11 @@ class _Source:
     def next(self) -> Delivery:
         if self._iterator is None:
             self._iterator = iter(self._loader)
-        return next(self._iterator)
+        delivery = next(self._iterator)
+        if self._slots is not None and delivery.parked is not None:
+            pixels = self._slots.take(delivery.parked, pinned=torch.cuda.is_available())
+            delivery.batch.pixel_values, delivery.parked = pixels, None
+        return delivery
 
     def close(self) -> None:
         """End the process at once. Left to the garbage collector, it would be waited for five seconds."""
@@ -259,15 +268,18 @@ def _start_worker(worker: int) -> None:
     gc.freeze()
 
 
-def _serve(streams: dict[int, Stream], num_batches: dict[int, int], data: DataConfig, seed: int) -> dict[int, _Source]:
+def _serve(
+    streams: dict[int, Stream], num_batches: dict[int, int], data: DataConfig, seed: int, slot_bytes: int
+) -> dict[int, _Source]:
     """Return where each stream's deliveries come from: loader processes, or this process without any."""
     num_workers = data.num_workers
     if num_workers > len(streams):
         logger.info("this rank serves %d streams: %d of %d loader processes", len(streams), len(streams), num_workers)
     sources: dict[int, _Source] = {}
     for numbers in share(list(streams), max(1, num_workers)):
-        server = StreamServer({n: streams[n] for n in numbers}, Turns(num_batches))
-        source = _Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout)
+        slots = PixelSlots(slot_bytes) if num_workers else None
+        server = StreamServer({n: streams[n] for n in numbers}, Turns(num_batches), slots)
+        source = _Source(server, seed=seed, timeout=data.timeout)
         sources |= dict.fromkeys(numbers, source)
     return sources
 

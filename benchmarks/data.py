@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--pack-memory", action="store_true", help="measure memory with packing")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    console, parts = Console(file=sys.stdout, width=120), options.only or PARTS
+    console, parts = Console(file=sys.stdout, width=150), options.only or PARTS
     result: dict[str, object] = {"cores": os.cpu_count(), "load": os.getloadavg()}
     console.print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the start")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):

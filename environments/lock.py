@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = ("dev", "quickstart", "remote")
+EXTRAS = ("dev", "mlflow", "quickstart", "remote")
 """Extras of the project that the CPU stack has; `gpu` has a lock of its own."""
 
 

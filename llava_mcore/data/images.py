@@ -147,6 +147,11 @@ class ImagePreprocessor:
                 self.pixel_scale = NO_SCALE
         self._is_plain = bool(len(self.pixel_scale)) and self._resizes_and_crops_only()
 
+    @property
+    def num_bytes(self) -> int:
+        """Of a picture's pixels."""
+        return 3 * self.image_size**2 * (1 if len(self.pixel_scale) else 4)
+
     def _process(self, images: list[Image.Image]) -> Tensor:
         leave_out = {"do_rescale": False, "do_normalize": False} if len(self.pixel_scale) else {}
         return self.processor(images=images, return_tensors="pt", **leave_out)["pixel_values"]

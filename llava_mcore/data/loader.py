@@ -12,6 +12,7 @@ from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.dataset_path import check_dataset, fingerprint
 from llava_mcore.data.open_stream import check_streams, open_stream
+from llava_mcore.data.pixel_slots import PixelSlots
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.skips import Skips
 from llava_mcore.data.source import Source, reading
@@ -98,7 +99,8 @@ class TrainLoader:
         self._places = {n: places.get(n) for n in numbers}
         num_batches = {n: 0 if place is None else num_given(place) for n, place in self._places.items()}
         self._turns = iter(Turns(num_batches))
-        self._sources = _serve(streams, num_batches, data, seed)
+        most_pictures = micro_batch_size * data.seq_length // assets.tokens_per_image
+        self._sources = _serve(streams, num_batches, data, seed, most_pictures * assets.images.num_bytes)
         self._closed = False
 
     @property
@@ -176,14 +178,17 @@ class TrainLoader:
                 raise DataError(f"the saved place in {self.path} cannot be restored: {error!r}") from error
 
 
-def _serve(streams: dict[int, Stream], num_batches: dict[int, int], data: DataConfig, seed: int) -> dict[int, Source]:
+def _serve(
+    streams: dict[int, Stream], num_batches: dict[int, int], data: DataConfig, seed: int, slot_bytes: int
+) -> dict[int, Source]:
     """Return where each stream's deliveries come from: loader processes, or this process without any."""
     num_workers = data.num_workers
     if num_workers > len(streams):
         logger.info("this rank serves %d streams: %d of %d loader processes", len(streams), len(streams), num_workers)
     sources: dict[int, Source] = {}
     for numbers in share(list(streams), max(1, num_workers)):
-        server = StreamServer({n: streams[n] for n in numbers}, Turns(num_batches))
-        source = Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout)
+        slots = PixelSlots(slot_bytes) if num_workers else None
+        server = StreamServer({n: streams[n] for n in numbers}, Turns(num_batches), slots)
+        source = Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout, slots=slots)
         sources |= dict.fromkeys(numbers, source)
     return sources

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from llava_mcore.data.loader_process import start_loader_process
+from llava_mcore.data.pixel_slots import PREFETCHED, PixelSlots
 from llava_mcore.data.remote import storage_message
 from llava_mcore.data.streams import Delivery
 from llava_mcore.errors import DataError
@@ -24,14 +25,24 @@ WORKER_ERROR = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOrigi
 class Source:
     """Deliveries of one loader process, or of this process."""
 
-    def __init__(self, server: IterableDataset[Delivery], *, in_process: bool, seed: int, timeout: float) -> None:
-        """timeout: seconds that a loader process may take for a delivery."""
+    def __init__(
+        self,
+        server: IterableDataset[Delivery],
+        *,
+        in_process: bool,
+        seed: int,
+        timeout: float,
+        slots: PixelSlots | None = None,
+    ) -> None:
+        """timeout: seconds that a loader process may take for a delivery. slots: where the server puts pixels."""
+        self._slots = slots
         # A generator of its own: starting would else draw from the global one, and a resumed run go on differently.
         self._loader = DataLoader(
             server,
             batch_size=None,
             num_workers=0 if in_process else 1,
             worker_init_fn=start_loader_process,
+            prefetch_factor=None if in_process else PREFETCHED,
             timeout=0 if in_process else timeout,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(seed),
@@ -41,7 +52,11 @@ class Source:
     def next(self) -> Delivery:
         if self._iterator is None:
             self._iterator = iter(self._loader)
-        return next(self._iterator)
+        delivery = next(self._iterator)
+        if self._slots is not None and delivery.parked is not None:
+            pixels = self._slots.take(delivery.parked, pinned=torch.cuda.is_available())
+            delivery.batch.pixel_values, delivery.parked = pixels, None
+        return delivery
 
     def close(self) -> None:
         """End the process at once. Left to the garbage collector, it would be waited for five seconds."""

@@ -21,6 +21,7 @@ from megatron.energon.errors import FatalSampleError
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from llava_mcore.data.pixel_slots import Parked, PixelSlots
 from llava_mcore.data.plain import from_plain, to_plain
 from llava_mcore.data.remote import STORAGE_ERRORS, storage_message
 from llava_mcore.data.samples import Batch, Skip
@@ -98,6 +99,8 @@ class Delivery:
     stream: int
     batch: Batch
     place: dict[str, Any] | None
+    parked: Parked | None = None
+    """Where the batch's pixels lie, if they do not travel with it."""
 
     def pin_memory(self) -> Self:
         """Copy the tensors to pinned memory (called by torch)."""
@@ -105,17 +108,19 @@ class Delivery:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Tensors travel between processes as bytes in the pipe: a new piece of shared memory for each costs more."""
+        """Tensors but the pixels travel as bytes in the pipe: a new piece of shared memory for each costs more."""
         fields = {f.name: getattr(self.batch, f.name) for f in dataclasses.fields(self.batch)}
         fields["pixel_values"] = fields["pixel_values"].permute(0, 2, 3, 1).contiguous()  # as they lie in memory
         arrays = {name: value.numpy() for name, value in fields.items() if isinstance(value, Tensor)}
-        return {"stream": self.stream, "place": self.place, "fields": fields | arrays, "arrays": list(arrays)}
+        own = {"stream": self.stream, "place": self.place, "parked": self.parked}
+        return own | {"fields": fields | arrays, "arrays": list(arrays)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fields = state["fields"]
         fields |= {name: torch.from_numpy(fields[name]) for name in state["arrays"]}
         fields["pixel_values"] = fields["pixel_values"].permute(0, 3, 1, 2)
-        self.stream, self.place, self.batch = state["stream"], state["place"], Batch(**fields)
+        self.stream, self.place, self.parked = state["stream"], state["place"], state["parked"]
+        self.batch = Batch(**fields)
 
 
 class Stream:
@@ -184,16 +189,22 @@ class Stream:
 class StreamServer(IterableDataset[Delivery]):
     """What one loader process serves: its streams, whenever it is their turn among all those of the rank."""
 
-    def __init__(self, streams: dict[int, Stream], turns: Turns) -> None:
-        """streams: those of this process; turns: of all streams of the rank."""
+    def __init__(self, streams: dict[int, Stream], turns: Turns, slots: PixelSlots | None) -> None:
+        """streams: those of this process; turns: of all streams of the rank; slots: None in the training process."""
         self.streams = streams
+        self.slots = slots
         self._turns = turns
 
     def __iter__(self) -> Iterator[Delivery]:
         for number in self._turns:
             if number in self.streams:
                 stream = self.streams[number]
-                yield Delivery(number, next(stream), stream.place())
+                delivery = Delivery(number, next(stream), stream.place())
+                if self.slots is not None:
+                    delivery.parked = self.slots.put(delivery.batch.pixel_values)
+                if delivery.parked is not None:
+                    delivery.batch.pixel_values = delivery.batch.pixel_values[:0]
+                yield delivery
 
 
 def share(streams: Sequence[int], num_processes: int) -> list[list[int]]:

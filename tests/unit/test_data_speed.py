@@ -22,7 +22,8 @@ from transformers.image_utils import load_image
 from llava_mcore.data import images as images_module
 from llava_mcore.data import streams
 from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.images import ImagePreprocessor, decode_image, decode_pixels
+from llava_mcore.data.images import ImagePreprocessor, decode_image, decode_pixels, is_plain_jpeg
+from llava_mcore.data.pixel_slots import PREFETCHED, Parked, PixelSlots
 from llava_mcore.data.samples import Batch
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import normalise
@@ -156,3 +157,30 @@ def test_open_shards_forget_what_was_read(dataset: Path, assets: Assets) -> None
     opened = [thing for thing in gc.get_objects() if isinstance(thing, ITarFile) and not thing.closed]
     loader.close()
     assert opened and not any(tar.members for tar in opened)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_pixels_lie_in_slots_until_they_are_taken(dtype: torch.dtype) -> None:
+    """As many as are asked for in advance, however many pictures each has; what does not fit stays with its batch."""
+    slots = PixelSlots(5 * 3 * 4 * 4 * dtype.itemsize)
+    values = [torch.arange(k * 48).view(k, 3, 4, 4).to(dtype) for k in (5, 1, 4, 2, 3, 5, 2)]
+    waiting: list[tuple[torch.Tensor, Parked]] = []
+    for pixels in values:
+        if len(waiting) == PREFETCHED + 1:
+            expected, parked = waiting.pop(0)
+            assert torch.equal(slots.take(parked, pinned=False), expected)
+        found = slots.put(pixels + 1)
+        assert found is not None
+        waiting.append((pixels + 1, found))
+    assert all(torch.equal(slots.take(parked, pinned=False), expected) for expected, parked in waiting)
+    assert slots.put(torch.zeros(6, 3, 4, 4, dtype=dtype)) is None
+    assert slots.put(torch.zeros(0, 3, 4, 4, dtype=dtype)) is None
+
+
+def test_only_plain_pictures_do_without_pillows_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = noise(30, 20, "RGB", "JPEG")
+    assert is_plain_jpeg(plain)
+    others = [noise(30, 20, "L", "JPEG"), noise(30, 20, "CMYK", "JPEG"), noise(30, 20), noise(30, 20, "RGB", "JPEG", 1)]
+    assert not any(map(is_plain_jpeg, [*others, *(plain[:end] for end in range(0, 600, 40)), b"", plain[2:]]))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 599)
+    assert not is_plain_jpeg(plain)

@@ -3,6 +3,7 @@
     python -m tests.e2e.chaos --runs 20 --seed 1 --markdown table.md
 
 Half of the kills wait for a save to begin and come at a random moment of it; every other run saves in the background.
+Every second checkpoint is one of those that the next replaces (--non-persistent-save-interval).
 Every run must end with losses that are bitwise those of the unbroken one, in iterations that are all there once.
 The exit code is 1 if one does not.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from typing import Any
 
 from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.layout import latest_iteration
+from llava_mcore.config.schema import NON_PERSISTENT
 from tests.helpers.commands import ROOT, command, kill_tree, read_metrics, run
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
@@ -30,11 +33,13 @@ ITERATIONS = 24
 INTERVAL = 4
 COMPARED = ("iteration", "loss", "grad_norm", "lr", "num_tokens", "consumed_samples", "num_conversations")
 TIMEOUT = 300
+PARTIAL = ".iter_*.partial"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One killed run. `during_save`: a checkpoint was half written at that moment. `resumed_at`: 0 is the start."""
+    """One killed run. `during_save`: a checkpoint was half written at that moment. `resumed_at`: 0 is the start.
+    `from_replaced`: from a checkpoint that the next would have replaced."""
 
     number: int
     background: bool
@@ -42,14 +47,16 @@ class Outcome:
     killed_after: int
     during_save: bool
     resumed_at: int
+    from_replaced: bool
     equal: bool
 
     def row(self) -> str:
         """Return a row of the table."""
         saving = "yes" if self.during_save else "no"
         kind = "background" if self.background else "foreground"
+        source = " (non-persistent)" if self.from_replaced else ""
         verdict = "bitwise equal" if self.equal else "**differs**"
-        return f"| {self.number} | {kind} | {self.killed_after} | {saving} | {self.resumed_at} | {verdict} |"
+        return f"| {self.number} | {kind} | {self.killed_after} | {saving} | {self.resumed_at}{source} | {verdict} |"
 
 
 HEADER = """| run | saves in the | killed after iteration | half-written save there | resumed at | losses |
@@ -75,9 +82,22 @@ class Chaos:
         places = ("--megatron-load-dir", root / "megatron", "--tokenizer-load-dir", root / "hf")
         out = ("--save-dir", root / "save", "--data-path", root / "data", "--name", name)
         sizes = ("--micro-batch-size", 1, "--global-batch-size", 4, "--seq-length", 64, "--lr", 1e-3)
-        saving = ("--save", "--save-optim", "--load-optim", "--save-interval", INTERVAL, "--keep-last", 2)
+        saving = ("--save", "--save-optim", "--load-optim", "--save-interval", 2 * INTERVAL, "--keep-last", 2)
+        replaced = ("--non-persistent-save-interval", INTERVAL)
         rest = ("--train-iters", ITERATIONS, "data.num_workers=1", "data.shuffle_buffer_size=16", "--timeout", 120)
-        return ["-g", 4, "--tp", 2, *places, *out, *sizes, *saving, *rest, *(["--async-save"] if background else [])]
+        return [
+            "-g",
+            4,
+            "--tp",
+            2,
+            *places,
+            *out,
+            *sizes,
+            *saving,
+            *replaced,
+            *rest,
+            *(["--async-save"] if background else []),
+        ]
 
     def compared(self, name: str) -> list[list[Any]]:
         """Return what must be equal, iteration by iteration."""
@@ -98,13 +118,15 @@ class Chaos:
             finally:
                 kill_tree(process.pid)
                 process.wait()
-        saving = any(folder.glob(".iter_*.partial"))
+        saving = any(folder.rglob(PARTIAL))
         killed_after = max((line["iteration"] for line in read_metrics(folder)), default=0)
-        resumed_at = latest_iteration(folder) or 0
-        if resumed_at < ITERATIONS:  # else it was killed after its last checkpoint: nothing is left to do
-            run("train/run.py", *flags, timeout=TIMEOUT)
+        resumed_at, source = ITERATIONS, ""
+        if latest_iteration(folder) != ITERATIONS:  # else it was killed after its last checkpoint: nothing is left
+            text = run("train/run.py", *flags, timeout=TIMEOUT)
+            found = re.search(r"resumed at iteration (\d+) of (\S+)", text)
+            resumed_at, source = (int(found[1]), found[2]) if found else (0, "")
         equal = self.compared(name) == self.whole
-        return Outcome(number, background, aim, killed_after, saving, resumed_at, equal)
+        return Outcome(number, background, aim, killed_after, saving, resumed_at, NON_PERSISTENT in source, equal)
 
     def _wait(self, process: subprocess.Popen[bytes], folder: Path, aim: str, rng: random.Random) -> None:
         """Return at the instant at which to kill."""
@@ -118,7 +140,7 @@ class Chaos:
                 break
             time.sleep(0.02)
         while aim == "save" and process.poll() is None and time.monotonic() < end:
-            if any(folder.glob(".iter_*.partial")):
+            if any(folder.rglob(PARTIAL)):
                 break
             time.sleep(0.001)
         assert process.poll() is None, "the run ended before it could be killed"

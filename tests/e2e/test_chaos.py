@@ -71,7 +71,7 @@ def test_stopped_killed_and_resumed_equals_unbroken(tmp_path: Path) -> None:
     assert record["iteration"] == stopped_at and record["layout"]["data_parallel_size"] == 2
 
     def saves() -> bool:
-        return reached(stopped_at + 2) and any(path.name.endswith(".partial") for path in folder.glob(".iter_*"))
+        return reached(stopped_at + 2) and any(path.name.endswith(".partial") for path in folder.rglob(".iter_*"))
 
     begin: list[float] = []
 

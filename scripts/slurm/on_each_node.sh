@@ -13,10 +13,9 @@ command=$!
 trap 'limit=yes; kill -USR1 "$command"' USR1
 trap 'kill -TERM "$command"' TERM
 
-code=0
-while kill -0 "$command" 2>/dev/null; do # a signal ends the wait, not the command
-    wait "$command"
-    code=$?
-done
+wait "$command"
+while kill -0 "$command" 2>/dev/null; do wait "$command"; done # a signal ends the wait, not the command
+wait "$command" # its exit code, also if it had ended before the first wait
+code=$?
 if [ "$limit" = yes ] && [ "$code" != 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"

@@ -190,7 +190,7 @@ def test_the_page_names_only_flags_that_there_are() -> None:
     page = (Path(__file__).parents[2] / "docs" / "convert.md").read_text(encoding="utf-8")
     parsers = [import_hf.parser(), export_hf.parser(), check.parser()]
     known = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
-    benchmark = {"--params", "--layouts", "--points"}
+    benchmark = {"--params", "--layouts", "--points", "--idle"}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page))
     assert named - known - benchmark == set()
     assert {"--logits", "--hf-config", "--max-shard-size", "--verify"} <= named

@@ -66,7 +66,7 @@ def show(events: Sequence[Any]) -> None:
     kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.name.startswith(("aten::", "##"))]
     kernels = [k for k in kernels if k.time_range.elapsed_us() > 0 and not k.is_user_annotation]
     begin, end = min(k.time_range.start for k in kernels), max(k.time_range.end for k in kernels)
-    busy = covered([(k.time_range.start, k.time_range.end) for k in kernels])
+    idle = gaps(kernels)
     table, console = Table("kernels", "ms", "% of the step", "number"), Console(width=140)
     by_kind: dict[str, list[float]] = {}
     for kernel in kernels:
@@ -74,10 +74,9 @@ def show(events: Sequence[Any]) -> None:
     for kind, times in sorted(by_kind.items(), key=lambda item: -sum(item[1])):
         table.add_row(kind, f"{sum(times) / 1e3:.1f}", f"{100 * sum(times) / (end - begin):.1f}", str(len(times)))
     console.print(table)
-    console.print(
-        f"step {(end - begin) / 1e3:.1f} ms, GPU without work {(end - begin - busy) / 1e3:.1f} ms, most of it:"
-    )
-    for took, start, name in gaps(kernels)[:10]:
+    without_work = sum(took for took, *_ in idle)
+    console.print(f"step {(end - begin) / 1e3:.1f} ms, GPU without work {without_work / 1e3:.1f} ms, most of it:")
+    for took, start, name in idle[:10]:
         console.print(f"{took / 1e3:9.1f} ms at {(start - begin) / 1e3:7.0f} before {name[:90]}", markup=False)
     longest: dict[str, list[float]] = {}
     for kernel in kernels:
@@ -92,21 +91,13 @@ def show(events: Sequence[Any]) -> None:
 
 def gaps(kernels: Sequence[Any]) -> list[tuple[float, float, str]]:
     """Return when the GPU had nothing to do, longest first: us, from when, and the kernel that ended it."""
-    found, reached = [], float("inf")
-    for kernel in sorted(kernels, key=lambda k: k.time_range.start):
-        if kernel.time_range.start > reached:
-            found.append((kernel.time_range.start - reached, reached, kernel.name))
-        reached = max(kernel.time_range.end, reached if reached != float("inf") else 0.0)
-    return sorted(found, reverse=True)
-
-
-def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of the spans."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
+    spans = sorted((k.time_range.start, k.time_range.end, k.name) for k in kernels)
+    found, reached = [], spans[0][0]
+    for start, end, name in spans:
+        if start > reached:
+            found.append((start - reached, reached, name))
         reached = max(reached, end)
-    return total
+    return sorted(found, reverse=True)
 
 
 def main() -> int:

@@ -73,9 +73,9 @@ def _gather(groups: Groups, x: Tensor) -> Tensor:
 
 
 def forward(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor | None:
-    """Run one sample through the pipeline; the last stage returns logits [1, s, vocabulary]."""
+    """Run one micro-batch through the pipeline; the last stage returns logits [b, s, vocabulary]."""
     ids = inputs["input_ids"]
-    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     out: list[Tensor] = []
 
     def step(batch: Any, stage: VisionLanguageModel) -> Any:
@@ -83,7 +83,7 @@ def forward(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor | N
 
         def collect(x: Tensor, non_loss_data: bool = False) -> Any:
             out.append(x.detach())
-            return x.sum(), torch.tensor(1), {}
+            return x.sum(), torch.tensor(1, device=x.device), {}
 
         return y, collect
 
@@ -94,7 +94,7 @@ def forward(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor | N
             model=[model],
             num_microbatches=1,
             seq_length=ids.shape[1],
-            micro_batch_size=1,
+            micro_batch_size=ids.shape[0],
             forward_only=True,
         )
     return out[0] if model.post_process else None

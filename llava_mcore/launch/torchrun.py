@@ -55,7 +55,7 @@ def worker_env(
 
     A checkout that was not installed works from every folder that way.
     The number of pictures differs from batch to batch, and with it the size of tensors: without segments that grow,
-    a tenth of a GPU's memory is lost between them.
+    much of a GPU's memory is lost between them.
     On the CPU the ranks share the cores; beside a GPU one thread is enough, and torchrun says so in a warning.
     `gpu_ids` number the GPUs that `environ` shows, all if empty.
     """

@@ -53,12 +53,13 @@ def train(
     validator = Validator(trainer, validation, watchdog)
     reporter = Reporter(trainer, progress)
     profiler = IterationProfiler(run, groups)
+    first = progress.iteration + 1
     try:
         while progress.iteration < run.training.num_iterations:
             watchdog.begin(f"iteration {progress.iteration + 1}")
             with profiler.iteration(progress.iteration + 1):
                 iteration.run(reporter)
-            if iteration.count == 1:
+            if progress.iteration == first:
                 keep_from_garbage_collection()
             asked, writing = any_rank(groups, stop.due(), saver.busy)
             is_last = progress.iteration == run.training.num_iterations
@@ -86,8 +87,8 @@ def train(
 
 
 def keep_from_garbage_collection() -> None:
-    """Leave what exists now to no later collection: half a million objects, which take it a second, on each rank at
-    another time while the others wait."""
+    """Leave what exists now, all that the libraries have made, to no later collection: those come on each rank at
+    another time, while the others wait."""
     gc.collect()
     gc.freeze()
 
@@ -108,7 +109,6 @@ class _Iteration:
         self.budget = SkipBudget(run.data.max_skip_rate)
         self.skipped = parse_ranges(run.faults.skip_train_iteration_range)
         self.not_finite = NotFinite(run, groups)
-        self.count = 0
 
     def loader_state(self) -> object:
         """Return the place behind the last batch, on ranks that load data."""
@@ -116,7 +116,6 @@ class _Iteration:
 
     def run(self, reporter: Reporter) -> None:
         """Go through one iteration; a collective call."""
-        self.count += 1
         start = time.perf_counter()
         groups, progress = self.trainer.groups, self.progress
         size = self.batch_sizes.at(progress.consumed_samples)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from llava_mcore.apps.logits_worker import forward
 from llava_mcore.checkpoint.hf_config import load_hf_config
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.checkpoint.megatron import load_weights, model_state, save_state
@@ -43,34 +44,9 @@ def load_model(groups: Groups, checkpoint: Path, **options_: Any) -> VisionLangu
 
 
 def logits(groups: Groups, model: VisionLanguageModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Run one micro-batch through the pipeline; the last stage returns [b, s, vocabulary]."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    inputs = {name: x.to(groups.device) for name, x in inputs.items()}
-    ids = inputs["input_ids"]
-    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-    out: list[torch.Tensor] = []
-
-    def step(_: Any, stage: torch.nn.Module) -> Any:
-        y = stage(ids, positions, inputs["pixel_values"], inputs["image_positions"])
-
-        def collect(x: torch.Tensor, non_loss_data: bool = False) -> Any:
-            out.append(x.detach().cpu())
-            return x.sum(), torch.tensor(1, device=x.device), {}
-
-        return y, collect
-
-    with torch.no_grad():
-        get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter([None]),
-            model=[model],
-            num_microbatches=1,
-            seq_length=ids.shape[1],
-            micro_batch_size=ids.shape[0],
-            forward_only=True,
-        )
-    return out[0] if groups.is_last_stage else None
+    """Run one micro-batch through the pipeline; the last stage returns [b, s, vocabulary], on the CPU."""
+    out = forward(model, {name: x.to(groups.device) for name, x in inputs.items()})
+    return None if out is None else out.cpu()
 
 
 def parity_and_reshard(tp: int, pp: int, cases: list[dict[str, Any]]) -> list[torch.Tensor | None]:

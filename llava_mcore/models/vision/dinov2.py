@@ -11,22 +11,21 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.conversion.layouts import Reshape
 from llava_mcore.conversion.mapping import Entry
 from llava_mcore.conversion.sharding import REPLICATED
-from llava_mcore.errors import ConversionError
 from llava_mcore.models.activations import activation
 from llava_mcore.models.names import LayerNames
 from llava_mcore.models.vision.encoder_layers import (
-    WEIGHT_BIAS,
+    embedding_entries,
     encoder_fields,
     layer_entries,
+    require,
     scale_entries,
     unused_layers,
     unused_norm,
 )
 from llava_mcore.models.vision.transformer import VisionShape
-from llava_mcore.towers import ffn_size, image_side, num_patches, patch_side
+from llava_mcore.towers import ffn_size, image_side, patch_side
 
 _CONV = "embeddings.patch_embeddings.projection"
 _NAMES = LayerNames(
@@ -47,10 +46,7 @@ def config_from_hf(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
     Raises:
         ConversionError: stochastic depth or dropout, which are not applied here, or queries without biases.
     """
-    values = hf.to_dict()
-    for key, wanted in _REQUIRED.items():
-        if values[key] != wanted:
-            raise ConversionError(f"vision_config.{key} = {values[key]} is not supported; it must be {wanted}")
+    require(hf, _REQUIRED)
     kind = "silu" if hf.use_swiglu_ffn else hf.hidden_act
     return encoder_fields(hf, num_layers) | {
         "ffn_hidden_size": ffn_size(hf),
@@ -78,13 +74,7 @@ def shape(hf: PretrainedConfig) -> VisionShape:
 
 def weight_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
     """Return the entries of the layers that are used and of what comes before them."""
-    width, rows = hf.hidden_size, num_patches(hf) + 1
-    table = Reshape((1, rows, width), (rows, width))
-    ends = [
-        Entry(megatron + "class_token", prefix + "embeddings.cls_token", REPLICATED),
-        *Entry(megatron + "conv1.{wb}", f"{prefix}{_CONV}.{{wb}}", REPLICATED).expand(wb=WEIGHT_BIAS),
-        Entry(megatron + "position_embeddings.weight", prefix + "embeddings.position_embeddings", REPLICATED, table),
-    ]
+    ends = embedding_entries(hf, megatron=megatron, prefix=prefix, conv=_CONV)
     if _num_registers(hf):
         ends.append(Entry(megatron + "registers", prefix + "embeddings.register_tokens", REPLICATED))
     return ends + _layer_entries(hf, megatron, prefix, range(num_layers))

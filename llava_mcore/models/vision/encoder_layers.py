@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.conversion.layouts import FuseQKV
+from llava_mcore.conversion.layouts import FuseQKV, Reshape
 from llava_mcore.conversion.mapping import Entry
 from llava_mcore.conversion.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
+from llava_mcore.errors import ConversionError
 from llava_mcore.models.activations import activation
 from llava_mcore.models.names import LayerNames
+from llava_mcore.towers import num_patches
 
 WEIGHT_BIAS = ("weight", "bias")
 
@@ -46,6 +49,32 @@ def encoder_fields(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
         "add_qkv_bias": True,
         "hidden_dropout": 0.0,
     }
+
+
+def require(hf: PretrainedConfig, wanted: Mapping[str, Any]) -> None:
+    """Check what must be so in a tower's config. ConversionError with everything that is not."""
+    values = hf.to_dict()
+    found = [
+        f"vision_config.{key} = {values[key]} is not supported; it must be {value}"
+        for key, value in wanted.items()
+        if values[key] != value
+    ]
+    if found:
+        raise ConversionError("\n".join(found))
+
+
+def embedding_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, conv: str) -> list[Entry]:
+    """Return the entries of class token, patches and positions, the latter with a batch dimension of one.
+
+    `conv`: the convolution's name below prefix.
+    """
+    width, rows = hf.hidden_size, num_patches(hf) + 1
+    table = Reshape((1, rows, width), (rows, width))
+    return [
+        Entry(megatron + "class_token", prefix + "embeddings.cls_token", REPLICATED),
+        *Entry(megatron + "conv1.{wb}", f"{prefix}{conv}.{{wb}}", REPLICATED).expand(wb=WEIGHT_BIAS),
+        Entry(megatron + "position_embeddings.weight", prefix + "embeddings.position_embeddings", REPLICATED, table),
+    ]
 
 
 def layer_entries(

@@ -6,22 +6,19 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.conversion.layouts import Reshape
 from llava_mcore.conversion.mapping import Entry
-from llava_mcore.conversion.sharding import REPLICATED
-from llava_mcore.errors import ConversionError
-from llava_mcore.models.activations import activation
 from llava_mcore.models.names import LayerNames
 from llava_mcore.models.vision.encoder_layers import (
-    WEIGHT_BIAS,
-    encoder_fields,
+    embedding_entries,
     layer_entries,
+    require,
     scale_entries,
+    transformer_fields,
     unused_layers,
     unused_norm,
 )
 from llava_mcore.models.vision.transformer import VisionShape
-from llava_mcore.towers import image_side, num_patches, patch_side
+from llava_mcore.towers import image_side, patch_side
 
 _CONV = "embeddings.patch_embeddings.projection"
 _NAMES = LayerNames(
@@ -50,15 +47,8 @@ def config_from_hf(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
     Raises:
         ConversionError: a variant that is not supported (InternViT-6B).
     """
-    values = hf.to_dict()
-    for key, wanted in _REQUIRED.items():
-        if values[key] != wanted:
-            raise ConversionError(f"vision_config.{key} = {values[key]} is not supported; it must be {wanted}")
-    return encoder_fields(hf, num_layers) | {
-        "ffn_hidden_size": hf.intermediate_size,
-        "activation_func": activation(hf.hidden_act, where="vision_config.hidden_act"),
-        "attention_dropout": hf.attention_dropout,
-    }
+    require(hf, _REQUIRED)
+    return transformer_fields(hf, num_layers)
 
 
 def shape(hf: PretrainedConfig) -> VisionShape:
@@ -78,13 +68,7 @@ def shape(hf: PretrainedConfig) -> VisionShape:
 
 def weight_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
     """Return the entries of the layers that are used and of what comes before them."""
-    width, rows = hf.hidden_size, num_patches(hf) + 1
-    table = Reshape((1, rows, width), (rows, width))
-    ends = [
-        Entry(megatron + "class_token", prefix + "embeddings.cls_token", REPLICATED),
-        *Entry(megatron + "conv1.{wb}", f"{prefix}{_CONV}.{{wb}}", REPLICATED).expand(wb=WEIGHT_BIAS),
-        Entry(megatron + "position_embeddings.weight", prefix + "embeddings.position_embeddings", REPLICATED, table),
-    ]
+    ends = embedding_entries(hf, megatron=megatron, prefix=prefix, conv=_CONV)
     return ends + _layer_entries(hf, megatron, prefix, range(num_layers))
 
 

@@ -18,7 +18,7 @@ quickstart: .venv/.installed-quickstart ## Import, train, export and evaluate a 
 	$(PYTHON) examples/quickstart/run.py
 
 test: lint ## Run every check that needs no GPU
-	$(PYTHON) -m pytest tests/e2e tests/parallel tests/unit -m 'not gpu and not cluster' -n 2 --dist loadfile --durations 15
+	$(PYTHON) -m pytest tests/e2e tests/parallel tests/unit -m 'not gpu and not cluster' -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-cluster: .venv/.installed-dev ## Run jobs that are killed and requeued; needs slurm-wlm and root for SLURM's
 	$(PYTHON) -m pytest tests/e2e tests/slurm -m cluster --durations 5

@@ -6,9 +6,7 @@ After `--steps` steps a save begins in the background, and as many steps follow,
 last step is waited for. "step" is the median wall time of a step without any save beside it, the data wait included;
 "step beside the save" are the steps that ended before the tracker moved. "waited" is how long the training stood still.
 With weights and optimizer a checkpoint has 14 bytes a trained parameter (bf16, AdamW): LLaVA-1.5-7B about 98 GB. The
-disk holds one: the first is deleted when it is complete. A distributed optimizer is gathered on every data-parallel
-rank and then copied, twice the size of that for each of them in the host's memory: make tp x pp as large as --gpus, or
-use --plain-optimizer.
+disk holds one: the first is deleted when it is complete. The host's memory holds one too, while it is written.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_ours
 from llava_mcore.models.vlm import VisionLanguageModel
-from llava_mcore.parallel.groups import Groups, initialise, seed_everything, shut_down
+from llava_mcore.parallel.groups import Groups, initialise, shut_down
+from llava_mcore.parallel.random import seed_everything
 
 
 def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:

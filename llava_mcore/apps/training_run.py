@@ -21,7 +21,8 @@ from llava_mcore.data.loader import TrainLoader
 from llava_mcore.data.validation import ValidationData
 from llava_mcore.errors import LlavaMcoreError, problems
 from llava_mcore.launch.process import StopSignals
-from llava_mcore.parallel.groups import Groups, agree, initialise, seed_everything, shut_down
+from llava_mcore.parallel.groups import Groups, agree, initialise, shut_down
+from llava_mcore.parallel.random import seed_everything
 from llava_mcore.training.debug import ShowFirst, show_shapes_once
 from llava_mcore.training.determinism import make_deterministic
 from llava_mcore.training.loop import train

@@ -22,6 +22,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
@@ -41,18 +43,23 @@ class StateWrite:
     releases the interpreter's lock while bytes are written.
     """
 
-    def __init__(self, state: ShardedStateDict, folder: Path, *, copy: bool = False) -> None:
+    def __init__(
+        self, state: ShardedStateDict, folder: Path, *, copy: bool = False, replicas: dist.ProcessGroup | None = None
+    ) -> None:
         """Plan the save and bring the tensors to the host.
 
         Args:
             copy: own every tensor, so that training may go on while `write` runs.
+            replicas: ranks that hold the same tensors and share the writing of them.
         """
+        strategy = TorchDistSaveShardedStrategy()
         live = {x.data.untyped_storage().data_ptr() for x in sharded_tensors(state) if x.data is not None}
         # The queue that megatron-core would make lives in a manager process, which imports the program once more.
         filesystem_async._results_queue = queue.Queue()
         self._request = dist_checkpointing.save(
             {"checkpoint_version": CHECKPOINT_VERSION, **state},
             str(folder),
+            sharded_strategy=strategy if replicas is None else FullyParallelSaveStrategyWrapper(strategy, replicas),
             content_metadata={"llava_mcore": 1},
             async_sharded_save=True,
             async_strategy="mcore",

@@ -50,6 +50,29 @@ class Box:
         return tensor
 
 
+def boxes_of_stretch(shape: Shape, start: int, stop: int) -> list[Box]:
+    """Return what the elements from `start` to before `stop` of a flattened tensor are in the tensor, in order.
+
+    A matrix gives at most three boxes: the end of a row, whole rows, the beginning of a row.
+    """
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows: from first to before last
+    if start >= stop:
+        return []
+    if first > last:
+        return _in_row(last, shape, start, stop)
+    found = _in_row(first - 1, shape, start, first * row) if start < first * row else []
+    if first < last:
+        found.append(Box((first, *[0] * len(shape[1:])), (last - first, *shape[1:])))
+    return found + _in_row(last, shape, last * row, stop)
+
+
+def _in_row(number: int, shape: Shape, start: int, stop: int) -> list[Box]:
+    row = math.prod(shape[1:])
+    inside = boxes_of_stretch(shape[1:], start - number * row, stop - number * row)
+    return [Box((number, *box.start), (1, *box.size)) for box in inside]
+
+
 class Scratch:
     """Memory that is used again and again: fresh pages for every tensor would cost more than copying into them."""
 

@@ -3,6 +3,7 @@
 This is the only file that patches torch or megatron-core. megatron-core asks for "the current CUDA device",
 CUDA generators and streams unconditionally; here all of those are the CPU's. As a consequence "CUDA" and CPU
 randomness are one stream: code that draws random numbers on one rank only must use a generator of its own.
+Packages that work on GPUs only count as not installed.
 """
 
 from __future__ import annotations
@@ -55,11 +56,15 @@ def install() -> None:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("llava_mcore.parallel must be imported before megatron.core on a machine without CUDA")
+    # megatron-core takes their optimizers and norms wherever it can import them, as in a container on a login node.
+    for package in ("transformer_engine", "apex"):
+        sys.modules[package] = None  # type: ignore[assignment]
     _patch_torch()
     _patch_distributed_optimizer()
 
 
 def _patch_torch() -> None:
+    whole: Any = torch
     cuda: Any = torch.cuda
     stream = _NoStream()
     cuda.current_device = lambda: _CPU  # megatron-core only uses it as a `device=` argument
@@ -79,8 +84,12 @@ def _patch_torch() -> None:
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _patch_classes()
-    # megatron.core.jit compiles small functions; on a CPU that costs half a minute and gains nothing.
-    torch._dynamo.config.disable = True
+    # megatron.core.jit compiles small functions; on a CPU that costs a second of every start, and half a minute later.
+    whole.compile = _not_compiled
+
+
+def _not_compiled(function: Any = None, **_: Any) -> Any:
+    return (lambda decorated: decorated) if function is None else function
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,25 +120,13 @@ def _patch_classes() -> None:
 def _patch_distributed_optimizer() -> None:
     """Make checkpoints of DistributedOptimizer over torch.optim.AdamW load (without TE and Apex; 0.19.2).
 
-    Upstream, a load asserts on a fresh optimizer, misses or overwrites "step", gives all parameters one step
-    tensor (AdamW then advances it once a parameter) and copies into a leaf view outside no_grad.
+    Upstream, a load misses or overwrites "step", gives all parameters one step tensor (AdamW then advances it once a
+    parameter) and copies into a leaf view outside no_grad.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     cls: Any = DistributedOptimizer
-    sharded, set_states, load = (
-        cls.sharded_state_dict,
-        cls._set_main_param_and_optimizer_states,
-        cls.load_state_dict,
-    )
-
-    def sharded_state_dict(self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
-        if is_loading and isinstance(self.optimizer, torch.optim.AdamW):
-            for p in (p for group in self.optimizer.param_groups for p in group["params"]):
-                if not self.optimizer.state[p]:
-                    zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                    self.optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
-        return sharded(self, model_state, is_loading, *args, **kwargs)
+    set_states, load = cls._set_main_param_and_optimizer_states, cls.load_state_dict
 
     def set_main_param_and_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         # "step" comes with the parameter groups in load_state_dict; what is here is absent or stale.
@@ -142,6 +139,5 @@ def _patch_distributed_optimizer() -> None:
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
 
-    cls.sharded_state_dict = sharded_state_dict
     cls._set_main_param_and_optimizer_states = set_main_param_and_states
     cls.load_state_dict = load_state_dict

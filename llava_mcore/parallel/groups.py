@@ -110,13 +110,6 @@ def _groups(device: torch.device, control: ControlGroup, control_replica: Contro
     )
 
 
-def seed_everything(seed: int) -> None:
-    """Seed torch and megatron-core's tensor-parallel generators; every pipeline stage draws other numbers."""
-    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    torch.manual_seed(stage_seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
-
-
 def set_virtual_stages(number: int | None) -> None:
     """Say into how many chunks every stage is divided; None: not interleaved. megatron-core's schedules ask for it."""
     parallel_state.set_virtual_pipeline_model_parallel_world_size(number)

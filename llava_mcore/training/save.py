@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.optimizer import distrib_optimizer
 
 from llava_mcore.checkpoint import hf_files, layout
 from llava_mcore.checkpoint.complete import discard, keep_only, prune, remove_leftovers, write_run_json
@@ -172,9 +171,10 @@ class Saver:
         found = agree(groups, problem)  # also the barrier after which the folder is there
         if found:
             raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
-        with corruption_is_an_error(final), all_cores():
+        with all_cores():
             state = state_to_save(self.trainer, progress)
-            write = StateWrite(state, final.parent / f".{final.name}.partial", copy=copy)
+            partial = final.parent / f".{final.name}.partial"
+            write = StateWrite(state, partial, copy=copy, replicas=groups.data_parallel)
         (num_bytes,) = sum_over_ranks(groups, [write.num_bytes])
         return _Pending(final, record, progress.iteration, write, num_bytes, start, 0.0)
 
@@ -228,33 +228,6 @@ def _make_room(final: Path) -> None:
     if final.exists():
         discard(final)
     (final.parent / f".{final.name}.partial" / LOADER_FOLDER).mkdir(parents=True)
-
-
-@contextlib.contextmanager
-def corruption_is_an_error(checkpoint: Path) -> Iterator[None]:
-    """Turn megatron-core's warning that it is about to save a shifted embedding into an error (0.19.2).
-
-    It comes with a distributed optimizer over tied embeddings on several pipeline stages, where the gradient buffer's
-    size is not aligned.
-    """
-
-    class Refuse(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "exceeds unpadded buffer" in record.getMessage():
-                raise CheckpointError(
-                    f"{checkpoint}: megatron-core would corrupt it ({record.getMessage()}); "
-                    "save without --dist-optim, with --pp 1, or with model.make_vocab_size_divisible_by = 128"
-                )
-
-    theirs, handler = logging.getLogger(distrib_optimizer.__name__), Refuse(logging.WARNING)
-    level = theirs.level
-    theirs.addHandler(handler)
-    theirs.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        theirs.removeHandler(handler)
-        theirs.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from llava_mcore.checkpoint.megatron import fill_model, load_state, model_state
@@ -16,7 +15,9 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.parallel.random import random_state, set_random_state
 from llava_mcore.training.optimizer import follow_rates, own_rates
+from llava_mcore.training.optimizer_state import load_optimizer_state, optimizer_state
 from llava_mcore.training.setup import Trainer
 
 logger = logging.getLogger(__name__)
@@ -60,10 +61,10 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
     for i, model in enumerate(trainer.models):
         fill_model(model, loaded[f"model{i}"])
     follow_rates(loaded["optimizer"], before.optimizer, trainer.run.optimizer)
-    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    load_optimizer_state(trainer.optimizer, loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     if same_layout:
-        _set_random_state(loaded["random"])
+        set_random_state(loaded["random"])
     else:
         logger.info("another layout than the checkpoint's: dropout draws other numbers from here on")
     loader_states = None
@@ -115,28 +116,14 @@ def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, with_rando
     }
     if not run.checkpoint.save_optim and not is_loading:
         return state
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": groups.data_parallel}
-    models = model_state(trainer.models)
-    sharded = models["model0"] if len(models) == 1 else models
-    state["optimizer"] = trainer.optimizer.sharded_state_dict(sharded, is_loading=is_loading, metadata=metadata)
+    state["optimizer"] = optimizer_state(trainer.optimizer, model_state(trainer.models), is_loading=is_loading)
     state["scheduler"] = trainer.scheduler.state_dict()
     if with_random:
-        state["random"] = _random_state(groups)
+        state["random"] = _sharded_random_state(groups)
     return state
 
 
-def _random_state(groups: Groups) -> ShardedObject:
+def _sharded_random_state(groups: Groups) -> ShardedObject:
     """Return this model-parallel rank's generators; data-parallel ranks hold the same."""
-    states = {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
     shape, place = (groups.pp_size, groups.tp_size), (groups.pp_rank, groups.tp_rank)
-    return ShardedObject("random_state", states, shape, place, replica_id=groups.dp_rank)
-
-
-def _set_random_state(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    torch.cuda.set_rng_state(states["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+    return ShardedObject("random_state", random_state(), shape, place, replica_id=groups.dp_rank)

@@ -16,6 +16,7 @@ from llava_mcore.data.validation import ValidationData, ValidationPass
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
 from llava_mcore.parallel.batch import HostBatch, fill_rows, share_step, without_loss
 from llava_mcore.parallel.groups import agree, sum_over_ranks
+from llava_mcore.parallel.random import kept_random_state
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.step import forward_backward
@@ -164,8 +165,8 @@ class _Counts:
 def as_if_not_run(trainer: Trainer) -> Iterator[None]:
     """Run the model without dropout and without gradients, and leave nothing of it behind.
 
-    Of the model's state that are the modules' modes and, with FP8, the largest values seen, from which the scales of
-    the next steps are made. Nothing here draws random numbers.
+    That are the modules' modes, the random numbers' generators (Transformer Engine's attention moves them on even
+    without dropout) and, with FP8, the largest values seen, from which the scales of the next steps are made.
     """
     modules = [module for chunk in trainer.chunks for module in chunk.modules()]
     modes = [module.training for module in modules]
@@ -175,7 +176,7 @@ def as_if_not_run(trainer: Trainer) -> Iterator[None]:
             chunk.start_param_sync(force_sync=True)
         chunk.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), kept_random_state():
             yield
     finally:
         for module, mode in zip(modules, modes, strict=True):

@@ -2,8 +2,9 @@
 
     python -m tests.e2e.chaos --runs 20 --seed 1 --markdown table.md
 
-Half of the kills wait for a save to begin and come at a random moment of it; every other run saves in the background.
-Every second checkpoint is one of those that the next replaces (--non-persistent-save-interval).
+Half of the kills wait for a save to begin and come at a random moment of it; every other run saves in the background,
+every other pair of runs has a distributed optimizer. Every second checkpoint is one of those that the next replaces
+(--non-persistent-save-interval).
 Every run must end with losses that are bitwise those of the unbroken one, in iterations that are all there once.
 The exit code is 1 if one does not.
 """
@@ -42,6 +43,7 @@ class Outcome:
     `from_replaced`: from a checkpoint that the next would have replaced."""
 
     number: int
+    distributed: bool
     background: bool
     aim: str
     killed_after: int
@@ -56,19 +58,22 @@ class Outcome:
         kind = "background" if self.background else "foreground"
         source = " (non-persistent)" if self.from_replaced else ""
         verdict = "bitwise equal" if self.equal else "**differs**"
-        return f"| {self.number} | {kind} | {self.killed_after} | {saving} | {self.resumed_at}{source} | {verdict} |"
+        optimizer = "distributed" if self.distributed else "plain"
+        place = f"{self.resumed_at}{source}"
+        return f"| {self.number} | {optimizer} | {kind} | {self.killed_after} | {saving} | {place} | {verdict} |"
 
 
-HEADER = """| run | saves in the | killed after iteration | half-written save there | resumed at | losses |
-|---|---|---|---|---|---|"""
+HEADER = """| run | optimizer | saves in the | killed after iteration | half-written save there | resumed at | losses |
+|---|---|---|---|---|---|---|"""
 
 
 class Chaos:
     """A model, data, and the losses of an unbroken run of them."""
 
-    def __init__(self, root: Path) -> None:
-        """Make everything below `root` and train the unbroken run."""
-        self.root = root
+    def __init__(self, root: Path, *, distributed: bool = False) -> None:
+        """Make everything below `root` and train the unbroken run, with the distributed optimizer if asked."""
+        self.root, self.distributed = root, distributed
+        root.mkdir(exist_ok=True)
         make_hf_llava(root / "hf", text_overrides={"attention_dropout": 0.1})
         import_hf(root / "hf", root / "megatron", tp=2)
         make_dataset(root / "data")
@@ -97,6 +102,7 @@ class Chaos:
             *replaced,
             *rest,
             *(["--async-save"] if background else []),
+            *(["--dist-optim"] if self.distributed else []),
         ]
 
     def compared(self, name: str) -> list[list[Any]]:
@@ -126,7 +132,8 @@ class Chaos:
             found = re.search(r"resumed at iteration (\d+) of (\S+)", text)
             resumed_at, source = (int(found[1]), found[2]) if found else (0, "")
         equal = self.compared(name) == self.whole
-        return Outcome(number, background, aim, killed_after, saving, resumed_at, NON_PERSISTENT in source, equal)
+        replaced = NON_PERSISTENT in source
+        return Outcome(number, self.distributed, background, aim, killed_after, saving, resumed_at, replaced, equal)
 
     def _wait(self, process: subprocess.Popen[bytes], folder: Path, aim: str, rng: random.Random) -> None:
         """Return at the instant at which to kill."""
@@ -159,9 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(HEADER, flush=True)
     equal = True
     with tempfile.TemporaryDirectory() as folder:
-        chaos = Chaos(Path(folder))
+        kinds = [Chaos(Path(folder) / str(distributed), distributed=distributed) for distributed in (False, True)]
         for number in range(1, args.runs + 1):
-            outcome = chaos.kill_once(number, rng)
+            outcome = kinds[number // 2 % 2].kill_once(number, rng)
             equal &= outcome.equal
             rows.append(outcome.row())
             print(rows[-1], flush=True)

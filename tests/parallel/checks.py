@@ -15,7 +15,8 @@ from llava_mcore.config.model import ModelConfig
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.trainable import trained_parameters, whole_names
 from llava_mcore.models.vlm import VisionLanguageModel
-from llava_mcore.parallel.groups import Groups, initialise, seed_everything
+from llava_mcore.parallel.groups import Groups, initialise
+from llava_mcore.parallel.random import seed_everything
 
 
 def join(tp: int, pp: int) -> Groups:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import load_common_state_dict, load_plain_tensors
 
 from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.checkpoint.megatron import model_state, save_state
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.loop import fetch_step
@@ -75,8 +80,40 @@ def train_and_save(
         train_steps(groups, trainer, run, loader)
         state = None if loader is None else loader.state()
         save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
+        if OPTIMIZERS[name] and not torch.cuda.is_available():
+            check_files(trainer, run.run_dir)
         found[name] = train_steps(groups, trainer, run, loader)
     return found
+
+
+def check_files(trainer: Trainer, run_dir: Path) -> None:
+    """A distributed optimizer is saved as megatron-core's own, gathering form has it, so that either loads the other's.
+
+    Every byte is written by one rank, also those that all data-parallel ranks hold.
+    """
+    ours, theirs = latest_checkpoint(run_dir)[0], run_dir / "megatron-core"
+    theirs.mkdir(exist_ok=True)
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    optimizer = trainer.optimizer.sharded_state_dict(model_state(trainer.models)["model0"], metadata=metadata)
+    save_state({"optimizer": optimizer}, theirs)
+    dist.barrier()
+    saved = tensors_in(ours)
+    expected, found = tensors_in(theirs), {name: x for name, x in saved.items() if name.startswith("optimizer.")}
+    assert expected and found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    common = load_common_state_dict(str(ours))["optimizer"]
+    assert repr(common) == repr(load_common_state_dict(str(theirs))["optimizer"])
+    num_bytes = sum(file.stat().st_size for file in ours.glob("*.distcp"))
+    content = sum(tensor.nbytes for tensor in saved.values())
+    print(content, num_bytes)
+    assert content < num_bytes < 1.2 * content
+
+
+def tensors_in(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of a checkpoint."""
+    everything = load_plain_tensors(str(checkpoint))
+    return {name: value for name, value in everything.items() if isinstance(value, torch.Tensor)}
 
 
 def check_changed_rates(groups: Groups, run: RunConfig) -> None:

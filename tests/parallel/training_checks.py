@@ -9,7 +9,8 @@ import torch
 from llava_mcore.checkpoint.start import start_point
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.parallel.groups import Groups, seed_everything
+from llava_mcore.parallel.groups import Groups
+from llava_mcore.parallel.random import seed_everything
 from llava_mcore.training.loop import fetch_step
 from llava_mcore.training.setup import Trainer, build_trainer
 from llava_mcore.training.skipped import SkipBudget

@@ -18,7 +18,8 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.data.assets import load_assets
 from llava_mcore.errors import CheckpointError
-from llava_mcore.parallel.groups import seed_everything, single_process
+from llava_mcore.parallel.groups import single_process
+from llava_mcore.parallel.random import seed_everything
 from llava_mcore.templates.named import NAMES
 from llava_mcore.training.save import save_checkpoint
 from llava_mcore.training.setup import build_trainer

@@ -21,7 +21,7 @@ from llava_mcore.checkpoint import import_jobs, raw
 from llava_mcore.checkpoint.export_jobs import Chunk
 from llava_mcore.checkpoint.runs import runs_of
 from llava_mcore.checkpoint.safetensors_plan import DTYPES, plan_file, read_offsets, write_tensors
-from llava_mcore.conversion.boxes import Box, Scratch, read_box
+from llava_mcore.conversion.boxes import Box, Scratch, boxes_of_stretch, read_box
 from llava_mcore.conversion.layouts import Concat, FuseQKV, PadRows, Reshape
 from llava_mcore.conversion.mapping import Entry
 from llava_mcore.conversion.sharding import COLUMN
@@ -194,6 +194,18 @@ def test_a_box_is_put_together_from_any_grid(data: st.DataObject) -> None:
     expected = x.clone()
     gap.cut(expected).zero_()
     assert torch.equal(found, wanted.cut(expected))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_stretch_of_a_flattened_tensor_is_a_few_boxes(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    x = torch.arange(Box.whole(shape).numel).view(shape)
+    start = data.draw(st.integers(0, x.numel()))
+    stop = data.draw(st.integers(0, x.numel()))
+    boxes = boxes_of_stretch(shape, start, stop)
+    assert [value for box in boxes for value in box.cut(x).flatten().tolist()] == list(range(start, stop))
+    assert all(box.cut(x).is_contiguous() for box in boxes) and len(boxes) <= 2 * len(shape) - 1
 
 
 def test_only_layouts_that_stack_rows_have_boxes() -> None:

@@ -1,0 +1,43 @@
+"""This rank's random numbers: seeding, and the generators' state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch and megatron-core's tensor-parallel generators; every pipeline stage draws other numbers."""
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of all generators that training draws from."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_random_state(states: dict[str, Any]) -> None:
+    """Let all generators go on from where `random_state` found them."""
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Leave all generators as they were."""
+    states = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(states)

@@ -1,0 +1,158 @@
+"""The optimizer in a checkpoint. Of a distributed one every rank saves and loads its own part, as boxes of parameters.
+
+megatron-core's own form that loads at any layout ("fully_reshardable") first gathers the whole state in the host memory
+of every data-parallel rank. The files hold the same: keys, shapes and types are megatron-core's, only cut elsewhere, so
+that either can load what the other has saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from llava_mcore.conversion.boxes import boxes_of_stretch
+
+PARAM_STATE = "param_state"
+SHARDING = {"param_state_sharding_type": "fully_reshardable"}  # what megatron-core reads these files as
+
+
+def optimizer_state(optimizer: MegatronOptimizer, model: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
+    """Return the optimizer's state to save, or the empty form of what to load.
+
+    Args:
+        model: sharded state of all model chunks, from which the optimizer's tensors take place and shape.
+    """
+    distributed = _distributed(optimizer)
+    if distributed is None:
+        return optimizer.sharded_state_dict(model, is_loading=is_loading)
+    if is_loading:
+        _make_moments(distributed)
+        distributed.load_state_dict(distributed.state_dict())  # makes room for what will be loaded
+    places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model)[0])}
+    parts = {}
+    for number, (param, start, stop) in enumerate(_own_stretches(distributed)):
+        tensors = {} if is_loading else _own_tensors(distributed, param)
+        parts[number] = {
+            name: _boxes(f"optimizer.state.{name}", places[param], start, stop, tensors.get(name))
+            for name in _names(distributed)
+        }
+    return distributed.state_dict() | SHARDING | {PARAM_STATE: parts}
+
+
+def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
+    """Give the optimizer what was loaded into `optimizer_state`."""
+    distributed = _distributed(optimizer)
+    if distributed is None:
+        optimizer.load_state_dict(loaded)
+        return
+    distributed.load_state_dict({name: value for name, value in loaded.items() if name != PARAM_STATE})
+    with torch.no_grad():
+        for number, (param, _, _) in enumerate(_own_stretches(distributed)):
+            boxes = loaded[PARAM_STATE][number]
+            tensors = {name: torch.cat([box.flatten() for box in boxes[name]]) for name in boxes}
+            distributed._set_main_param_and_optimizer_states(param, tensors)
+    if isinstance(distributed.optimizer, HybridDeviceOptimizer):
+        distributed.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def _distributed(optimizer: MegatronOptimizer) -> DistributedOptimizer | None:
+    """Return the distributed optimizer, None if it is another or has nothing to train on this rank."""
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    if not any(isinstance(one, DistributedOptimizer) and not one.is_stub_optimizer for one in chained):
+        return None
+    assert len(chained) == 1, "megatron-core chains optimizers for mixtures of experts, Muon and the like"
+    return chained[0]
+
+
+def _names(distributed: DistributedOptimizer) -> tuple[str, ...]:
+    return ("param", *distributed.optimizer_state_keys)
+
+
+def _make_moments(distributed: DistributedOptimizer) -> None:
+    """Let torch's AdamW, which has none before its first step, hold moments: megatron-core asks for them."""
+    inner = distributed.optimizer
+    if isinstance(inner, torch.optim.AdamW):
+        for param in (param for group in inner.param_groups for param in group["params"]):
+            if not inner.state[param]:
+                zeros = {name: torch.zeros_like(param) for name in distributed.optimizer_state_keys}
+                inner.state[param] = {"step": torch.tensor(0.0), **zeros}
+
+
+def _own_stretches(distributed: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
+    """Yield every parameter of which this rank holds a part, with the part's first and last element + 1."""
+    for ranges_by_type in distributed.gbuf_ranges:
+        for buckets in ranges_by_type.values():
+            for bucket in buckets:
+                for param, ranges in bucket["param_map"].items():
+                    yield param, ranges["param"].start, ranges["param"].end
+
+
+def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Return this rank's part of a parameter's fp32 weights and moments, flat."""
+    tensors = distributed._get_main_param_and_optimizer_states(param)
+    if distributed.config.use_precision_aware_optimizer:  # its moments may be made for this call: not all on the GPU
+        return {name: tensors[name].detach().float().cpu() for name in _names(distributed)}
+    return {name: tensors[name].detach() for name in _names(distributed)}
+
+
+def _boxes(
+    prefix: str, place: ShardedTensor | ShardedTensorFactory, start: int, stop: int, data: torch.Tensor | None
+) -> list[ShardedTensor]:
+    """Return the parts of a parameter's state that a stretch of the flattened parameter is.
+
+    Args:
+        place: what the parameter itself is saved as.
+        data: the stretch's elements, None to have them loaded.
+    """
+    found = []
+    for offset, tensor in _flat_places(place):
+        shape = tensor.local_shape
+        first, last = max(start, offset), min(stop, offset + math.prod(shape))
+        done = first
+        for box in boxes_of_stretch(shape, first - offset, last - offset):
+            lead = tensor.prepend_axis_num
+            values = None if data is None else data[done - start : done - start + box.numel]
+            done += box.numel
+            found.append(
+                replace(
+                    tensor,
+                    key=f"{prefix}.{tensor.key}",
+                    data=None if values is None else values.view((1,) * lead + box.size),
+                    dtype=torch.float32,
+                    local_shape=(1,) * lead + box.size,
+                    global_offset=_moved(tensor.global_offset, box.start),
+                    axis_fragmentations=None,
+                    prepend_axis_num=0,
+                    replica_id=(*tensor.replica_id[:2], 0),  # no other data-parallel rank holds it
+                )
+            )
+    return found
+
+
+def _moved(offset: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:
+    lead = len(offset) - len(by)
+    return (*offset[:lead], *(a + b for a, b in zip(offset[lead:], by, strict=True)))
+
+
+def _flat_places(place: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, ShardedTensor]]:
+    """Yield the tensors that a parameter is saved as, and where each begins in the flattened parameter.
+
+    Without data; the two halves of a gated MLP's first matrix are such tensors.
+    """
+    if isinstance(place, ShardedTensor):
+        yield 0, place.without_data()
+        return
+    probe = replace(place, data=torch.empty_like(place.data, device="meta"))
+    for tensor in nested_values(probe.build()):
+        assert tensor.data.is_contiguous(), f"{tensor.key}: not one stretch of its parameter"
+        yield tensor.data.storage_offset(), tensor.without_data()

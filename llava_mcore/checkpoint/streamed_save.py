@@ -111,11 +111,12 @@ def _result(item: WriteItem, path: Path, start: int, length: int) -> WriteResult
 def _files(entries: Iterable[EntryWrite], folder: Path) -> Iterator[FileWrite]:
     """Deal the entries out to files, in order."""
     waiting: list[EntryWrite] = []
-    number = 1
+    number, num_bytes = 1, 0
     for entry in entries:
         waiting.append(entry)
-        if sum(x.num_bytes for x in waiting) >= FILE_BYTES:
+        num_bytes += entry.num_bytes
+        if num_bytes >= FILE_BYTES:
             yield FileWrite(folder / f"__0_{number}.distcp", tuple(waiting))
-            waiting, number = [], number + 1
+            waiting, number, num_bytes = [], number + 1, 0
     if waiting:
         yield FileWrite(folder / f"__0_{number}.distcp", tuple(waiting))

@@ -106,7 +106,6 @@ def check_files(trainer: Trainer, run_dir: Path) -> None:
     assert repr(common) == repr(load_common_state_dict(str(theirs))["optimizer"])
     num_bytes = sum(file.stat().st_size for file in ours.glob("*.distcp"))
     content = sum(tensor.nbytes for tensor in saved.values())
-    print(content, num_bytes)
     assert content < num_bytes < 1.2 * content
 
 

@@ -35,8 +35,8 @@ def optimizer_state(optimizer: MegatronOptimizer, model: ShardedStateDict, *, is
     distributed = _distributed(optimizer)
     if distributed is None:
         return optimizer.sharded_state_dict(model, is_loading=is_loading)
+    _make_moments(distributed)
     if is_loading:
-        _make_moments(distributed)
         distributed.load_state_dict(distributed.state_dict())  # makes room for what will be loaded
     places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model)[0])}
     parts = {}
@@ -79,7 +79,7 @@ def _names(distributed: DistributedOptimizer) -> tuple[str, ...]:
 
 
 def _make_moments(distributed: DistributedOptimizer) -> None:
-    """Let torch's AdamW, which has none before its first step, hold moments: megatron-core asks for them."""
+    """Let torch's AdamW, which has none before its first update, hold moments: megatron-core asks for them."""
     inner = distributed.optimizer
     if isinstance(inner, torch.optim.AdamW):
         for param in (param for group in inner.param_groups for param in group["params"]):
@@ -98,11 +98,13 @@ def _own_stretches(distributed: DistributedOptimizer) -> Iterator[tuple[torch.nn
 
 
 def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return this rank's part of a parameter's fp32 weights and moments, flat."""
+    """Return this rank's part of a parameter's fp32 weights and moments, flat; moments begin as zeros."""
     tensors = distributed._get_main_param_and_optimizer_states(param)
+    weights = tensors["param"]
+    tensors = {name: tensors[name] if name in tensors else torch.zeros_like(weights) for name in _names(distributed)}
     if distributed.config.use_precision_aware_optimizer:  # its moments may be made for this call: not all on the GPU
-        return {name: tensors[name].detach().float().cpu() for name in _names(distributed)}
-    return {name: tensors[name].detach() for name in _names(distributed)}
+        return {name: x.detach().float().cpu() for name, x in tensors.items()}
+    return {name: x.detach() for name, x in tensors.items()}
 
 
 def _boxes(

@@ -16,6 +16,7 @@ from llava_mcore.checkpoint.megatron import model_state, save_state
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.loop import fetch_step
+from llava_mcore.training.optimizer_state import optimizer_state
 from llava_mcore.training.save import save_checkpoint
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.skipped import SkipBudget
@@ -77,6 +78,8 @@ def train_and_save(
         run = configure(name, tp, pp, checkpoint, save_dir, impl, resumes=False)
         trainer = make_trainer(groups, run)
         loader = open_fake_loader(groups, trainer, run, 0)
+        if OPTIMIZERS[name]:  # as after a first update that fp16's loss scaler has left out
+            optimizer_state(trainer.optimizer, model_state(trainer.models), is_loading=False)
         train_steps(groups, trainer, run, loader)
         state = None if loader is None else loader.state()
         save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)

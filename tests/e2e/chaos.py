@@ -1,6 +1,6 @@
 """Kill training runs (tp 2 x dp 2 on the CPU) with -9 at random instants, resume them, compare with an unbroken run.
 
-    python -m tests.e2e.chaos --runs 20 --seed 1 --markdown table.md
+    python -m tests.e2e.chaos --runs 50 --processes 10 --markdown table.md
 
 Half of the kills wait for a save to begin and come at a random moment of it; every other run saves in the background,
 every other pair of runs has a distributed optimizer. Every second checkpoint is one of those that the next replaces
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,17 +159,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Kill as many runs as asked for and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time; each has four processes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--markdown", type=Path, help="write the table to this file too")
     args = parser.parse_args(argv)
-    rng = random.Random(args.seed)
     rows = [HEADER]
     print(HEADER, flush=True)
     equal = True
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.processes) as pool:
         kinds = [Chaos(Path(folder) / str(distributed), distributed=distributed) for distributed in (False, True)]
-        for number in range(1, args.runs + 1):
-            outcome = kinds[number // 2 % 2].kill_once(number, rng)
+
+        def kill(number: int) -> Outcome:
+            return kinds[number // 2 % 2].kill_once(number, random.Random(f"{args.seed} {number}"))
+
+        for outcome in pool.map(kill, range(1, args.runs + 1)):
             equal &= outcome.equal
             rows.append(outcome.row())
             print(rows[-1], flush=True)

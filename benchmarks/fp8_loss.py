@@ -50,9 +50,8 @@ def main() -> None:
         for process in started:
             if process.wait() != 0:
                 raise SystemExit(f"{process.args}: exit code {process.returncode}")
-        rows = summarise(
-            {recipe: losses_of(folder / "out" / recipe.replace(" ", "-") / "metrics.jsonl") for recipe in RUNS}
-        )
+        metrics = {recipe: folder / "out" / folder_of(recipe) / "metrics.jsonl" for recipe in RUNS}
+        rows = summarise({recipe: losses_of(file) for recipe, file in metrics.items()})
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*map(str, row.values()))

@@ -23,9 +23,9 @@ versions. How to read it:
   figure is the median over the steps behind the warm-up.
 - MFU is model FLOPs ([formula](performance_formulas.md)) against the dense BF16 peak, 989 TFLOP/s, also for FP8, where
   it only says how much faster it is.
-- The pictures are JPEGs of 640 x 480 in shards, decoded by the loader while training; the vision tower is frozen, the
-  language model and the projection are trained with AdamW, fp32 master weights and gradients, distributed optimizer,
-  no recomputation. "none" is BF16.
+- The pictures are JPEGs of 640 x 480 in shards, decoded by the loader while training; the vision tower is frozen unless
+  the heading says otherwise, the language model and the projection are trained with AdamW, fp32 master weights and
+  gradients, distributed optimizer, no recomputation. "none" is BF16.
 - The peer is the best Hugging Face stack that we could build (`benchmarks/hf_peer.py`): FSDP2, Liger kernels with the
   fused linear cross-entropy, cuDNN attention, fused AdamW, on the same shards through the same loader.
   `÷ hf` is tokens per second divided by its.

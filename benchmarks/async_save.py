@@ -2,11 +2,12 @@
 
     python -m benchmarks.async_save --shape llava-1.5-7b --gpus 2 --tp 2 --steps 40 --dir /fast/disk --json out.json
 
-After `--steps` steps a save begins in the background, and as many steps follow, during and after it; the save of the
-last step is waited for. "step" is the median wall time of a step without any save beside it, the data wait included;
-"step beside the save" are the steps that ended before the tracker moved. "waited" is how long the training stood still.
+After `--steps` steps a save begins in the background, and as many steps follow, during and after it, then a second one
+and as many again; the save of the last step is waited for. The first has to make the host's memory ready for the GPU,
+the second finds it ready. "step" is the median wall time of a step without any save beside it, the data wait included;
+"step beside a save" are the steps that ended before the tracker moved. "waited" is how long the training stood still.
 With weights and optimizer a checkpoint has 14 bytes a trained parameter (bf16, AdamW): LLaVA-1.5-7B about 98 GB. The
-disk holds one: the first is deleted when it is complete. The host's memory holds one too, while it is written.
+disk holds one: each is deleted when it is complete. The host's memory holds one too, while it is written.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="or gloo processes")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=30, help="before the save begins, and after that")
+    parser.add_argument("--steps", type=int, default=30, help="before a save begins; three times as many in all")
     parser.add_argument("--warm-up", type=int, default=5, help="first steps that do not count")
     parser.add_argument("--weights-only", action="store_true", help="save no optimizer: 2 bytes a parameter")
     parser.add_argument("--plain-optimizer", action="store_true", help="not the distributed one")
@@ -83,7 +84,7 @@ def command(args: argparse.Namespace, folder: Path) -> list[str]:
     words += [] if args.plain_optimizer else ["--dist-optim"]
     words += ["-g", args.gpus, "--tp", args.tp, "--pp", args.pp, "--tokenizer-load-dir", folder / "hf"]
     words += ["--data-path", folder / "data", "--save-dir", folder, "--name", "run"]
-    words += ["--train-iters", 2 * args.steps, "--save-interval", args.steps, "--async-save"]
+    words += ["--train-iters", 3 * args.steps, "--save-interval", args.steps, "--async-save"]
     words += [] if args.weights_only else ["--save-optim"]
     words += ["--seq-length", args.seq_length, "--micro-batch-size", args.micro_batch_size]
     words += ["--global-batch-size", args.global_batch_size, "--num-workers", 4]
@@ -98,14 +99,14 @@ def command(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def watched(words: Sequence[str], run_dir: Path) -> int:
-    """Run the training; delete its first checkpoint as soon as it is complete. Return the exit code."""
+    """Run the training; delete its checkpoints as soon as they are complete. Return the exit code."""
     with subprocess.Popen(words, cwd=ROOT) as process:
         while process.poll() is None:
             time.sleep(0.5)
-            saves = read(run_dir / SAVES)
-            first = iteration_folder(run_dir, saves[0]["iteration"]) if len(saves) == 1 else None
-            if first is not None and first.exists():
-                discard(first)
+            for save in read(run_dir / SAVES):
+                folder = iteration_folder(run_dir, save["iteration"])
+                if save["background"] and folder.exists():
+                    discard(folder)
     return process.returncode
 
 
@@ -116,18 +117,21 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def measured(steps: Sequence[dict[str, Any]], saves: Sequence[dict[str, Any]], warm_up: int) -> dict[str, Any]:
-    """Return what both saves took and what the steps beside the first one lost. Seconds, GB, GB/s."""
-    behind, waited = saves
-    first, last = behind["iteration"] + 1, behind["finished_after_iteration"]
+    """Return what the saves took and what the steps beside those in the background lost. Seconds, GB, GB/s.
+
+    Args:
+        saves: those in the background, in order, and the last one, that was waited for.
+    """
+    spans = [range(save["iteration"] + 1, save["finished_after_iteration"] + 1) for save in saves[:-1]]
     seconds = {step["iteration"]: step["step_seconds"] for step in steps if step["iteration"] > warm_up}
-    beside = [value for number, value in seconds.items() if first <= number <= last]
-    alone = [value for number, value in seconds.items() if not first <= number <= last]
+    beside = [value for number, value in seconds.items() if any(number in span for span in spans)]
+    alone = [value for number, value in seconds.items() if not any(number in span for span in spans)]
     if not beside or not alone:
-        raise SystemExit(f"no steps beside the save, or none without it: {len(beside)}, {len(alone)}; raise --steps")
+        raise SystemExit(f"no steps beside a save, or none without it: {len(beside)}, {len(alone)}; raise --steps")
     normal = statistics.median(alone)
     return {
         "step": {"median": normal, "max": max(alone), "number": len(alone)},
-        "step beside the save": {
+        "step beside a save": {
             "median": statistics.median(beside),
             "max": max(beside),
             "mean": statistics.mean(beside),
@@ -135,8 +139,7 @@ def measured(steps: Sequence[dict[str, Any]], saves: Sequence[dict[str, Any]], w
         },
         "ratio": statistics.median(beside) / normal,
         "mean ratio": statistics.mean(beside) / statistics.mean(alone),
-        "background": behind | {"gb_per_second": behind["gigabytes"] / behind["seconds"]},
-        "waited for": waited | {"gb_per_second": waited["gigabytes"] / waited["seconds"]},
+        "saves": [save | {"gb_per_second": save["gigabytes"] / save["seconds"]} for save in saves],
     }
 
 
@@ -145,14 +148,14 @@ def show(args: argparse.Namespace, found: dict[str, Any]) -> None:
     what = "weights" if args.weights_only else "weights and optimizer"
     title = f"{args.shape}, tp {args.tp} x pp {args.pp} x dp {args.gpus // (args.tp * args.pp)}"
     steps = Table("steps", "median s", "max s", "number", "ratio of medians", "of means", title=title)
-    for name, ratios in (("step", ("", "")), ("step beside the save", (found["ratio"], found["mean ratio"]))):
+    for name, ratios in (("step", ("", "")), ("step beside a save", (found["ratio"], found["mean ratio"]))):
         row = found[name]
         texts = [f"{value:.3f}" if value else "" for value in ratios]
         steps.add_row(name, f"{row['median']:.3f}", f"{row['max']:.3f}", str(row["number"]), *texts)
     saves = Table("save", "GB", "until complete s", "GB/s", "waited at its start s", "at its end s", title=what)
-    for name in ("background", "waited for"):
-        row = found[name]
+    for row in found["saves"]:
         numbers = ("gigabytes", "seconds", "gb_per_second", "start_waited_seconds", "finish_waited_seconds")
+        name = "in the background" if row["background"] else "waited for"
         saves.add_row(name, *(f"{row[number]:.2f}" for number in numbers))
     console = Console(width=120)
     console.print(steps)

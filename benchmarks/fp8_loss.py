@@ -1,4 +1,4 @@
-"""FP8 against BF16: the loss over some hundred steps on real shards, a GPU for each, all at the same time.
+"""FP8 against BF16: the loss over some hundred steps on real shards, all at the same time.
 
     python benchmarks/fp8_loss.py --iters 300 --json out.json
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def start(args: argparse.Namespace, folder: Path, data: Path, recipe: str, gpu: int) -> subprocess.Popen[bytes]:
-    """Start the run of a recipe on a GPU of its own, or behind others on the last one."""
+    """Start the run of a recipe on the next GPU; where there are fewer GPUs, runs share them."""
     command = [sys.executable, str(ROOT / "scripts" / "train" / "run.py"), "--init", "--packing"]
     options = {
         "-g": 1,
@@ -78,7 +78,7 @@ def start(args: argparse.Namespace, folder: Path, data: Path, recipe: str, gpu: 
     }
     command += [str(word) for option in options.items() for word in option]
     command += ["data.shuffle_buffer_size=0", *(["--fp8", "--fp8-recipe", recipe] if recipe in FP8 else [])]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(min(gpu, torch.cuda.device_count() - 1))}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu % torch.cuda.device_count())}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
 

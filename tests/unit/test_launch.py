@@ -27,7 +27,7 @@ from llava_mcore.launch.singularity import (
     rerun_in_container,
     without_image,
 )
-from llava_mcore.launch.torchrun import torchrun_argv, worker_env
+from llava_mcore.launch.torchrun import ALLOCATOR, torchrun_argv, worker_env
 
 
 def test_torchrun_command() -> None:
@@ -49,14 +49,16 @@ def test_torchrun_command() -> None:
 )
 def test_worker_threads(processes: int, device: bool, given: dict[str, str], threads: str) -> None:
     env = worker_env({"PATH": "/bin", **given}, processes, cpu_cores=8, device_available=device)
-    assert env.pop("PYTORCH_ALLOC_CONF", None) == ("expandable_segments:True" if device else None)
+    assert env.pop("PYTORCH_ALLOC_CONF", None) == (ALLOCATOR if device else None)
+    assert env.pop("CUDA_SCALE_LAUNCH_QUEUES", None) == ("4x" if device else None)
     assert env == {"PATH": "/bin", "OMP_NUM_THREADS": threads, "PYTHONPATH": str(REPOSITORY)}
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_an_allocator_setting_of_the_user_stays(name: str) -> None:
-    env = worker_env({name: "backend:cudaMallocAsync"}, 1, cpu_cores=1, device_available=True)
-    assert {key: value for key, value in env.items() if "ALLOC" in key} == {name: "backend:cudaMallocAsync"}
+def test_settings_of_the_user_stay(name: str) -> None:
+    given = {name: "backend:cudaMallocAsync", "CUDA_SCALE_LAUNCH_QUEUES": "2x"}
+    env = worker_env(given, 1, cpu_cores=1, device_available=True)
+    assert {key: value for key, value in env.items() if "ALLOC" in key or "CUDA" in key} == given
 
 
 def test_workers_find_the_package_before_anything_else_on_the_path() -> None:

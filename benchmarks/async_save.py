@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,6 @@ from rich.table import Table
 
 from benchmarks.material import SHAPES, make_hf_folder, make_shards
 from benchmarks.train_step import ROOT, versions
-from llava_mcore.checkpoint.complete import discard
 from llava_mcore.checkpoint.layout import iteration_folder
 
 SAVES, METRICS = "saves.jsonl", "metrics.jsonl"
@@ -106,7 +106,7 @@ def watched(words: Sequence[str], run_dir: Path) -> int:
             for save in read(run_dir / SAVES):
                 folder = iteration_folder(run_dir, save["iteration"])
                 if save["background"] and folder.exists():
-                    discard(folder)
+                    shutil.rmtree(folder.rename(run_dir.parent / folder.name))  # away from where the run cleans up
     return process.returncode
 
 

@@ -94,8 +94,8 @@ def write_run_json(folder: Path, content: dict[str, Any]) -> None:
     (folder / RUN_JSON).write_text(json.dumps({**content, "files": files}, indent=1) + "\n", encoding="utf-8")
 
 
-def prune(root: Path, *, newest: int, keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Delete old checkpoints and return their iterations; those newer than `newest` are left alone.
+def outdated(root: Path, *, newest: int, keep_last: int | None, keep_every: int | None) -> list[Path]:
+    """Return the checkpoints that are not to be kept; those newer than `newest` are left alone.
 
     Args:
         keep_last: how many of the newest to keep; None keeps all.
@@ -104,24 +104,25 @@ def prune(root: Path, *, newest: int, keep_last: int | None, keep_every: int | N
     if keep_last is None:
         return []
     old = [iteration for iteration in iterations(root) if iteration <= newest][:-keep_last]
-    old = [iteration for iteration in old if keep_every is None or iteration % keep_every]
-    for iteration in old:
-        discard(iteration_folder(root, iteration))
-    return old
+    return [iteration_folder(root, i) for i in old if keep_every is None or i % keep_every]
 
 
-def keep_only(folder: Path) -> None:
-    """Delete every other checkpoint beside this one, newer ones of an abandoned course of the run too."""
-    for iteration in iterations(folder.parent):
-        if iteration_folder(folder.parent, iteration) != folder:
-            discard(iteration_folder(folder.parent, iteration))
+def all_but(folder: Path) -> list[Path]:
+    """Return every other checkpoint beside this one, newer ones of an abandoned course of the run too."""
+    beside = [iteration_folder(folder.parent, iteration) for iteration in iterations(folder.parent)]
+    return [path for path in beside if path != folder]
+
+
+def put_aside(folder: Path) -> Path:
+    """Rename a checkpoint, at once, to what no longer looks like one and is deleted sooner or later; return that."""
+    aside = folder.with_name(f".{folder.name}.deleted")
+    folder.rename(aside)
+    return aside
 
 
 def discard(folder: Path) -> None:
     """Delete a checkpoint so that a kill half-way leaves nothing that looks like one."""
-    deleted = folder.with_name(f".{folder.name}.deleted")
-    folder.rename(deleted)
-    shutil.rmtree(deleted)
+    shutil.rmtree(put_aside(folder))
 
 
 def remove_leftovers(root: Path) -> None:

@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,14 @@ from typing import Any
 import torch
 
 from llava_mcore.checkpoint import hf_files, layout
-from llava_mcore.checkpoint.complete import discard, keep_only, prune, remove_leftovers, write_run_json
+from llava_mcore.checkpoint.complete import (
+    all_but,
+    discard,
+    outdated,
+    put_aside,
+    remove_leftovers,
+    write_run_json,
+)
 from llava_mcore.checkpoint.durable import move, sync_tree, write_synced
 from llava_mcore.checkpoint.megatron import StateWrite
 from llava_mcore.config.load import save_run_config
@@ -66,6 +73,7 @@ class Saver:
         """`hf_source`: folder with config, tokenizer, processor files (and ours) that travel along."""
         self.trainer, self.hf_source = trainer, hf_source
         self._pending: _Pending | None = None
+        self._deletion: threading.Thread | None = None
 
     @property
     def busy(self) -> bool:
@@ -165,6 +173,8 @@ class Saver:
         problem = None
         if groups.rank == 0:
             try:
+                if self._deletion is not None:
+                    self._deletion.join()  # what it deletes is also what a killed save would have left
                 _make_room(final)
             except OSError as error:
                 problem = f"{final}: {error}"
@@ -203,19 +213,34 @@ class Saver:
         move(pending.partial, pending.final)
         layout.write_tracker(root, pending.iteration)
         if root != self._root(persistent=True):
-            keep_only(pending.final)
+            old = all_but(pending.final)
+        else:
+            old = outdated(
+                root, newest=pending.iteration, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every
+            )
+        aside = [put_aside(folder) for folder in old]
+        if not aside:
             return
-        deleted = prune(
-            root, newest=pending.iteration, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every
-        )
-        if deleted:
-            logger.info("deleted the checkpoints of iterations %s", ", ".join(map(str, deleted)))
+        logger.info("deleted %s", ", ".join(map(str, old)))
+        # Deleting can take as long as writing. The process ends no sooner: the thread is no daemon.
+        self._deletion = threading.Thread(target=_delete, args=(aside,), name="deletion")
+        self._deletion.start()
+        if pending.thread is None:
+            self._deletion.join()
 
 
 def save_checkpoint(trainer: Trainer, progress: Progress, hf_source: Path, loader_state: Any | None) -> Path:
     """Write SAVE_DIR/NAME/iter_XXXXXXX, move the tracker to it and return it; a collective call (see `Saver`)."""
     Saver(trainer, hf_source).save(progress, loader_state)
     return layout.iteration_folder(trainer.run.run_dir, progress.iteration)
+
+
+def _delete(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:  # no reason to stop a training
+            logger.warning("%s could not be deleted: %s", folder, error)
 
 
 def _make_room(final: Path) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import resource
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
+from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.layout import latest_checkpoint, latest_iteration
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, TrainingError
@@ -92,8 +97,8 @@ def save_to_a_full_disk(groups: Groups, saver: Saver) -> str:
     if groups.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
     try:
-        saver.save(Progress(9), None, background=True)
-        saver.finish(9)
+        saver.save(Progress(10), None, background=True)
+        saver.finish(10)
     except CheckpointError as error:
         return str(error)
     finally:
@@ -101,10 +106,37 @@ def save_to_a_full_disk(groups: Groups, saver: Saver) -> str:
     return ""
 
 
+def replaced_while_the_disk_is_slow(groups: Groups, saver: Saver) -> tuple[bool, bool]:
+    """Save over the one checkpoint that is kept, on a disk that does not end deleting it before a third save.
+
+    Returns whether training went on meanwhile, and whether nothing is left in the end.
+    """
+    run_dir, gate, delete = saver.trainer.run.run_dir, threading.Event(), shutil.rmtree
+
+    def slowly(path: Path) -> None:
+        assert gate.wait(60)
+        delete(path)
+
+    aside = run_dir / ".iter_0000007.deleted"
+    with mock.patch.object(shutil, "rmtree", slowly):
+        saver.save(Progress(8), None, background=True)
+        saver.finish(8)
+        went_on = groups.rank != 0 or (iterations(run_dir) == [8] and aside.is_dir())
+        gate.set()
+        saver.save(Progress(9), None, background=True)
+        saver.finish(9)
+    if groups.rank == 0:
+        assert saver._deletion is not None
+        saver._deletion.join()
+    dist.barrier(groups.control)
+    return went_on, iterations(run_dir) == [9] and not list(run_dir.glob(".iter*"))
+
+
 def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
     """Save in the background while every weight and moment changes; then a save that cannot be written."""
     groups = join(tp, 1)
     saving = {"checkpoint.save": True, "checkpoint.save_optim": True, "checkpoint.load_optim": True}
+    saving |= {"checkpoint.keep_last": 1}
     flags = saving | {"training.train_iters": 2, "parallel.use_distributed_optimizer": tp == 1}
     run = run_config(tp, 1, checkpoint, save_dir, **flags, name="async")
     trainer = loop(groups, run, FakeLoader)
@@ -123,8 +155,10 @@ def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
     progress, states = resume(fresh, latest_checkpoint(run.run_dir)[0])
     equal = all(torch.equal(x, expected[name]) for name, x in weights(fresh).items())
     moments = [x["exp_avg"] for one in fresh.optimizer.chained_optimizers for x in one.optimizer.state.values()]
+    replaced = replaced_while_the_disk_is_slow(groups, saver)
     message = save_to_a_full_disk(groups, saver)
     return {
+        "replaced": replaced,
         "during": during,
         "after": after,
         "equal": equal,

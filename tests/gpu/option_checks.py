@@ -59,20 +59,23 @@ def curves(tp: int, pp: int, checkpoint: str, save_dir: str) -> dict[str, dict[s
     return run_all(groups, runs, save_dir)
 
 
-def save_and_resume(checkpoint: str, save_dir: str, hf: str) -> dict[str, tuple[list[float], list[float]]]:
+def save_and_resume(
+    tp: int, pp: int, checkpoint: str, save_dir: str, hf: str
+) -> dict[str, tuple[list[float], list[float]]]:
     """Return the losses after a save and those after resuming it, for each kind of optimizer."""
-    groups = join(1, 1)
+    groups = join(tp, pp)
     found = {}
-    for name, flags in (("aware", AWARE), ("half", HALF_MOMENTS), ("offload", OFFLOAD)):
+    kinds = {"distributed": DISTRIBUTED, "aware": AWARE, "half": HALF_MOMENTS, "offload": OFFLOAD}
+    for name, flags in kinds.items():
         common = {"name": name, "checkpoint.save": True, "checkpoint.save_optim": True, **BF16, **flags}
-        run = run_config(1, 1, checkpoint, save_dir, **common)
+        run = run_config(tp, pp, checkpoint, save_dir, **common)
         trainer = make_trainer(groups, run)
         loader = open_fake_loader(groups, trainer, run, 0)
         train_steps(groups, trainer, run, loader)
         state = None if loader is None else loader.state()
         save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
         unbroken = train_steps(groups, trainer, run, loader)
-        again = run_config(1, 1, checkpoint, save_dir, **common, **{"checkpoint.load_optim": True})
+        again = run_config(tp, pp, checkpoint, save_dir, **common, **{"checkpoint.load_optim": True})
         trainer = make_trainer(groups, again)
         resume(trainer, latest_checkpoint(again.run_dir)[0])
         found[name] = (unbroken, train_steps(groups, trainer, again, open_fake_loader(groups, trainer, again, STEPS)))

@@ -1,7 +1,4 @@
-"""Chunks of a Megatron checkpoint (torch_dist) → Hugging Face tensors, entry by entry. Runs in workers.
-
-Imports torch only, neither megatron-core nor transformers: a worker starts fast and stays small.
-"""
+"""Chunks of a Megatron checkpoint (torch_dist) → Hugging Face tensors, entry by entry. Runs in worker threads."""
 
 from __future__ import annotations
 

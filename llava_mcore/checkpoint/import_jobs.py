@@ -1,7 +1,4 @@
-"""Hugging Face tensors → one file of a Megatron checkpoint (torch_dist), entry by entry. Runs in workers.
-
-Imports torch only, neither megatron-core nor transformers: a worker starts fast and stays small.
-"""
+"""Hugging Face tensors → one file of a Megatron checkpoint (torch_dist), entry by entry. Runs in worker threads."""
 
 from __future__ import annotations
 
@@ -98,7 +95,7 @@ def write_file(job: FileWrite) -> FileWritten:
         job.path.open("xb") as file,
         ThreadPoolExecutor(HASHERS) as hashers,
         Writer() as writer,
-        _without_data(),
+        torch.serialization.skip_data(),  # torch.save leaves out the numbers, in this thread
     ):
         for entry in job.entries:
             tensors = {name: at.map().to(entry.dtype) for name, at in entry.located.items()}
@@ -157,12 +154,11 @@ def _append(file: BinaryIO, shape: Shape, dtype: torch.dtype, data: Data, writer
 
 
 @contextlib.contextmanager
-def _without_data() -> Iterator[None]:
-    """Let torch.save leave out the numbers, and the zip format's CRC-32, which torch.load never looks at."""
+def without_checksums() -> Iterator[None]:
+    """Let torch.save leave out the zip format's CRC-32, which torch.load never looks at; in all threads."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        with torch.serialization.skip_data():
-            yield
+        yield
     finally:
         torch.serialization.set_crc32_options(before)

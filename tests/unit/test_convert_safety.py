@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from llava_mcore.apps import export_hf, import_hf
-from llava_mcore.checkpoint import hf_files, import_jobs, layout, pool, raw, streamed_save
+from llava_mcore.checkpoint import hf_files, import_jobs, layout, raw, streamed_save
 from llava_mcore.errors import ConversionError
 from tests.helpers.conversions import kill_after, time_convert
 from tests.helpers.tiny_hf import make_hf_llava
@@ -118,11 +118,6 @@ def test_a_full_disk(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: py
         assert not list(disk.iterdir())
     finally:
         subprocess.run(["umount", disk], check=True)
-
-
-def test_a_worker_that_dies_is_an_error(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match="a worker process ended suddenly"):
-        list(pool.run_jobs(os._exit, [3, 3], workers=2))
 
 
 def test_verification_names_a_tensor_that_was_written_wrongly(

@@ -26,7 +26,7 @@ from llava_mcore.launch.torchrun import torchrun_argv, worker_env
 from llava_mcore.templates.named import absolute_choice, check_choice
 
 WORKER = "llava_mcore.apps.worker"
-_FOLDERS = ("load", "hf_dir", "save_dir", "non_persistent_dir")
+_FOLDERS = ("load", "hf_dir", "save_dir", "non_persistent_dir", "non_persistent_local_dir")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

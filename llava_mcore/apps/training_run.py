@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from llava_mcore.apps.init_folder import write_carried_folder
 from llava_mcore.checkpoint.chat_template import require_same_template
+from llava_mcore.checkpoint.local import is_local, unusable_here
 from llava_mcore.checkpoint.start import StartPoint, start_point
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules import pad_multiple
@@ -56,7 +57,7 @@ def run_worker(run: RunConfig, signals: StopSignals, started: float) -> bool:
 def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     """Join the world, build everything, train."""
     groups = _join_world(run)
-    start = decided_by_first_rank(groups, lambda: start_point(run))
+    start = find_start(run, groups)
     if start.passed_over and groups.rank == 0:
         logger.warning(problems("checkpoints that are not used", start.passed_over))
     watchdog.begin("building the model")
@@ -89,6 +90,19 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
         loader.close()
     shut_down()
     return finished
+
+
+def find_start(run: RunConfig, groups: Groups) -> StartPoint:
+    """Return where to start: what rank 0 finds, unless it needs tensors that a node's own disk does not hold."""
+    start = decided_by_first_rank(groups, lambda: start_point(run))
+    checkpoint = start.checkpoint
+    if start.kind != "resume" or checkpoint is None:
+        return start
+    local = together(groups, lambda: is_local(checkpoint))
+    found = agree(groups, unusable_here(checkpoint, groups) if local else None)
+    if not found:
+        return start
+    return decided_by_first_rank(groups, lambda: start_point(run, {checkpoint: "; ".join(found)}))
 
 
 def _join_world(run: RunConfig) -> Groups:

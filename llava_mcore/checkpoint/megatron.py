@@ -81,6 +81,9 @@ class StateWrite:
             self._request.async_fn(rank, self._files, results)
         self._files = []
 
+    def published(self) -> None:
+        """Called when the checkpoint has its name; all there is to delete then is folders."""
+
     def finish(self) -> None:
         """Write the metadata, when all ranks have written; a collective call.
 
@@ -130,12 +133,12 @@ def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
     check_model(state, folder)
     try:
         stored = load_sharded_metadata(str(folder))
-        return dist_checkpointing.load(_without_absent_extra_state(state, stored), str(folder))
+        return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder))
     except CheckpointingException as error:
         raise CheckpointError(f"{folder}: dist_checkpointing cannot load it: {error}") from error
 
 
-def _without_absent_extra_state(state: Any, stored: Container[str]) -> Any:
+def without_absent_extra_state(state: Any, stored: Container[str]) -> Any:
     """Leave out what only some layers keep beside their weights, such as Transformer Engine's FP8 scales."""
     if not isinstance(state, dict):
         return state
@@ -143,7 +146,7 @@ def _without_absent_extra_state(state: Any, stored: Container[str]) -> Any:
     def is_absent(value: Any) -> bool:
         return isinstance(value, ShardedObject) and value.key.endswith(EXTRA_STATE) and value.unique_key not in stored
 
-    return {k: _without_absent_extra_state(v, stored) for k, v in state.items() if not is_absent(v)}
+    return {k: without_absent_extra_state(v, stored) for k, v in state.items() if not is_absent(v)}
 
 
 def fill_model(model: torch.nn.Module, loaded: dict[str, Any]) -> None:

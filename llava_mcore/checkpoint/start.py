@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from llava_mcore.checkpoint.complete import RUN_JSON, Choice, iterations, newest_complete
@@ -28,16 +30,19 @@ class StartPoint:
     passed_over: tuple[str, ...] = ()
 
 
-def start_point(run: RunConfig) -> StartPoint:
+def start_point(run: RunConfig, unusable: Mapping[Path, str] = MappingProxyType({})) -> StartPoint:
     """Return where a run starts.
 
     With `load_optim`, a checkpoint in the run's own folder comes before the load folder. Raises ConfigError if
     nothing says where to start or another run's checkpoints would be written over, CheckpointError if a
     checkpoint is not complete.
+
+    Args:
+        unusable: checkpoints that are replaced by the next and cannot be used here, each with the reason.
     """
     checkpoint = run.checkpoint
     own = run.run_dir if checkpoint.save_dir is not None else None
-    choice = _own_choice(run) if own is not None else None
+    choice = _own_choice(run, unusable) if own is not None else None
     if own is not None and choice is not None:
         if not checkpoint.load_optim:
             raise ConfigError(f"{own} already holds a checkpoint: resume it with --load-optim or choose another --name")
@@ -53,7 +58,7 @@ def start_point(run: RunConfig) -> StartPoint:
     return StartPoint("init", None, 0, checkpoint.hf_dir)
 
 
-def _own_choice(run: RunConfig) -> Choice | None:
+def _own_choice(run: RunConfig, unusable: Mapping[Path, str]) -> Choice | None:
     """Return the newest complete checkpoint of the run, be it one that is kept or one that the next replaces."""
     if not iterations(run.non_persistent_dir):
         return newest_complete(run.run_dir)
@@ -71,10 +76,12 @@ def _own_choice(run: RunConfig) -> Choice | None:
             continue
         passed_over += choice.passed_over
         problem = _not_of_this_course(run, choice)
-        if problem is None:
-            choices.append(choice)
-        else:
+        if choice.folder in unusable:
+            passed_over.append(unusable[choice.folder])
+        elif problem is not None:
             passed_over.append(f"{choice.folder}: {problem}")
+        else:
+            choices.append(choice)
     if not choices and is_damaged:
         raise CheckpointError(problems(f"{run.run_dir} holds no complete checkpoint", passed_over))
     if not choices:

@@ -32,6 +32,9 @@ class CheckpointConfig(Section):
     non_persistent_dir: UserPath | None = None
     """Folder for those, such as a fast disk or /dev/shm, that every node of the run sees; they lie in DIR/NAME. Not
     given: SAVE_DIR/NAME/non_persistent."""
+    non_persistent_local_dir: UserPath | None = None
+    """Folder on each node's own disk for their tensors: every rank writes and reads what it holds, in DIR/NAME. All
+    else of them stays where every node sees it. A run goes on from them at the same layout, on the same nodes."""
     save_optim: bool = False
     """Also save the optimizer, the schedule, the random state and the place in the data, so that a run can resume."""
     load_optim: bool = False

@@ -46,6 +46,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("checkpoint.keep_every", ("--keep-every",)),
         Flag("checkpoint.non_persistent_save_interval", ("--non-persistent-save-interval",)),
         Flag("checkpoint.non_persistent_dir", ("--non-persistent-ckpt-dir",)),
+        Flag("checkpoint.non_persistent_local_dir", ("--non-persistent-local-ckpt-dir",)),
         Flag("checkpoint.save_optim", ("--save-optim",)),
         Flag("checkpoint.load_optim", ("--load-optim",)),
         Flag("checkpoint.init", ("--init",)),

@@ -35,8 +35,13 @@ def _check_saving(run: RunConfig) -> Iterator[str]:
         yield "--async-save has no effect without --save-interval, as the last checkpoint is always waited for: add it"
     if checkpoint.keep_every is not None and checkpoint.keep_last is None:
         yield "--keep-every has no effect without --keep-last, as nothing is deleted: give both, or neither"
-    if checkpoint.non_persistent_dir is not None and interval is None:
-        yield "--non-persistent-ckpt-dir has no effect without --non-persistent-save-interval: add it"
+    folders = {
+        "--non-persistent-ckpt-dir": checkpoint.non_persistent_dir,
+        "--non-persistent-local-ckpt-dir": checkpoint.non_persistent_local_dir,
+    }
+    for flag, folder in folders.items():
+        if folder is not None and interval is None:
+            yield f"{flag} has no effect without --non-persistent-save-interval: add it"
     if interval is not None and not checkpoint.save_optim:
         yield (
             "--non-persistent-save-interval writes what a run resumes from: add --save-optim, and --save or "

@@ -30,6 +30,7 @@ from llava_mcore.checkpoint.complete import (
     write_run_json,
 )
 from llava_mcore.checkpoint.durable import move, sync_tree, write_synced
+from llava_mcore.checkpoint.local import LocalWrite
 from llava_mcore.checkpoint.megatron import StateWrite
 from llava_mcore.config.load import save_run_config
 from llava_mcore.errors import CheckpointError, problems
@@ -49,7 +50,7 @@ class _Pending:
     final: Path
     record: dict[str, Any]
     iteration: int
-    write: StateWrite
+    write: StateWrite | LocalWrite
     num_bytes: int
     started: float
     waited: float
@@ -143,6 +144,7 @@ class Saver:
         found = agree(groups, problem)
         if found:
             raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        pending.write.published()
         end = time.perf_counter()
         done = Saved(
             iteration=pending.iteration,
@@ -184,7 +186,12 @@ class Saver:
         with all_cores():
             state = state_to_save(self.trainer, progress)
             partial = final.parent / f".{final.name}.partial"
-            write = StateWrite(state, partial, copy=copy, replicas=groups.data_parallel)
+            local = None if root == self._root(persistent=True) else run.checkpoint.non_persistent_local_dir
+            write: StateWrite | LocalWrite
+            if local is None:
+                write = StateWrite(state, partial, copy=copy, replicas=groups.data_parallel)
+            else:
+                write = LocalWrite(state, partial, local / run.name, groups, copy=copy)
         (num_bytes,) = sum_over_ranks(groups, [write.num_bytes])
         return _Pending(final, record, progress.iteration, write, num_bytes, start, 0.0)
 

@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import LlavaConfig
 
 from llava_mcore.checkpoint.hf_config import load_hf_config
+from llava_mcore.checkpoint.local import is_local, load_local_weights
 from llava_mcore.checkpoint.megatron import load_weights
 from llava_mcore.checkpoint.start import StartPoint
 from llava_mcore.config.model import ModelConfig
@@ -67,7 +68,10 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     models = build_models(run, groups, hf, trained, initialise=start.checkpoint is None)
     if start.checkpoint is not None:
         # Also before a resume: the optimizer's fp32 copies are made from these.
-        load_weights(models, start.checkpoint)
+        if is_local(start.checkpoint):
+            load_local_weights(models, start.checkpoint, groups.rank)
+        else:
+            load_weights(models, start.checkpoint)
     # The first chunk's buckets overlap with its own backward pass; the others' whole sums with the chunks before them.
     chunks = [data_parallel(run, groups, model, buckets=i == 0) for i, model in enumerate(models)]
     optimizer = build_optimizer(run, chunks)

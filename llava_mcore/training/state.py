@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from llava_mcore.checkpoint.local import is_local, load_local
 from llava_mcore.checkpoint.megatron import fill_model, load_state, model_state
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
@@ -57,7 +58,9 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
         before.parallel.pipeline_model_parallel_size == trainer.groups.pp_size
     )
     progress = Progress()
-    loaded = load_state(_state(trainer, progress, is_loading=True, with_random=same_layout), checkpoint)
+    wanted = _state(trainer, progress, is_loading=True, with_random=same_layout)
+    local = is_local(checkpoint)
+    loaded = load_local(wanted, checkpoint, trainer.groups.rank) if local else load_state(wanted, checkpoint)
     for i, model in enumerate(trainer.models):
         fill_model(model, loaded[f"model{i}"])
     follow_rates(loaded["optimizer"], before.optimizer, trainer.run.optimizer)

@@ -4,7 +4,8 @@
 
 Half of the kills wait for a save to begin and come at a random moment of it; every other run saves in the background,
 every other pair of runs has a distributed optimizer. Every second checkpoint is one of those that the next replaces
-(--non-persistent-save-interval).
+(--non-persistent-save-interval); in every third run those have their tensors in a folder of the node's own
+(--non-persistent-local-ckpt-dir).
 Every run must end with losses that are bitwise those of the unbroken one, in iterations that are all there once.
 The exit code is 1 if one does not.
 """
@@ -41,7 +42,7 @@ PARTIAL = ".iter_*.partial"
 @dataclass(frozen=True)
 class Outcome:
     """One killed run. `during_save`: a checkpoint was half written at that moment. `resumed_at`: 0 is the start.
-    `from_replaced`: from a checkpoint that the next would have replaced."""
+    `from_replaced`: from a checkpoint that the next would have replaced. `on_node`: those were on the node's disk."""
 
     number: int
     distributed: bool
@@ -51,13 +52,14 @@ class Outcome:
     during_save: bool
     resumed_at: int
     from_replaced: bool
+    on_node: bool
     equal: bool
 
     def row(self) -> str:
         """Return a row of the table."""
         saving = "yes" if self.during_save else "no"
         kind = "background" if self.background else "foreground"
-        source = " (non-persistent)" if self.from_replaced else ""
+        source = f" (non-persistent{', own disk' if self.on_node else ''})" if self.from_replaced else ""
         verdict = "bitwise equal" if self.equal else "**differs**"
         optimizer = "distributed" if self.distributed else "plain"
         place = f"{self.resumed_at}{source}"
@@ -82,7 +84,7 @@ class Chaos:
         self.whole = self.compared("whole")
         assert [values[0] for values in self.whole] == list(range(1, ITERATIONS + 1))
 
-    def flags(self, name: str, *, background: bool) -> list[Any]:
+    def flags(self, name: str, *, background: bool, on_node: bool = False) -> list[Any]:
         """Return the command line of one run."""
         root = self.root
         places = ("--megatron-load-dir", root / "megatron", "--tokenizer-load-dir", root / "hf")
@@ -104,6 +106,7 @@ class Chaos:
             *rest,
             *(["--async-save"] if background else []),
             *(["--dist-optim"] if self.distributed else []),
+            *(["--non-persistent-local-ckpt-dir", root / "disk"] if on_node else []),
         ]
 
     def compared(self, name: str) -> list[list[Any]]:
@@ -112,10 +115,10 @@ class Chaos:
 
     def kill_once(self, number: int, rng: random.Random) -> Outcome:
         """Start a run, kill it at a random instant, resume it to its end."""
-        background, aim = number % 2 == 1, rng.choice(["step", "save"])
+        background, on_node, aim = number % 2 == 1, number % 3 == 0, rng.choice(["step", "save"])
         name = f"run{number}"
         folder = self.root / "save" / name
-        flags = self.flags(name, background=background)
+        flags = self.flags(name, background=background, on_node=on_node)
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(
                 command("train/run.py", *flags), stdout=output, stderr=output, start_new_session=True, cwd=ROOT
@@ -134,7 +137,9 @@ class Chaos:
             resumed_at, source = (int(found[1]), found[2]) if found else (0, "")
         equal = self.compared(name) == self.whole
         replaced = NON_PERSISTENT in source
-        return Outcome(number, self.distributed, background, aim, killed_after, saving, resumed_at, replaced, equal)
+        return Outcome(
+            number, self.distributed, background, aim, killed_after, saving, resumed_at, replaced, on_node, equal
+        )
 
     def _wait(self, process: subprocess.Popen[bytes], folder: Path, aim: str, rng: random.Random) -> None:
         """Return at the instant at which to kill."""

@@ -57,6 +57,7 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--keep-last 2", "checkpoint.keep_last", 2),
     ("--non-persistent-save-interval 3", "checkpoint.non_persistent_save_interval", 3),
     ("--non-persistent-ckpt-dir /n", "checkpoint.non_persistent_dir", Path("/n")),
+    ("--non-persistent-local-ckpt-dir /l", "checkpoint.non_persistent_local_dir", Path("/l")),
     ("--keep-every 100", "checkpoint.keep_every", 100),
     ("--timeout 30", "faults.timeout", 30),
     ("--exit-duration-in-mins 90", "faults.exit_duration_in_mins", 90.0),

@@ -62,6 +62,7 @@ def test_a_good_run_has_no_problem(good: list[str]) -> None:
         (["checkpoint.async_save=true"], ["--async-save has no effect without --save-interval"]),
         (["checkpoint.keep_every=2"], ["--keep-every has no effect without --keep-last"]),
         (["checkpoint.non_persistent_dir=/d"], ["has no effect without --non-persistent-save-interval"]),
+        (["checkpoint.non_persistent_local_dir=/d"], ["--non-persistent-local-ckpt-dir has no effect without"]),
         (["checkpoint.non_persistent_save_interval=2"], ["--non-persistent-save-interval", "add --save-optim"]),
         (["logging.profile=9:11"], ["--profile 9:11 reaches beyond the last iteration, 10"]),
         (["logging.profile_ranks=0"], ["logging.profile_ranks has no effect without --profile"]),

@@ -1,0 +1,184 @@
+"""A checkpoint whose tensors lie on each node's own disk: every rank writes what it holds, and reads it back.
+
+The iteration's folder, which all nodes see, holds everything else: run.yaml, the places in the data, the Hugging Face
+files, and local.json, which names every rank's file. It serves the same layout, on the same nodes, only.
+"""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+import json
+import logging
+import os
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    apply_factory_merges,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.transformer.module import MegatronModule
+
+from llava_mcore.checkpoint.durable import sync
+from llava_mcore.checkpoint.megatron import fill_model, model_state, without_absent_extra_state
+from llava_mcore.errors import CheckpointError
+from llava_mcore.parallel.groups import Groups
+
+logger = logging.getLogger(__name__)
+
+LOCAL = "local.json"
+# Where megatron-core looks for who wrote a checkpoint: it refuses this one by that name.
+METADATA = {"sharded_backend": "llava_mcore_local", "sharded_backend_version": 1}
+
+
+class LocalWrite:
+    """This rank's file on its way to the node's disk; `write` may run in a thread, the rest are collective calls."""
+
+    def __init__(self, state: ShardedStateDict, folder: Path, root: Path, groups: Groups, *, copy: bool) -> None:
+        """Bring the tensors to the host.
+
+        Args:
+            folder: that of the iteration, which rank 0 has made, under the name that it has until it is complete.
+            root: this run's folder on the node's disk.
+            copy: own every tensor, so that training may go on while `write` runs.
+        """
+        box = [uuid.uuid4().hex[:8]]  # a file of an abandoned course of the run may be of the same iteration
+        dist.broadcast_object_list(box, src=0, group=groups.control)
+        self._folder, self._groups = folder, groups
+        self._path = root / f"{folder.name.strip('.').partition('.')[0]}.{box[0]}.rank_{groups.rank:05d}.pt"
+        sharded, common = save_preprocess(state, validate_access_integrity=False)
+        parts = {_name(value): value.data for value in nested_values(sharded)}
+        self._content = {
+            "common": common,
+            "parts": {name: _on_host(x, copy=copy) if isinstance(x, torch.Tensor) else x for name, x in parts.items()},
+        }
+        if groups.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that this rank writes."""
+        return sum(x.nbytes for x in self._content["parts"].values() if isinstance(x, torch.Tensor))
+
+    def write(self) -> None:
+        """Write and flush this rank's file.
+
+        Raises:
+            OSError: the disk is full, or the like.
+        """
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                torch.save(self._content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(self._path)
+            sync(self._path.parent)
+        except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError when a write fails below it
+            raise OSError(f"{self._path}: {error.__context__ or error}") from error
+        self._content = {"common": {}, "parts": {}}
+
+    def finish(self) -> None:
+        """Note every rank's file in the iteration's folder."""
+        groups = self._groups
+        files: list[Any] = [None] * groups.world_size
+        dist.all_gather_object(files, [str(self._path), self._path.stat().st_size], group=groups.control)
+        if groups.rank == 0:
+            content = {"tp": groups.tp_size, "pp": groups.pp_size, "dp": groups.dp_size, "files": files}
+            (self._folder / LOCAL).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            (self._folder / "metadata.json").write_text(json.dumps(METADATA) + "\n", encoding="utf-8")
+
+    def published(self) -> None:
+        """Delete this rank's older files, now that all ranks have this one."""
+        own = re.compile(rf"\.?iter_\d+\..*\.rank_{self._groups.rank:05d}\.pt(\.partial)?")
+        for path in self._path.parent.iterdir():
+            if own.fullmatch(path.name) and path != self._path:
+                try:
+                    path.unlink()
+                except OSError as error:  # no reason to stop a training
+                    logger.warning("%s could not be deleted: %s", path, error)
+
+
+def is_local(checkpoint: Path) -> bool:
+    """Tell whether a checkpoint's tensors lie on the nodes' own disks."""
+    return (checkpoint / LOCAL).is_file()
+
+
+def unusable_here(checkpoint: Path, groups: Groups) -> str | None:
+    """Return why this rank cannot go on from a local checkpoint; None if it can."""
+    content = json.loads((checkpoint / LOCAL).read_text(encoding="utf-8"))
+    saved, now = (content["tp"], content["pp"], content["dp"]), (groups.tp_size, groups.pp_size, groups.dp_size)
+    if saved != now:
+        return f"{checkpoint}: its tensors lie on the nodes' own disks for tp, pp, dp = {saved}; this run has {now}"
+    name, size = content["files"][groups.rank]
+    path = Path(name)
+    if not path.is_file():
+        return f"{checkpoint}: {path} is not on this node's disk"
+    if path.stat().st_size != size:
+        return f"{checkpoint}: {path} has {path.stat().st_size} bytes, {size} were written"
+    return None
+
+
+def load_local(state: ShardedStateDict, checkpoint: Path, rank: int) -> dict[str, Any]:
+    """Load what `state` asks for from this rank's file, as dist_checkpointing.load does from a common folder.
+
+    Raises:
+        CheckpointError: the file holds another model.
+    """
+    name, _ = json.loads((checkpoint / LOCAL).read_text(encoding="utf-8"))["files"][rank]
+    stored = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
+    parts: Mapping[str, Any] = stored["parts"]
+    wanted, apart, factories = load_preprocess(without_absent_extra_state(state, parts))
+    sharded, _ = extract_sharded_base(wanted)
+
+    def filled(value: ShardedTensor | ShardedObject) -> Any:
+        if _name(value) not in parts:
+            raise CheckpointError(f"{name} is of another model: it lacks {_name(value)}")
+        data = parts[_name(value)]
+        if isinstance(value, ShardedObject) or value.data is None:
+            return data
+        return value.data.detach().copy_(data)
+
+    dict_list_map_inplace(filled, sharded)
+    loaded: dict[str, Any] = stored["common"]
+    merge(loaded, apart)
+    merge(loaded, sharded)
+    return apply_factory_merges(loaded, factories)
+
+
+def load_local_weights(chunks: Sequence[MegatronModule], checkpoint: Path, rank: int) -> None:
+    """Fill every parameter from this rank's file.
+
+    Raises:
+        CheckpointError: the file holds another model.
+    """
+    loaded = load_local(model_state(chunks), checkpoint, rank)
+    for i, chunk in enumerate(chunks):
+        fill_model(chunk, loaded[f"model{i}"])
+
+
+def _name(value: ShardedTensor | ShardedObject) -> str:
+    """Return what no other part of this rank's state is called."""
+    if isinstance(value, ShardedObject):
+        return value.unique_key
+    return f"{value.key} {tuple(value.global_offset)} {tuple(value.local_shape)}"
+
+
+def _on_host(tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    """Return a tensor in the host's memory, without whatever else its storage holds."""
+    x = tensor.detach()
+    if x.device.type != "cpu":
+        return x.to("cpu", non_blocking=True)
+    return x.clone() if copy or x.untyped_storage().nbytes() != x.nbytes else x

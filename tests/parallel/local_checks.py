@@ -1,0 +1,96 @@
+"""Checkpoints whose tensors lie on the nodes' own disks: ranks 0 and 1 are one node, 2 and 3 another."""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+import dataclasses
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from llava_mcore.apps.training_run import find_start
+from llava_mcore.checkpoint.local import unusable_here
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import CheckpointError
+from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.save import Saver
+from llava_mcore.training.setup import build_trainer
+from llava_mcore.training.state import Progress, resume
+from tests.parallel.checks import join
+from tests.parallel.resume_checks import OPTIMIZERS, STEPS, configure, open_fake_loader, train_steps
+from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer
+
+
+def with_own_disk(run: RunConfig, disk: Path) -> RunConfig:
+    change = {"non_persistent_save_interval": 2, "non_persistent_local_dir": disk}
+    return run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update=change)})
+
+
+def save_to_a_full_disk(groups: Groups, saver: Saver, progress: Progress) -> str:
+    """Return the error of a save of which one rank can only write the first bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if groups.rank == 3:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        saver.save(progress, None, persistent=False)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return ""
+
+
+def saved_on_own_disks(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str) -> dict[str, dict[str, Any]]:
+    """Save one that is kept and one on the own disks, go on from the latter, lose a disk, go on from the former."""
+    groups = join(tp, pp)
+    disk = Path(save_dir) / f"node{groups.rank // 2}"
+    found = {}
+    for name in OPTIMIZERS:
+        run = with_own_disk(configure(name, tp, pp, checkpoint, save_dir, "local", resumes=False), disk)
+        trainer = make_trainer(groups, run)
+        loader = open_fake_loader(groups, trainer, run, 0)
+        saver = Saver(trainer, Path(hf))
+        train_steps(groups, trainer, run, loader)
+        saver.save(Progress(STEPS, STEPS * GLOBAL_BATCH), None if loader is None else loader.state())
+        train_steps(groups, trainer, run, loader)
+        progress = Progress(2 * STEPS, 2 * STEPS * GLOBAL_BATCH)
+        state = None if loader is None else loader.state()
+        saver.save(progress, state, background=True, persistent=False)
+        unbroken = train_steps(groups, trainer, run, loader)
+        saver.finish(progress.iteration)
+        again = with_own_disk(configure(name, tp, pp, checkpoint, save_dir, "local", resumes=True), disk)
+        start = find_start(again, groups)
+        assert start.checkpoint is not None
+        fresh = build_trainer(again, groups, start)
+        resume(fresh, start.checkpoint)
+        resumed = train_steps(groups, fresh, again, open_fake_loader(groups, fresh, again, start.iteration))
+        elsewhere = unusable_here(start.checkpoint, dataclasses.replace(groups, tp_size=tp + 1))
+        message = save_to_a_full_disk(groups, saver, Progress(2 * STEPS + 1))
+        saver.save(Progress(3 * STEPS), state, persistent=False)
+        dist.barrier(groups.control)  # every rank has deleted its older file
+        found[name] = {
+            "unbroken": unbroken,
+            "resumed": (start.iteration, resumed),
+            "elsewhere": elsewhere,
+            "message": message,
+            "disk": sorted(path.name for path in (disk / name).iterdir()),
+        } | after_a_loss(groups, again, disk)
+    return found
+
+
+def after_a_loss(groups: Groups, run: RunConfig, disk: Path) -> dict[str, Any]:
+    """Return where the run starts, once rank 3's file is cut short, and once it is gone."""
+    found = {}
+    dist.barrier(groups.control)
+    (file,) = (disk / run.name).glob(f"*rank_{groups.rank:05d}.pt")
+    for name in ("short", "gone"):
+        if groups.rank == 3 and name == "short":
+            file.write_bytes(file.read_bytes()[:-1])
+        if groups.rank == 3 and name == "gone":
+            file.unlink()
+        start = find_start(run, groups)
+        found[name] = (start.iteration, start.passed_over)
+    return found

@@ -1,0 +1,36 @@
+"""Checkpoints whose tensors lie on the nodes' own disks: bitwise on, or passed over with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llava_mcore.apps.import_hf import import_hf
+from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.world import run_world
+
+
+@pytest.mark.parametrize(("tp", "pp", "tied"), [(2, 1, False), (1, 2, True)])
+def test_a_run_goes_on_from_the_nodes_own_disks(tmp_path: Path, tp: int, pp: int, tied: bool) -> None:
+    make_hf_llava(tmp_path / "hf", tie=tied)
+    import_hf(tmp_path / "hf", tmp_path / "megatron")
+    arguments: dict[str, Any] = {"checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path / "save")}
+    layout = {"tp": tp, "pp": pp, "hf": str(tmp_path / "hf")}
+    results = run_world(4, "tests.parallel.local_checks:saved_on_own_disks", **layout, **arguments)
+    for rank, result in enumerate(results):
+        for name, found in result.items():
+            assert found["resumed"] == (8, found["unbroken"]), (rank, name)
+            assert f"tp, pp, dp = ({tp}, {pp}, 2); this run has ({tp + 1}, {pp}, 2)" in found["elsewhere"]
+            assert "could not be written" in found["message"] and "rank_00003.pt" in found["message"]
+            node = (0, 1) if rank < 2 else (2, 3)
+            assert [file[-13:-3] for file in found["disk"]] == [f"rank_{x:05d}" for x in node], found["disk"]
+            assert all(file.startswith("iter_0000012.") for file in found["disk"])
+            for what, reason in (("short", "bytes, "), ("gone", "is not on this node's disk")):
+                iteration, passed_over = found[what]
+                assert iteration == 4
+                assert "rank 3: " in passed_over[0] and "iter_0000012" in passed_over[0] and reason in passed_over[0]
+    shared = tmp_path / "save" / "plain" / "non_persistent" / "iter_0000012"
+    names = {path.name for path in shared.iterdir()}
+    assert {"local.json", "run.yaml", "run.json"} <= names and not [x for x in names if x.endswith((".distcp", ".pt"))]

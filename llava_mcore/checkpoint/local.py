@@ -14,6 +14,7 @@ import os
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from megatron.core.transformer.module import MegatronModule
 
 from llava_mcore.checkpoint.durable import sync
 from llava_mcore.checkpoint.megatron import fill_model, model_state, without_absent_extra_state
-from llava_mcore.errors import CheckpointError
-from llava_mcore.parallel.groups import Groups
+from llava_mcore.errors import CheckpointError, problems
+from llava_mcore.parallel.groups import Groups, agree
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +60,9 @@ class LocalWrite:
         self._path = root / f"{folder.name.strip('.').partition('.')[0]}.{box[0]}.rank_{groups.rank:05d}.pt"
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         parts = {_name(value): value.data for value in nested_values(sharded)}
-        self._content = {
-            "common": common,
-            "parts": {name: _on_host(x, copy=copy) if isinstance(x, torch.Tensor) else x for name, x in parts.items()},
-        }
+        tensors = {name: _on_host(x, copy=copy) for name, x in parts.items() if isinstance(x, torch.Tensor)}
+        rest = {name: x for name, x in parts.items() if name not in tensors}
+        self._content = {"common": deepcopy(common), "parts": tensors | deepcopy(rest)}
         if groups.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -91,14 +91,25 @@ class LocalWrite:
         self._content = {"common": {}, "parts": {}}
 
     def finish(self) -> None:
-        """Note every rank's file in the iteration's folder."""
+        """Note every rank's file in the iteration's folder.
+
+        Raises:
+            CheckpointError: on all ranks, when that could not be written.
+        """
         groups = self._groups
         files: list[Any] = [None] * groups.world_size
         dist.all_gather_object(files, [str(self._path), self._path.stat().st_size], group=groups.control)
+        problem = None
         if groups.rank == 0:
             content = {"tp": groups.tp_size, "pp": groups.pp_size, "dp": groups.dp_size, "files": files}
-            (self._folder / LOCAL).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            (self._folder / "metadata.json").write_text(json.dumps(METADATA) + "\n", encoding="utf-8")
+            try:
+                (self._folder / LOCAL).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+                (self._folder / "metadata.json").write_text(json.dumps(METADATA) + "\n", encoding="utf-8")
+            except OSError as error:
+                problem = f"{self._folder}: {error}"
+        found = agree(groups, problem)
+        if found:
+            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
 
     def published(self) -> None:
         """Delete this rank's older files, now that all ranks have this one."""

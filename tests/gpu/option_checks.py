@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.checkpoint.start import start_point
 from llava_mcore.parallel.batch import share_step
 from llava_mcore.training.loop import fetch_step
-from llava_mcore.training.save import save_checkpoint
+from llava_mcore.training.save import Saver
 from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.step import forward_backward, train_step
@@ -62,10 +62,19 @@ def curves(tp: int, pp: int, checkpoint: str, save_dir: str) -> dict[str, dict[s
 def save_and_resume(
     tp: int, pp: int, checkpoint: str, save_dir: str, hf: str
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Return the losses after a save and those after resuming it, for each kind of optimizer."""
+    """Return the losses after a save and those after resuming it, for each kind of optimizer and place."""
     groups = join(tp, pp)
     found = {}
-    kinds = {"distributed": DISTRIBUTED, "aware": AWARE, "half": HALF_MOMENTS, "offload": OFFLOAD}
+    disk = {"checkpoint.non_persistent_save_interval": 1, "checkpoint.non_persistent_local_dir": f"{save_dir}/disk"}
+    kinds: dict[str, dict[str, Any]] = {
+        "distributed": DISTRIBUTED,
+        "aware": AWARE,
+        "half": HALF_MOMENTS,
+        "offload": OFFLOAD,
+        "own disk": DISTRIBUTED | disk,
+    }
+    if groups.world_size == 1:  # else too few tokens for FP8 at a time
+        kinds["own disk, FP8"] = FP8 | DISTRIBUTED | disk
     for name, flags in kinds.items():
         common = {"name": name, "checkpoint.save": True, "checkpoint.save_optim": True, **BF16, **flags}
         run = run_config(tp, pp, checkpoint, save_dir, **common)
@@ -73,11 +82,12 @@ def save_and_resume(
         loader = open_fake_loader(groups, trainer, run, 0)
         train_steps(groups, trainer, run, loader)
         state = None if loader is None else loader.state()
-        save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
+        Saver(trainer, Path(hf)).save(Progress(STEPS, STEPS * GLOBAL_BATCH), state, persistent="disk" not in name)
         unbroken = train_steps(groups, trainer, run, loader)
         again = run_config(tp, pp, checkpoint, save_dir, **common, **{"checkpoint.load_optim": True})
-        trainer = make_trainer(groups, again)
-        resume(trainer, latest_checkpoint(again.run_dir)[0])
+        trainer, start = make_trainer(groups, again), start_point(again)
+        assert start.kind == "resume" and start.checkpoint is not None
+        resume(trainer, start.checkpoint)
         found[name] = (unbroken, train_steps(groups, trainer, again, open_fake_loader(groups, trainer, again, STEPS)))
     return found
 

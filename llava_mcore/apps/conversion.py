@@ -27,7 +27,7 @@ JOB_BYTES = 128 << 20
 
 def default_workers() -> int:
     """Return how many threads convert unless told: each writes and has others hash, and four outrun most disks."""
-    return min(max(usable_cores() // 2, 1), 4)
+    return min(usable_cores(), 4)
 
 
 class Sized(Protocol):
@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser, *, source: str) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help=f"cast the weights (default: as {source})")
     parser.add_argument(
         "--workers", type=_positive, default=default_workers(), metavar="N",
-        help="threads that convert (default: one for two cores, at most 4); the result is the same for any N",
+        help="threads that convert (default: as many as cores, at most 4); the result is the same for any N",
     )  # fmt: skip
     parser.add_argument(
         "--verify", action="store_true", help="read back what was written and compare the SHA-256 of every tensor"

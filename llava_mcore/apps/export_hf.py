@@ -51,7 +51,7 @@ def export_hf(
         tokenizer_dir: take tokenizer, processor and template files from here instead of the checkpoint.
         dtype: cast every trained weight; None keeps the checkpoint's.
         max_shard_size: split into files of at most this, such as "5GB"; None keeps the files the weights came in.
-        workers: number of processes; the files are the same for any.
+        workers: number of threads; the files are the same for any.
         verify: read the files back and compare the SHA-256 of every tensor, before the folder counts as finished.
 
     Raises:

@@ -54,7 +54,7 @@ def import_hf(
         tp: each parallel tensor is stored in this many chunks, and the vocabulary is padded for it.
         pp: only checked: a checkpoint holds its layers one by one.
         dtype: cast every weight to this; None keeps each tensor's own.
-        workers: number of processes; the files are the same for any.
+        workers: number of threads; the files are the same for any.
         verify: read the checkpoint back and compare the SHA-256 of every tensor, before it counts as finished.
 
     Raises:

@@ -98,8 +98,7 @@ def find_start(run: RunConfig, groups: Groups) -> StartPoint:
     checkpoint = start.checkpoint
     if start.kind != "resume" or checkpoint is None:
         return start
-    local = together(groups, lambda: is_local(checkpoint))
-    found = agree(groups, unusable_here(checkpoint, groups) if local else None)
+    found = agree(groups, unusable_here(checkpoint, groups) if is_local(checkpoint) else None)
     if not found:
         return start
     return decided_by_first_rank(groups, lambda: start_point(run, {checkpoint: "; ".join(found)}))

@@ -91,14 +91,16 @@ def faults(checkpoint: str, save_dir: str) -> dict[str, Any]:
     return found
 
 
-def save_to_a_full_disk(groups: Groups, saver: Saver) -> str:
-    """Return the error of a save of which one rank can only write the first bytes."""
+def save_to_a_full_disk(
+    groups: Groups, saver: Saver, iteration: int, *, full_on: int, num_bytes: int, persistent: bool = True
+) -> str:
+    """Return the error of a background save of which one rank can only write the first bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if groups.rank == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
+    if groups.rank == full_on:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
-        saver.save(Progress(10), None, background=True)
-        saver.finish(10)
+        saver.save(Progress(iteration), None, background=True, persistent=persistent)
+        saver.finish(iteration)
     except CheckpointError as error:
         return str(error)
     finally:
@@ -156,7 +158,7 @@ def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
     equal = all(torch.equal(x, expected[name]) for name, x in weights(fresh).items())
     moments = [x["exp_avg"] for one in fresh.optimizer.chained_optimizers for x in one.optimizer.state.values()]
     replaced = replaced_while_the_disk_is_slow(groups, saver)
-    message = save_to_a_full_disk(groups, saver)
+    message = save_to_a_full_disk(groups, saver, 10, full_on=0, num_bytes=1 << 18)
     return {
         "replaced": replaced,
         "during": during,

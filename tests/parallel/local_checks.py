@@ -5,7 +5,6 @@ from __future__ import annotations
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
 import dataclasses
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import torch.distributed as dist
 from llava_mcore.apps.training_run import find_start
 from llava_mcore.checkpoint.local import unusable_here
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.save import Saver
 from llava_mcore.training.setup import build_trainer
 from llava_mcore.training.state import Progress, resume
 from tests.parallel.checks import join
+from tests.parallel.fault_checks import save_to_a_full_disk
 from tests.parallel.resume_checks import OPTIMIZERS, STEPS, configure, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer
 
@@ -27,20 +26,6 @@ from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer
 def with_own_disk(run: RunConfig, disk: Path) -> RunConfig:
     change = {"non_persistent_save_interval": 2, "non_persistent_local_dir": disk}
     return run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update=change)})
-
-
-def save_to_a_full_disk(groups: Groups, saver: Saver, progress: Progress) -> str:
-    """Return the error of a save of which one rank can only write the first bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if groups.rank == 3:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
-    try:
-        saver.save(progress, None, persistent=False)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return ""
 
 
 def saved_on_own_disks(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str) -> dict[str, dict[str, Any]]:
@@ -68,7 +53,7 @@ def saved_on_own_disks(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str
         resume(fresh, start.checkpoint)
         resumed = train_steps(groups, fresh, again, open_fake_loader(groups, fresh, again, start.iteration))
         elsewhere = unusable_here(start.checkpoint, dataclasses.replace(groups, tp_size=tp + 1))
-        message = save_to_a_full_disk(groups, saver, Progress(2 * STEPS + 1))
+        message = save_to_a_full_disk(groups, saver, 2 * STEPS + 1, full_on=3, num_bytes=1 << 16, persistent=False)
         saver.save(Progress(3 * STEPS), state, persistent=False)
         dist.barrier(groups.control)  # every rank has deleted its older file
         found[name] = {

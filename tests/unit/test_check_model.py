@@ -187,10 +187,12 @@ def replace_available(num_bytes: int) -> object:
 
 
 def test_the_page_names_only_flags_that_there_are() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "convert.md").read_text(encoding="utf-8")
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "convert.md").read_text(encoding="utf-8")
     parsers = [import_hf.parser(), export_hf.parser(), check.parser()]
     known = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
-    benchmark = {"--params", "--layouts", "--points", "--idle"}
+    benchmarks = [root / "benchmarks" / name for name in ("convert.py", "convert_kills.py")]
+    benchmark = {flag for file in benchmarks for flag in re.findall(r'add_argument\("(--[a-z-]+)"', file.read_text())}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page))
     assert named - known - benchmark == set()
     assert {"--logits", "--hf-config", "--max-shard-size", "--verify"} <= named

@@ -9,8 +9,8 @@ long as a command takes to start (--idle): on a virtual machine, memory that was
 faster than memory that the host has to find again, and both must begin alike. A conversion ends with its files on disk;
 `cp + sync` does too, `cp` alone leaves them in memory. `s` are the conversion's own seconds, as it prints them;
 `command s` add starting Python and importing torch, megatron-core and transformers. Peak RSS is the sum of what each
-process had at its own peak, pages of mapped files included. The copy that cp made is removed before the command starts:
-the disk holds at most three copies of the weights.
+process had at its own peak, pages of mapped files included. With --rounds, the median of each time is shown. The copy
+that cp made is removed before the command starts: the disk holds at most three copies of the weights.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import psutil
@@ -181,7 +182,7 @@ def read_peak(pid: int) -> int:
 
 
 def measure(params: str, num_bytes: int, step: str, folders: tuple[Path, Path], setting: Setting) -> Row:
-    """Measure one conversion, and `cp` of its source just before; the fastest of all rounds of each."""
+    """Measure one conversion, and `cp` of its source just before; the median of all rounds of each."""
     source, target = folders
     flags = ("--hf-dir", "--megatron-dir") if step == "import-hf" else ("--megatron-dir", "--hf-dir")
     command = [sys.executable, "-m", "llava_mcore", step, flags[0], str(source), flags[1], str(target)]
@@ -195,9 +196,8 @@ def measure(params: str, num_bytes: int, step: str, folders: tuple[Path, Path], 
         found = re.search(r" in ([\d.]+) s", printed)
         assert found is not None, printed
         rounds.append((float(found[1]), whole, cp, cp_sync, rss / 1e9))
-    *fastest, _ = map(min, zip(*rounds, strict=True))
-    peak = max(rss for *_, rss in rounds)
-    return Row(params, num_bytes / 1e9, step, setting.tp, setting.pp, setting.workers, *fastest, peak)
+    *times, peaks = zip(*rounds, strict=True)
+    return Row(params, num_bytes / 1e9, step, setting.tp, setting.pp, setting.workers, *map(median, times), max(peaks))
 
 
 def measure_all(args: argparse.Namespace, folder: Path, show: Callable[[Row], None]) -> list[Row]:
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", type=int, default=[default_workers()])
     parser.add_argument("--cache", choices=["warm", "cold"], help="default: warm where three copies fit into memory")
     parser.add_argument("--idle", type=float, default=10, help="seconds of rest before cp (default 10)")
-    parser.add_argument("--rounds", type=int, default=1, help="the fastest of so many is shown (default 1)")
+    parser.add_argument("--rounds", type=int, default=1, help="the median of so many is shown (default 1)")
     parser.add_argument("--dir", type=Path, help="where to work (default: the system's folder for such files)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

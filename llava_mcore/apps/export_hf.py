@@ -20,8 +20,9 @@ from llava_mcore.apps.conversion import DTYPES, add_flags, compare_digests, expo
 from llava_mcore.checkpoint import hf_files, layout
 from llava_mcore.checkpoint.hf_config import model_dims
 from llava_mcore.checkpoint.manifest import read_manifest
-from llava_mcore.checkpoint.raw import sha256, write_tensor
+from llava_mcore.checkpoint.raw import as_bytes, sha256
 from llava_mcore.checkpoint.safetensors_plan import PlannedFile, plan_file
+from llava_mcore.checkpoint.writer import Writer
 from llava_mcore.config.rules import check_layout
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.models.parts import check_families
@@ -131,11 +132,12 @@ def _write_weights(
         plan.create()
     targets = {name: at for plan in placed.values() for name, at in plan.tensors.items()}
     digests = export_all("export", weights.reads(dtype, targets), hashed=hashed, workers=workers)
-    for name in weights.table.unused:
-        data = weights.unused.get(name)
-        write_tensor(targets[name], data)
-        if hashed:
-            digests[name] = sha256(data)
+    with Writer() as writer:
+        for name in weights.table.unused:
+            data = weights.unused.get(name)
+            writer.write(targets[name].path, targets[name].offset, as_bytes(data))
+            if hashed:
+                digests[name] = sha256(data)
     if hashed:
         digests |= {copy: digests[original] for copy, original in weights.table.copies.items()}
     if set(files) != {hf_files.SINGLE}:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import pickle
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llava_mcore.checkpoint.raw import HASHERS, Data, TensorAt, Writer, sha256
+from llava_mcore.checkpoint.raw import HASHERS, Data, TensorAt, as_bytes, sha256
 from llava_mcore.checkpoint.runs import runs_of
+from llava_mcore.checkpoint.writer import Writer
 from llava_mcore.conversion.boxes import Box, Scratch, Shape, read_box
 from llava_mcore.conversion.mapping import Entry
 from llava_mcore.errors import CheckpointError
@@ -172,22 +172,17 @@ def export_entries(job: Export) -> Exported:
         CheckpointError: the checkpoint does not hold a whole parameter.
     """
     digests: dict[str, str] = {}
-    with contextlib.ExitStack() as stack:
-        hasher = stack.enter_context(ThreadPoolExecutor(1))
-        writer = stack.enter_context(Writer())
-        files: dict[Path, int] = {}
-        scratch = Scratch()
+    scratch = Scratch()
+    with ThreadPoolExecutor(1) as hasher, Writer() as writer:
         for entry in job.entries:
             order = {name: i for i, name in enumerate(entry.entry.hf_names)}
             for name, data in _hf_data(entry, scratch):
                 hashing = hasher.submit(sha256, data) if job.hashed else None
                 for target in entry.targets[order[name]] if entry.targets else ():
-                    if target.path not in files:
-                        files[target.path] = stack.enter_context(target.path.open("r+b")).fileno()
-                    writer.write(files[target.path], target.offset, data)
+                    writer.write(target.path, target.offset, as_bytes(data))
                 if hashing is not None:
                     digests[name] = hashing.result()
-    return Exported(digests, job.num_bytes, frozenset(files))
+    return Exported(digests, job.num_bytes, writer.paths)
 
 
 @dataclass(frozen=True)

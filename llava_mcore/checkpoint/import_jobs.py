@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from llava_mcore.checkpoint.raw import HASHERS, Data, TensorAt, Writer, sha256
+from llava_mcore.checkpoint.raw import HASHERS, Data, TensorAt, as_bytes, sha256
 from llava_mcore.checkpoint.runs import runs_of
+from llava_mcore.checkpoint.writer import Writer
 from llava_mcore.conversion.boxes import Box, Scratch, Shape, read_box
 from llava_mcore.conversion.mapping import Entry
 
@@ -90,24 +93,75 @@ def write_file(job: FileWrite) -> FileWritten:
     """
     written: dict[tuple[str, Shape], tuple[int, int]] = {}
     hashing: dict[str, Future[str]] = {}
-    scratch = Scratch()
-    with (
-        job.path.open("xb") as file,
-        ThreadPoolExecutor(HASHERS) as hashers,
-        Writer() as writer,
-        torch.serialization.skip_data(),  # torch.save leaves out the numbers, in this thread
-    ):
-        for entry in job.entries:
-            tensors = {name: at.map().to(entry.dtype) for name, at in entry.located.items()}
-            to_hash: Mapping[str, Data] = tensors if entry.is_cast else {n: (at,) for n, at in entry.located.items()}
-            new = {name: hashers.submit(sha256, x) for name, x in to_hash.items()}
-            for piece, data in _cut(entry, tensors, scratch):
-                written[piece.key, piece.offset] = _append(file, piece.shape, entry.dtype, data, writer)
-            if entry.is_cast:
-                wait(new.values())  # it leaves the memory before the next entry comes
-            hashing |= new
+    job.path.touch(exist_ok=False)
+    with ThreadPoolExecutor(HASHERS) as hashers, Writer() as writer:
+        writer.write(job.path, 0, _content(job, hashers, written, hashing))
         digests = {name: future.result() for name, future in hashing.items()}
     return FileWritten(job.path, written, digests, job.num_bytes)
+
+
+def _content(
+    job: FileWrite,
+    hashers: ThreadPoolExecutor,
+    written: dict[tuple[str, Shape], tuple[int, int]],
+    hashing: dict[str, Future[str]],
+) -> Iterator[Tensor]:
+    """Yield a file's bytes, note where each piece is, and have each entry's tensors hashed when it is its turn."""
+    scratch = Scratch()
+    position = 0
+    for entry in job.entries:
+        tensors = {name: at.map().to(entry.dtype) for name, at in entry.located.items()}
+        to_hash: Mapping[str, Data] = tensors if entry.is_cast else {n: (at,) for n, at in entry.located.items()}
+        new = {name: hashers.submit(sha256, x) for name, x in to_hash.items()}
+        for piece, data in _cut(entry, tensors, scratch):
+            pad = -position % _ALIGNMENT
+            length = 0
+            yield torch.zeros(pad, dtype=torch.uint8)
+            for part in as_saved(data, piece.shape, entry.dtype):
+                length += len(part)
+                yield part
+            written[piece.key, piece.offset] = position + pad, length
+            position += pad + length
+        if entry.is_cast:
+            wait(new.values())  # it leaves the memory before the next entry comes
+        hashing |= new
+
+
+def as_saved(data: Data, shape: Shape, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield the bytes that torch.save makes of a tensor, as torch.distributed.checkpoint has it do."""
+    before, after = _around(shape, dtype)
+    yield before
+    yield from as_bytes(data)
+    yield after
+
+
+@functools.cache
+def _around(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return what torch.save writes before and after the numbers."""
+    file: Any = _Gap()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), file)  # its memory is never touched
+    before, after = (torch.from_numpy(np.frombuffer(x, np.uint8)) for x in (file.before, file.after))
+    return before, after
+
+
+class _Gap:
+    """A file for torch.save under `skip_data`: keeps what comes before and after the numbers that are left out."""
+
+    def __init__(self) -> None:
+        self.before, self.after = bytearray(), bytearray()
+        self._now = self.before
+
+    def write(self, data: bytes) -> int:
+        self._now += data
+        return len(data)
+
+    def seek(self, offset: int, whence: int) -> None:
+        assert whence == os.SEEK_CUR and offset >= 0 and self._now is self.before
+        self._now = self.after
+
+    def flush(self) -> None:
+        pass
 
 
 def _cut(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Iterator[tuple[Piece, Data]]:
@@ -124,33 +178,6 @@ def _cut(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Ite
         if data is None:
             data, _ = read_box(piece.box, parts, lambda x: x, entry.dtype, scratch)
         yield piece, data
-
-
-class _Container:
-    """A file for torch.save under `skip_data`: when it skips a tensor's numbers, `fill` has to write them."""
-
-    def __init__(self, file: BinaryIO, fill: Callable[[int], None]) -> None:
-        self.file, self.fill = file, fill
-        self.write, self.flush = file.write, file.flush
-
-    def seek(self, offset: int, whence: int) -> None:
-        assert whence == os.SEEK_CUR
-        self.file.flush()
-        self.fill(self.file.tell())
-        self.file.seek(offset, whence)
-
-
-def _append(file: BinaryIO, shape: Shape, dtype: torch.dtype, data: Data, writer: Writer) -> tuple[int, int]:
-    """Write one piece as torch.distributed.checkpoint does and return where it begins and its length in bytes."""
-    file.write(bytes(-file.tell() % _ALIGNMENT))
-    start = file.tell()
-    container: Any = _Container(file, lambda position: writer.write(file.fileno(), position, data))
-    try:
-        torch.save(torch.empty(shape, dtype=dtype), container)  # says what it is; its memory is never touched
-    except RuntimeError as error:
-        # torch's zip writer, closing, complains about what is missing after a failed write.
-        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-    return start, file.tell() - start
 
 
 @contextlib.contextmanager

@@ -1,12 +1,10 @@
-"""Tensors as bytes in files: mapped when read, written where they belong, copied by the kernel, hashed in passing."""
+"""Tensors as bytes in files: mapped when read, and hashed."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
 import mmap
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Linux takes one page of memory for as much of a file as one call writes. Large ones are slow to find, and when part of
-# the data must itself come from a file first, the rest of such a page is zeroed for every 64 KiB that arrive.
-_PIECE = 64 << 10
 _WINDOW = 32 << 20  # how much of a file is mapped at a time, to be hashed
-_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_ROWS = (
+    1 << 20
+)  # bytes that are put in order at a time, of a tensor whose numbers are not: they stay in the core's cache
 HASHERS = 2
 """Threads of one process that hash: SHA-256 takes about twice as long as a copy."""
 
@@ -45,44 +42,6 @@ def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ..
         raw = torch.frombuffer(window, dtype=torch.uint8, offset=before, count=count * dtype.itemsize)
         return raw.clone().view(dtype).view(shape)
     return torch.frombuffer(window, dtype=dtype, offset=before, count=count).view(shape)
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes in order; a copy is made only of one that is not contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def write_at(file: int, data: Tensor | memoryview, position: int) -> None:
-    """Write a tensor's bytes at `position` of an open file.
-
-    Raises:
-        OSError: the disk is full, or the like.
-    """
-    rest = raw_bytes(data) if isinstance(data, Tensor) else data
-    while rest:
-        written = os.pwrite(file, rest[:_PIECE], position)
-        rest, position = rest[written:], position + written
-
-
-def copy_bytes(source: int, offset: int, target: int, position: int, count: int) -> None:
-    """Copy from one open file into another; inside the kernel where it can, on some file systems without any data.
-
-    Raises:
-        OSError: the disk is full, the source ends earlier, or the like.
-    """
-    end = offset + count
-    while offset < end:
-        try:
-            copied = os.copy_file_range(source, target, end - offset, offset, position)
-        except OSError as error:
-            if error.errno not in _NO_KERNEL_COPY:
-                raise
-            piece = os.pread(source, min(_PIECE, end - offset), offset)
-            write_at(target, memoryview(piece), position)
-            copied = len(piece)
-        if copied == 0:
-            raise OSError(errno.EIO, "the source ends before its tensors do")
-        offset, position = offset + copied, position + copied
 
 
 @dataclass(frozen=True)
@@ -117,48 +76,24 @@ Data = Tensor | tuple[TensorAt, ...]
 """The numbers of a tensor: in memory, or in files, one run after the other."""
 
 
+def as_bytes(data: Data) -> Iterator[Tensor]:
+    """Yield the bytes of a tensor, or of runs one after the other, in order: flat, and of files little at a time."""
+    if not isinstance(data, Tensor):
+        yield from (window for run in data for window in run.windows())
+    elif data.is_contiguous():
+        yield _flat_bytes(data)
+    else:
+        rows = max(1, _ROWS * len(data) // data.nbytes)
+        yield from (_flat_bytes(x.contiguous()) for x in data.split(rows))
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 def sha256(data: Data) -> str:
     """Return the hex digest of a tensor's bytes (dtype and shape are not part of it)."""
     digest = hashlib.sha256()
-    for part in [data] if isinstance(data, Tensor) else (x for run in data for x in run.windows()):
-        digest.update(raw_bytes(part))
+    for part in as_bytes(data):
+        digest.update(part.numpy().data)
     return digest.hexdigest()
-
-
-class Writer:
-    """Writes tensors into open files, from memory or straight from other files."""
-
-    def __init__(self) -> None:
-        self._sources: dict[Path, int] = {}
-
-    def write(self, target: int, position: int, data: Data) -> None:
-        """Write the bytes of a tensor, or of runs one after the other, from `position` on.
-
-        Raises:
-            OSError: the disk is full, or the like.
-        """
-        if isinstance(data, Tensor):
-            write_at(target, data, position)
-            return
-        for run in data:
-            if run.path not in self._sources:
-                self._sources[run.path] = os.open(run.path, os.O_RDONLY)
-            copy_bytes(self._sources[run.path], run.offset, target, position, run.num_bytes)
-            position += run.num_bytes
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._sources.values():
-            os.close(handle)
-
-
-def write_tensor(target: TensorAt, tensor: Tensor) -> None:
-    """Write a tensor to its place in an existing file.
-
-    Raises:
-        OSError: the disk is full, or the like.
-    """
-    with target.path.open("r+b") as file:
-        write_at(file.fileno(), tensor, target.offset)

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llava_mcore.checkpoint.raw import TensorAt, write_at
+from llava_mcore.checkpoint.raw import TensorAt, as_bytes
+from llava_mcore.checkpoint.writer import Writer
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -100,6 +101,6 @@ def write_tensors(plan: PlannedFile, tensors: Iterable[tuple[str, Tensor]]) -> N
         OSError: the disk is full, or the like.
     """
     plan.create()
-    with plan.path.open("r+b") as file:
+    with Writer() as writer:
         for name, tensor in tensors:
-            write_at(file.fileno(), tensor, plan.tensors[name].offset)
+            writer.write(plan.path, plan.tensors[name].offset, as_bytes(tensor))

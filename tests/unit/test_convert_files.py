@@ -11,22 +11,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from llava_mcore.checkpoint import import_jobs, raw
+from llava_mcore.checkpoint import import_jobs, raw, writer
 from llava_mcore.checkpoint.export_jobs import Chunk
 from llava_mcore.checkpoint.runs import runs_of
 from llava_mcore.checkpoint.safetensors_plan import DTYPES, plan_file, read_offsets, write_tensors
+from llava_mcore.checkpoint.writer import Writer
 from llava_mcore.conversion.boxes import Box, Scratch, boxes_of_stretch, read_box
 from llava_mcore.conversion.layouts import Concat, FuseQKV, PadRows, Reshape
 from llava_mcore.conversion.mapping import Entry
 from llava_mcore.conversion.sharding import COLUMN
 from llava_mcore.errors import CheckpointError
 
+BLOCK = writer._BLOCK
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 NAMES = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda x: x != "__metadata__"
@@ -71,7 +74,7 @@ def test_mapped_tensors_are_the_files_and_writing_to_them_does_not_change_it(tmp
 
 def test_runs_are_hashed_window_by_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(123, 5)
-    (tmp_path / "x").write_bytes(b"abc" + bytes(raw.raw_bytes(x)))
+    (tmp_path / "x").write_bytes(b"abc" + x.numpy().tobytes())
     at = raw.TensorAt(tmp_path / "x", 3, x.dtype, (123, 5))
     for window in (100, 615, 2460, 1 << 20):
         monkeypatch.setattr(raw, "_WINDOW", window)
@@ -80,28 +83,72 @@ def test_runs_are_hashed_window_by_window(tmp_path: Path, monkeypatch: pytest.Mo
     assert raw.sha256((replace(at, shape=(0, 5)),)) == raw.sha256(torch.empty(0))
 
 
-@pytest.mark.parametrize("in_kernel", [True, False])
-def test_runs_are_copied_from_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_kernel: bool) -> None:
-    x = torch.randn(300, 70, dtype=torch.float64)
-    (tmp_path / "x").write_bytes(b"abc" + bytes(raw.raw_bytes(x)))
-    runs = tuple(raw.TensorAt(tmp_path / "x", 3 + row * 70 * 8, x.dtype, (100, 70)) for row in (200, 0))
-    asked = []
+@pytest.mark.parametrize("disk", ["any", "only the cache", "larger blocks", "less at a time"])
+@settings(max_examples=40, deadline=None)
+@given(
+    position=st.integers(0, 3 * BLOCK), skip=st.integers(0, 2000), rows=st.lists(st.integers(0, 90), max_size=4),
+    buffer=st.sampled_from([BLOCK, 3 * BLOCK]),
+)  # fmt: skip
+def test_what_is_written_lies_where_it_belongs_and_nothing_else_changes(
+    tmp_path_factory: pytest.TempPathFactory, disk: str, position: int, skip: int, rows: list[int], buffer: int
+) -> None:
+    folder = tmp_path_factory.mktemp("writer")
+    x = torch.randint(0, 256, (400, 129), dtype=torch.uint8)
+    (folder / "x").write_bytes(bytes(skip) + x.numpy().tobytes())
+    runs = tuple(raw.TensorAt(folder / "x", skip + 129 * first, x.dtype, (first, 129)) for first in rows)
+    before = np.full(60 * BLOCK, 7, np.uint8)
+    before.tofile(folder / "y")
+    with pytest.MonkeyPatch.context() as patch, Writer() as out:
+        patch.setattr(writer, "_BUFFER", buffer)
+        patch.setattr(writer, "_DIRECT_FROM", 3000)
+        patch.setattr(raw, "_WINDOW", 5000)
+        patch.setattr(raw, "_ROWS", 1000)
+        play(disk, patch)
+        out.write(folder / "y", position, raw.as_bytes(runs))
+        out.write(folder / "y", position + 20 * BLOCK, raw.as_bytes(x.mT))
+        out.write(folder / "y", position + 40 * BLOCK, raw.as_bytes(x[:5].view(torch.int8)))
+        assert out.paths == {folder / "y"}
+    new = torch.cat([x[first : 2 * first] for first in (*rows, 0)])
+    for start, tensor in ((0, new), (20 * BLOCK, x.mT), (40 * BLOCK, x[:5])):
+        before[position + start :][: tensor.numel()] = tensor.flatten().numpy()
+    assert (np.fromfile(folder / "y", np.uint8) == before).all()
 
-    def copy(source: int, target: int, count: int, offset: int, position: int) -> int:
-        asked.append(count)
-        if not in_kernel:
-            raise OSError(errno.EXDEV, "between two file systems")
-        return os.pwrite(target, os.pread(source, min(count, 50_000), offset), position)  # less than it was asked to
 
-    monkeypatch.setattr(os, "copy_file_range", copy)
-    with (tmp_path / "y").open("w+b") as file, raw.Writer() as writer:
-        writer.write(file.fileno(), 5, runs)
-        writer.write(file.fileno(), 5 + 2 * 56_000, x.mT)
-        held = os.pread(file.fileno(), 1 << 20, 5)
-        assert held == bytes(raw.raw_bytes(torch.cat([x[200:], x[:100], x.mT.reshape(-1, 70)])))
-        assert asked[:2] == ([56_000, 6_000] if in_kernel else [56_000, 56_000])
-        with (tmp_path / "x").open("rb") as source, pytest.raises(OSError, match="the source ends before"):
-            raw.copy_bytes(source.fileno(), 3, file.fileno(), 0, x.nbytes + 1)
+def play(disk: str, patch: pytest.MonkeyPatch) -> None:
+    """Let the system's calls answer as on other file systems."""
+    really_open, really_write, direct = os.open, os.pwrite, set()
+
+    def open_file(path: Path, flags: int) -> int:
+        if flags & os.O_DIRECT and disk == "only the cache":
+            raise OSError(errno.EINVAL, "as NFS servers do")
+        file = really_open(path, flags & ~os.O_DIRECT)
+        if flags & os.O_DIRECT:
+            direct.add(file)
+        return file
+
+    def write(file: int, part: memoryview, position: int) -> int:
+        if file not in direct:
+            return really_write(file, part, position)
+        address = np.frombuffer(part, np.uint8).ctypes.data
+        assert position % BLOCK == len(part) % BLOCK == address % BLOCK == 0
+        if disk == "larger blocks":
+            raise OSError(errno.EINVAL, "as on disks with blocks of 64 KiB")
+        return really_write(file, part[:1000] if disk == "less at a time" else part, position)
+
+    patch.setattr(os, "open", open_file)
+    patch.setattr(os, "pwrite", write)
+
+
+def test_large_tensors_pass_by_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "y").touch()
+    calls = []
+    really = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda f, part, at: calls.append((len(part), at)) or really(f, part, at))
+    x = torch.randn(3 << 18)
+    with Writer() as out:
+        out.write(tmp_path / "y", 100, raw.as_bytes(x))
+    assert calls == [(3996, 100), ((2 << 20) - 4096, 4096), (1 << 20, 2 << 20), (100, 3 << 20)]
+    assert (tmp_path / "y").read_bytes() == bytes(100) + x.numpy().tobytes()
 
 
 @settings(max_examples=60, deadline=None)
@@ -112,7 +159,7 @@ def test_runs_of_a_box_are_its_numbers_in_order(tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("runs")
     parts = []
     for i, box in enumerate(data.draw(st.permutations(boxes))):
-        (folder / str(i)).write_bytes(b"ab" + bytes(raw.raw_bytes(box.cut(x))))
+        (folder / str(i)).write_bytes(b"ab" + box.cut(x).numpy().tobytes())
         parts.append((box, raw.TensorAt(folder / str(i), 2, x.dtype, box.size)))
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     wanted = Box(start, tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True)))
@@ -133,20 +180,14 @@ def grid(data: st.DataObject, shape: tuple[int, ...]) -> list[Box]:
 
 def test_pieces_are_what_torch_saves(tmp_path: Path) -> None:
     x = torch.randn(40, 30)
-    (tmp_path / "x").write_bytes(raw.raw_bytes(x))
+    (tmp_path / "x").write_bytes(x.numpy().tobytes())
     run = raw.TensorAt(tmp_path / "x", 10 * 30 * 4, x.dtype, (5, 30))
     for data, tensor in (((run,), x[10:15]), (x[:, 2:5], x[:, 2:5]), (x > 0, x > 0), (x[:0], x[:0])):
-        with (
-            (tmp_path / "ours").open("wb") as file,
-            raw.Writer() as writer,
-            import_jobs.without_checksums(),
-            torch.serialization.skip_data(),
-        ):
-            place = import_jobs._append(file, tuple(tensor.shape), tensor.dtype, data, writer)
+        with import_jobs.without_checksums():
+            ours = b"".join(x.numpy().tobytes() for x in import_jobs.as_saved(data, tuple(tensor.shape), tensor.dtype))
         with (tmp_path / "theirs").open("wb") as file, no_checksum():
             torch.save(tensor.clone(memory_format=torch.contiguous_format), file)
-        assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-        assert place == (0, (tmp_path / "ours").stat().st_size)
+        assert ours == (tmp_path / "theirs").read_bytes()
 
 
 @contextlib.contextmanager

@@ -91,40 +91,40 @@ def write_file(job: FileWrite) -> FileWritten:
     Raises:
         OSError: the disk is full, or the like.
     """
-    written: dict[tuple[str, Shape], tuple[int, int]] = {}
-    hashing: dict[str, Future[str]] = {}
     job.path.touch(exist_ok=False)
     with ThreadPoolExecutor(HASHERS) as hashers, Writer() as writer:
-        writer.write(job.path, 0, _content(job, hashers, written, hashing))
-        digests = {name: future.result() for name, future in hashing.items()}
-    return FileWritten(job.path, written, digests, job.num_bytes)
+        content = _Content(job, hashers)
+        writer.write(job.path, 0, content)
+        digests = {name: future.result() for name, future in content.hashing.items()}
+    return FileWritten(job.path, content.written, digests, job.num_bytes)
 
 
-def _content(
-    job: FileWrite,
-    hashers: ThreadPoolExecutor,
-    written: dict[tuple[str, Shape], tuple[int, int]],
-    hashing: dict[str, Future[str]],
-) -> Iterator[Tensor]:
-    """Yield a file's bytes, note where each piece is, and have each entry's tensors hashed when it is its turn."""
-    scratch = Scratch()
-    position = 0
-    for entry in job.entries:
-        tensors = {name: at.map().to(entry.dtype) for name, at in entry.located.items()}
-        to_hash: Mapping[str, Data] = tensors if entry.is_cast else {n: (at,) for n, at in entry.located.items()}
-        new = {name: hashers.submit(sha256, x) for name, x in to_hash.items()}
-        for piece, data in _cut(entry, tensors, scratch):
-            pad = -position % _ALIGNMENT
-            length = 0
-            yield torch.zeros(pad, dtype=torch.uint8)
-            for part in as_saved(data, piece.shape, entry.dtype):
-                length += len(part)
-                yield part
-            written[piece.key, piece.offset] = position + pad, length
-            position += pad + length
-        if entry.is_cast:
-            wait(new.values())  # it leaves the memory before the next entry comes
-        hashing |= new
+class _Content:
+    """A file's bytes, begin to end. Notes where pieces come to lie, and has tensors hashed when their turn comes."""
+
+    def __init__(self, job: FileWrite, hashers: ThreadPoolExecutor) -> None:
+        self.written: dict[tuple[str, Shape], tuple[int, int]] = {}
+        self.hashing: dict[str, Future[str]] = {}
+        self._job, self._hashers = job, hashers
+
+    def __iter__(self) -> Iterator[Tensor]:
+        scratch = Scratch()
+        position = 0
+        for entry in self._job.entries:
+            tensors = {name: at.map().to(entry.dtype) for name, at in entry.located.items()}
+            to_hash: Mapping[str, Data] = tensors if entry.is_cast else {n: (at,) for n, at in entry.located.items()}
+            hashing = {name: self._hashers.submit(sha256, x) for name, x in to_hash.items()}
+            for piece, data in _cut(entry, tensors, scratch):
+                gap = -position % _ALIGNMENT
+                yield torch.zeros(gap, dtype=torch.uint8)
+                begin = position = position + gap
+                for part in as_saved(data, piece.shape, entry.dtype):
+                    yield part
+                    position += len(part)
+                self.written[piece.key, piece.offset] = begin, position - begin
+            if entry.is_cast:
+                wait(hashing.values())  # it leaves the memory before the next entry comes
+            self.hashing |= hashing
 
 
 def as_saved(data: Data, shape: Shape, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import resource
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from llava_mcore.apps import export_hf, import_hf
-from llava_mcore.checkpoint import hf_files, import_jobs, layout, raw, streamed_save
+from llava_mcore.checkpoint import export_jobs, hf_files, import_jobs, layout, raw, streamed_save
 from llava_mcore.errors import ConversionError
 from tests.helpers.conversions import kill_after, time_convert
 from tests.helpers.tiny_hf import make_hf_llava
@@ -124,26 +125,26 @@ def test_verification_names_a_tensor_that_was_written_wrongly(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hf, megatron = folders
-    append = import_jobs._append
+    as_saved = import_jobs.as_saved
+    squares = itertools.count()
 
-    def wrong(file: Any, shape: Any, dtype: Any, data: Any, writer: raw.Writer) -> tuple[int, int]:
-        if file.name.endswith("__0_1.distcp") and shape[-2:] == (64, 64) and file.tell() > 1_000_000:
+    def wrong(data: raw.Data, shape: Any, dtype: Any) -> Iterator[torch.Tensor]:
+        if shape[-2:] == (64, 64) and next(squares) == 2:
             data = torch.cat([x.map().reshape(-1) for x in data]) if isinstance(data, tuple) else data.reshape(-1)
             data[65] += 1
-        return append(file, shape, dtype, data, writer)
+        return as_saved(data, shape, dtype)
 
-    monkeypatch.setattr(import_jobs, "_append", wrong)
+    monkeypatch.setattr(import_jobs, "as_saved", wrong)
     with pytest.raises(ConversionError, match=r"does not hold what was imported[\s\S]*: SHA-256 .*, expected"):
         import_hf.import_hf(hf, tmp_path / "m", verify=True)
     monkeypatch.undo()
-    write = raw.Writer.write
 
-    def transposed(self: raw.Writer, file: int, position: int, data: raw.Data) -> None:
+    def transposed(data: raw.Data) -> Iterator[torch.Tensor]:
         x = data[0].map() if isinstance(data, tuple) else data
-        write(self, file, position, x.mT if x.shape[-2:] == (64, 64) and x.flatten()[0] == first else data)
+        return raw.as_bytes(x.mT if x.shape[-2:] == (64, 64) and x.flatten()[0] == first else data)
 
     first = hf_files.HfFolder.open(hf).get(LAYER + "self_attn.o_proj.weight")[0, 0]
-    monkeypatch.setattr(raw.Writer, "write", transposed)
+    monkeypatch.setattr(export_jobs, "as_bytes", transposed)
     with pytest.raises(ConversionError) as caught:
         export_hf.export_hf(megatron, tmp_path / "out", verify=True)
     assert "(1 problem)" in str(caught.value) and LAYER + "self_attn.o_proj.weight: SHA-256" in str(caught.value)

@@ -12,10 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_WINDOW = 32 << 20  # how much of a file is mapped at a time, to be hashed
-_ROWS = (
-    1 << 20
-)  # bytes that are put in order at a time, of a tensor whose numbers are not: they stay in the core's cache
+_WINDOW = 32 << 20  # how much of a file is mapped at a time, to be hashed or written
+_ROWS = 1 << 20  # bytes of a tensor with gaps that are put together at a time: they stay in the core's cache
 HASHERS = 2
 """Threads of one process that hash: SHA-256 takes about twice as long as a copy."""
 

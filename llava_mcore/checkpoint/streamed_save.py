@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from llava_mcore.checkpoint.import_jobs import EntryWrite, FileWrite, FileWritten, without_checksums
+from llava_mcore.checkpoint.import_jobs import EntryWrite, FileWrite, FileWritten
 from llava_mcore.checkpoint.megatron import CHECKPOINT_VERSION
 
 FILE_BYTES = 512 << 20
@@ -95,13 +95,11 @@ class _StreamedSave(TorchDistSaveShardedStrategy):
             if item.type != WriteItemType.BYTE_IO and item.index.offset is not None
         }
         results = []
-        with without_checksums():
-            for written in self.run(list(_files(self.entries, folder))):
-                self.digests |= written.digests
-                results += [
-                    _result(items.pop(key), written.path, start, length)
-                    for key, (start, length) in written.pieces.items()
-                ]
+        for written in self.run(list(_files(self.entries, folder))):
+            self.digests |= written.digests
+            results += [
+                _result(items.pop(key), written.path, start, length) for key, (start, length) in written.pieces.items()
+            ]
         assert not items, f"megatron-core planned tensors that nobody wrote: {sorted(items)}"
         return results
 

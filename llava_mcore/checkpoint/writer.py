@@ -1,7 +1,7 @@
 """Tensors written at their places in files, past the system's cache where the file system can.
 
-A conversion writes what nobody reads soon: through the cache every byte is copied once more, and takes memory that
-others on the machine use. What shares a block with its neighbours, and small tensors, go through the cache.
+A conversion writes what nobody reads soon. Through the cache every byte needs memory that has to be found first, and
+that others' files are pushed out of. Blocks shared with neighbours, and small tensors, go through the cache.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,20 +181,10 @@ def test_pieces_are_what_torch_saves(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(x.numpy().tobytes())
     run = raw.TensorAt(tmp_path / "x", 10 * 30 * 4, x.dtype, (5, 30))
     for data, tensor in (((run,), x[10:15]), (x[:, 2:5], x[:, 2:5]), (x > 0, x > 0), (x[:0], x[:0])):
-        with import_jobs.without_checksums():
-            ours = b"".join(x.numpy().tobytes() for x in import_jobs.as_saved(data, tuple(tensor.shape), tensor.dtype))
-        with (tmp_path / "theirs").open("wb") as file, no_checksum():
+        ours = b"".join(x.numpy().tobytes() for x in import_jobs.as_saved(data, tuple(tensor.shape), tensor.dtype))
+        with (tmp_path / "theirs").open("wb") as file, import_jobs.without_checksums():
             torch.save(tensor.clone(memory_format=torch.contiguous_format), file)
         assert ours == (tmp_path / "theirs").read_bytes()
-
-
-@contextlib.contextmanager
-def no_checksum() -> Iterator[None]:
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(True)
 
 
 @pytest.mark.parametrize("shift", range(5))

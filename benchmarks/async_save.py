@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.material import SHAPES, make_hf_folder, make_shards
-from benchmarks.train_step import ROOT, versions
+from benchmarks.record import ROOT, about
 from llava_mcore.checkpoint.layout import iteration_folder
 
 SAVES, METRICS = "saves.jsonl", "metrics.jsonl"
@@ -49,9 +49,7 @@ def main() -> int:
     found = measured(steps, saves, args.warm_up)
     show(args, found)
     if args.json is not None:
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        about = {"device": f"{args.gpus} x {gpu}", "command": sys.argv[1:], "versions": versions()}
-        args.json.write_text(json.dumps({"about": about, **found}, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps({"about": about(args.gpus), **found}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Speed of saving and loading a checkpoint, beside cp of the same bytes on the same disk.
 
-    python benchmarks/checkpoint.py --gib 1 --processes 2 --rounds 3 --dir /where/checkpoints/go
+    python -m benchmarks.checkpoint --gib 1 --processes 2 --rounds 3 --dir /where/checkpoints/go
 
 Every process holds its part of `--gib` GiB of fp32 tensors, as tensor parallelism deals them out. Saving counts until
 all of it is on the disk (fsync, tracker included); "training waits" is the part that a training loses when the rest

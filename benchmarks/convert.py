@@ -1,6 +1,6 @@
 """Import and export of a whole LLaVA beside `cp` of the same bytes: GB/s, ratio, peak memory.
 
-    python benchmarks/convert.py --params 1B 3B 7B --layouts 1,1 4,2 8,4 --dir /big/disk --json out.json
+    python -m benchmarks.convert --params 1B 3B 7B --layouts 1,1 4,2 8,4 --dir /big/disk --json out.json
 
 Makes a random bf16 LLaVA (dims of Llama 3.2 1B and 3B, LLaVA-1.5 7B, and a small one, each with CLIP-L/336), converts
 it with the very commands a user types, and removes everything again. Before every measurement the source's pages are

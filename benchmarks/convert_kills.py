@@ -1,6 +1,6 @@
 """Conversions killed with SIGKILL at random points: does anything half-finished pass for finished, does a rerun work?
 
-    python benchmarks/convert_kills.py --points 30 --params 1B
+    python -m benchmarks.convert_kills --points 30 --params 1B
 
 Makes a random LLaVA, then starts each command over and over and kills it (the command's own process, nothing else) a
 random time after it has begun to write, until so many have died unfinished. Each start finds what the last kill left.

@@ -1,6 +1,6 @@
 """FP8 against BF16: the loss over some hundred steps on real shards, all at the same time.
 
-    python benchmarks/fp8_loss.py --iters 300 --json out.json
+    python -m benchmarks.fp8_loss --iters 300 --json out.json
 
 Weights start equal (one seed), samples come in one order. Prints how far each recipe's mean loss is from BF16's, over
 all steps and over the last fifty, and whether any step was not finite. "bf16 again" is BF16 with a learning rate that
@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.material import SHAPES, make_hf_folder, make_shards
-from benchmarks.train_step import ROOT, versions
+from benchmarks.record import ROOT, show, write_record
 
 FP8 = ("delayed", "tensorwise", "blockwise")
 AGAIN = "bf16 again"
@@ -52,13 +50,9 @@ def main() -> None:
                 raise SystemExit(f"{process.args}: exit code {process.returncode}")
         metrics = {recipe: folder / "out" / folder_of(recipe) / "metrics.jsonl" for recipe in RUNS}
         rows = summarise({recipe: losses_of(file) for recipe, file in metrics.items()})
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=140).print(table)
+    show(rows)
     if args.json is not None:
-        about = {"gpu": torch.cuda.get_device_name(), "command": sys.argv[1:], "versions": versions()}
-        args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_record(args.json, rows, gpus=torch.cuda.device_count())
 
 
 def start(args: argparse.Namespace, folder: Path, data: Path, recipe: str, gpu: int) -> subprocess.Popen[bytes]:

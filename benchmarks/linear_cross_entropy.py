@@ -1,6 +1,6 @@
 """Output layer + loss, forward and backward: peak memory and time of ours beside the plain one and the peers'.
 
-    python benchmarks/linear_cross_entropy.py --json out.json
+    python -m benchmarks.linear_cross_entropy --json out.json
 
 On a GPU 8192 tokens x hidden 4096 x vocabulary 32000 and 152064 in bf16; without one a small size, timed only. The
 peak is what is allocated above the inputs (hidden states and weight), gradients included. Every variant computes the
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,23 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import llava_mcore.parallel  # noqa: F401  before megatron.core
+from benchmarks.record import show, write_record
 from llava_mcore.models.language.linear_cross_entropy import CHUNK_TOKENS, linear_cross_entropy
 
 BASE = "plain head + megatron-core loss"
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One variant at one size. `peak_gib` is None on a CPU; ratios are to the plain head and loss."""
-
-    variant: str
-    vocab: int
-    loss: float
-    peak_gib: float | None
-    milliseconds: float
-    peak_ratio: float | None
-    time_ratio: float
 
 
 def plain(loss: Callable[[Tensor, Tensor], Tensor]) -> Loss:
@@ -136,7 +123,7 @@ def once(loss: Loss, given: tuple[Tensor, ...]) -> tuple[float, float, float | N
     return (total / given[3].sum()).item(), milliseconds, peak
 
 
-def measure(losses: dict[str, Loss], given: tuple[Tensor, ...], rounds: int) -> list[Row]:
+def measure(losses: dict[str, Loss], given: tuple[Tensor, ...], rounds: int) -> list[dict[str, Any]]:
     """Run all variants in turn, `rounds` times after three warm-ups."""
     times: dict[str, list[float]] = {name: [] for name in losses}
     last: dict[str, tuple[float, float | None]] = {}
@@ -148,19 +135,13 @@ def measure(losses: dict[str, Loss], given: tuple[Tensor, ...], rounds: int) -> 
                 times[name].append(milliseconds)
     medians = {name: statistics.median(x) for name, x in times.items()}
     base = last[BASE][1]
-    vocab = given[1].shape[0]
-    return [
-        Row(name, vocab, value, peak, medians[name], peak and base and peak / base, medians[name] / medians[BASE])
-        for name, (value, peak) in last.items()
-    ]
-
-
-def show(rows: list[Row]) -> None:
-    """Print a Markdown table."""
-    print("| vocabulary | variant | loss | peak GiB | ÷ plain | ms | ÷ plain |\n|---|---|---|---|---|---|---|")
-    for r in rows:
-        memory = "- | -" if r.peak_gib is None else f"{r.peak_gib:.2f} | {r.peak_ratio:.2f}"
-        print(f"| {r.vocab} | {r.variant} | {r.loss:.4f} | {memory} | {r.milliseconds:.2f} | {r.time_ratio:.3f} |")
+    found = []
+    for name, (loss_found, peak) in last.items():
+        row = {"vocabulary": given[1].shape[0], "variant": name, "loss": round(loss_found, 4)}
+        if peak is not None and base is not None:
+            row |= {"peak GiB": round(peak, 2), "peak ÷ plain": round(peak / base, 2)}
+        found.append(row | {"ms": round(medians[name], 2), "ms ÷ plain": round(medians[name] / medians[BASE], 3)})
+    return found
 
 
 def main() -> None:
@@ -178,7 +159,7 @@ def main() -> None:
     device = "cuda" if on_gpu else "cpu"
     dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = dist.new_group()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for vocab in args.vocab:
         given = inputs(device, getattr(torch, args.dtype), args.tokens, args.hidden, vocab)
         rows += measure(variants(device, args.chunk_tokens, world), given, args.rounds)
@@ -186,9 +167,7 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}: {args.tokens} tokens x hidden {args.hidden}, {args.dtype}\n")
     show(rows)
     if args.json is not None:
-        sizes = {"tokens": args.tokens, "hidden": args.hidden, "dtype": args.dtype}
-        found = {"device": name, "torch": torch.__version__, **sizes, "rows": [asdict(r) for r in rows]}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_record(args.json, rows, gpus=1)
     dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
+import torch
 from megatron.energon.flavors import BaseWebdatasetFactory
 from PIL import Image, ImageFilter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -21,6 +22,7 @@ from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
+    LlavaForConditionalGeneration,
     LlavaProcessor,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -124,6 +126,14 @@ def make_hf_folder(folder: Path, shape: str, *, seq_length: int, num_layers: int
     config.save_pretrained(folder)
     processor.save_pretrained(folder)
     return config
+
+
+def make_weights(folder: Path) -> None:
+    """Add random weights in bf16 to a folder of `make_hf_folder`, drawn on a GPU where there is one."""
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = LlavaForConditionalGeneration._from_config(LlavaConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
 
 
 def make_jpeg(seed: int, width: int = 640, height: int = 480) -> bytes:

@@ -1,12 +1,16 @@
 """Training speed of published LLaVA shapes: `run.py` itself on real shards, any layout, BF16 and FP8.
 
-    python benchmarks/train_step.py --shape llava-1.5-7b --layouts 1,1 2,1 --fp8 none delayed --json out.json
-    python benchmarks/train_step.py --shape llava-1.5-7b --micro-batch-size 2 --global-batch-size 24 \\
+    python -m benchmarks.train_step --shape llava-1.5-7b --layouts 1,1 2,1 --fp8 none delayed --json out.json
+    python -m benchmarks.train_step --shape llava-1.5-7b --micro-batch-size 2 --global-batch-size 24 \\
         --fp8 none delayed --peer hf hf-padded --rounds 2
 
-Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real tokens, dense BF16 peak), memory and fill;
-with --peer also those of a Hugging Face stack (`benchmarks/hf_peer.py`) on the same shards, and the ratios to it.
-Configurations take turns, as many rounds as asked for; medians over the steps of all rounds.
+Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real tokens, dense BF16 peak), memory, fill and
+how far the losses of the steps are at most from those of the first configuration, which reads the same samples (random
+weights differ by layout: --weights makes some that are imported at each). With
+--bubble one more step of each pipelined layout is profiled: "bubble %" is what the first stage waited for the others,
+beside it what is predicted (`benchmarks/read_trace.py`), of the time of all passes. With --peer also a Hugging Face
+stack (`benchmarks/hf_peer.py`) on the same shards, and the ratios to it. Configurations take turns, as many rounds as
+asked for; medians over the steps of all rounds.
 """
 
 from __future__ import annotations
@@ -20,21 +24,18 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import LlavaConfig
 
-from benchmarks.material import SHAPES, make_hf_folder, make_shards
+from benchmarks import read_trace
+from benchmarks.material import SHAPES, make_hf_folder, make_shards, make_weights
+from benchmarks.record import ROOT, show, write_record
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-energon", "transformers", "liger-kernel")
 PEERS = {"hf": "Hugging Face, packed", "hf-padded": "Hugging Face, padded"}
 
 
@@ -51,6 +52,8 @@ class Entry:
     global_batch_size: int
     steps: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    bubbles: list[float] = field(default_factory=list)
+    """Measured, parts of the time of all passes."""
     error: str = ""
 
     @property
@@ -68,6 +71,10 @@ def main() -> None:
         for shape in args.shape:
             make_hf_folder(folder / shape, shape, seq_length=args.seq_length, num_layers=args.layers)
             entries += planned(args, shape)
+            if args.weights:
+                make_weights(folder / shape)
+                convert = [sys.executable, "-m", "llava_mcore", "import-hf", "--hf-dir", folder / shape]
+                subprocess.run([*convert, "--megatron-dir", folder / f"{shape}-megatron"], cwd=ROOT, check=True)
         for number in range(args.rounds):
             for place, entry in enumerate(entries):
                 if not entry.error:
@@ -75,27 +82,17 @@ def main() -> None:
                     run(args, entry, folder, data, folder / f"{place}-{number}")
                     print(json.dumps(row_of(entry, args.gpus, entries)), flush=True)
                     write(args, entries)
-    show([row_of(entry, args.gpus, entries) for entry in entries], entries)
+    show([row_of(entry, args.gpus, entries) for entry in entries], leave_out=("loss", "error"))
+    for entry in entries:
+        if entry.error:
+            print(f"{entry.shape} {entry.what} tp {entry.tp} pp {entry.pp}:\n{entry.error}")
 
 
 def write(args: argparse.Namespace, entries: Sequence[Entry]) -> None:
     """Write what has been measured so far, so that a run that is cut off leaves its first rows."""
-    if args.json is None:
-        return
-    rows = [row_of(entry, args.gpus, entries) for entry in entries if entry.steps or entry.error]
-    about = {"gpu": f"{args.gpus} x {torch.cuda.get_device_name()}", "command": sys.argv[1:], "versions": versions()}
-    args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what is measured."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
+    if args.json is not None:
+        rows = [row_of(entry, args.gpus, entries) for entry in entries if entry.steps or entry.error]
+        write_record(args.json, rows, gpus=args.gpus)
 
 
 def parse() -> argparse.Namespace:
@@ -113,6 +110,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=4, help="first iterations that do not count")
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
+    parser.add_argument(
+        "--weights", action="store_true", help="all layouts begin with the same weights, imported first"
+    )
+    parser.add_argument("--bubble", action="store_true", help="profile one step more where pp > 1")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="compare with a Hugging Face stack")
     parser.add_argument("--peer-micro-batch-size", type=int, default=3, help="packs; recomputes nothing")
@@ -136,7 +137,10 @@ def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
 
 def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: Path) -> None:
     """Train with run.py and add what its metrics.jsonl says."""
-    command = [sys.executable, str(ROOT / "scripts" / "train" / "run.py"), "--init", "--packing", "--dist-optim"]
+    command = [sys.executable, str(ROOT / "scripts" / "train" / "run.py"), "--packing", "--dist-optim"]
+    command += ["--megatron-load-dir", str(folder / f"{entry.shape}-megatron")] if args.weights else ["--init"]
+    profiled = args.bubble and entry.pp > 1
+    iters = args.iters + profiled
     options = {
         "-g": args.gpus,
         "--tp": entry.tp,
@@ -144,7 +148,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
         "--tokenizer-load-dir": folder / entry.shape,
         "--data-path": data,
         "--save-dir": out,
-        "--train-iters": args.iters,
+        "--train-iters": iters,
         "--seq-length": args.seq_length,
         "--micro-batch-size": entry.micro_batch_size,
         "--global-batch-size": entry.global_batch_size,
@@ -153,8 +157,12 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     command += [str(word) for option in options.items() for word in option]
     command += ["data.shuffle_buffer_size=0", f"model.freeze_vision_model={not args.train_vision}"]
     command += ["--fp8", "--fp8-recipe", entry.what] if entry.what != "none" else []
-    lines = run_command([*command, *args.more], entry, out / "run" / "metrics.jsonl")
-    entry.losses = [round(line["loss"], 3) for line in lines]
+    command += ["--profile", f"{iters}:{iters}", "logging.profile_ranks=0"] if profiled else []
+    lines = run_command([*command, *args.more], entry, out / "run" / "metrics.jsonl")[: args.iters]
+    if profiled and not entry.error:
+        trace = read_trace.read(next((out / "run" / "profile").glob("*.trace.json.gz")))
+        entry.bubbles.append(read_trace.bubble(trace))
+    entry.losses = [round(line["loss"], 4) for line in lines]
     for line in lines[args.warm_up :]:
         seconds = line["step_seconds"]
         entry.steps.append(
@@ -232,6 +240,11 @@ def row_of(entry: Entry, gpus: int, entries: Sequence[Entry]) -> dict[str, Any]:
     }
     if not entry.is_peer:
         row |= {"wait %": median("waited", 100), "fill": median("fill", digits=4)}
+        row |= {"loss off %": loss_off(entry, entries)}
+    if entry.bubbles:
+        micro_batches = entry.global_batch_size * entry.tp * entry.pp // (entry.micro_batch_size * gpus)
+        row |= {"bubble %": round(100 * statistics.median(entry.bubbles), 1)}
+        row |= {"predicted %": round(100 * read_trace.predicted_bubble(entry.pp, micro_batches), 1)}
     for other in entries:
         if other.is_peer and other.steps and other.shape == entry.shape and not entry.is_peer:
             unit = "samples" if other.what == "hf-padded" else "tokens"
@@ -239,21 +252,15 @@ def row_of(entry: Entry, gpus: int, entries: Sequence[Entry]) -> dict[str, Any]:
     return row | {"loss": entry.losses, "steps": len(entry.steps)}
 
 
+def loss_off(entry: Entry, entries: Sequence[Entry]) -> float:
+    """Return the largest difference of a step's loss from that of our first entry of the shape, per cent of it."""
+    first = next(other for other in entries if other.shape == entry.shape and other.losses and not other.is_peer)
+    return round(max(100 * abs(a / b - 1) for a, b in zip(entry.losses, first.losses, strict=True)), 2)
+
+
 def speed(entry: Entry, unit: str) -> float:
     """Return tokens or samples a second of all GPUs, the median of the steps."""
     return statistics.median(step[unit] / step["seconds"] for step in entry.steps)
-
-
-def show(rows: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> None:
-    """Print the rows, and behind them what went wrong."""
-    columns = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in ("loss", "error")]
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*[str(row.get(column, "-")) for column in columns])
-    Console(width=180).print(table)
-    for entry in entries:
-        if entry.error:
-            print(f"{entry.shape} {entry.what} tp {entry.tp} pp {entry.pp}:\n{entry.error}")
 
 
 if __name__ == "__main__":

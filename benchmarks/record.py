@@ -1,0 +1,49 @@
+"""What benchmarks write with --json: rows, and what they were measured with; docs/performance.md is made of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-energon", "transformers", "liger-kernel")
+
+
+def write_record(file: Path, rows: Sequence[dict[str, Any]], *, gpus: int) -> None:
+    """Write rows with the command, the devices and the versions; the heading and the notes are added by hand."""
+    file.write_text(json.dumps({"about": about(gpus), "rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
+
+
+def about(gpus: int) -> dict[str, Any]:
+    """Return how a measurement was made."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    script = Path(sys.argv[0]).resolve().relative_to(ROOT).as_posix()
+    return {"script": script, "gpu": f"{gpus} x {device}", "command": sys.argv[1:], "versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what is measured."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+def show(rows: Sequence[dict[str, Any]], leave_out: Sequence[str] = ()) -> None:
+    """Print rows as a table; what a row has not is "-"."""
+    columns = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in leave_out]
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*[str(row.get(column, "-")) for column in columns])
+    Console(width=180).print(table)

@@ -1,0 +1,93 @@
+"""A checkpoint of one layout resumed at others: `run.py` itself, on a published shape.
+
+    python -m benchmarks.resume_layouts --shape llava-1.5-13b --gpus 8 --save-at 2,2 --resume-at 2,2 4,1
+
+Trains, saves weights and optimizer, resumes at each layout (tp,pp; data parallel over the rest) and trains on. Prints
+the losses behind the checkpoint and how far they are at most from those of the first resumed layout: give the one that
+saved first. A checkpoint has 14 bytes a trained parameter (bf16, AdamW); the disk holds one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.material import SHAPES, make_hf_folder, make_shards
+from benchmarks.record import ROOT, show, write_record
+
+
+def main() -> None:
+    """Train and save, resume at every layout, print the table."""
+    args = parse()
+    with tempfile.TemporaryDirectory(dir=args.dir) as work:
+        folder = Path(work)
+        make_hf_folder(folder / "hf", args.shape, seq_length=args.seq_length, num_layers=args.layers)
+        make_shards(folder / "data", num_samples=args.samples)
+        rows = [row_of(args, folder, "save", args.save_at)]
+        rows += [row_of(args, folder, "resume", layout) for layout in args.resume_at]
+    first = rows[1]["losses"]
+    for row in rows[1:]:
+        row["loss off %"] = round(max(100 * abs(a / b - 1) for a, b in zip(row["losses"], first, strict=True)), 3)
+    show(rows)
+    if args.json is not None:
+        write_record(args.json, rows, gpus=args.gpus)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llava-1b")
+    parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="or gloo processes")
+    parser.add_argument("--save-at", default="1,1", help="tp,pp")
+    parser.add_argument(
+        "--resume-at", nargs="+", default=["1,1"], help="tp,pp; the first is what others are held against"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="before the checkpoint")
+    parser.add_argument("--more", type=int, default=5, help="behind it")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
+    parser.add_argument("--global-batch-size", type=int, default=16, help="packs of one step")
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--layers", type=int, help="shorten the decoder")
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--dir", type=Path, help="folder for data and checkpoint (default: the temporary one)")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*", help="key=value overrides of the run's configuration")
+    return parser.parse_args()
+
+
+def row_of(args: argparse.Namespace, folder: Path, what: str, layout: str) -> dict[str, Any]:
+    """Train up to the checkpoint, or on from it; return the losses and how long it took."""
+    tp, pp = layout.split(",")
+    words: list[Any] = [sys.executable, ROOT / "scripts" / "train" / "run.py", "--packing", "--dist-optim"]
+    words += ["-g", args.gpus, "--tp", tp, "--pp", pp, "--tokenizer-load-dir", folder / "hf", "--init"]
+    words += ["--data-path", folder / "data", "--save-dir", folder, "--name", "run", "--seq-length", args.seq_length]
+    words += ["--micro-batch-size", args.micro_batch_size, "--global-batch-size", args.global_batch_size]
+    words += ["--num-workers", 2, "--on-too-long", "truncate", "--lr-decay-style", "constant"]
+    words += ["--train-iters", args.steps, "--save", "--save-optim"] if what == "save" else []
+    words += ["--train-iters", args.steps + args.more, "--load-optim"] if what == "resume" else []
+    words += ["data.shuffle_buffer_size=0", *args.overrides]
+    start = time.perf_counter()
+    subprocess.run([str(word) for word in words], cwd=ROOT, check=True, stdout=sys.stderr)
+    found = {"what": what, "tp": int(tp), "pp": int(pp), "dp": args.gpus // (int(tp) * int(pp))}
+    found |= {"seconds, start included": round(time.perf_counter() - start, 1)}
+    steps = args.steps if what == "save" else args.more
+    losses = losses_of(folder / "run" / "metrics.jsonl")[-steps:]
+    return found | {"losses": [round(loss, 5) for loss in losses]}
+
+
+def losses_of(metrics: Path) -> Sequence[float]:
+    """Return the loss of every step."""
+    return [json.loads(line)["loss"] for line in metrics.read_text(encoding="utf-8").splitlines()]
+
+
+if __name__ == "__main__":
+    main()

@@ -98,7 +98,7 @@ def tower(hf: LlavaConfig, dtype: torch.dtype, fp8: Fp8Options | None = None) ->
     if fp8 is not None:
         transformer = replace(transformer, **fp8.fields())
     part = vision_part(hf)
-    model = VisionTransformer(transformer, part.shape(hf.vision_config), feature_choice(hf)).cuda()
+    model = VisionTransformer(transformer, part.shape(hf.vision_config), feature_choice(hf)).to("cuda", dtype)
     generator = torch.Generator("cuda").manual_seed(0)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):

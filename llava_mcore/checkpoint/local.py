@@ -175,7 +175,7 @@ def load_local_weights(chunks: Sequence[MegatronModule], checkpoint: Path, rank:
     Raises:
         CheckpointError: the file holds another model.
     """
-    loaded = load_local(model_state(chunks), checkpoint, rank)
+    loaded = load_local(model_state(chunks, is_loading=True), checkpoint, rank)
     for i, chunk in enumerate(chunks):
         fill_model(chunk, loaded[f"model{i}"])
 

@@ -28,10 +28,10 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
+from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE, take_scales, with_plain_scales
 from llava_mcore.errors import CheckpointError, problems
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's format number, read by its own loaders
-EXTRA_STATE = "_extra_state"
 
 
 class StateWrite:
@@ -139,7 +139,7 @@ def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
 
 
 def without_absent_extra_state(state: Any, stored: Container[str]) -> Any:
-    """Leave out what only some layers keep beside their weights, such as Transformer Engine's FP8 scales."""
+    """Leave out FP8's scales where there are none: in weights that were imported, or trained otherwise."""
     if not isinstance(state, dict):
         return state
 
@@ -149,9 +149,9 @@ def without_absent_extra_state(state: Any, stored: Container[str]) -> Any:
     return {k: without_absent_extra_state(v, stored) for k, v in state.items() if not is_absent(v)}
 
 
-def fill_model(model: torch.nn.Module, loaded: dict[str, Any]) -> None:
+def fill_model(model: MegatronModule, loaded: dict[str, Any]) -> None:
     """Give a model its loaded state. CheckpointError if anything but a layer's extra state is missing."""
-    missing, unexpected = model.load_state_dict(loaded, strict=False)
+    missing, unexpected = model.load_state_dict(take_scales(model, loaded), strict=False)
     wrong = [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]
     if wrong:
         raise CheckpointError(problems("the loaded state does not fit the model", wrong))
@@ -217,9 +217,10 @@ def _flatten(value: Any) -> list[ShardedTensor]:
     return [value]
 
 
-def model_state(chunks: Sequence[MegatronModule]) -> ShardedStateDict:
-    """Return the sharded state of a rank's model chunks."""
-    return {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+def model_state(chunks: Sequence[MegatronModule], *, is_loading: bool) -> ShardedStateDict:
+    """Return the sharded state of a rank's model chunks, to save it or to load it."""
+    states = [with_plain_scales(chunk, chunk.sharded_state_dict(), is_loading=is_loading) for chunk in chunks]
+    return {f"model{i}": state for i, state in enumerate(states)}
 
 
 def load_weights(chunks: Sequence[MegatronModule], folder: Path) -> None:
@@ -235,7 +236,7 @@ def load_weights(chunks: Sequence[MegatronModule], folder: Path) -> None:
     with torch.no_grad():
         for _, p in named:
             p.fill_(torch.nan)
-    state = model_state(chunks)
+    state = model_state(chunks, is_loading=True)
     padding = [x for x in sharded_tensors(state) if x.allow_shape_mismatch]
     stored = stored_tensors(folder)
     loaded = load_state(state, folder)

@@ -113,7 +113,7 @@ def state_to_save(trainer: Trainer, progress: Progress) -> dict[str, Any]:
 def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
     """Return everything that is saved, or the empty form of everything to load."""
     run, groups = trainer.run, trainer.groups
-    model = model_state(trainer.models)
+    model = model_state(trainer.models, is_loading=is_loading)
     state: dict[str, Any] = {**asdict(progress), **model}
     if not run.checkpoint.save_optim and not is_loading:
         return state

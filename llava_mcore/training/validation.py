@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llava_mcore.checkpoint.fp8_scales import scaled_modules
 from llava_mcore.data.validation import ValidationData, ValidationPass
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
 from llava_mcore.parallel.batch import HostBatch, fill_rows, share_step, without_loss
@@ -170,7 +171,8 @@ def as_if_not_run(trainer: Trainer) -> Iterator[None]:
     """
     modules = [module for chunk in trainer.chunks for module in chunk.modules()]
     modes = [module.training for module in modules]
-    kept = {id(state): (state.scale.clone(), state.amax_history.clone()) for state in _fp8_states(trainer, modules)}
+    scaled = [module for model in trainer.models for module in scaled_modules(model).values()]
+    kept = [module.get_fp8_meta_tensors() for module in scaled]
     for chunk in trainer.chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
@@ -181,18 +183,5 @@ def as_if_not_run(trainer: Trainer) -> Iterator[None]:
     finally:
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
-        for state in _fp8_states(trainer, modules):
-            scale, amax_history = kept.get(id(state), (1.0, 0.0))  # one that did not exist begins so
-            state.scale[...] = scale
-            state.amax_history[...] = amax_history
-
-
-def _fp8_states(trainer: Trainer, modules: Sequence[torch.nn.Module]) -> list[Any]:
-    """Return what Transformer Engine keeps for delayed scaling: scales and largest values seen."""
-    training = trainer.run.training
-    if not training.fp8 or training.fp8_recipe != "delayed":
-        return []
-    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule  # on GPUs only
-
-    metas = [module.fp8_meta for module in modules if isinstance(module, TransformerEngineBaseModule)]
-    return [meta[name] for meta in metas for name in ("scaling_fwd", "scaling_bwd") if name in meta]
+        for module, scales in zip(scaled, kept, strict=True):
+            module.reset_fp8_meta_tensors(scales)  # None: to what they begin with

@@ -73,8 +73,8 @@ def save_and_resume(
         "offload": OFFLOAD,
         "own disk": DISTRIBUTED | disk,
     }
-    if groups.world_size == 1:  # else too few tokens for FP8 at a time
-        kinds["own disk, FP8"] = FP8 | DISTRIBUTED | disk
+    if groups.dp_size == 1:  # else too few tokens for FP8 at a time
+        kinds |= {"FP8": FP8, "own disk, FP8": FP8 | DISTRIBUTED | disk}
     for name, flags in kinds.items():
         common = {"name": name, "checkpoint.save": True, "checkpoint.save_optim": True, **BF16, **flags}
         run = run_config(tp, pp, checkpoint, save_dir, **common)

@@ -39,14 +39,14 @@ def test_options_change_rounding_only(checkpoint: Path, tmp_path: Path, tp: int,
         assert worst < (0.05 if "delayed" in name else 0.01), (name, run, plain)
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), [x for x in LAYOUTS if x in ((1, 1, 1), (1, 1, 2), (2, 1, 2))])
+@pytest.mark.parametrize(("tp", "pp", "dp"), [x for x in LAYOUTS if x in ((1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 1, 2))])
 def test_every_optimizer_resumes(checkpoint: Path, tmp_path: Path, tp: int, pp: int, dp: int) -> None:
     hf = str(hf_folder(iteration_folder(checkpoint, 0)))
     arguments = {"tp": tp, "pp": pp, "checkpoint": str(checkpoint), "save_dir": str(tmp_path), "hf": hf}
     found = run_world(tp * pp * dp, "tests.gpu.option_checks:save_and_resume", **arguments)[0]
     for name, (unbroken, resumed) in found.items():
         print((tp, pp, dp), name, json.dumps([unbroken, resumed]))
-        assert resumed == pytest.approx(unbroken, rel=1e-3), name
+        assert resumed == unbroken, (name, "bitwise")
 
 
 def test_the_host_does_not_wait_in_forward_and_backward(checkpoint: Path, tmp_path: Path) -> None:

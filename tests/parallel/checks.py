@@ -62,7 +62,7 @@ def parity_and_reshard(tp: int, pp: int, cases: list[dict[str, Any]]) -> list[to
         results.append(logits(groups, model, case["inputs"]))
         if "resharded" in case:
             target = Path(case["resharded"])
-            save_state({"iteration": 0, **model_state([model])}, target)
+            save_state({"iteration": 0, **model_state([model], is_loading=False)}, target)
     return results
 
 

@@ -79,7 +79,7 @@ def train_and_save(
         trainer = make_trainer(groups, run)
         loader = open_fake_loader(groups, trainer, run, 0)
         if OPTIMIZERS[name]:  # as after a first update that fp16's loss scaler has left out
-            optimizer_state(trainer.optimizer, model_state(trainer.models), is_loading=False)
+            optimizer_state(trainer.optimizer, model_state(trainer.models, is_loading=False), is_loading=False)
         train_steps(groups, trainer, run, loader)
         state = None if loader is None else loader.state()
         save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
@@ -97,7 +97,9 @@ def check_files(trainer: Trainer, run_dir: Path) -> None:
     ours, theirs = latest_checkpoint(run_dir)[0], run_dir / "megatron-core"
     theirs.mkdir(exist_ok=True)
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
-    optimizer = trainer.optimizer.sharded_state_dict(model_state(trainer.models)["model0"], metadata=metadata)
+    optimizer = trainer.optimizer.sharded_state_dict(
+        model_state(trainer.models, is_loading=False)["model0"], metadata=metadata
+    )
     save_state({"optimizer": optimizer}, theirs)
     dist.barrier()
     saved = tensors_in(ours)

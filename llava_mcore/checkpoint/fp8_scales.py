@@ -1,0 +1,75 @@
+"""FP8's scales in checkpoints: plain tensors instead of the pickles that Transformer Engine makes of them.
+
+With delayed scaling each linear layer keeps the largest values of the last steps and the scales made of them.
+Transformer Engine (2.20) hands them out as a pickle in the layer's extra state, and refuses to take a pickle back: it
+could execute code. Everything else that it calls extra state is empty.
+"""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.fp8_utils import get_fp8_recipe
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+EXTRA_STATE = "_extra_state"
+
+Scales = Mapping[str, list[Tensor]]
+"""scaling_fwd and scaling_bwd: each layer's scales [tensors] and its history of largest values [steps, tensors]."""
+
+
+class ScaledModule(Protocol):
+    """What is used of a Transformer Engine module."""
+
+    fp8_meta: dict[str, Any]
+
+    def get_fp8_meta_tensors(self) -> Scales | None: ...
+    def reset_fp8_meta_tensors(self, fp8_meta_tensors: Scales | None = None) -> None: ...
+    def init_fp8_meta_tensors(self, recipe: Any) -> None: ...
+
+
+def scaled_modules(model: MegatronModule) -> dict[str, ScaledModule]:
+    """Return the modules that may keep scales, by name: none unless the model multiplies with delayed scaling."""
+    if not model.config.fp8 or model.config.fp8_recipe != "delayed":
+        return {}
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule  # on GPUs only
+
+    return {name: x for name, x in model.named_modules() if isinstance(x, TransformerEngineBaseModule)}
+
+
+def with_plain_scales(model: MegatronModule, state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
+    """Return a model's sharded state with scales as tensors and without any other extra state.
+
+    Args:
+        is_loading: ask for the scales of every module that may keep some; modules that have not run yet have none.
+    """
+    modules = scaled_modules(model)
+    found = {}
+    for name, value in state.items():
+        module_name, _, last = name.rpartition(".")
+        if last != EXTRA_STATE or not isinstance(value, ShardedObject):
+            found[name] = value
+        elif module_name in modules:
+            scales = modules[module_name].get_fp8_meta_tensors()
+            value.data = scales and {key: [x.cpu() for x in tensors] for key, tensors in scales.items()}
+            if scales is not None or is_loading:
+                found[name] = value
+    return found
+
+
+def take_scales(model: MegatronModule, loaded: dict[str, Any]) -> dict[str, Any]:
+    """Give modules their loaded scales and return the rest of the loaded state."""
+    rest = {name: value for name, value in loaded.items() if not name.endswith(f".{EXTRA_STATE}")}
+    for name, module in scaled_modules(model).items():
+        scales = loaded.get(f"{name}.{EXTRA_STATE}")
+        if isinstance(scales, dict):  # earlier checkpoints hold the pickle
+            # Two tensors of each product are scaled in the backward pass: those of the gradients.
+            module.fp8_meta["num_gemms"] = len(scales["scaling_bwd"][0]) // 2
+            module.init_fp8_meta_tensors(get_fp8_recipe(model.config))
+            module.reset_fp8_meta_tensors(scales)
+    return rest

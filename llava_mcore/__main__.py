@@ -11,6 +11,7 @@ from pathlib import Path
 from llava_mcore import log
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.launch.singularity import inner_command, requested_image, rerun_in_container
+from llava_mcore.slim import leave_out_unused
 
 COMMANDS = {
     "build": ("build", "compose a Hugging Face LLaVA folder from a language model and a vision tower"),
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     if image is not None:
         return _rerun(image, name, arguments[1:])
     log.quiet_libraries()
+    leave_out_unused()
     if name in ON_CPU:
         # Exact copies on the CPU: a visible GPU would only be initialised and held. Before torch is imported.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -14,6 +14,7 @@ from llava_mcore import log
 from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.launch.process import STOPPED_EARLY, StopSignals, die_with_parent
+from llava_mcore.slim import leave_out_unused
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_parent(signal.SIGKILL)  # a worker without its torchrun would wait for the others for ever
     rank = int(os.environ["RANK"])
     log.set_up(rank)
+    leave_out_unused()
     try:
         # Heavy imports come after the first lines on the console.
         from llava_mcore.apps.training_run import run_worker

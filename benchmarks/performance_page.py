@@ -53,11 +53,10 @@ def section(result: dict[str, Any]) -> str:
         _line(["---"] * len(columns)),
     ]
     lines += [_line([_text(row.get(name, "-")) for name in columns]) for row in rows]
-    command = " ".join(word for word in about["command"])
     module = about["script"].removesuffix(".py").replace("/", ".")
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     notes = [f"{about['note']} "] if "note" in about else []
-    return "\n".join([*lines, "", *notes, f"{about['gpu']}; {versions}.", f"`python -m {module} {command}`", ""])
+    return "\n".join([*lines, "", *notes, f"{about['gpu']}; {versions}.", f"`{' '.join(['python -m', module, *about['command']])}`", ""])
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -45,8 +45,8 @@ def torch_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
 
-def ours(chunk_tokens: int, world: dist.ProcessGroup) -> Loss:
-    """Our function at one chunk size."""
+def ours(chunk_tokens: int, world: dist.ProcessGroup, num_trained: int | None = None) -> Loss:
+    """Our function at one chunk size, over all tokens or over so many that are trained."""
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         return linear_cross_entropy(
@@ -56,6 +56,7 @@ def ours(chunk_tokens: int, world: dist.ProcessGroup) -> Loss:
             mask,
             vocab_size=weight.shape[0],
             tp_group=world,
+            num_trained=num_trained,
             chunk_tokens=chunk_tokens,
         )[0]
 
@@ -74,7 +75,7 @@ def liger() -> Loss:
     return run
 
 
-def variants(device: str, chunk_sizes: list[int], world: dist.ProcessGroup) -> dict[str, Loss]:
+def variants(device: str, chunk_sizes: list[int], world: dist.ProcessGroup, num_trained: int) -> dict[str, Loss]:
     """Everything that runs here, the baseline first."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -83,6 +84,7 @@ def variants(device: str, chunk_sizes: list[int], world: dist.ProcessGroup) -> d
     found["plain head + torch loss"] = plain(torch_loss)
     for size in chunk_sizes:
         found[f"ours, chunks of {size}"] = ours(size, world)
+        found[f"ours, chunks of {size}, trained tokens only"] = ours(size, world, num_trained)
     if device == "cpu":
         return found
     fused = plain(lambda x, y: fused_vocab_parallel_cross_entropy(x, y, world))
@@ -162,7 +164,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for vocab in args.vocab:
         given = inputs(device, getattr(torch, args.dtype), args.tokens, args.hidden, vocab)
-        rows += measure(variants(device, args.chunk_tokens, world), given, args.rounds)
+        num_trained = int(given[3].sum().item())
+        rows += measure(variants(device, args.chunk_tokens, world, num_trained), given, args.rounds)
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
     print(f"{name}, torch {torch.__version__}: {args.tokens} tokens x hidden {args.hidden}, {args.dtype}\n")
     show(rows)

@@ -56,7 +56,16 @@ def section(result: dict[str, Any]) -> str:
     module = about["script"].removesuffix(".py").replace("/", ".")
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     notes = [f"{about['note']} "] if "note" in about else []
-    return "\n".join([*lines, "", *notes, f"{about['gpu']}; {versions}.", f"`{' '.join(['python -m', module, *about['command']])}`", ""])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            *notes,
+            f"{about['gpu']}; {versions}.",
+            f"`{' '.join(['python -m', module, *about['command']])}`",
+            "",
+        ]
+    )
 
 
 def _line(cells: Sequence[str]) -> str:

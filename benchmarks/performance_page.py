@@ -54,6 +54,7 @@ def section(result: dict[str, Any]) -> str:
     ]
     lines += [_line([_text(row.get(name, "-")) for name in columns]) for row in rows]
     module = about["script"].removesuffix(".py").replace("/", ".")
+    command = " ".join(["python -m", module, *about["command"]])
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     notes = [f"{about['note']} "] if "note" in about else []
     return "\n".join(
@@ -62,7 +63,7 @@ def section(result: dict[str, Any]) -> str:
             "",
             *notes,
             f"{about['gpu']}; {versions}.",
-            f"`{' '.join(['python -m', module, *about['command']])}`",
+            f"`{command}`",
             "",
         ]
     )

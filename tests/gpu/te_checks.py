@@ -60,8 +60,13 @@ def curves(tp: int, pp: int, checkpoint: str, save_dir: str, fp8: bool = True) -
         "packed te": (checkpoint, mixed, bf16 | TE),
         "distributed": (checkpoint, mixed, bf16 | TE | {"parallel.use_distributed_optimizer": True}),
         "text only": (checkpoint, set(range(8)), bf16 | TE),
+        "fp16": (checkpoint, mixed, bf16 | TE | {"training.precision": "fp16", "training.loss_scale": 128.0}),
     }
     if fp8:
         for recipe in ("delayed", "tensorwise", "blockwise"):
             runs[recipe] = (checkpoint, mixed, bf16 | FP8 | {"training.fp8_recipe": recipe})
+        runs["delayed, e4m3"] = (checkpoint, mixed, bf16 | FP8 | {"training.fp8_format": "e4m3"})
+        ends = {"training.fp8_first_layers_bf16": 1, "training.fp8_last_layers_bf16": 1}
+        flags = {"training.fp8_recipe": "tensorwise", **ends}
+        runs["tensorwise, ends in bf16"] = (checkpoint, mixed, bf16 | FP8 | flags)
     return run_all(groups, runs, save_dir)

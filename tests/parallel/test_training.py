@@ -90,12 +90,23 @@ def test_training_does_not_notice_validation(results: dict[Any, Any], layout: tu
     assert here["padded"]["losses"] == here["without"]["losses"] and len(here["without"]["losses"]) == 2
 
 
-def test_loss_falls_and_bf16_is_close(results: dict[Any, Any]) -> None:
+def test_loss_falls_and_half_precision_is_close(results: dict[Any, Any]) -> None:
     plain = results[1, 1, 1]["plain"]["loss"]
     assert plain[-1] < 0.9 * plain[0]
     full_precision = results[1, 1, 1]["short"]["loss"]
     for layout in LAYOUTS:
         assert results[layout]["bf16"]["loss"] == pytest.approx(full_precision, rel=5e-3)
+        assert results[layout]["fp16"]["loss"] == pytest.approx(full_precision, rel=5e-3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fp16_finds_its_loss_scale(results: dict[Any, Any], layout: tuple[int, int, int]) -> None:
+    """Updates whose gradients overflow are left out on all ranks until the scale fits; then the loss falls."""
+    losses, norms = (results[layout]["fp16, adapting"][name] for name in ("loss", "grad_norm"))
+    first = norms.index(next(norm for norm in norms if norm))  # update
+    assert 2 < first < len(norms) - 2 and 0 not in norms[first:]
+    assert losses[2 : first + 1] == losses[: first - 1], "two batches take turns, and the weights stay as they were"
+    assert losses[-1] < 0.99 * losses[first - 1]
 
 
 def plain_groups(model: LlavaForConditionalGeneration) -> list[dict[str, Any]]:

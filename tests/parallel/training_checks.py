@@ -106,6 +106,8 @@ def curves_of(groups: Groups, checkpoints: dict[str, str], save_dir: str) -> dic
         "short": (untied, mixed, short),
         "packed": (untied, mixed, short),
         "bf16": (untied, mixed, short | {"training.precision": "bf16"}),
+        "fp16": (untied, mixed, short | {"training.precision": "fp16", "training.loss_scale": 128.0}),
+        "fp16, adapting": (untied, mixed, {"training.precision": "fp16", "training.train_iters": 8}),
     }
     return run_all(groups, runs, save_dir)
 

@@ -106,17 +106,16 @@ def alone(kernels: Sequence[Span], pattern: str, begin: float, end: float) -> fl
 
 def bubble(trace: Trace) -> float:
     """Return the bubble's part of the time of all passes, first kernel to last matrix product, of the first stage."""
-    products = [kernel.end for kernel in trace.kernels if kind_of(kernel.name) == "matrix products"]
-    end = max(products)
+    end = max(kernel.end for kernel in trace.kernels if kind_of(kernel.name) == "matrix products")
     return alone(trace.kernels, MESSAGES, trace.begin, end) / (end - trace.begin)
 
 
-def predicted_bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
+def predicted_bubble(stages: int, micro_batches: int) -> float:
     """Return the bubble's part of the time of all passes if all stages take equally long and messages no time.
 
-    Each stage works for v m chunk passes and waits for p - 1 (Narayanan et al. 2021, section 2.2).
+    Each stage works for m micro-batches and waits for p - 1 (Narayanan et al. 2021, section 2.2). Not interleaved.
     """
-    return (stages - 1) / (chunks * micro_batches + stages - 1)
+    return (stages - 1) / (micro_batches + stages - 1)
 
 
 def show(trace: Trace) -> None:

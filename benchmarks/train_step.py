@@ -5,12 +5,12 @@
         --fp8 none delayed --peer hf hf-padded --rounds 2
 
 Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real tokens, dense BF16 peak), memory, fill and
-how far the losses of the steps are at most from those of the first configuration, which reads the same samples (random
-weights differ by layout: --weights makes some that are imported at each). With
---bubble one more step of each pipelined layout is profiled: "bubble %" is what the first stage waited for the others,
-beside it what is predicted (`benchmarks/read_trace.py`), of the time of all passes. With --peer also a Hugging Face
-stack (`benchmarks/hf_peer.py`) on the same shards, and the ratios to it. Configurations take turns, as many rounds as
-asked for; medians over the steps of all rounds.
+how far the losses of the steps are at most from those of the first configuration, which reads the same samples; random
+weights differ by layout, so compare with --weights, which makes some that all layouts load. With --bubble one more step
+of each pipelined layout is profiled: "bubble %" is what the first stage waited for the others, "predicted %" what it
+should be (`benchmarks/read_trace.py`), of the time of all passes. With --peer also a Hugging Face stack
+(`benchmarks/hf_peer.py`) on the same shards, and the ratios to it. Configurations take turns, as many rounds as asked
+for; medians over the steps of all rounds.
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     command += ["--fp8", "--fp8-recipe", entry.what] if entry.what != "none" else []
     command += ["--profile", f"{iters}:{iters}", "logging.profile_ranks=0"] if profiled else []
     lines = run_command([*command, *args.more], entry, out / "run" / "metrics.jsonl")[: args.iters]
-    if profiled and not entry.error:
+    if entry.error:
+        return
+    if profiled:
         trace = read_trace.read(next((out / "run" / "profile").glob("*.trace.json.gz")))
         entry.bubbles.append(read_trace.bubble(trace))
     entry.losses = [round(line["loss"], 4) for line in lines]
@@ -189,6 +191,8 @@ def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     command += ["--padded", "--recompute"] if entry.what == "hf-padded" else []
     command += ["--train-vision"] if args.train_vision else []
     lines = run_command(command, entry, out / "steps.jsonl", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    if entry.error:
+        return
     entry.losses = [round(line["loss"], 3) for line in lines]
     hf = LlavaConfig.from_pretrained(folder / entry.shape)
     trained, peak = TrainedParts(vision_model=args.train_vision), peak_flops(torch.cuda.get_device_name())

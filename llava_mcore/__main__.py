@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     if image is not None:
         return _rerun(image, name, arguments[1:])
     log.quiet_libraries()
-    leave_out_unused()
+    leave_out_unused("wandb")
     if name in ON_CPU:
         # Exact copies on the CPU: a visible GPU would only be initialised and held. Before torch is imported.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

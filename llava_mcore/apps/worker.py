@@ -26,12 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_parent(signal.SIGKILL)  # a worker without its torchrun would wait for the others for ever
     rank = int(os.environ["RANK"])
     log.set_up(rank)
-    leave_out_unused()
     try:
+        run = load_run_config(args.config, [], {})
+        leave_out_unused(*([] if run.logging.wandb else ["wandb"]))  # megatron-core's timers import it
         # Heavy imports come after the first lines on the console.
         from llava_mcore.apps.training_run import run_worker
 
-        finished = run_worker(load_run_config(args.config, [], {}), signals, started)
+        finished = run_worker(run, signals, started)
     except LlavaMcoreError as error:
         if rank == 0 or not error.on_all_ranks:
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -61,11 +61,3 @@ def test_a_folder_without_weights_is_enough_to_start(tmp_path: Path, tie: bool) 
     unused = load_file(target / "unused.safetensors")
     assert {name for name in unused if "encoder.layers.3." in name}
     assert torch.equal(unused["model.vision_tower.post_layernorm.weight"], torch.ones(64))
-
-
-def test_fp16_scales_its_loss_and_trains(root: Path) -> None:
-    """The first scale (65536) overflows or not; either way the loss is the checkpoint's, not that of random weights."""
-    half = losses(root, "half", "--megatron-load-dir", root / "megatron", "--precision", "fp16")
-    full = losses(root, "full", "--megatron-load-dir", root / "megatron", "--precision", "fp32")
-    assert half[0] == pytest.approx(full[0], rel=2e-3)
-    assert half[-1] < half[0]

@@ -48,7 +48,6 @@ def test_a_bubble_is_what_messages_take_alone(tmp_path: Path, capsys: pytest.Cap
 def test_predicted_bubble() -> None:
     assert predicted_bubble(1, 8) == 0
     assert predicted_bubble(2, 8) == 1 / 9
-    assert predicted_bubble(4, 8, chunks=2) == 3 / 19
 
 
 def test_a_trace_of_a_cpu_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,6 @@ detection, and models that are spread over devices."""
 
 
 def leave_out_unused(*more: str) -> None:
-    """Let packages count as not installed, unless they have been imported already: two seconds of every start."""
+    """Let packages count as not installed, unless they have been imported already: over a second of every start."""
     for name in (*IN_VAIN, *more):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.material import SHAPES, make_hf_folder, make_shards
 from benchmarks.record import ROOT, about
+from benchmarks.runs import read_lines, training_command
 from llava_mcore.checkpoint.layout import iteration_folder
 
 SAVES, METRICS = "saves.jsonl", "metrics.jsonl"
@@ -45,7 +46,7 @@ def main() -> int:
         code = watched(command(args, folder), folder / "run")
         if code:
             return code
-        steps, saves = read(folder / "run" / METRICS), read(folder / "run" / SAVES)
+        steps, saves = read_lines(folder / "run" / METRICS), read_lines(folder / "run" / SAVES)
     found = measured(steps, saves, args.warm_up)
     show(args, found)
     if args.json is not None:
@@ -78,22 +79,25 @@ def parse() -> argparse.Namespace:
 
 def command(args: argparse.Namespace, folder: Path) -> list[str]:
     """Return the training's command line."""
-    words: list[Any] = [sys.executable, ROOT / "scripts" / "train" / "run.py", "--init", "--packing"]
-    words += [] if args.plain_optimizer else ["--dist-optim"]
-    words += ["-g", args.gpus, "--tp", args.tp, "--pp", args.pp, "--tokenizer-load-dir", folder / "hf"]
-    words += ["--data-path", folder / "data", "--save-dir", folder, "--name", "run"]
-    words += ["--train-iters", 3 * args.steps, "--save-interval", args.steps, "--async-save"]
-    words += [] if args.weights_only else ["--save-optim"]
-    words += ["--seq-length", args.seq_length, "--micro-batch-size", args.micro_batch_size]
-    words += ["--global-batch-size", args.global_batch_size, "--num-workers", 4]
-    words += [
-        "--on-too-long",
-        "truncate",
-        "data.shuffle_buffer_size=0",
-        f"model.freeze_vision_model={not args.train_vision}",
-        *args.more,
-    ]
-    return [str(word) for word in words]
+    options = {
+        "-g": args.gpus,
+        "--tp": args.tp,
+        "--pp": args.pp,
+        "--tokenizer-load-dir": folder / "hf",
+        "--data-path": folder / "data",
+        "--save-dir": folder,
+        "--name": "run",
+        "--train-iters": 3 * args.steps,
+        "--save-interval": args.steps,
+        "--seq-length": args.seq_length,
+        "--micro-batch-size": args.micro_batch_size,
+        "--global-batch-size": args.global_batch_size,
+        "--num-workers": 4,
+        "--on-too-long": "truncate",
+    }
+    flags = ["--init", "--async-save", *([] if args.plain_optimizer else ["--dist-optim"])]
+    flags += [] if args.weights_only else ["--save-optim"]
+    return training_command(options, *flags, f"model.freeze_vision_model={not args.train_vision}", *args.more)
 
 
 def watched(words: Sequence[str], run_dir: Path) -> int:
@@ -101,17 +105,11 @@ def watched(words: Sequence[str], run_dir: Path) -> int:
     with subprocess.Popen(words, cwd=ROOT) as process:
         while process.poll() is None:
             time.sleep(0.5)
-            for save in read(run_dir / SAVES):
+            for save in read_lines(run_dir / SAVES):
                 folder = iteration_folder(run_dir, save["iteration"])
                 if save["background"] and folder.exists():
                     shutil.rmtree(folder.rename(run_dir.parent / folder.name))  # away from where the run cleans up
     return process.returncode
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a file of JSON lines, none where there is no file."""
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def measured(steps: Sequence[dict[str, Any]], saves: Sequence[dict[str, Any]], warm_up: int) -> dict[str, Any]:

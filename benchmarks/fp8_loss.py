@@ -10,12 +10,10 @@ is higher by a hundred-thousandth: it rounds otherwise, and shows how far runs p
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,10 @@ import torch
 
 from benchmarks.material import SHAPES, make_hf_folder, make_shards
 from benchmarks.record import ROOT, show, write_record
+from benchmarks.runs import RECIPES, read_lines, training_command
 
-FP8 = ("delayed", "tensorwise", "blockwise")
 AGAIN = "bf16 again"
-RUNS = ("bf16", *FP8, AGAIN)
+RUNS = ("bf16", *RECIPES, AGAIN)
 LAST = 50
 
 
@@ -49,7 +47,7 @@ def main() -> None:
             if process.wait() != 0:
                 raise SystemExit(f"{process.args}: exit code {process.returncode}")
         metrics = {recipe: folder / "out" / folder_of(recipe) / "metrics.jsonl" for recipe in RUNS}
-        rows = summarise({recipe: losses_of(file) for recipe, file in metrics.items()})
+        rows = summarise({recipe: [line["loss"] for line in read_lines(file)] for recipe, file in metrics.items()})
     show(rows)
     if args.json is not None:
         write_record(args.json, rows, gpus=torch.cuda.device_count())
@@ -57,7 +55,6 @@ def main() -> None:
 
 def start(args: argparse.Namespace, folder: Path, data: Path, recipe: str, gpu: int) -> subprocess.Popen[bytes]:
     """Start the run of a recipe on the next GPU; where there are fewer GPUs, runs share them."""
-    command = [sys.executable, str(ROOT / "scripts" / "train" / "run.py"), "--init", "--packing"]
     options = {
         "-g": 1,
         "--tokenizer-load-dir": folder / "hf",
@@ -70,8 +67,7 @@ def start(args: argparse.Namespace, folder: Path, data: Path, recipe: str, gpu: 
         "--global-batch-size": args.micro_batch_size,
         "--lr": args.lr * (1 + 1e-5) if recipe == AGAIN else args.lr,
     }
-    command += [str(word) for option in options.items() for word in option]
-    command += ["data.shuffle_buffer_size=0", *(["--fp8", "--fp8-recipe", recipe] if recipe in FP8 else [])]
+    command = training_command(options, "--init", *(["--fp8", "--fp8-recipe", recipe] if recipe in RECIPES else []))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu % torch.cuda.device_count())}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
@@ -79,11 +75,6 @@ def start(args: argparse.Namespace, folder: Path, data: Path, recipe: str, gpu: 
 def folder_of(recipe: str) -> str:
     """Return the name of a recipe's run."""
     return recipe.replace(" ", "-")
-
-
-def losses_of(metrics: Path) -> list[float]:
-    """Return the loss of every step."""
-    return [json.loads(line)["loss"] for line in metrics.read_text(encoding="utf-8").splitlines()]
 
 
 def summarise(losses: dict[str, list[float]]) -> list[dict[str, Any]]:

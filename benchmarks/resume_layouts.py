@@ -10,12 +10,10 @@ saved first. A checkpoint has 14 bytes a trained parameter (bf16, AdamW); the di
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 
 from benchmarks.material import SHAPES, make_hf_folder, make_shards
 from benchmarks.record import ROOT, show, write_record
+from benchmarks.runs import read_lines, training_command
 
 
 def main() -> None:
@@ -67,26 +66,31 @@ def parse() -> argparse.Namespace:
 def row_of(args: argparse.Namespace, folder: Path, what: str, layout: str) -> dict[str, Any]:
     """Train up to the checkpoint, or on from it; return the losses and how long it took."""
     tp, pp = layout.split(",")
-    words: list[Any] = [sys.executable, ROOT / "scripts" / "train" / "run.py", "--packing", "--dist-optim"]
-    words += ["-g", args.gpus, "--tp", tp, "--pp", pp, "--tokenizer-load-dir", folder / "hf", "--init"]
-    words += ["--data-path", folder / "data", "--save-dir", folder, "--name", "run", "--seq-length", args.seq_length]
-    words += ["--micro-batch-size", args.micro_batch_size, "--global-batch-size", args.global_batch_size]
-    words += ["--num-workers", 2, "--on-too-long", "truncate", "--lr-decay-style", "constant"]
-    words += ["--train-iters", args.steps, "--save", "--save-optim"] if what == "save" else []
-    words += ["--train-iters", args.steps + args.more, "--load-optim"] if what == "resume" else []
-    words += ["data.shuffle_buffer_size=0", *args.overrides]
+    options = {
+        "-g": args.gpus,
+        "--tp": tp,
+        "--pp": pp,
+        "--tokenizer-load-dir": folder / "hf",
+        "--data-path": folder / "data",
+        "--save-dir": folder,
+        "--name": "run",
+        "--train-iters": args.steps if what == "save" else args.steps + args.more,
+        "--seq-length": args.seq_length,
+        "--micro-batch-size": args.micro_batch_size,
+        "--global-batch-size": args.global_batch_size,
+        "--num-workers": 2,
+        "--on-too-long": "truncate",
+        "--lr-decay-style": "constant",
+    }
+    flags = ["--save", "--save-optim"] if what == "save" else ["--load-optim"]
+    command = training_command(options, "--init", "--dist-optim", *flags, *args.overrides)
     start = time.perf_counter()
-    subprocess.run([str(word) for word in words], cwd=ROOT, check=True, stdout=sys.stderr)
+    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
     found = {"what": what, "tp": int(tp), "pp": int(pp), "dp": args.gpus // (int(tp) * int(pp))}
     found |= {"seconds, start included": round(time.perf_counter() - start, 1)}
     steps = args.steps if what == "save" else args.more
-    losses = losses_of(folder / "run" / "metrics.jsonl")[-steps:]
+    losses = [line["loss"] for line in read_lines(folder / "run" / "metrics.jsonl")[-steps:]]
     return found | {"losses": [round(loss, 5) for loss in losses]}
-
-
-def losses_of(metrics: Path) -> Sequence[float]:
-    """Return the loss of every step."""
-    return [json.loads(line)["loss"] for line in metrics.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@
         --fp8 none delayed --peer hf hf-padded --rounds 2
 
 Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real tokens, dense BF16 peak), memory, fill and
-how far the losses of the steps are at most from those of the first configuration, which reads the same samples; random
-weights differ by layout, so compare with --weights, which makes some that all layouts load. With --bubble one more step
-of each pipelined layout is profiled: "bubble %" is what the first stage waited for the others, "predicted %" what it
-should be (`benchmarks/read_trace.py`), of the time of all passes. With --peer also a Hugging Face stack
-(`benchmarks/hf_peer.py`) on the same shards, and the ratios to it. Configurations take turns, as many rounds as asked
-for; medians over the steps of all rounds.
+"÷ first", tokens/s as a multiple of the first configuration's. With --weights all layouts load the same weights (random
+ones differ by layout), and "loss off %" is how far the losses of the steps are at most from the first configuration's,
+which reads the same samples. With --bubble one more step of each pipelined layout is profiled: "bubble %" is what the
+first stage waited for the others, "predicted %" what it should be (`benchmarks/read_trace.py`), of the time of all
+passes. With --peer also a Hugging Face stack (`benchmarks/hf_peer.py`) on the same shards, and the ratios to it.
+Configurations take turns, as many rounds as asked for; medians over the steps of all rounds.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from transformers import LlavaConfig
 from benchmarks import read_trace
 from benchmarks.material import SHAPES, make_hf_folder, make_shards, make_weights
 from benchmarks.record import ROOT, show, write_record
+from benchmarks.runs import RECIPES, read_lines, training_command
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
 
 PEERS = {"hf": "Hugging Face, packed", "hf-padded": "Hugging Face, padded"}
@@ -80,9 +81,9 @@ def main() -> None:
                 if not entry.error:
                     run = peer if entry.is_peer else ours
                     run(args, entry, folder, data, folder / f"{place}-{number}")
-                    print(json.dumps(row_of(entry, args.gpus, entries)), flush=True)
+                    print(json.dumps(row_of(args, entry, entries)), flush=True)
                     write(args, entries)
-    show([row_of(entry, args.gpus, entries) for entry in entries], leave_out=("loss", "error"))
+    show([row_of(args, entry, entries) for entry in entries], leave_out=("loss", "error"))
     for entry in entries:
         if entry.error:
             print(f"{entry.shape} {entry.what} tp {entry.tp} pp {entry.pp}:\n{entry.error}")
@@ -91,7 +92,7 @@ def main() -> None:
 def write(args: argparse.Namespace, entries: Sequence[Entry]) -> None:
     """Write what has been measured so far, so that a run that is cut off leaves its first rows."""
     if args.json is not None:
-        rows = [row_of(entry, args.gpus, entries) for entry in entries if entry.steps or entry.error]
+        rows = [row_of(args, entry, entries) for entry in entries if entry.steps or entry.error]
         write_record(args.json, rows, gpus=args.gpus)
 
 
@@ -100,7 +101,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["llava-1b"])
     parser.add_argument("--layouts", nargs="+", default=["1,1"], help="tp,pp; data parallel over the rest")
-    parser.add_argument("--fp8", nargs="+", default=["none"], choices=["none", "delayed", "tensorwise", "blockwise"])
+    parser.add_argument("--fp8", nargs="+", default=["none"], choices=["none", *RECIPES])
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
     parser.add_argument("--global-batch-size", type=int, default=16, help="packs of one step")
@@ -137,8 +138,6 @@ def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
 
 def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: Path) -> None:
     """Train with run.py and add what its metrics.jsonl says."""
-    command = [sys.executable, str(ROOT / "scripts" / "train" / "run.py"), "--packing", "--dist-optim"]
-    command += ["--megatron-load-dir", str(folder / f"{entry.shape}-megatron")] if args.weights else ["--init"]
     profiled = args.bubble and entry.pp > 1
     iters = args.iters + profiled
     options = {
@@ -154,11 +153,12 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
         "--global-batch-size": entry.global_batch_size,
         "--num-workers": 4,
     }
-    command += [str(word) for option in options.items() for word in option]
-    command += ["data.shuffle_buffer_size=0", f"model.freeze_vision_model={not args.train_vision}"]
-    command += ["--fp8", "--fp8-recipe", entry.what] if entry.what != "none" else []
-    command += ["--profile", f"{iters}:{iters}", "logging.profile_ranks=0"] if profiled else []
-    lines = run_command([*command, *args.more], entry, out / "run" / "metrics.jsonl")[: args.iters]
+    flags = ["--dist-optim", f"model.freeze_vision_model={not args.train_vision}"]
+    flags += ["--megatron-load-dir", str(folder / f"{entry.shape}-megatron")] if args.weights else ["--init"]
+    flags += ["--fp8", "--fp8-recipe", entry.what] if entry.what != "none" else []
+    flags += ["--profile", f"{iters}:{iters}", "logging.profile_ranks=0"] if profiled else []
+    command = training_command(options, *flags, *args.more)
+    lines = run_command(command, entry, out / "run" / "metrics.jsonl")[: args.iters]
     if entry.error:
         return
     if profiled:
@@ -220,11 +220,12 @@ def run_command(
     if done.returncode:
         entry.error = (done.stdout + done.stderr)[-3000:]
         return []
-    return [json.loads(line) for line in result.read_text(encoding="utf-8").splitlines()]
+    return read_lines(result)
 
 
-def row_of(entry: Entry, gpus: int, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Return the medians of an entry, and its speed as a multiple of each peer's."""
+def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> dict[str, Any]:
+    """Return the medians of an entry, and its speed as a multiple of our first one's and of each peer's."""
+    gpus = args.gpus
     row: dict[str, Any] = {"shape": entry.shape, "what": PEERS.get(entry.what, entry.what)}
     row |= {"tp": entry.tp, "pp": entry.pp, "dp": gpus // (entry.tp * entry.pp)}
     row |= {"mbs": entry.micro_batch_size, "gbs": entry.global_batch_size}
@@ -244,7 +245,10 @@ def row_of(entry: Entry, gpus: int, entries: Sequence[Entry]) -> dict[str, Any]:
     }
     if not entry.is_peer:
         row |= {"wait %": median("waited", 100), "fill": median("fill", digits=4)}
-        row |= {"loss off %": loss_off(entry, entries)}
+        first = next(other for other in entries if other.shape == entry.shape and other.losses)
+        if first is not entry:
+            row |= {"÷ first": round(speed(entry, "tokens") / speed(first, "tokens"), 3)}
+            row |= {"loss off %": loss_off(entry, first)} if args.weights else {}
     if entry.bubbles:
         micro_batches = entry.global_batch_size * entry.tp * entry.pp // (entry.micro_batch_size * gpus)
         row |= {"bubble %": round(100 * statistics.median(entry.bubbles), 1)}
@@ -256,9 +260,8 @@ def row_of(entry: Entry, gpus: int, entries: Sequence[Entry]) -> dict[str, Any]:
     return row | {"loss": entry.losses, "steps": len(entry.steps)}
 
 
-def loss_off(entry: Entry, entries: Sequence[Entry]) -> float:
-    """Return the largest difference of a step's loss from that of our first entry of the shape, per cent of it."""
-    first = next(other for other in entries if other.shape == entry.shape and other.losses and not other.is_peer)
+def loss_off(entry: Entry, first: Entry) -> float:
+    """Return the largest difference of a step's loss from the first entry's, per cent of it."""
     return round(max(100 * abs(a / b - 1) for a, b in zip(entry.losses, first.losses, strict=True)), 2)
 
 

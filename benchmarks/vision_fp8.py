@@ -27,6 +27,7 @@ from transformers import LlavaConfig
 
 from benchmarks.material import SHAPES, make_hf_folder
 from benchmarks.record import show, write_record
+from benchmarks.runs import RECIPES
 from llava_mcore.models.configs import Fp8Options, ModelOptions, part_configs
 from llava_mcore.models.parts import vision_part
 from llava_mcore.models.vision.features import feature_choice
@@ -37,7 +38,6 @@ from llava_mcore.parallel.random import seed_everything
 PASSES = 10
 """Passes that are launched before the GPU is waited for."""
 BF16 = "bf16"
-RECIPES = ("delayed", "tensorwise", "blockwise")
 
 
 def main() -> None:

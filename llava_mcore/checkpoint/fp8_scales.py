@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState
 from megatron.core.fp8_utils import get_fp8_recipe
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 EXTRA_STATE = "_extra_state"
 
@@ -64,12 +67,17 @@ def with_plain_scales(model: MegatronModule, state: ShardedStateDict, *, is_load
 
 def take_scales(model: MegatronModule, loaded: dict[str, Any]) -> dict[str, Any]:
     """Give modules their loaded scales and return the rest of the loaded state."""
+    pickled = 0
     rest = {name: value for name, value in loaded.items() if not name.endswith(f".{EXTRA_STATE}")}
     for name, module in scaled_modules(model).items():
         scales = loaded.get(f"{name}.{EXTRA_STATE}")
-        if isinstance(scales, dict):  # earlier checkpoints hold the pickle
+        if isinstance(scales, Tensor):
+            pickled += scales.numel() > 0
+        elif scales is not None:
             # Two tensors of each product are scaled in the backward pass: those of the gradients.
             module.fp8_meta["num_gemms"] = len(scales["scaling_bwd"][0]) // 2
             module.init_fp8_meta_tensors(get_fp8_recipe(model.config))
             module.reset_fp8_meta_tensors(scales)
+    if pickled:
+        logger.warning("FP8: %d layers begin with new scales, the checkpoint holds theirs as pickles", pickled)
     return rest

@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.async_save import measured, read
+from benchmarks.async_save import measured
+from benchmarks.runs import read_lines
 from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.complete import incomplete, iterations
 from llava_mcore.checkpoint.start import start_point
@@ -95,7 +96,7 @@ def test_what_is_not_kept_is_replaced(ended: tuple[Path, int, str]) -> None:
 
 
 def test_saves_are_measured(ended: tuple[Path, int, str]) -> None:
-    steps, saves = read_metrics(ended[0]), read(ended[0] / "saves.jsonl")
+    steps, saves = read_metrics(ended[0]), read_lines(ended[0] / "saves.jsonl")
     assert [save["iteration"] for save in saves][:3] == [4, 6, 8]
     assert [save["background"] for save in saves] == [True] * (len(saves) - 1) + [False]
     found = measured(steps, [saves[0], saves[-1]], warm_up=1)

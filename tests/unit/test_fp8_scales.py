@@ -81,7 +81,9 @@ def test_scales_are_saved_and_loaded_as_tensors() -> None:
     assert again[1].scales is None
 
 
-def test_a_pickle_is_left_alone() -> None:
+def test_a_pickle_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
-    assert take_scales(model, {"0._extra_state": torch.zeros(9, dtype=torch.uint8)}) == {}
+    pickles = {"0._extra_state": torch.zeros(9, dtype=torch.uint8), "1._extra_state": torch.zeros(0, dtype=torch.uint8)}
+    assert take_scales(model, pickles) == {}
+    assert "FP8: 1 layers begin with new scales" in caplog.text
     assert model[0].scales is None

@@ -1,0 +1,32 @@
+"""Runs of run.py that benchmarks start: the command line, and the lines that they leave."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import ROOT
+
+RECIPES = ("delayed", "tensorwise", "blockwise")
+"""What --fp8-recipe takes."""
+
+
+def training_command(options: Mapping[str, object], *more: object) -> list[str]:
+    """Return the command that trains on packs, samples in the order of the shards.
+
+    Args:
+        options: flags with a value.
+        more: flags without one, and key=value overrides.
+    """
+    words: list[object] = [sys.executable, ROOT / "scripts" / "train" / "run.py", "--packing"]
+    words += [word for option in options.items() for word in option]
+    return [str(word) for word in (*words, "data.shuffle_buffer_size=0", *more)]
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of JSON lines, none where there is no file."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]

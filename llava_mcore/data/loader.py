@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +16,7 @@ from llava_mcore.data.open_stream import check_streams, open_stream
 from llava_mcore.data.pixel_slots import PixelSlots
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.skips import Skips
-from llava_mcore.data.source import Source, reading
+from llava_mcore.data.source import LEAST_AHEAD, Source, reading
 from llava_mcore.data.stored_tokens import log_origin
 from llava_mcore.data.streams import (
     Stream,
@@ -55,12 +56,15 @@ class TrainLoader:
         dp_size: int,
         seed: int,
         pad_multiple: int = 8,
+        num_micro_batches: int = 1,
         saved: Sequence[dict[str, Any]] | None = None,
     ) -> None:
         """Open the data, at the beginning or behind a saved place; nothing is read before the first batch.
 
         Args:
             pad_multiple: what the tokens of a micro-batch are padded to a multiple of.
+            num_micro_batches: of this rank in a step. A step takes all of them before it begins, so loader processes
+                make as many while the step before is computed.
             saved: what `state` returned on every rank of the run that is continued, however many they were.
 
         Raises:
@@ -100,7 +104,8 @@ class TrainLoader:
         num_batches = {n: 0 if place is None else num_given(place) for n, place in self._places.items()}
         self._turns = iter(Turns(num_batches))
         most_pictures = micro_batch_size * data.seq_length // assets.tokens_per_image
-        self._sources = _serve(streams, num_batches, data, seed, most_pictures * assets.images.num_bytes)
+        slot_bytes = most_pictures * assets.images.num_bytes
+        self._sources = _serve(streams, num_batches, data, seed, slot_bytes, num_micro_batches)
         self._closed = False
 
     @property
@@ -179,15 +184,22 @@ class TrainLoader:
 
 
 def _serve(
-    streams: dict[int, Stream], num_batches: dict[int, int], data: DataConfig, seed: int, slot_bytes: int
+    streams: dict[int, Stream],
+    num_batches: dict[int, int],
+    data: DataConfig,
+    seed: int,
+    slot_bytes: int,
+    num_micro_batches: int,
 ) -> dict[int, Source]:
     """Return where each stream's deliveries come from: loader processes, or this process without any."""
     num_workers = data.num_workers
     if num_workers > len(streams):
         logger.info("this rank serves %d streams: %d of %d loader processes", len(streams), len(streams), num_workers)
     sources: dict[int, Source] = {}
-    for numbers in share(list(streams), max(1, num_workers)):
-        slots = PixelSlots(slot_bytes) if num_workers else None
+    shares = share(list(streams), max(1, num_workers))
+    num_ahead = max(LEAST_AHEAD, math.ceil(num_micro_batches / len(shares)))
+    for numbers in shares:
+        slots = PixelSlots(slot_bytes, num_ahead) if num_workers else None
         server = StreamServer({n: streams[n] for n in numbers}, Turns(num_batches), slots)
         source = Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout, slots=slots)
         sources |= dict.fromkeys(numbers, source)

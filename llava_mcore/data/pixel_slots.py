@@ -8,11 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PREFETCHED = 2
-"""Batches that a loader process is asked for in advance (torch's prefetch_factor)."""
-NUM_SLOTS = PREFETCHED + 2
-"""While one batch is taken out, those asked for in advance may be put in; one more for safety."""
-
 
 @dataclass(frozen=True, slots=True)
 class Parked:
@@ -30,10 +25,18 @@ class PixelSlots:
     Anonymous memory: there is nothing to clean up, and no limit of /dev/shm to run into.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        """num_bytes: of a slot. Memory is only taken up by what is put in."""
-        memory = mmap.mmap(-1, NUM_SLOTS * max(1, num_bytes))
-        self._slots = torch.frombuffer(memory, dtype=torch.uint8).view(NUM_SLOTS, -1)
+    def __init__(self, num_bytes: int, num_ahead: int) -> None:
+        """Reserve the slots; memory is only taken up by what is put in.
+
+        Args:
+            num_bytes: of a slot.
+            num_ahead: batches that the loader process is asked for in advance. While one is taken out, so many may be
+                put in; there is one slot more for safety.
+        """
+        self.num_ahead = num_ahead
+        num_slots = num_ahead + 2
+        memory = mmap.mmap(-1, num_slots * max(1, num_bytes))
+        self._slots = torch.frombuffer(memory, dtype=torch.uint8).view(num_slots, -1)
         self._next = 0
 
     def put(self, pixels: Tensor) -> Parked | None:
@@ -41,7 +44,7 @@ class PixelSlots:
         lying = pixels.permute(0, 2, 3, 1)
         if not pixels.numel() or pixels.nbytes > self._slots.shape[1]:
             return None
-        slot, self._next = self._next, (self._next + 1) % NUM_SLOTS
+        slot, self._next = self._next, (self._next + 1) % len(self._slots)
         self._place(Parked(slot, tuple(lying.shape), pixels.dtype)).copy_(lying)
         return Parked(slot, tuple(lying.shape), pixels.dtype)
 

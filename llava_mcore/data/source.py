@@ -14,11 +14,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from llava_mcore.data.loader_process import start_loader_process
-from llava_mcore.data.pixel_slots import PREFETCHED, PixelSlots
+from llava_mcore.data.pixel_slots import PixelSlots
 from llava_mcore.data.remote import storage_message
 from llava_mcore.data.streams import Delivery
 from llava_mcore.errors import DataError
 
+LEAST_AHEAD = 2
+"""Deliveries that a loader process is asked for in advance."""
 WORKER_ERROR = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback")
 
 
@@ -36,13 +38,14 @@ class Source:
     ) -> None:
         """timeout: seconds that a loader process may take for a delivery. slots: where the server puts pixels."""
         self._slots = slots
+        num_ahead = LEAST_AHEAD if slots is None else slots.num_ahead
         # A generator of its own: starting would else draw from the global one, and a resumed run go on differently.
         self._loader = DataLoader(
             server,
             batch_size=None,
             num_workers=0 if in_process else 1,
             worker_init_fn=start_loader_process,
-            prefetch_factor=None if in_process else PREFETCHED,
+            prefetch_factor=None if in_process else num_ahead,
             timeout=0 if in_process else timeout,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(seed),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import io
+import multiprocessing
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,7 +25,7 @@ from llava_mcore.data import images as images_module
 from llava_mcore.data import streams
 from llava_mcore.data.assets import Assets, load_assets
 from llava_mcore.data.images import ImagePreprocessor, decode_image, decode_pixels, is_plain_jpeg
-from llava_mcore.data.pixel_slots import PREFETCHED, Parked, PixelSlots
+from llava_mcore.data.pixel_slots import Parked, PixelSlots
 from llava_mcore.data.samples import Batch
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import normalise
@@ -159,14 +161,14 @@ def test_open_shards_forget_what_was_read(dataset: Path, assets: Assets) -> None
     assert opened and not any(tar.members for tar in opened)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_pixels_lie_in_slots_until_they_are_taken(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "ahead"), [(torch.uint8, 2), (torch.float32, 2), (torch.uint8, 4)])
+def test_pixels_lie_in_slots_until_they_are_taken(dtype: torch.dtype, ahead: int) -> None:
     """As many as are asked for in advance, however many pictures each has; what does not fit stays with its batch."""
-    slots = PixelSlots(5 * 3 * 4 * 4 * dtype.itemsize)
+    slots = PixelSlots(5 * 3 * 4 * 4 * dtype.itemsize, ahead)
     values = [torch.arange(k * 48).view(k, 3, 4, 4).to(dtype) for k in (5, 1, 4, 2, 3, 5, 2)]
     waiting: list[tuple[torch.Tensor, Parked]] = []
     for pixels in values:
-        if len(waiting) == PREFETCHED + 1:
+        if len(waiting) == ahead + 1:
             expected, parked = waiting.pop(0)
             assert torch.equal(slots.take(parked, pinned=False), expected)
         found = slots.put(pixels + 1)
@@ -175,6 +177,30 @@ def test_pixels_lie_in_slots_until_they_are_taken(dtype: torch.dtype) -> None:
     assert all(torch.equal(slots.take(parked, pinned=False), expected) for expected, parked in waiting)
     assert slots.put(torch.zeros(6, 3, 4, 4, dtype=dtype)) is None
     assert slots.put(torch.zeros(0, 3, 4, 4, dtype=dtype)) is None
+
+
+def test_a_step_is_made_while_the_one_before_is_computed(
+    dataset: Path, assets: Assets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a step that is larger than what torch's loader makes in advance, and not more."""
+    made, original = multiprocessing.Value("i", 0), streams.Stream.__next__
+
+    def counted(stream: streams.Stream) -> Batch:
+        with made.get_lock():
+            made.value += 1
+        return original(stream)
+
+    monkeypatch.setattr(streams.Stream, "__next__", counted)
+    for in_step, ahead in ((1, 4), (10, 10)):
+        made.value = 0
+        loader = open_loader(dataset, assets, workers=2, num_micro_batches=in_step)
+        take(loader, 2)
+        deadline = time.monotonic() + 60
+        while made.value < 2 + ahead and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        assert made.value == 2 + ahead
+        loader.close()
 
 
 def test_only_plain_pictures_do_without_pillows_look(monkeypatch: pytest.MonkeyPatch) -> None:

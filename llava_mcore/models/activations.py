@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
-from megatron.core.activations import quick_gelu
 from torch import Tensor, nn
 
 from llava_mcore.errors import ConversionError
@@ -24,6 +24,14 @@ class StatelessActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._operation[0](x)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return x * sigmoid(1.702 x), of any shape (Hendrycks & Gimpel 2016, section 2).
+
+    megatron-core's is compiled at every start on a GPU, for a kernel instead of three.
+    """
+    return x * torch.sigmoid(1.702 * x)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

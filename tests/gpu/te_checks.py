@@ -9,9 +9,11 @@ import torch
 
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from tests.parallel.checks import join, load_model, logits
+from tests.parallel.option_checks import MIXED
 from tests.parallel.training_checks import run_all
 from tests.parallel.validation_checks import train_and_validate
 
+BF16 = {"training.precision": "bf16", "training.train_iters": 8}
 TE = {"model.transformer_impl": "transformer_engine"}
 FP8 = {"training.fp8": True, "training.micro_batch_size": 8, **TE}  # 8 x 48 tokens: a multiple of 128
 
@@ -49,24 +51,26 @@ def with_and_without_validation(material: dict[str, str], save_dir: str) -> dict
     return found
 
 
+def torchs_losses(checkpoint: str, save_dir: str) -> list[float]:
+    """Train with torch's layers on one GPU."""
+    return run_all(join(1, 1), {"torch": (checkpoint, MIXED, BF16)}, save_dir)["torch"]["loss"]
+
+
 def curves(tp: int, pp: int, checkpoint: str, save_dir: str, fp8: bool = True) -> dict[str, dict[str, list[float]]]:
-    """Train with Transformer Engine at one layout: padded, packed, and in every FP8 recipe."""
-    groups = join(tp, pp)
-    mixed = {1, 3, 4, 5}
-    bf16 = {"training.precision": "bf16", "training.train_iters": 8}
+    """Train at one layout: torch's layers, then Transformer Engine's, padded, packed, and in every FP8 recipe."""
     runs: dict[str, tuple[str, set[int], dict[str, Any]]] = {
-        "local": (checkpoint, mixed, bf16),
-        "te": (checkpoint, mixed, bf16 | TE),
-        "packed te": (checkpoint, mixed, bf16 | TE),
-        "distributed": (checkpoint, mixed, bf16 | TE | {"parallel.use_distributed_optimizer": True}),
-        "text only": (checkpoint, set(range(8)), bf16 | TE),
-        "fp16": (checkpoint, mixed, bf16 | TE | {"training.precision": "fp16", "training.loss_scale": 128.0}),
+        "local": (checkpoint, MIXED, BF16),
+        "te": (checkpoint, MIXED, BF16 | TE),
+        "packed te": (checkpoint, MIXED, BF16 | TE),
+        "distributed": (checkpoint, MIXED, BF16 | TE | {"parallel.use_distributed_optimizer": True}),
+        "text only": (checkpoint, set(range(8)), BF16 | TE),
+        "fp16": (checkpoint, MIXED, BF16 | TE | {"training.precision": "fp16", "training.loss_scale": 128.0}),
     }
     if fp8:
         for recipe in ("delayed", "tensorwise", "blockwise"):
-            runs[recipe] = (checkpoint, mixed, bf16 | FP8 | {"training.fp8_recipe": recipe})
-        runs["delayed, e4m3"] = (checkpoint, mixed, bf16 | FP8 | {"training.fp8_format": "e4m3"})
+            runs[recipe] = (checkpoint, MIXED, BF16 | FP8 | {"training.fp8_recipe": recipe})
+        runs["delayed, e4m3"] = (checkpoint, MIXED, BF16 | FP8 | {"training.fp8_format": "e4m3"})
         ends = {"training.fp8_first_layers_bf16": 1, "training.fp8_last_layers_bf16": 1}
         flags = {"training.fp8_recipe": "tensorwise", **ends}
-        runs["tensorwise, ends in bf16"] = (checkpoint, mixed, bf16 | FP8 | flags)
-    return run_all(groups, runs, save_dir)
+        runs["tensorwise, ends in bf16"] = (checkpoint, MIXED, BF16 | FP8 | flags)
+    return run_all(join(tp, pp), runs, save_dir)

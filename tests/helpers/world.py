@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
+import secrets
 import socket
 import tempfile
 import time
@@ -19,10 +21,12 @@ PRELOADED = ["tests.helpers.preload"]
 
 
 def free_port() -> int:
-    """Return a port nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a port that nobody listens on, and that the system gives to no connection meanwhile (Linux: < 32768)."""
+    while True:
+        port = secrets.choice(range(20000, 32768))
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def run_world(size: int, function: str, *, timeout: float = 300, **arguments: Any) -> list[Any]:

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.models.common.vision_module.vision_module import VisionModule
-from megatron.core.models.vision.vit_layer_specs import (
-    get_vit_layer_with_local_spec,
-    get_vit_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -29,6 +26,7 @@ from llava_mcore.models.vision import layer_scale
 from llava_mcore.models.vision.encoder_layers import USUAL_NAMES
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.layer_scale import LayerScale
+from llava_mcore.models.vision.te_layers import te_layer_spec, use_fewer_kernels
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def layer_spec(config: TransformerConfig, shape: VisionShape) -> ModuleSpec:
 
 def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     if config.transformer_impl == "transformer_engine":
-        return get_vit_layer_with_transformer_engine_spec()
+        return te_layer_spec()
     spec = get_vit_layer_with_local_spec()
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = WrappedTorchNorm
@@ -102,6 +100,8 @@ class VisionTransformer(VisionModule):
         if shape.pre_norm:
             self.ln_pre = WrappedTorchNorm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
         self.decoder = TransformerBlock(config, layer_spec(config, shape), post_layer_norm=False, post_process=False)
+        if config.transformer_impl == "transformer_engine":
+            use_fewer_kernels(self.decoder)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Return features [b, s (- 1), l*h] of pictures [b, 3, height, width]."""
@@ -127,4 +127,8 @@ class VisionTransformer(VisionModule):
         final, extracted = result if inner else (result, [])
         states = {0: embedding, last: final}
         states |= dict(zip((i + 1 for i in sorted(inner)), extracted, strict=True))
-        return [states[i] for i in self.features.layers]
+        taken = [states[i] for i in self.features.layers]
+        for state in taken:
+            if state.requires_grad:  # what comes back is ordered as [b, s, h], and every layer would copy it
+                state.register_hook(Tensor.contiguous)
+        return taken

@@ -29,8 +29,8 @@ versions. How to read it:
 - The peer is the best Hugging Face stack that we could build (`benchmarks/hf_peer.py`): FSDP2, Liger kernels with the
   fused linear cross-entropy, cuDNN attention, fused AdamW, on the same shards through the same loader.
   `÷ hf` is tokens per second divided by its.
-- Where our data wait is more than 1 %, the row is from before the micro-batches of a step were made while the step before
-  is computed. It is 0.3 % since (the vision tower trained too, on four GPUs), for which such a row is too low.
+- Where our data wait is more than 1 %, the row is from before the micro-batches of a step were made while the step
+  before is computed. It is 0.3 % since (the vision tower trained too, on four GPUs); by that such a row is too low.
 """
 
 

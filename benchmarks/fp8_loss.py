@@ -3,8 +3,9 @@
     python -m benchmarks.fp8_loss --iters 300 --json out.json
 
 Weights start equal (one seed), samples come in one order. Prints how far each recipe's mean loss is from BF16's, over
-all steps and over the last fifty, and whether any step was not finite. "bf16 again" is BF16 with a learning rate that
-is higher by a hundred-thousandth: it rounds otherwise, and shows how far runs part that differ in nothing else.
+all steps and over the last fifty, and whether any step was not finite. "tensorwise, ends in bf16" keeps the first and
+the last decoder layer in BF16. "bf16 again" is BF16 with a learning rate that is higher by a hundred-thousandth: it
+rounds otherwise, and shows how far runs part that differ in nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from benchmarks.record import ROOT, show, write_record
 from benchmarks.runs import RECIPES, read_lines, training_command
 
 AGAIN = "bf16 again"
-RUNS = ("bf16", *RECIPES, AGAIN)
+ENDS = ("training.fp8_first_layers_bf16=1", "training.fp8_last_layers_bf16=1")
+RUNS: dict[str, tuple[str, ...]] = {
+    "bf16": (),
+    **{recipe: ("--fp8", "--fp8-recipe", recipe) for recipe in RECIPES},
+    "tensorwise, ends in bf16": ("--fp8", "--fp8-recipe", "tensorwise", *ENDS),
+    AGAIN: (),
+}
+"""Name -> what its command has beside that of the first."""
 LAST = 50
 
 
@@ -67,14 +75,14 @@ def start(args: argparse.Namespace, folder: Path, data: Path, recipe: str, gpu: 
         "--global-batch-size": args.micro_batch_size,
         "--lr": args.lr * (1 + 1e-5) if recipe == AGAIN else args.lr,
     }
-    command = training_command(options, "--init", *(["--fp8", "--fp8-recipe", recipe] if recipe in RECIPES else []))
+    command = training_command(options, "--init", *RUNS[recipe])
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu % torch.cuda.device_count())}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
 
 def folder_of(recipe: str) -> str:
     """Return the name of a recipe's run."""
-    return recipe.replace(" ", "-")
+    return recipe.replace(",", "").replace(" ", "-")
 
 
 def summarise(losses: dict[str, list[float]]) -> list[dict[str, Any]]:

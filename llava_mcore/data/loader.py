@@ -74,15 +74,7 @@ class TrainLoader:
         assert data.path is not None
         self.path: Path | str = data.path
         self._timeout = data.timeout
-        self._settings: dict[str, Any] = {
-            "data.num_streams": data.num_streams,
-            "data.shuffle_buffer_size": data.shuffle_buffer_size,
-            "data.packing": data.packing,
-            "data.packing_buffer_size": data.packing_buffer_size if data.packing else None,
-            "training.seed": seed,
-            "megatron-energon": version("megatron-energon"),
-            "data (made by energon prepare)": fingerprint(self.path),
-        }
+        self._settings = _settings_to_resume_with(data, self.path, seed)
         places = self._take_over(saved) if saved is not None else {}
 
         def open_one(number: int, num_streams: int, batch_size: int) -> Stream:
@@ -181,6 +173,19 @@ class TrainLoader:
                 stream.restore(place)
             except (KeyError, TypeError, AttributeError, AssertionError) as error:
                 raise DataError(f"the saved place in {self.path} cannot be restored: {error!r}") from error
+
+
+def _settings_to_resume_with(data: DataConfig, path: Path | str, seed: int) -> dict[str, Any]:
+    """Return what decides the order of the samples, by the names that messages use."""
+    return {
+        "data.num_streams": data.num_streams,
+        "data.shuffle_buffer_size": data.shuffle_buffer_size,
+        "data.packing": data.packing,
+        "data.packing_buffer_size": data.packing_buffer_size if data.packing else None,
+        "training.seed": seed,
+        "megatron-energon": version("megatron-energon"),
+        "data (made by energon prepare)": fingerprint(path),
+    }
 
 
 def _serve(

@@ -8,9 +8,14 @@ from typing import Any
 import torch
 
 from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.models.trainable import whole_names
+from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.skipped import SkipBudget
+from llava_mcore.training.step import forward_backward
+from tests.helpers.batches import FakeLoader, PackedLoader
 from tests.parallel.checks import join, load_model, logits
 from tests.parallel.option_checks import MIXED
-from tests.parallel.training_checks import run_all
+from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
 from tests.parallel.validation_checks import train_and_validate
 
 BF16 = {"training.precision": "bf16", "training.train_iters": 8}
@@ -48,6 +53,27 @@ def with_and_without_validation(material: dict[str, str], save_dir: str) -> dict
         both = [train_and_validate(*arguments, used, 6) for used in (given, validates)]
         assert not both[0]["validations"] and len(both[1]["validations"]) == 7
         found[name] = (both[0]["losses"], both[1]["losses"])
+    return found
+
+
+def gradient_squares(tp: int, checkpoint: str, save_dir: str, kinds: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return for each kind the squared norm of every parameter's gradient here, and whether ranks hold parts of it."""
+    groups = join(tp, 1)
+    found = {}
+    for kind, flags in kinds.items():
+        run = run_config(tp, 1, checkpoint, save_dir, **(BF16 | flags))
+        trainer = make_trainer(groups, run)
+        opened = PackedLoader if "packed" in kind else FakeLoader
+        loader = opened(trainer.hf, micro_batch_size=2, dp_rank=0, dp_size=1, text_only=MIXED)
+        number = GLOBAL_BATCH // 2
+        batches, _ = fetch_step(groups, loader if groups.loads_data else None, number, SkipBudget(0.0))
+        for chunk in trainer.chunks:
+            chunk.zero_grad_buffer()
+        forward_backward(trainer.chunks, batches)
+        found[kind] = {
+            name: (p.main_grad.double().square().sum().item(), bool(vars(p).get("tensor_model_parallel")))
+            for name, p in whole_names(trainer.models[0]).items()
+        }
     return found
 
 

@@ -13,6 +13,7 @@ from llava_mcore.apps.export_hf import export_hf
 from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.models.parts import language_part
+from tests.gpu.te_checks import TE
 from tests.helpers.cases import CASES, hf_logits, make_case, make_inputs
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
@@ -67,6 +68,34 @@ def test_training(torchs: tuple[str, list[float]], tmp_path: Path, tp: int, pp: 
         if name != "text only":
             allowed = 0.05 if name.startswith(("delayed", "tensorwise", "blockwise")) else 0.01
             assert worst < allowed, (name, run, truth)
+
+
+def test_every_gradient(torchs: tuple[str, list[float]], tmp_path: Path) -> None:
+    """Of each parameter by itself: what is wrong with a bias's is not seen in a loss of bf16."""
+    checkpoint, _ = torchs
+    kinds = {"torch": {}, "te": TE, "te, packed": TE}
+    truth: dict[str, float] = {}
+    for tp in (1, 2)[:NUM_GPUS]:
+        arguments = {"tp": tp, "checkpoint": checkpoint, "save_dir": str(tmp_path), "kinds": kinds}
+        ranks = run_world(tp, "tests.gpu.te_checks:gradient_squares", **arguments)
+        for kind in kinds:
+            norms = added_up([rank[kind] for rank in ranks])
+            truth = truth or norms
+            least = 1e-3 * max(truth.values())
+            off = {name: abs(norms[name] - x) / max(x, least) for name, x in truth.items()}
+            worst = max(off, key=lambda name: off[name])
+            print(f"tp {tp}, {kind}: {worst} is off by {100 * off[worst]:.1f} %, {len(off)} gradients")
+            assert norms.keys() == truth.keys() and off[worst] < 0.05
+
+
+def added_up(ranks: list[dict[str, tuple[float, bool]]]) -> dict[str, float]:
+    """Return the norm of every whole gradient; what each rank holds whole must be alike on all."""
+    found = {}
+    for name, (first, in_parts) in ranks[0].items():
+        squares = [rank[name][0] for rank in ranks]
+        assert in_parts or squares == pytest.approx([first] * len(ranks), rel=1e-2), (name, squares)
+        found[name] = math.sqrt(sum(squares) if in_parts else first)
+    return found
 
 
 def test_training_does_not_notice_validation(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ FLAGS = {
     "--seq-length 64": "unit/test_rules.py::test_one_broken_rule_gives_one_message",
     "--slurm-job-id 7": JOB_STEP,
     "--slurm-output-name /o.txt": "unit/test_slurm_launch.py::test_batch_file",
-    "--fp8": "gpu/test_transformer_engine.py::test_training_at_every_layout",
+    "--fp8": "gpu/test_transformer_engine.py::test_training",
     "--fused-attn": KERNELS,
     "--flash-attn": KERNELS,
     "--no-add-class-token": "unit/test_rules.py::test_a_class_token_that_must_not_stay",

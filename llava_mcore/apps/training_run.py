@@ -148,7 +148,7 @@ def _open_loader(run: RunConfig, groups: Groups, assets: Assets | None, saved: A
         dp_size=groups.dp_size,
         seed=run.training.seed,
         pad_multiple=pad_multiple(run),
-        num_micro_batches=max(run.training.batch_sizes.sizes) // (run.training.micro_batch_size * groups.dp_size),
+        num_micro_batches=run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size),
         saved=saved,
     )
 

@@ -20,7 +20,7 @@ from llava_mcore.data.streams import Delivery
 from llava_mcore.errors import DataError
 
 LEAST_AHEAD = 2
-"""Deliveries that a loader process is asked for in advance."""
+"""Deliveries that a loader process is asked for in advance, however few a step takes."""
 WORKER_ERROR = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback")
 
 

@@ -14,6 +14,7 @@ from llava_mcore.training.save import Saver
 from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.step import forward_backward, train_step
+from tests.gpu import te_checks
 from tests.gpu.te_checks import FP8, TE
 from tests.helpers.batches import FakeLoader, PackedLoader
 from tests.parallel.checks import join
@@ -21,7 +22,7 @@ from tests.parallel.option_checks import FIRST, MIXED, SEQUENCE
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
 
-BF16 = {"training.precision": "bf16", "training.train_iters": 8, **TE}
+BF16 = te_checks.BF16 | TE
 DISTRIBUTED = {"parallel.use_distributed_optimizer": True}
 AWARE = DISTRIBUTED | {"optimizer.use_precision_aware_optimizer": True}
 HALF_MOMENTS = AWARE | {"optimizer.exp_avg_dtype": "bf16", "optimizer.exp_avg_sq_dtype": "bf16"}

@@ -43,7 +43,8 @@ def use_fewer_kernels(encoder: TransformerBlock) -> None:
     from transformer_engine.pytorch.utils import SplitAlongDim
 
     # megatron-core 0.19.2 looks for it where Transformer Engine 2.20 no longer has it, and then gradients of query, key
-    # and value are copied together although they lie side by side.
+    # and value are copied together although they lie side by side. It looks once, for the decoder too, whose rotary
+    # embeddings part them: there they are copied as before.
     attention.SplitAlongDim = SplitAlongDim.apply
     for layer in encoder.layers:
         for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):

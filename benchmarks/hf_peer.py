@@ -44,7 +44,9 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     config = LlavaConfig.from_pretrained(args.hf, attn_implementation="sdpa")
     model = build(config, device, train_vision=args.train_vision, recompute=args.recompute)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=args.lr, weight_decay=0.0, fused=True
+    )
     data = DataConfig(path=args.data, seq_length=args.seq_length, num_workers=4, packing=not args.padded)
     data = data.model_copy(update={"shuffle_buffer_size": 0})
     loader = TrainLoader(
@@ -60,7 +62,7 @@ def main() -> None:
     for _ in range(args.iters):
         dist.barrier()
         torch.cuda.synchronize()
-        start, counts = time.perf_counter(), torch.zeros(5, dtype=torch.int64)
+        start, counts, total = time.perf_counter(), torch.zeros(5, dtype=torch.int64), torch.zeros((), device=device)
         for _ in range(num_micro):
             batches = [next(loader) for _ in range(1 if args.padded else args.micro_batch_size)]
             counts += torch.tensor([sum(column) for column in zip(*map(counted, batches), strict=True)])
@@ -68,12 +70,14 @@ def main() -> None:
             with sdpa_kernel(ATTENTION, set_priority=True):
                 loss = model(**inputs, use_cache=False).loss / num_micro
                 loss.backward()
+            total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        steps.append((seconds, counts, float(loss) * num_micro))
+        dist.all_reduce(total, dist.ReduceOp.AVG)
+        steps.append((seconds, counts, float(total)))
     write(args.out, steps, device)
     loader.close()
     dist.destroy_process_group()
@@ -92,6 +96,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, required=True)
     parser.add_argument("--global-batch-size", type=int, required=True)
     parser.add_argument("--iters", type=int, required=True)
+    parser.add_argument("--lr", type=float, required=True)
     return parser.parse_args()
 
 

@@ -30,7 +30,7 @@ versions. How to read it:
   fused linear cross-entropy, cuDNN attention, fused AdamW, on the same shards through the same loader.
   `÷ hf` is tokens per second divided by its.
 - Where our data wait is more than 1 %, the row is from before the micro-batches of a step were made while the step
-  before is computed. It is 0.3 % since (the vision tower trained too, on four GPUs); by that such a row is too low.
+  before is computed. It is 0.3 to 0.5 % since (two GPUs, 96 packs); by that such a row is too low.
 """
 
 

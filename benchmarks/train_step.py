@@ -110,6 +110,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--iters", type=int, default=12)
     parser.add_argument("--warm-up", type=int, default=4, help="first iterations that do not count")
     parser.add_argument("--samples", type=int, default=4000)
+    parser.add_argument("--lr", type=float, default=1e-5, help="ours and the peers', from the first step to the last")
     parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
     parser.add_argument(
         "--weights", action="store_true", help="all layouts begin with the same weights, imported first"
@@ -152,12 +153,14 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
         "--micro-batch-size": entry.micro_batch_size,
         "--global-batch-size": entry.global_batch_size,
         "--num-workers": 4,
+        "--lr": args.lr,
+        "--lr-decay-style": "constant",
     }
     flags = ["--dist-optim", f"model.freeze_vision_model={not args.train_vision}"]
     flags += ["--megatron-load-dir", str(folder / f"{entry.shape}-megatron")] if args.weights else ["--init"]
     flags += ["--fp8", "--fp8-recipe", entry.what] if entry.what != "none" else []
     flags += ["--profile", f"{iters}:{iters}", "logging.profile_ranks=0"] if profiled else []
-    command = training_command(options, *flags, *args.more)
+    command = training_command(options, *flags, "optimizer.lr_warmup_fraction=0", *args.more)
     lines = run_command(command, entry, out / "run" / "metrics.jsonl")[: args.iters]
     if entry.error:
         return
@@ -188,6 +191,7 @@ def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     command += ["-m", "benchmarks.hf_peer", "--hf", str(folder / entry.shape), "--data", str(data)]
     command += ["--out", str(out / "steps.jsonl"), "--iters", str(args.iters), "--seq-length", str(args.seq_length)]
     command += ["--micro-batch-size", str(entry.micro_batch_size), "--global-batch-size", str(entry.global_batch_size)]
+    command += ["--lr", str(args.lr)]
     command += ["--padded", "--recompute"] if entry.what == "hf-padded" else []
     command += ["--train-vision"] if args.train_vision else []
     lines = run_command(command, entry, out / "steps.jsonl", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})

@@ -68,7 +68,8 @@ def count_all(groups: Groups, batches: Sequence[LoadedBatch]) -> Counts:
 
 @dataclass
 class SkipBudget:
-    """How many samples a run may leave out. The totals are those of all ranks; `last`: this rank's last skips."""
+    """How many samples a run may leave out. The totals are those of all ranks; `last`: this rank's last skips, each
+    once though a small dataset comes round again."""
 
     max_rate: float
     last: deque[str] = field(default_factory=lambda: deque(maxlen=SHOWN))
@@ -77,6 +78,8 @@ class SkipBudget:
         """Warn about every sample that this rank has left out."""
         for skip in (skip for batch in batches for skip in batch.skipped):
             logger.warning("left out: %s", skip)
+            if str(skip) in self.last:
+                self.last.remove(str(skip))
             self.last.append(str(skip))
 
     def check(self, groups: Groups, num_used: int, num_skipped: int) -> None:

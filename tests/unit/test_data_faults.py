@@ -5,13 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from llava_mcore.data.assets import Assets, load_assets
+from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
+from llava_mcore.training.skipped import SkipBudget
+from tests.helpers.batches import FakeBatch
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_loader import check_batch, open_loader, take
 from tests.unit.test_data_shards import make_vqa, picture, prepare, select_shards, vqa_sample, write_shard
@@ -187,3 +192,11 @@ def test_other_sample_types_are_refused(tmp_path: Path, assets: Assets) -> None:
     )
     with pytest.raises(DataError, match=r"dataset\.yaml.*nowhere"):
         open_loader(tmp_path, assets)
+
+
+def test_a_sample_that_is_left_out_in_every_epoch_is_told_once() -> None:
+    skips: list[object] = [Skip("shard 0, sample 3", "no picture"), Skip("shard 1, sample 5", "no question")]
+    batch = FakeBatch(*[torch.empty(0)] * 8, num_tokens=0, sample_keys=[], skipped=skips)
+    budget = SkipBudget(0.01)
+    budget.report([batch, replace(batch, skipped=skips[:1])])
+    assert list(budget.last) == ["shard 1, sample 5: no question", "shard 0, sample 3: no picture"]

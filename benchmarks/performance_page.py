@@ -30,7 +30,8 @@ versions. How to read it:
   fused linear cross-entropy, cuDNN attention, fused AdamW, on the same shards through the same loader.
   `÷ hf` is tokens per second divided by its.
 - Where our data wait is more than 1 %, the row is from before the micro-batches of a step were made while the step
-  before is computed. It is 0.3 to 0.5 % since (two GPUs, 96 packs); by that such a row is too low.
+  before is computed, and too low by that; it is 0.3 to 0.6 % since. Only the table by layout is newer: its note says
+  what waits there.
 """
 
 

@@ -37,6 +37,8 @@ from benchmarks.record import ROOT, show, write_record
 from benchmarks.runs import RECIPES, read_lines, training_command
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
 
+LOADERS = 4
+"""Loader processes of a rank."""
 PEERS = {"hf": "Hugging Face, packed", "hf-padded": "Hugging Face, padded"}
 
 
@@ -152,7 +154,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
         "--seq-length": args.seq_length,
         "--micro-batch-size": entry.micro_batch_size,
         "--global-batch-size": entry.global_batch_size,
-        "--num-workers": 4,
+        "--num-workers": LOADERS,
         "--lr": args.lr,
         "--lr-decay-style": "constant",
     }
@@ -160,7 +162,8 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     flags += ["--megatron-load-dir", str(folder / f"{entry.shape}-megatron")] if args.weights else ["--init"]
     flags += ["--fp8", "--fp8-recipe", entry.what] if entry.what != "none" else []
     flags += ["--profile", f"{iters}:{iters}", "logging.profile_ranks=0"] if profiled else []
-    command = training_command(options, *flags, "optimizer.lr_warmup_fraction=0", *args.more)
+    held = ("optimizer.lr_warmup_fraction=0", f"data.num_streams={LOADERS * args.gpus}")  # all layouts read one order
+    command = training_command(options, *flags, *held, *args.more)
     lines = run_command(command, entry, out / "run" / "metrics.jsonl")[: args.iters]
     if entry.error:
         return

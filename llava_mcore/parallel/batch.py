@@ -140,7 +140,10 @@ def _broadcast_pictures(
     """Broadcast the pictures within the first stage."""
     group = groups.tensor_parallel
     pixel_type = torch.uint8 if any(x[7] for x in shapes) else torch.float32  # the processor's, so one for all
-    pixels = _broadcast(groups, group, _each(batches, lambda x: x.pixel_values), [x[2:6] for x in shapes], pixel_type)
+    # Channels last, as the loader's pixels lie in memory: in any other order the host would sort every byte anew.
+    lying = [[i, height, width, channels] for _, _, i, channels, height, width, *_ in shapes]
+    rows = _each(batches, lambda x: x.pixel_values.permute(0, 2, 3, 1))
+    pixels = [x.permute(0, 3, 1, 2) for x in _broadcast(groups, group, rows, lying, pixel_type)]
     scales = _broadcast(
         groups, group, _each(batches, lambda x: x.pixel_scale), [[x[7], 3] for x in shapes], torch.float32
     )

@@ -16,7 +16,8 @@ from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.gpu
 NUM_GPUS = torch.cuda.device_count()
-LAYOUTS = [x for x in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)] if math.prod(x) <= NUM_GPUS]
+ALL = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
+LAYOUTS = [x for x in ALL if math.prod(x) <= NUM_GPUS]
 
 
 @pytest.fixture(scope="module")

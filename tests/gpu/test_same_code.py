@@ -21,7 +21,7 @@ from tests.parallel.test_layouts import assert_same_folder, copy_hf
 pytestmark = pytest.mark.gpu
 NUM_GPUS = torch.cuda.device_count()
 LAYOUTS = [x for x in [(1, 1), (2, 1), (1, 2), (2, 2)] if math.prod(x) <= NUM_GPUS]
-THREE_D = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)]
+THREE_D = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
 
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)

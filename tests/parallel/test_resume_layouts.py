@@ -13,7 +13,7 @@ from tests.helpers.world import run_world
 
 Layout = tuple[int, int, int]
 CASES: list[tuple[bool, Layout, list[Layout]]] = [
-    (False, (2, 1, 2), [(1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)]),
+    (False, (2, 2, 2), [(1, 2, 1), (1, 1, 2), (2, 2, 1), (4, 1, 2), (2, 2, 2)]),
     (True, (1, 2, 2), [(2, 1, 2), (1, 2, 2)]),  # the first and the last stage hold the same embedding
 ]
 

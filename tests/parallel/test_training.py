@@ -17,7 +17,7 @@ from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 from tests.parallel.validation_checks import NUM_VALIDATION, make_material
 
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)]
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
 
 
 @pytest.fixture(scope="module")

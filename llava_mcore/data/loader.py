@@ -25,6 +25,7 @@ from llava_mcore.data.streams import (
     default_num_streams,
     num_given,
     place_behind,
+    scaled,
     share,
     streams_of_rank,
 )
@@ -33,6 +34,7 @@ from llava_mcore.errors import DataError, problems
 
 logger = logging.getLogger(__name__)
 
+MICRO_BATCH = "training.micro_batch_size"
 FORMAT = 3
 
 
@@ -74,7 +76,7 @@ class TrainLoader:
         assert data.path is not None
         self.path: Path | str = data.path
         self._timeout = data.timeout
-        self._settings = _settings_to_resume_with(data, self.path, seed)
+        self._settings = _settings_to_resume_with(data, self.path, seed, micro_batch_size)
         places = self._take_over(saved) if saved is not None else {}
 
         def open_one(number: int, num_streams: int, batch_size: int) -> Stream:
@@ -150,15 +152,12 @@ class TrainLoader:
         before = saved[0]["settings"]
         if self.num_streams is None:
             self._settings["data.num_streams"] = before["data.num_streams"]
-        found = [
-            f"{name}: saved with {before.get(name)}, now {self._settings.get(name)}"
-            for name in dict.fromkeys([*before, *self._settings])
-            if before.get(name) != self._settings.get(name)
-        ]
+        found = _differences(before, self._settings)
         if found:
             advice = "resume with the same settings, or start the data anew (without --load-optim)"
             raise DataError(problems(f"the saved place does not belong to this loader of {self.path}; {advice}", found))
-        places = {number: place for state in saved for number, place in state["streams"].items()}
+        times = before.get(MICRO_BATCH, self._settings[MICRO_BATCH]) // self._settings[MICRO_BATCH]
+        places = {n: scaled(place, times) for state in saved for n, place in state["streams"].items()}
         missing = sorted(set(range(before["data.num_streams"])) - set(places))
         if missing:
             raise DataError(f"the saved place in {self.path} is not complete: streams {missing} are missing")
@@ -175,17 +174,36 @@ class TrainLoader:
                 raise DataError(f"the saved place in {self.path} cannot be restored: {error!r}") from error
 
 
-def _settings_to_resume_with(data: DataConfig, path: Path | str, seed: int) -> dict[str, Any]:
-    """Return what decides the order of the samples, by the names that messages use."""
+def _settings_to_resume_with(data: DataConfig, path: Path | str, seed: int, micro_batch_size: int) -> dict[str, Any]:
+    """Return what decides the order of the samples, by the names that messages use; None where it decides nothing."""
     return {
         "data.num_streams": data.num_streams,
         "data.shuffle_buffer_size": data.shuffle_buffer_size,
         "data.packing": data.packing,
         "data.packing_buffer_size": data.packing_buffer_size if data.packing else None,
+        "data.seq_length": data.seq_length if data.packing else None,
+        MICRO_BATCH: micro_batch_size,
         "training.seed": seed,
         "megatron-energon": version("megatron-energon"),
         "data (made by energon prepare)": fingerprint(path),
     }
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return in what the settings of a saved place keep it from being taken over.
+
+    A place is counted in micro-batches: of smaller ones that they can be cut into there are so many times more.
+    """
+    found = [
+        f"{name}: saved with {before[name]}, now {now.get(name)}"
+        for name in before
+        if name != MICRO_BATCH and before[name] != now.get(name) and None not in (before[name], now.get(name))
+    ]
+    size = before.get(MICRO_BATCH, now[MICRO_BATCH])
+    if size % now[MICRO_BATCH]:
+        fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        found.append(f"{MICRO_BATCH}: saved with {size}, now {now[MICRO_BATCH]}; it may become {fitting}")
+    return found
 
 
 def _serve(

@@ -78,6 +78,13 @@ def num_given(place: dict[str, Any]) -> int:
     return place["num_batches"] + place["further"]
 
 
+def scaled(place: dict[str, Any] | None, times: int) -> dict[str, Any] | None:
+    """Return a place for micro-batches of which so many make up one that it was counted in."""
+    if place is None:
+        return None
+    return {name: value * times if name in ("num_batches", "further") else value for name, value in place.items()}
+
+
 class Turns:
     """Whose turn it is: the stream that has given the fewest batches, the first of several."""
 

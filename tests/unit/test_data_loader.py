@@ -239,6 +239,38 @@ def test_epoch_is_seen_exactly_once_whatever_the_ranks(dataset: Path, assets: As
     assert len(seen) == 48 and set(seen.values()) == {1}
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_smaller_micro_batches_lose_nothing(dataset: Path, assets: Assets, packing: bool) -> None:
+    """As after an out-of-memory error: each of 2 streams goes on with its very next sample."""
+    options: dict[str, Any] = {"num_streams": 2, "packing": packing, "packing_buffer_size": 5}
+    unbroken = open_loader(dataset, assets, micro_batch_size=1, **options)
+    per_stream: dict[int, list[str]] = {0: [], 1: []}
+    for number, batch in enumerate(take(unbroken, 120)):
+        per_stream[number % 2] += batch.sample_keys
+    stream_of = {key: n for n, keys_ in per_stream.items() for key in keys_}
+    seen: dict[int, list[str]] = {0: [], 1: []}
+    saved: list[dict[str, Any]] | None = None
+    for size, number, workers in ((4, 7, 0), (4, 2, 1), (2, 9, 2), (1, 5, 0), (1, 21, 1)):
+        loader = open_loader(dataset, assets, micro_batch_size=size, saved=saved, workers=workers, **options)
+        for batch in take(loader, number):
+            for key in batch.sample_keys:
+                seen[stream_of[key]].append(key)
+        saved = [loader.state()]
+        loader.close()
+    assert sum(map(len, seen.values())) >= 36 + 18 + 26
+    assert all(keys_ == per_stream[n][: len(keys_)] for n, keys_ in seen.items())
+    with pytest.raises(DataError, match=r"training\.micro_batch_size: saved with 1, now 2; it may become 1$"):
+        open_loader(dataset, assets, micro_batch_size=2, saved=saved, **options)
+
+
+def test_packs_of_another_length_are_refused(dataset: Path, assets: Assets) -> None:
+    saved = [open_loader(dataset, assets, packing=True).state()]
+    with pytest.raises(DataError, match=r"data\.seq_length: saved with 64, now 128"):
+        open_loader(dataset, assets, seq_length=128, saved=saved, packing=True)
+    saved = [open_loader(dataset, assets).state()]
+    assert keys(take(open_loader(dataset, assets, seq_length=128, saved=saved), 1))
+
+
 def test_state_of_another_loader_is_refused(dataset: Path, assets: Assets, tmp_path: Path) -> None:
     state = open_loader(dataset, assets).state()
     other = make_vqa(tmp_path, shards=3, samples=16)
@@ -246,11 +278,10 @@ def test_state_of_another_loader_is_refused(dataset: Path, assets: Assets, tmp_p
         open_loader(other, assets, shuffle=9, seed=6, packing=True, num_streams=4, saved=[state])
     message = str(caught.value)
     for line in (
-        "(6 problems)",
+        "(5 problems)",
         "data.num_streams: saved with 6, now 4",
         "data.shuffle_buffer_size: saved with 8, now 9",
         "data.packing: saved with False, now True",
-        "data.packing_buffer_size: saved with None, now 64",
         "training.seed: saved with 5, now 6",
         "data (made by energon prepare): saved with",
     ):

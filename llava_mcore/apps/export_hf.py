@@ -160,13 +160,20 @@ def _compare_with_import(companions: Path, digests: dict[str, str]) -> None:
         compare_digests(digests, manifest.digests, title="the export differs from what was imported")
 
 
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    "tokenizer_config.json",
+)
+
+
 def _write_companions(source: Path, tokenizer_dir: Path | None, target: Path, dtypes: set[torch.dtype]) -> None:
     """Copy config, tokenizer and processor files; the config changes only where the dtype did."""
-    hf_files.copy_companions(source, target, skip=layout.companion_skip())
-    if tokenizer_dir is not None:
-        for path in hf_files.companion_files(tokenizer_dir):
-            if path.name not in ("config.json", "generation_config.json"):
-                shutil.copyfile(path, target / path.name)
+    given = [] if tokenizer_dir is None else hf_files.companion_files(tokenizer_dir)
+    hf_files.copy_companions(source, target, skip=(*layout.companion_skip(), *_replaced(given)))
+    for path in given:
+        if path.name not in ("config.json", "generation_config.json"):
+            shutil.copyfile(path, target / path.name)
     if len(dtypes) != 1:
         return
     name = str(next(iter(dtypes))).removeprefix("torch.")
@@ -176,6 +183,16 @@ def _write_companions(source: Path, tokenizer_dir: Path | None, target: Path, dt
     if config.get(key, name) != name:
         config[key] = name
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _replaced(given: Sequence[Path]) -> tuple[str, ...]:
+    """Return which of the checkpoint's files would speak against those of another tokenizer's folder."""
+    if not given:
+        return ()
+    names = {path.name: path for path in given}
+    config = json.loads(names["tokenizer_config.json"].read_text(encoding="utf-8"))
+    has_template = bool(config.get("chat_template")) or any(name in names for name in TEMPLATE_FILES)
+    return TOKENIZER_FILES + (TEMPLATE_FILES if has_template else ())
 
 
 def parser() -> argparse.ArgumentParser:

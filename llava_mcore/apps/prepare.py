@@ -102,7 +102,11 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     console = Console()
     is_blend = is_listing(args.sources[0])
-    results = _prepare_listed(args, options, console) if is_blend else [_prepare_one(args, options, console)]
+    try:
+        results = _prepare_listed(args, options, console) if is_blend else [_prepare_one(args, options, console)]
+    except OSError as error:
+        hint = "see to the disk and begin again, finished shards are kept; or choose another --out"
+        raise DataError(f"--out {args.out} cannot be written: {error}; {hint}") from error
     show(console, results)
     pictures = [path for result in results if result.counts.conversations for path in draw(result)]
     failed = failures(results, args.max_skip_rate)

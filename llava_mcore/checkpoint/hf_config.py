@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import LlavaConfig
 
 from llava_mcore.config.dims import ModelDims
@@ -37,7 +38,7 @@ def load_hf_config(folder: Path) -> LlavaConfig:
         )
     try:
         return LlavaConfig.from_dict(values)
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, StrictDataclassError) as error:
         raise ConversionError(f"{path}: transformers cannot read it ({error!r})") from error
 
 

@@ -49,7 +49,7 @@ class HfFolder:
         """
         index = path / INDEX
         if index.is_file():
-            expected = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            expected = _read_index(index)
             files = sorted(set(expected.values()))
         else:
             expected, files = {}, [SINGLE]
@@ -122,6 +122,13 @@ def is_weight_file(path: Path) -> bool:
     return path.name.endswith(suffixes)
 
 
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConversionError(f"{index}: no index of weight files, copy it again ({error!r})") from error
+
+
 def companion_files(folder: Path) -> list[Path]:
     """Return the files that travel with the weights: config, tokenizer, processor, templates, licences."""
     return sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".") and not is_weight_file(p))
@@ -168,10 +175,14 @@ def written_beside(target: Path, *, num_bytes: int, what: str) -> Iterator[Path]
         what: "the import", for messages.
 
     Raises:
-        ConversionError: the disk has not enough room, before anything is written; or writing failed.
+        ConversionError: the disk has not enough room or refuses the folder, before anything is written; or writing
+            failed.
     """
     require_room(target, num_bytes, what=what)
-    partial = partial_sibling(target)
+    try:
+        partial = partial_sibling(target)
+    except OSError as error:
+        raise ConversionError(f"{what} cannot be written to {target}: {error}") from error
     try:
         yield partial
         publish(partial, target)

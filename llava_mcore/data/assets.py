@@ -105,6 +105,11 @@ def _log_choice(choice: TemplateChoice, chat: ChatFormat) -> None:
     logger.info("chat template: %s; prompts for data without questions: %s", choice.reason, choice.lang)
     if chat.adds_eos:
         logger.info("it does not end answers with %s: training adds that, apply_chat_template will not", chat.eos_token)
+    if chat.several_turns is not None:
+        logger.warning(
+            "conversations of several questions will be left out, since %s; give another template with --chat-template",
+            chat.several_turns,
+        )
 
 
 def _read_json(file: Path, found: list[str]) -> dict[str, Any] | None:

@@ -11,14 +11,15 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 
 import numpy as np
 from jinja2 import TemplateError
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from llava_mcore.data.chat_tokens import ChatTokens, TextTokens
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.data.token_spans import Span, tokens_in_span
 from llava_mcore.errors import DataError
@@ -26,39 +27,20 @@ from llava_mcore.templates.named import flatten_parts
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARK_WITH_NEWLINES = re.compile(rf"(\n?{re.escape(IMAGE_MARK)}\n?)")
-QUESTION, ANSWER = "probe-question-q7", "probe-answer-a7"
+QUESTION, ANSWER, SYSTEM = "probe-question-q7", "probe-answer-a7", "probe-system-s7"
 CONTENT_FORMATS = (
     {"system": "list", "user": "list", "assistant": "list"},
+    {"system": "string", "user": "list", "assistant": "list"},
     {"system": "string", "user": "list", "assistant": "string"},
     {"system": "string", "user": "string", "assistant": "string"},
 )
 """What templates take as a message's content: typed parts, or plain text. Tried in this order."""
+TODAY = datetime(2024, 7, 26)
+"""For templates that ask for the date, as Llama 3's own without a clock: tokens would else change from day to day."""
 TOKENS_FORMAT = 1
 """Raised when the same turns, template and tokenizer would make other tokens than before."""
 FLATTENED = {"system": "flat", "user": "flat", "assistant": "flat"}
 """Text as our own preamble makes it of typed parts: a template that begins with it is rendered without."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextTokens:
-    """A tokenised conversation of m tokens in which every picture is one placeholder."""
-
-    ids: NDArray[np.int64]
-    """[m]"""
-    trained: NDArray[np.bool_]
-    """[m]; True where the token itself (not the one after it) is to be learnt."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatTokens:
-    """A tokenised conversation of n tokens with k pictures of N tokens each."""
-
-    input_ids: NDArray[np.int64]
-    """[n]"""
-    trained: NDArray[np.bool_]
-    """[n]"""
-    image_positions: NDArray[np.int64]
-    """[k * N]"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +48,7 @@ class Closing:
     """What the template writes after an answer."""
 
     text: str
-    """Everything after the answer; with generation marks, only what is to be learnt after the marked part."""
+    """Everything after the answer; with generation marks, only what is learnt after the marked part."""
     num_trained: int
     """Characters of text that are learnt."""
     has_eos: bool
@@ -113,6 +95,7 @@ class ChatFormat:
                 chat_template=self._body,
                 return_assistant_tokens_mask=self._has_marks,
                 add_generation_prompt=prompt,
+                strftime_now=TODAY.strftime,
                 **self._variables,
             )
         # A template that expects text and gets a list, or the other way round, fails with a TypeError.
@@ -138,7 +121,7 @@ class ChatFormat:
     # -- finding out how the template works ---------------------------------------------------------------------
 
     def _find_content_format(self) -> dict[str, str]:
-        reasons = []
+        possible, reasons = [], []
         for formats in CONTENT_FORMATS if self._body == self.template else (FLATTENED,):
             try:
                 text, _ = self._render(_probe(), formats, False)
@@ -147,12 +130,32 @@ class ChatFormat:
                 continue
             once = all(text.count(part) == 1 for part in (self.image_token, QUESTION, ANSWER))
             if once and "'type':" not in text:  # a list where text was expected is written out as Python would
-                return formats
-            reasons.append(f"typed or plain content {formats} renders as {text!r}")
+                possible.append(formats)
+            else:
+                reasons.append(f"typed or plain content {formats} renders as {text!r}")
+        if possible:
+            return next(filter(self._says_system, possible), possible[0])
         raise DataError(
             f"the chat template renders a question with a picture neither from typed parts nor from text with "
             f"{self.image_token}: " + "; ".join(dict.fromkeys(reasons))
         )
+
+    def _says_system(self, formats: dict[str, str]) -> bool:
+        """Whether a system prompt comes out as it is; a template may know none."""
+        try:
+            text, _ = self._render([Turn("system", SYSTEM), *_probe()], formats, False)
+        except DataError:
+            return False
+        return text.count(SYSTEM) == 1 and "'type':" not in text
+
+    @cached_property
+    def several_turns(self) -> str | None:
+        """Why conversations of several questions cannot be used with this template; None: they can."""
+        try:
+            self.segments([*_probe(), Turn("user", QUESTION), Turn("assistant", ANSWER)])
+        except DataError as error:
+            return str(error)
+        return None
 
     def _probe_unmarked(self) -> Closing:
         text, spans = self._difference_spans(_probe())
@@ -255,6 +258,10 @@ class ChatFormat:
         if num_marks != num_images:
             raise DataError(f"{num_marks} {IMAGE_MARK} in the conversation, but {num_images} pictures")
         text, spans = self.segments(turns)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"the text holds what is no character: {error}") from error
         encoding = self._encoder.encode(text, add_special_tokens=self._adds_special_tokens(text))
         ids = np.asarray(encoding.ids, dtype=np.int64)
         is_image = ids == self.image_token_id
@@ -279,6 +286,8 @@ class ChatFormat:
         """A hash of all that `text_tokens` depends on beside the turns."""
         tokenizer = json.loads(self._encoder.to_str())
         settings = [TOKENS_FORMAT, tokenizer, self.template, self.image_token, self.eos_token, self._variables]
+        if "strftime_now" in self.template:
+            settings.append(str(TODAY))
         text = json.dumps(settings, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

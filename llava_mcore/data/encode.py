@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llava_mcore.data.assets import Assets
-from llava_mcore.data.chat import ChatTokens
+from llava_mcore.data.chat_tokens import ChatTokens
 from llava_mcore.data.samples import Conversation, TokenConversation
 from llava_mcore.data.stored_tokens import TOKENS_KEY, from_json, is_by
 from llava_mcore.errors import DataError

@@ -26,6 +26,13 @@ START, FRAMES, SCAN = b"\xff\xd8", (0xFFC0, 0xFFC2), 0xFFDA
 PLAIN_SEGMENTS = (0xFFE0, 0xFFFE, 0xFFDB, 0xFFC4, 0xFFDD)
 """JFIF, comment, and tables. EXIF may turn the picture, and Adobe's segment names other colours."""
 
+DAMAGED = (
+    *(ArithmeticError, AttributeError, LookupError, OSError, SyntaxError, TypeError, ValueError),
+    *(EOFError, struct.error, Image.DecompressionBombError),
+)
+"""What Pillow raises for bytes that make no sense to it: a damaged PNG is a SyntaxError, a mistyped EXIF tag a
+TypeError. Energon would take some of them for a fault of the program, others for one of the whole pack."""
+
 
 def decode_image(data: bytes) -> Image.Image:
     """Decode one picture to RGB, turned upright by its EXIF, exactly as transformers loads a user's picture.
@@ -63,8 +70,7 @@ def _decoding(data: bytes) -> Iterator[None]:
         yield
     except UnidentifiedImageError as error:
         raise DataError(f"the picture cannot be decoded ({len(data)} bytes): no known format") from error
-    # Pillow reports a damaged PNG as SyntaxError, which energon would take for a fault of the program.
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except DAMAGED as error:
         raise DataError(f"the picture cannot be decoded ({len(data)} bytes): {error}") from error
 
 

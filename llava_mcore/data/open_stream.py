@@ -13,6 +13,7 @@ from megatron.energon.epathlib import EPath
 from llava_mcore.config.data import DataConfig
 from llava_mcore.data.dataset_path import SPLIT, VALIDATION
 from llava_mcore.data.energon_memory import forget_what_was_read
+from llava_mcore.data.energon_repeat import repeat_parts_exactly
 from llava_mcore.data.remote import locate
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.skips import raise_data_error
@@ -40,6 +41,7 @@ def open_stream(
     """
     assert data.path is not None
     forget_what_was_read()
+    repeat_parts_exactly()
     workers = WorkerConfig(
         rank=number,
         world_size=num_streams,

@@ -14,7 +14,8 @@ from PIL import Image
 from tokenizers import processors
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
-from llava_mcore.data.chat import ChatFormat, ChatTokens
+from llava_mcore.data.chat import ChatFormat
+from llava_mcore.data.chat_tokens import ChatTokens
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
 from tests.helpers.chat_cases import sentencepiece_like, trimmed_byte_level
@@ -246,6 +247,51 @@ def test_marks_must_match_pictures(text: str, num_images: int) -> None:
 def test_templates_that_cannot_be_trained_with(template: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         ChatFormat(make_tokenizer(), template, image_token="<image>", image_length=N)
+
+
+SYSTEM_OF_TEXT = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'system' %}{{ m.content SEP }}{% else %}"
+    "{% for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}"
+    "{{ eos_token if m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+"""Typed parts from all but the system prompt, as Llama 3.2 Vision's."""
+
+
+@pytest.mark.parametrize("ending", ["| trim", "+ '.'"])
+def test_system_prompts_of_plain_text(ending: str) -> None:
+    format_ = ChatFormat(make_tokenizer(), SYSTEM_OF_TEXT.replace("SEP", ending), image_token="<image>", image_length=N)
+    text = format_.render([Turn("system", "Be kind"), *vqa("q", "a", image=True)])
+    assert text.startswith(f"[system]Be kind{'.' if '.' in ending else ''}[user]<image>q")
+
+
+LAST_ONLY = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% else %}{{ eos_token }}{% endif %}"
+)
+"""The EOS behind the last answer only, as Phi-3's."""
+
+
+def test_templates_that_know_one_question_only_say_so() -> None:
+    def format_of(template: str) -> ChatFormat:
+        return ChatFormat(make_tokenizer(), template, image_token="<image>", image_length=N)
+
+    assert format_of(CHAT_TEMPLATE).several_turns is None
+    assert "does not begin a conversation with its prompt" in (format_of(LAST_ONLY).several_turns or "")
+    assert (
+        learnt(
+            format_of(LAST_ONLY),
+            format_of(LAST_ONLY).encode(vqa("q", "a", image=False), num_images=0),
+            make_tokenizer(),
+        )
+        == "a</s>"
+    )
+
+
+def test_the_date_in_a_template_stands_still() -> None:
+    """The same samples are the same tokens tomorrow, and after a resume."""
+    template = "{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE
+    format_ = ChatFormat(make_tokenizer(), template, image_token="<image>", image_length=N)
+    assert format_.render(vqa("q", "a", image=False)).startswith("26 Jul 2024")
 
 
 def test_tokenizer_that_ends_every_prompt_is_refused() -> None:

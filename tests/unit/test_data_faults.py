@@ -5,12 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import re
 import shutil
+import struct
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from llava_mcore.data.assets import Assets, load_assets
 from llava_mcore.data.samples import Skip
@@ -38,9 +42,33 @@ def question(text: str) -> dict[str, Any]:
     return {"json": {"question": text}}
 
 
+def mistyped_exif() -> bytes:
+    """A JPEG to be turned, whose resolution is bytes instead of a fraction: Pillow raises TypeError."""
+    orientation, resolution = (0x0112, 3, 1, 6), (0x011A, 7, 8, 38)  # the second one's value lies behind the list
+    tags = b"".join(struct.pack("<HHII", *tag) for tag in (orientation, resolution))
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + tags + bytes(4) + b"abcdefgh"
+    out = BytesIO()
+    Image.new("RGB", (40, 30)).save(out, "JPEG", exif=exif)
+    return out.getvalue()
+
+
+def too_much_text() -> bytes:
+    """A PNG with more text in it than Pillow unpacks: ValueError."""
+    info, out = PngInfo(), BytesIO()
+    info.add_text("workflow", "x" * 2_000_000, zip=True)
+    Image.new("RGB", (40, 30)).save(out, "PNG", pnginfo=info)
+    return out.getvalue()
+
+
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "broken picture": ({"jpg": b"\xff\xd8 no picture"}, r"the picture cannot be decoded \(13 bytes\)"),
     "cut picture": ({"jpg": picture(1)[:-100]}, "the picture cannot be decoded .* truncated"),
+    "mistyped EXIF": ({"jpg": mistyped_exif()}, r"the picture cannot be decoded \(\d+ bytes\): bad operand"),
+    "too much text in a PNG": (
+        {"jpg": too_much_text()},
+        "the picture cannot be decoded .* Decompressed data too large",
+    ),
+    "half a character": (question("why \ud83d"), "the text holds what is no character: .*surrogates"),
     "no picture": ({"jpg": None}, "jpg"),
     "no question": ({"json": {"id": 1}}, "question"),
     "bad json": ({"json": "{"}, "part 'json' cannot be decoded"),

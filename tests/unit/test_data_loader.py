@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import subprocess
 import sys
@@ -349,3 +350,31 @@ def test_blends(mixed: Path, assets: Assets) -> None:
     assert seen == {0, 1}
     again = open_loader(mixed / "blend.yaml", assets, saved=[state])
     assert_equal(take(again, 10), expected)
+
+
+@pytest.mark.parametrize(("repetitions", "streams"), [(0.5, 1), (1.5, 4), (2.3, 2), (0.04, 4), (2, 4)])
+def test_repetitions_that_are_no_whole_number(assets: Assets, tmp_path: Path, repetitions: float, streams: int) -> None:
+    """After every round each stream has given floor(rounds * repetitions * samples), all samples equally often."""
+    for name, first in (("one", 0), ("two", 500)):
+        write_shard(tmp_path / name / "000000.tar", [vqa_sample(first + i) for i in range(40)])
+        prepare(tmp_path / name)
+    entries = f"[{{repetitions: 1, path: ./one}}, {{repetitions: {repetitions}, path: ./two}}]"
+    blend = (
+        f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits: {{train: {{blend_epochized: {entries}}}}}\n"
+    )
+    (tmp_path / "blend.yaml").write_text(blend)
+    options: dict[str, Any] = {"num_streams": streams, "micro_batch_size": 1}
+    loader = open_loader(tmp_path / "blend.yaml", assets, shuffle=0, **options)
+    seen: Counter[str] = Counter()
+    per_stream, done = 40 // streams, 0
+    for rounds in range(1, 7):
+        of_two = math.floor(rounds * repetitions * per_stream)
+        batches = take(loader, streams * (rounds * per_stream + of_two) - done)
+        done += len(batches)
+        seen.update(key for batch in batches for key in batch.sample_keys)
+        two = [seen[f"{500 + i:06d}"] for i in range(40)]
+        assert sum(two) == streams * of_two and sum(seen.values()) - sum(two) == 40 * rounds
+        assert max(two) - min(two) <= 1
+        resumed = open_loader(tmp_path / "blend.yaml", assets, shuffle=0, saved=[loader.state()], **options)
+        loader.close()
+        loader = resumed

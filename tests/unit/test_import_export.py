@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from llava_mcore.apps import check, conversion, export_hf, import_hf
-from llava_mcore.checkpoint.layout import iteration_folder, latest_checkpoint, write_tracker
+from llava_mcore.checkpoint.layout import hf_folder, iteration_folder, latest_checkpoint, write_tracker
 from llava_mcore.errors import CheckpointError, ConfigError, ConversionError
-from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_hf import make_hf_llava, make_tokenizer
 
 Weights = dict[str, torch.Tensor]
 
@@ -186,3 +188,38 @@ def test_check_names_what_differs(hf: Path, tmp_path: Path, capsys: pytest.Captu
     assert check.main(argv) == 2
     text = capsys.readouterr().err
     assert name in text and "(1 problem)" in text
+
+
+def test_another_tokenizer_replaces_all_of_the_first(hf: Path, tmp_path: Path) -> None:
+    """Its template is in tokenizer_config.json, and the checkpoint's, in a file of its own, would win."""
+    import_hf.import_hf(hf, tmp_path / "megatron")
+    carried = hf_folder(iteration_folder(tmp_path / "megatron", 0))
+    (carried / "chat_template.jinja").write_text("old")
+    (carried / "added_tokens.json").write_text("{}")
+    other = tmp_path / "other"
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(other)
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    export_hf.export_hf(tmp_path / "megatron", tmp_path / "kept", tokenizer_dir=other)
+    assert (tmp_path / "kept" / "chat_template.jinja").read_text() == "old", "the new folder has none"
+    (other / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "new"}))
+    export_hf.export_hf(tmp_path / "megatron", tmp_path / "replaced", tokenizer_dir=other)
+    assert AutoTokenizer.from_pretrained(tmp_path / "replaced").chat_template == "new"
+    assert not (tmp_path / "replaced" / "added_tokens.json").exists()
+
+
+def test_damaged_json_and_folders_that_cannot_be_made(hf: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(hf, broken)
+    (broken / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ConversionError, match=r"index\.json: no index of weight files, copy it again"):
+        import_hf.import_hf(broken, tmp_path / "megatron")
+    (broken / "model.safetensors.index.json").unlink()
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"vision_feature_select_strategy": "patch"}))
+    with pytest.raises(ConversionError, match=r"config\.json: transformers cannot read it .*patch"):
+        import_hf.import_hf(broken, tmp_path / "megatron")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConversionError, match=r"the import cannot be written to .*Not a directory"):
+        import_hf.import_hf(hf, tmp_path / "file" / "megatron")

@@ -191,3 +191,10 @@ def test_nothing_left(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 2 and "Not one became a sample" in capsys.readouterr().err
     with pytest.raises(DataError, match="not a single row"):
         make(write_lines(place / "none.jsonl"), place / "none")
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_lines(place / "rows.jsonl", *[GOOD] * 3)
+    (place / "file").touch()
+    assert main(["prepare", str(source), "--out", str(place / "file" / "out"), "--num-workers", "0"]) == 2
+    assert "out cannot be written: [Errno 20] Not a directory" in capsys.readouterr().err

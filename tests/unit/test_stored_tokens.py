@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from llava_mcore.apps.check import main as check
 from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.chat import ChatFormat, TextTokens
+from llava_mcore.data.chat import ChatFormat
+from llava_mcore.data.chat_tokens import TextTokens
 from llava_mcore.data.encode import stored_tokens, tokenise
 from llava_mcore.data.prepare.plan import Counting, Options
 from llava_mcore.data.samples import Conversation, Turn

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-import struct
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -15,7 +14,7 @@ from urllib.parse import unquote
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from llava_mcore.data.cooking import IMAGE_PARTS
-from llava_mcore.data.images import decode_image
+from llava_mcore.data.images import DAMAGED, decode_image
 from llava_mcore.data.prepare.records import BadSample, Picture, Reason
 from llava_mcore.errors import DataError
 
@@ -24,8 +23,6 @@ EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg"}
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 TURNED = (5, 6, 7, 8)
 """EXIF orientations that swap width and height."""
-# Pillow raises what its format's parser happened to stumble over.
-BROKEN = (OSError, SyntaxError, ValueError, EOFError, OverflowError, struct.error, Image.DecompressionBombError)
 
 
 def read_picture(reference: Any, folder: Path, *, decode: bool = False) -> Picture:
@@ -59,7 +56,7 @@ def inspect(data: bytes) -> tuple[str, tuple[int, int]]:
             orientation = _orientation(image, data)
     except UnidentifiedImageError as error:
         raise BadSample(Reason.IMAGE_BROKEN, f"{len(data)} bytes of no known format") from error
-    except BROKEN as error:
+    except DAMAGED as error:
         raise BadSample(Reason.IMAGE_BROKEN, f"{type(error).__name__}: {error}") from error
     extension = EXTENSIONS.get(name, name.lower())
     if extension not in IMAGE_PARTS:

@@ -1,0 +1,30 @@
+"""What a conversation becomes: ids, and the mask of what is learnt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokens:
+    """A tokenised conversation of m tokens in which every picture is one placeholder."""
+
+    ids: NDArray[np.int64]
+    """[m]"""
+    trained: NDArray[np.bool_]
+    """[m]; True where the token itself (not the one after it) is to be learnt."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTokens:
+    """A tokenised conversation of n tokens with k pictures of N tokens each."""
+
+    input_ids: NDArray[np.int64]
+    """[n]"""
+    trained: NDArray[np.bool_]
+    """[n]"""
+    image_positions: NDArray[np.int64]
+    """[k * N]"""

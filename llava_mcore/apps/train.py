@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llava_mcore.config.dims import ModelDims
 from llava_mcore.config.flags import CommandLine, parse_command_line
@@ -24,6 +25,9 @@ from llava_mcore.launch.singularity import inner_command, rerun_in_container
 from llava_mcore.launch.slurm import describe, read_job
 from llava_mcore.launch.torchrun import torchrun_argv, worker_env
 from llava_mcore.templates.named import absolute_choice, check_choice
+
+if TYPE_CHECKING:
+    from llava_mcore.checkpoint.start import StartPoint
 
 WORKER = "llava_mcore.apps.worker"
 _FOLDERS = ("load", "hf_dir", "save_dir", "non_persistent_dir", "non_persistent_local_dir")
@@ -69,7 +73,7 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
     """Return everything that keeps a resolved run from starting."""
     # These bring in transformers and energon: --help and a mistyped flag need not wait for them.
     from llava_mcore.checkpoint.hf_config import load_hf_config, model_dims
-    from llava_mcore.checkpoint.start import start_point
+    from llava_mcore.checkpoint.start import resumes, start_point
     from llava_mcore.data.dataset_path import VALIDATION, check_dataset
 
     found: list[str] = check_devices(run.launch.num_gpus, gpu_count)
@@ -81,13 +85,8 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
     try:
         start = start_point(run)
         source = str(start.hf_dir)
-        if start.kind == "resume" and not [*check_schedule(run.training, run.optimizer)]:
-            number = run.training.num_iterations
-            if start.iteration >= number:
-                found.append(
-                    f"{run.run_dir} has reached iteration {start.iteration} of {number}: raise --train-iters or "
-                    "--train-samples, which count the whole run, to go on"
-                )
+        if resumes(run, start) and not [*check_schedule(run.training, run.optimizer)]:
+            found += _too_far(run, start)
         dims = model_dims(load_hf_config(start.hf_dir))
     except LlavaMcoreError as error:
         found.append(str(error))
@@ -102,6 +101,18 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
     except LlavaMcoreError as error:
         found.append(str(error))
     return found + check_run(run, dims, world_size, gpu_count > 0, source)
+
+
+def _too_far(run: RunConfig, start: StartPoint) -> list[str]:
+    """Return what is wrong with resuming a run that has reached its end: nothing would be trained or saved."""
+    number = run.training.num_iterations
+    if start.iteration < number:
+        return []
+    reached = f"{start.checkpoint} has reached iteration {start.iteration} of {number}"
+    more = "raise --train-iters or --train-samples, which count the whole run, to go on"
+    if start.kind == "load":
+        more += "; or leave --load-optim away this first time, to begin a new run with its weights"
+    return [f"{reached}: {more}"]
 
 
 def _launch(typed: RunConfig, command_line: CommandLine) -> int:

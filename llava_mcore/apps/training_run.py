@@ -12,8 +12,7 @@ import torch.distributed as dist
 from llava_mcore.apps.init_folder import write_carried_folder
 from llava_mcore.checkpoint.chat_template import require_same_template
 from llava_mcore.checkpoint.local import is_local, unusable_here
-from llava_mcore.checkpoint.start import StartPoint, start_point
-from llava_mcore.config.load import load_run_config
+from llava_mcore.checkpoint.start import StartPoint, resumes, start_point
 from llava_mcore.config.rules import pad_multiple
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.data.assets import Assets, load_assets
@@ -22,7 +21,7 @@ from llava_mcore.data.loader import TrainLoader
 from llava_mcore.data.validation import ValidationData
 from llava_mcore.errors import LlavaMcoreError, problems
 from llava_mcore.launch.process import StopSignals
-from llava_mcore.parallel.groups import Groups, agree, initialise, shut_down
+from llava_mcore.parallel.groups import Groups, agree, initialise, shut_down, wait_for_all
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.training.debug import ShowFirst, show_shapes_once
 from llava_mcore.training.determinism import make_deterministic
@@ -63,6 +62,8 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     watchdog.begin("building the model")
     trainer = together(groups, lambda: build_trainer(run, groups, start))
     resuming = resumes(run, start)
+    if start.checkpoint is not None and not resuming:
+        logger.info("%s gives weights only: this run starts at iteration 0", start.checkpoint)
     assets = together(groups, lambda: _open_assets(run, groups, start, resuming))
     watchdog.begin("loading the state")
     progress, loader_states = Progress(), None
@@ -86,6 +87,7 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     finished = train(trainer, shown, progress, hf_source, stop, watchdog, validation)
     if not finished:
         logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
+    wait_for_all(groups)  # torchrun ends all ranks soon after the first: none may go while another closes its logs
     if loader is not None:
         loader.close()
     shut_down()
@@ -172,24 +174,6 @@ def _show_the_first_step(trainer: Trainer, loader: TrainLoader | None, assets: A
     """Let the first batch be printed in words, and the shapes that it has in the model."""
     show_shapes_once(trainer)
     return None if loader is None or assets is None else ShowFirst(loader, in_words(assets))
-
-
-def resumes(run: RunConfig, start: StartPoint) -> bool:
-    """Tell whether to continue a run.
-
-    The load folder is continued if it holds the optimizer of the same stage; imported weights and those of an earlier
-    stage are what a run starts from, so that one command line serves the first start and every later one.
-    """
-    if start.kind == "resume":
-        return True
-    if start.kind != "load" or not run.checkpoint.load_optim or start.checkpoint is None:
-        return False
-    written_by = start.checkpoint / "run.yaml"
-    before = load_run_config(written_by, [], {}) if written_by.is_file() else None
-    if before is not None and before.checkpoint.save_optim and before.stage == run.stage:
-        return True
-    logger.info("%s gives weights only: this run starts at iteration 0", start.checkpoint)
-    return False
 
 
 def together[T](groups: Groups, action: Callable[[], T]) -> T:

@@ -128,14 +128,28 @@ def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
     """Load what `state` asks for, wherever and however it was cut; a collective call.
 
     Raises:
-        CheckpointError: the folder holds another model, or is damaged.
+        CheckpointError: on all ranks, when the folder holds another model for any of them; or it is damaged.
     """
-    check_model(state, folder)
+    _check_on_all_ranks(state, folder)
     try:
         stored = load_sharded_metadata(str(folder))
         return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder))
     except CheckpointingException as error:
         raise CheckpointError(f"{folder}: dist_checkpointing cannot load it: {error}") from error
+
+
+def _check_on_all_ranks(state: ShardedStateDict, folder: Path) -> None:
+    """As `check_model`. A rank that finds nothing wrong must not wait in what the others do not reach."""
+    problem: str | None = None
+    try:
+        check_model(state, folder)
+    except CheckpointError as error:
+        problem = str(error)
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    wrong = dict.fromkeys(text for text in found if text is not None)
+    if wrong:
+        raise CheckpointError("\n".join(wrong), on_all_ranks=True)
 
 
 def without_absent_extra_state(state: Any, stored: Container[str]) -> Any:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from llava_mcore.checkpoint.complete import RUN_JSON, Choice, iterations, newest_complete
 from llava_mcore.checkpoint.layout import TRACKER, hf_folder, latest_checkpoint, latest_iteration
+from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import NON_PERSISTENT, RunConfig
 from llava_mcore.errors import CheckpointError, ConfigError, problems
 
@@ -56,6 +57,21 @@ def start_point(run: RunConfig, unusable: Mapping[Path, str] = MappingProxyType(
     if checkpoint.hf_dir is None:
         raise ConfigError("--init needs the model's config: give its Hugging Face folder with --tokenizer-load-dir")
     return StartPoint("init", None, 0, checkpoint.hf_dir)
+
+
+def resumes(run: RunConfig, start: StartPoint) -> bool:
+    """Tell whether to continue a run.
+
+    The load folder is continued if it holds the optimizer of the same stage; imported weights and those of an earlier
+    stage are what a run starts from, so that one command line serves the first start and every later one.
+    """
+    if start.kind == "resume":
+        return True
+    if start.kind != "load" or not run.checkpoint.load_optim or start.checkpoint is None:
+        return False
+    written_by = start.checkpoint / "run.yaml"
+    before = load_run_config(written_by, [], {}) if written_by.is_file() else None
+    return before is not None and before.checkpoint.save_optim and before.stage == run.stage
 
 
 def _own_choice(run: RunConfig, unusable: Mapping[Path, str]) -> Choice | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def initialise(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
-        distributed_timeout_minutes=max(1, int(timeout_seconds // 60)),
+        distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
     )
     control = dist.new_group(backend="gloo", timeout=timeout)
     return _groups(device, control, _replica_control(timeout))
@@ -145,6 +146,11 @@ def agree(groups: Groups, problem: str | None) -> list[str]:
     gathered: list[str | None] = [None] * groups.world_size
     dist.all_gather_object(gathered, problem, group=groups.control)
     return [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if text is not None]
+
+
+def wait_for_all(groups: Groups) -> None:
+    """Wait until every rank is here; a collective call on the host."""
+    dist.barrier(group=groups.control)
 
 
 def sum_over_ranks(groups: Groups, values: Sequence[int]) -> list[int]:

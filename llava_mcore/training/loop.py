@@ -11,6 +11,7 @@ from llava_mcore.config.faults import parse_ranges
 from llava_mcore.data.validation import ValidationData
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.batch import MicroBatch
+from llava_mcore.parallel.groups import wait_for_all
 from llava_mcore.training.faults import NotFinite, out_of_memory_says_what_to_do
 from llava_mcore.training.fetch import Loader, Remembering, fetch_step
 from llava_mcore.training.optimizer import learning_rates
@@ -79,6 +80,9 @@ def train(
         if error.on_all_ranks:  # what has been written is not lost
             watchdog.begin("finishing a save")
             saver.finish(progress.iteration)
+            watchdog.begin("closing the logs")
+            reporter.close()
+            wait_for_all(groups)  # torchrun ends all ranks soon after the first, also the one that will say why
         raise
     finally:
         profiler.close()

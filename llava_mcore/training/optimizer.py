@@ -136,8 +136,8 @@ def learning_rates(run: RunConfig, scheduler: OptimizerParamScheduler) -> dict[s
     return {part: scheduler.get_lr(asdict(rates)) for part, rates in part_rates(run.optimizer).items()}
 
 
-def follow_rates(saved: dict[str, Any], before: OptimizerSection, now: OptimizerSection) -> None:
-    """Give a saved optimizer's parameter groups the rates of now, by which megatron-core finds them.
+def follow_settings(saved: dict[str, Any], before: OptimizerSection, now: OptimizerSection) -> None:
+    """Give a saved optimizer's parameter groups the rates of now, by which megatron-core finds them, and AdamW's own.
 
     Args:
         saved: the optimizer's state, changed in place.
@@ -156,6 +156,7 @@ def follow_rates(saved: dict[str, Any], before: OptimizerSection, now: Optimizer
     for group in saved.get("optimizer", saved)["param_groups"]:
         rates = new[Rates(group["max_lr"], group["min_lr"])]
         group["max_lr"], group["min_lr"] = rates.max_lr, rates.min_lr
+        group["betas"], group["eps"] = (now.adam_beta1, now.adam_beta2), now.adam_eps
 
 
 def build_scheduler(run: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

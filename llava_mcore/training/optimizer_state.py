@@ -9,35 +9,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    MegatronOptimizer,
+)
 
 from llava_mcore.conversion.boxes import boxes_of_stretch
+from llava_mcore.parallel.groups import Groups
 
 PARAM_STATE = "param_state"
 SHARDING = {"param_state_sharding_type": "fully_reshardable"}  # what megatron-core reads these files as
 
 
-def optimizer_state(optimizer: MegatronOptimizer, model: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
-    """Return the optimizer's state to save, or the empty form of what to load.
+def optimizer_state(
+    optimizer: MegatronOptimizer, model: ShardedStateDict, groups: Groups, *, is_loading: bool, by_layer: bool = False
+) -> ShardedStateDict:
+    """Return the optimizer's state to save, or the empty form of what to load; a collective call.
 
     Args:
         model: sharded state of all model chunks, from which the optimizer's tensors take place and shape.
+        by_layer: some layers are trained and others are not.
     """
+    model = each_layer_apart(model) if by_layer else model
+    _make_moments(optimizer)
+    steps = _steps(optimizer, groups)
     distributed = _distributed(optimizer)
     if distributed is None:
-        return optimizer.sharded_state_dict(model, is_loading=is_loading)
-    _make_moments(distributed)
+        state = optimizer.sharded_state_dict(model, is_loading=is_loading)
+        return _with_steps(state, steps)
     if is_loading:
-        distributed.load_state_dict(distributed.state_dict())  # makes room for what will be loaded
+        distributed.load_state_dict(_common_state(distributed, steps))  # makes room for what will be loaded
     places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model)[0])}
     parts = {}
     for number, (param, start, stop) in enumerate(_own_stretches(distributed)):
@@ -46,13 +58,15 @@ def optimizer_state(optimizer: MegatronOptimizer, model: ShardedStateDict, *, is
             name: _boxes(f"optimizer.state.{name}", places[param], start, stop, tensors.get(name))
             for name in _names(distributed)
         }
-    return distributed.state_dict() | SHARDING | {PARAM_STATE: parts}
+    return _common_state(distributed, steps) | SHARDING | ({PARAM_STATE: parts} if parts else {})
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
     """Give the optimizer what was loaded into `optimizer_state`."""
     distributed = _distributed(optimizer)
     if distributed is None:
+        if any(isinstance(one, Float16OptimizerWithFloat16Params) for one in _chained(optimizer)):
+            loaded.setdefault("fp32_from_fp16_params", [])  # lost where this rank trains nothing
         optimizer.load_state_dict(loaded)
         return
     distributed.load_state_dict({name: value for name, value in loaded.items() if name != PARAM_STATE})
@@ -65,27 +79,108 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
         distributed.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
+def each_layer_apart(model: ShardedStateDict) -> ShardedStateDict:
+    """Give every layer's tensor a key of its own; megatron-core stacks those of all layers under one.
+
+    Of a stack in which only some layers are trained it says, when it is saved, that the others are missing.
+    """
+
+    def apart(place: Any) -> Any:
+        if isinstance(place, ShardedTensorFactory):
+
+            def build(*args: Any) -> Any:
+                return dict_list_map_outplace(apart, place.build_fn(*args))
+
+            return replace(place, build_fn=build)
+        if not isinstance(place, ShardedTensor) or not place.prepend_axis_num:
+            return place
+        return replace(
+            place,
+            key=f"{place.key}.{place.global_offset[0]}",
+            global_shape=place.global_shape[1:],
+            global_offset=place.global_offset[1:],
+            axis_fragmentations=None if place.axis_fragmentations is None else place.axis_fragmentations[1:],
+            prepend_axis_num=0,
+        )
+
+    return dict_list_map_outplace(apart, model)
+
+
+def _chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
 def _distributed(optimizer: MegatronOptimizer) -> DistributedOptimizer | None:
     """Return the distributed optimizer, None if it is another or has nothing to train on this rank."""
-    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    chained = _chained(optimizer)
     if not any(isinstance(one, DistributedOptimizer) and not one.is_stub_optimizer for one in chained):
         return None
     assert len(chained) == 1, "megatron-core chains optimizers for mixtures of experts, Muon and the like"
     return chained[0]
 
 
+@dataclass(frozen=True)
+class _Steps:
+    """How many updates there were; -1: not counted there. A rank that trains nothing counts none itself."""
+
+    of_parameters: int
+    """As torch's AdamW counts."""
+    of_groups: int
+    """As Transformer Engine's does."""
+
+
+def _steps(optimizer: MegatronOptimizer, groups: Groups) -> _Steps:
+    """Return the counts of all ranks together; a collective call."""
+    inner = [one.optimizer for one in _chained(optimizer) if one.optimizer is not None]
+    params = [state["step"] for one in inner for state in one.state.values() if "step" in state]
+    of_groups = [group["step"] for one in inner for group in one.param_groups if "step" in group]
+    most = torch.tensor([max(map(int, counts), default=-1) for counts in (params, of_groups)])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.control)
+    return _Steps(*map(int, most))
+
+
+def _with_steps(state: ShardedStateDict, steps: _Steps) -> ShardedStateDict:
+    """Put the counts into a plain optimizer's state, all ranks load what rank 0 has saved of it; and no empty lists."""
+    if not any(state.get("fp32_from_fp16_params", [])):
+        state.pop("fp32_from_fp16_params", None)
+    inner = state.get("optimizer", state)
+    if "param_groups" not in inner:
+        return state  # this rank has no optimizer
+    if steps.of_parameters >= 0:
+        inner["state"]["common_step"] = torch.tensor(float(steps.of_parameters))
+    if steps.of_groups >= 0:
+        for group in inner["param_groups"]:
+            group["step"] = steps.of_groups
+    return state
+
+
+def _common_state(distributed: DistributedOptimizer, steps: _Steps) -> dict[str, Any]:
+    """Return what a distributed optimizer keeps beside the parameters' state, also on a rank that has none of them."""
+    inner = distributed.optimizer
+    is_empty = isinstance(inner, torch.optim.AdamW) and not inner.state
+    if is_empty:  # megatron-core looks the step up there
+        inner.state[""] = {"step": torch.tensor(float(max(0, steps.of_parameters)))}
+    state: dict[str, Any] = distributed.state_dict()
+    if is_empty:
+        del inner.state[""]
+    if steps.of_groups >= 0:
+        for group in state["optimizer"]["param_groups"]:
+            group["step"] = steps.of_groups
+    return state
+
+
 def _names(distributed: DistributedOptimizer) -> tuple[str, ...]:
     return ("param", *distributed.optimizer_state_keys)
 
 
-def _make_moments(distributed: DistributedOptimizer) -> None:
+def _make_moments(optimizer: MegatronOptimizer) -> None:
     """Let torch's AdamW, which has none before its first update, hold moments: megatron-core asks for them."""
-    inner = distributed.optimizer
-    if isinstance(inner, torch.optim.AdamW):
-        for param in (param for group in inner.param_groups for param in group["params"]):
-            if not inner.state[param]:
-                zeros = {name: torch.zeros_like(param) for name in distributed.optimizer_state_keys}
-                inner.state[param] = {"step": torch.tensor(0.0), **zeros}
+    for inner in (one.optimizer for one in _chained(optimizer)):
+        if isinstance(inner, torch.optim.AdamW):
+            for param in (param for group in inner.param_groups for param in group["params"]):
+                if not inner.state[param]:
+                    zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                    inner.state[param] = {"step": torch.tensor(0.0), **zeros}
 
 
 def _own_stretches(distributed: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:

@@ -91,9 +91,10 @@ class Reporter:
         logger.info(result.line())
 
     def close(self) -> None:
-        """End what else is written to, and draw the losses."""
-        if self.sinks is not None:
-            self.sinks.close()
+        """End what else is written to, and draw the losses. Calling it again does nothing."""
+        sinks, self.sinks = self.sinks, None
+        if sinks is not None:
+            sinks.close()
 
     def _metrics(
         self,

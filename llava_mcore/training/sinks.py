@@ -60,7 +60,10 @@ class Sinks:
         """Flush and end all, and draw SAVE_DIR/NAME/loss.png."""
         for sink in self.sinks:
             sink.close()
-        draw_losses(self.run.run_dir)
+        try:
+            draw_losses(self.run.run_dir)
+        except OSError as error:  # a full disk has been told, or will be: not in the place of that message
+            logger.warning("loss.png cannot be written: %s", error)
 
 
 class TensorBoard:

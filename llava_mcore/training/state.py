@@ -17,7 +17,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.random import random_state, set_random_state
-from llava_mcore.training.optimizer import follow_rates, own_rates
+from llava_mcore.training.optimizer import follow_settings, own_rates
 from llava_mcore.training.optimizer_state import load_optimizer_state, optimizer_state
 from llava_mcore.training.setup import Trainer
 
@@ -63,7 +63,7 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
     loaded = load_local(wanted, checkpoint, trainer.groups.rank) if local else load_state(wanted, checkpoint)
     for i, model in enumerate(trainer.models):
         fill_model(model, loaded[f"model{i}"])
-    follow_rates(loaded["optimizer"], before.optimizer, trainer.run.optimizer)
+    follow_settings(loaded["optimizer"], before.optimizer, trainer.run.optimizer)
     load_optimizer_state(trainer.optimizer, loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     if same_layout:
@@ -117,7 +117,8 @@ def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, with_rando
     state: dict[str, Any] = {**asdict(progress), **model}
     if not run.checkpoint.save_optim and not is_loading:
         return state
-    state["optimizer"] = optimizer_state(trainer.optimizer, model, is_loading=is_loading)
+    by_layer = bool(run.model.freeze or run.model.unfreeze)
+    state["optimizer"] = optimizer_state(trainer.optimizer, model, groups, is_loading=is_loading, by_layer=by_layer)
     state["scheduler"] = trainer.scheduler.state_dict()
     if with_random:
         state["random"] = _sharded_random_state(groups)

@@ -79,7 +79,7 @@ def train_and_save(
         trainer = make_trainer(groups, run)
         loader = open_fake_loader(groups, trainer, run, 0)
         if OPTIMIZERS[name]:  # as after a first update that fp16's loss scaler has left out
-            optimizer_state(trainer.optimizer, model_state(trainer.models, is_loading=False), is_loading=False)
+            optimizer_state(trainer.optimizer, model_state(trainer.models, is_loading=False), groups, is_loading=False)
         train_steps(groups, trainer, run, loader)
         state = None if loader is None else loader.state()
         save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llava_mcore.apps import train
-from llava_mcore.config.load import load_run_config
+from llava_mcore.config.load import load_run_config, run_config_yaml
 from tests.helpers.shards import make_dataset
 
 HF_CONFIG: dict[str, Any] = {
@@ -159,6 +159,22 @@ def test_an_earlier_run_is_resumed_or_left_alone(folders: Folders, capsys: pytes
     assert train.main(folders.flags("--name", "other", "--dry-run")) == 0
     message = refusal(folders.flags("--load-optim", "--train-iters", "4"), capsys)
     assert "has reached iteration 4 of 4: raise --train-iters" in message
+
+
+def test_a_finished_run_of_another_name_is_no_start_with_its_optimizer(
+    folders: Folders, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing would be trained, nothing saved, and the exit code be 0."""
+    folders.add_checkpoint(folders.save / "first", 4)
+    saved = load_run_config(None, ["data.path=d", "checkpoint.save_optim=true", "stage=2"])
+    (folders.save / "first" / "iter_0000004" / "run.yaml").write_text(run_config_yaml(saved))
+    second = [
+        *folders.flags("--name", "second", "--train-iters", "4"),
+        "--megatron-load-dir",
+        str(folders.save / "first"),
+    ]
+    assert "or leave --load-optim away this first time" in refusal([*second, "--load-optim"], capsys)
+    assert train.main([*second, "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize(

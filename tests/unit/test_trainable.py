@@ -15,7 +15,7 @@ from llava_mcore.config.optimizer import OptimizerConfig
 from llava_mcore.config.rules import check_values
 from llava_mcore.errors import CheckpointError, ConfigError
 from llava_mcore.models.trainable import trained_parameters
-from llava_mcore.training.optimizer import follow_rates, part_rates
+from llava_mcore.training.optimizer import follow_settings, part_rates
 from tests.helpers.tiny_hf import make_hf_llava
 
 LAYER = "language_model.decoder.layers.3."
@@ -87,11 +87,11 @@ def test_rates_of_parts() -> None:
 def test_a_resumed_run_may_change_rates_but_not_tell_equal_ones_apart() -> None:
     before = OptimizerConfig(lr=1e-3, vision_lr=2e-4)
     groups = [{"max_lr": 1e-3, "min_lr": 0.0}, {"max_lr": 2e-4, "min_lr": 0.0}]
-    follow_rates({"param_groups": groups}, before, OptimizerConfig(lr=5e-4, vision_lr=1e-3))
+    follow_settings({"param_groups": groups}, before, OptimizerConfig(lr=5e-4, vision_lr=1e-3))
     assert [group["max_lr"] for group in groups] == [5e-4, 1e-3]
     equal = OptimizerConfig(lr=1e-3, vision_lr=1e-3)
     with pytest.raises(CheckpointError, match="cannot be told apart"):
-        follow_rates({"param_groups": []}, equal, before)
+        follow_settings({"param_groups": []}, equal, before)
 
 
 def test_rates_without_effect_are_refused() -> None:

@@ -1,0 +1,57 @@
+"""Saving and resuming runs in which some ranks, or some layers, train nothing."""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.training.save import save_checkpoint
+from llava_mcore.training.state import Progress, resume
+from tests.parallel.checks import join
+from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
+from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
+
+FROZEN_MODELS: dict[str, Any] = {"model.freeze_language_model": True, "model.freeze_vision_model": True}
+FIRST_STAGE: dict[str, Any] = FROZEN_MODELS
+LAST_STAGE: dict[str, Any] = FROZEN_MODELS | {
+    "model.freeze_vision_projection": True,
+    "model.unfreeze": ("lm_head.weight", "language_model.model.norm.weight"),
+}
+SOME_LAYERS: dict[str, Any] = FROZEN_MODELS | {
+    "model.unfreeze": ("language_model.model.layers.1.*", "language_model.model.norm.weight"),
+}
+FROZEN = {"first stage": FIRST_STAGE, "last stage": LAST_STAGE, "some layers": SOME_LAYERS}
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"training.precision": "bf16"},
+    "distributed": {"parallel.use_distributed_optimizer": True},
+    "distributed bf16": {"parallel.use_distributed_optimizer": True, "training.precision": "bf16"},
+}
+FP16: dict[str, Any] = {"training.precision": "fp16"}  # its first updates overflow: nothing has moments yet
+
+
+def save_and_resume(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str) -> dict[str, tuple[Any, Any]]:
+    """Return for each kind the losses behind a checkpoint, of the run that saved it and of one that resumed."""
+    cases = {f"{part}, {kind}": FROZEN[part] | KINDS[kind] for part in FROZEN for kind in KINDS}
+    cases |= {"first stage, fp16": FIRST_STAGE | FP16, "nothing frozen, fp16": FP16}
+    groups = join(tp, pp)
+    found = {}
+    for name, flags in cases.items():
+        saving = {"checkpoint.save": True, "checkpoint.save_optim": True, "checkpoint.load_optim": True}
+        run = run_config(tp, pp, checkpoint, save_dir, name=name, **saving, **flags)
+        trainer = make_trainer(groups, run)
+        steps_before = 0 if "fp16" in name else STEPS
+        loader = open_fake_loader(groups, trainer, run, 0)
+        if steps_before:
+            train_steps(groups, trainer, run, loader)
+        progress = Progress(steps_before, steps_before * GLOBAL_BATCH)
+        save_checkpoint(trainer, progress, Path(hf), None if loader is None else loader.state())
+        unbroken = train_steps(groups, trainer, run, loader)
+        again = make_trainer(groups, run)
+        resume(again, latest_checkpoint(run.run_dir)[0])
+        loader = open_fake_loader(groups, again, run, steps_before)
+        found[name] = (unbroken, train_steps(groups, again, run, loader))
+    return found

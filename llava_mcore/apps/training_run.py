@@ -62,7 +62,7 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     watchdog.begin("building the model")
     trainer = together(groups, lambda: build_trainer(run, groups, start))
     resuming = resumes(run, start)
-    if start.checkpoint is not None and not resuming:
+    if run.checkpoint.load_optim and start.checkpoint is not None and not resuming:
         logger.info("%s gives weights only: this run starts at iteration 0", start.checkpoint)
     assets = together(groups, lambda: _open_assets(run, groups, start, resuming))
     watchdog.begin("loading the state")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,13 +43,12 @@ def optimizer_state(
     """
     model = each_layer_apart(model) if by_layer else model
     _make_moments(optimizer)
-    steps = _steps(optimizer, groups)
+    num_updates = _num_updates(optimizer, groups)
     distributed = _distributed(optimizer)
     if distributed is None:
-        state = optimizer.sharded_state_dict(model, is_loading=is_loading)
-        return _with_steps(state, steps)
+        return _plain_state(optimizer, model, num_updates, is_loading=is_loading)
     if is_loading:
-        distributed.load_state_dict(_common_state(distributed, steps))  # makes room for what will be loaded
+        distributed.load_state_dict(_common_state(distributed, num_updates))  # makes room for what will be loaded
     places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model)[0])}
     parts = {}
     for number, (param, start, stop) in enumerate(_own_stretches(distributed)):
@@ -58,7 +57,7 @@ def optimizer_state(
             name: _boxes(f"optimizer.state.{name}", places[param], start, stop, tensors.get(name))
             for name in _names(distributed)
         }
-    return _common_state(distributed, steps) | SHARDING | ({PARAM_STATE: parts} if parts else {})
+    return _common_state(distributed, num_updates) | SHARDING | ({PARAM_STATE: parts} if parts else {})
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
@@ -119,53 +118,54 @@ def _distributed(optimizer: MegatronOptimizer) -> DistributedOptimizer | None:
     return chained[0]
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """How many updates there were; -1: not counted there. A rank that trains nothing counts none itself."""
+def _num_updates(optimizer: MegatronOptimizer, groups: Groups) -> int:
+    """Return how many updates there were, as the ranks that train something know; -1: none does. A collective call.
 
-    of_parameters: int
-    """As torch's AdamW counts."""
-    of_groups: int
-    """As Transformer Engine's does."""
-
-
-def _steps(optimizer: MegatronOptimizer, groups: Groups) -> _Steps:
-    """Return the counts of all ranks together; a collective call."""
+    torch's AdamW counts for each parameter, Transformer Engine's for each group of them that is not empty.
+    """
     inner = [one.optimizer for one in _chained(optimizer) if one.optimizer is not None]
-    params = [state["step"] for one in inner for state in one.state.values() if "step" in state]
-    of_groups = [group["step"] for one in inner for group in one.param_groups if "step" in group]
-    most = torch.tensor([max(map(int, counts), default=-1) for counts in (params, of_groups)])
+    counts = [state["step"] for one in inner for state in one.state.values() if "step" in state]
+    if not counts:
+        own = [group for one in inner for group in one.param_groups if group["params"]]
+        counts = [group["step"] for group in own if "step" in group]
+    most = torch.tensor(max(map(int, counts), default=-1))
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.control)
-    return _Steps(*map(int, most))
+    return int(most)
 
 
-def _with_steps(state: ShardedStateDict, steps: _Steps) -> ShardedStateDict:
-    """Put the counts into a plain optimizer's state, all ranks load what rank 0 has saved of it; and no empty lists."""
-    if not any(state.get("fp32_from_fp16_params", [])):
+def _count_in_empty_groups(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], num_updates: int) -> None:
+    """Let this rank say the step of groups of which it trains nothing: other ranks load what rank 0 has saved."""
+    for group, trained in zip(saved, own, strict=True):
+        if not trained["params"] and num_updates >= 0:
+            group["step"] = num_updates
+
+
+def _plain_state(
+    optimizer: MegatronOptimizer, model: ShardedStateDict, num_updates: int, *, is_loading: bool
+) -> ShardedStateDict:
+    """Return the state of an optimizer that is not distributed."""
+    state = optimizer.sharded_state_dict(model, is_loading=is_loading)
+    if not any(state.get("fp32_from_fp16_params", [])):  # empty lists would not fit those of other ranks
         state.pop("fp32_from_fp16_params", None)
-    inner = state.get("optimizer", state)
-    if "param_groups" not in inner:
-        return state  # this rank has no optimizer
-    if steps.of_parameters >= 0:
-        inner["state"]["common_step"] = torch.tensor(float(steps.of_parameters))
-    if steps.of_groups >= 0:
-        for group in inner["param_groups"]:
-            group["step"] = steps.of_groups
+    saved = state.get("optimizer", state)
+    for one in _chained(optimizer):
+        if isinstance(one.optimizer, torch.optim.AdamW):
+            saved["state"]["common_step"] = torch.tensor(float(max(0, num_updates)))
+        elif one.optimizer is not None:
+            _count_in_empty_groups(saved["param_groups"], one.optimizer.param_groups, num_updates)
     return state
 
 
-def _common_state(distributed: DistributedOptimizer, steps: _Steps) -> dict[str, Any]:
+def _common_state(distributed: DistributedOptimizer, num_updates: int) -> dict[str, Any]:
     """Return what a distributed optimizer keeps beside the parameters' state, also on a rank that has none of them."""
     inner = distributed.optimizer
     is_empty = isinstance(inner, torch.optim.AdamW) and not inner.state
     if is_empty:  # megatron-core looks the step up there
-        inner.state[""] = {"step": torch.tensor(float(max(0, steps.of_parameters)))}
+        inner.state[""] = {"step": torch.tensor(float(max(0, num_updates)))}
     state: dict[str, Any] = distributed.state_dict()
     if is_empty:
         del inner.state[""]
-    if steps.of_groups >= 0:
-        for group in state["optimizer"]["param_groups"]:
-            group["step"] = steps.of_groups
+    _count_in_empty_groups(state["optimizer"]["param_groups"], inner.param_groups, num_updates)
     return state
 
 

@@ -131,19 +131,12 @@ class Saver:
         if pending.thread is not None:
             pending.thread.join()
         self._pending = None
-        found = agree(groups, pending.problem)
-        if found:
-            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
-        pending.write.finish()
-        problem = None
-        if groups.rank == 0:
-            try:
-                self._publish(pending)
-            except OSError as error:
-                problem = f"{pending.final}: {error}"
-        found = agree(groups, problem)
-        if found:
-            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        try:
+            self._complete(pending)
+        except CheckpointError:
+            if groups.rank == 0:  # it would fill the disk until the next save, which may need the room
+                shutil.rmtree(pending.partial, ignore_errors=True)
+            raise
         pending.write.published()
         end = time.perf_counter()
         done = Saved(
@@ -158,6 +151,23 @@ class Saver:
         logger.info("saved %s: %s", pending.final, done)
         if groups.rank == 0:
             done.append_to(self.trainer.run.run_dir / SAVES)
+
+    def _complete(self, pending: _Pending) -> None:
+        """Make a checkpoint of what all ranks have written. CheckpointError on all ranks, if any could not write."""
+        groups = self.trainer.groups
+        found = agree(groups, pending.problem)
+        if found:
+            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        pending.write.finish()
+        problem = None
+        if groups.rank == 0:
+            try:
+                self._publish(pending)
+            except OSError as error:
+                problem = f"{pending.final}: {error}"
+        found = agree(groups, problem)
+        if found:
+            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
 
     def _root(self, persistent: bool) -> Path:
         run = self.trainer.run

@@ -68,3 +68,4 @@ def test_a_background_save_holds_what_was_there_when_it_began(checkpoint: Path, 
         assert "is the disk full" in result["message"]
         assert result["replaced"] == (True, True)
     assert not (tmp_path / "async" / "iter_0000010").exists()
+    assert not list((tmp_path / "async").glob(".*.partial")), "it would fill the disk"

@@ -65,8 +65,7 @@ def export_hf(
     wrong = check_layout(model_dims(side.hf), tp, pp, str(side.files))
     if wrong:
         raise ConfigError(problems(f"{checkpoint} cannot be read as tp {tp} x pp {pp}", wrong))
-    if tokenizer_dir is not None and not (tokenizer_dir / "tokenizer_config.json").is_file():
-        raise ConversionError(f"--tokenizer-dir {tokenizer_dir}: no tokenizer_config.json")
+    replaced = () if tokenizer_dir is None else _replaced(tokenizer_dir)
     with single_process():
         weights = CheckpointWeights(side, checkpoint, tp)
     files = planned_files(weights, dtype, max_shard_size)
@@ -78,9 +77,8 @@ def export_hf(
             if iteration == 0 and dtype is None:
                 _compare_with_import(side.files, digests)
         trained = weights.trained_names()
-        _write_companions(
-            side.files, tokenizer_dir, partial, {x for name, x in weights.dtypes(dtype).items() if name in trained}
-        )
+        dtypes = {x for name, x in weights.dtypes(dtype).items() if name in trained}
+        _write_companions(side.files, tokenizer_dir, replaced, partial, dtypes)
     return iteration
 
 
@@ -161,17 +159,19 @@ def _compare_with_import(companions: Path, digests: dict[str, str]) -> None:
 
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
-    "tokenizer_config.json",
+    *VOCABULARY_FILES,
+    *("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
 )
 
 
-def _write_companions(source: Path, tokenizer_dir: Path | None, target: Path, dtypes: set[torch.dtype]) -> None:
+def _write_companions(
+    source: Path, tokenizer_dir: Path | None, replaced: Sequence[str], target: Path, dtypes: set[torch.dtype]
+) -> None:
     """Copy config, tokenizer and processor files; the config changes only where the dtype did."""
-    given = [] if tokenizer_dir is None else hf_files.companion_files(tokenizer_dir)
-    hf_files.copy_companions(source, target, skip=(*layout.companion_skip(), *_replaced(given)))
-    for path in given:
+    hf_files.copy_companions(source, target, skip=(*layout.companion_skip(), *replaced))
+    for path in [] if tokenizer_dir is None else hf_files.companion_files(tokenizer_dir):
         if path.name not in ("config.json", "generation_config.json"):
             shutil.copyfile(path, target / path.name)
     if len(dtypes) != 1:
@@ -185,14 +185,21 @@ def _write_companions(source: Path, tokenizer_dir: Path | None, target: Path, dt
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _replaced(given: Sequence[Path]) -> tuple[str, ...]:
-    """Return which of the checkpoint's files would speak against those of another tokenizer's folder."""
-    if not given:
-        return ()
-    names = {path.name: path for path in given}
-    config = json.loads(names["tokenizer_config.json"].read_text(encoding="utf-8"))
-    has_template = bool(config.get("chat_template")) or any(name in names for name in TEMPLATE_FILES)
-    return TOKENIZER_FILES + (TEMPLATE_FILES if has_template else ())
+def _replaced(tokenizer_dir: Path) -> tuple[str, ...]:
+    """Return which of the checkpoint's files would speak against those of another tokenizer's folder.
+
+    Raises:
+        ConversionError: it has no tokenizer_config.json that can be read.
+    """
+    path = tokenizer_dir / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"--tokenizer-dir {tokenizer_dir}: no tokenizer_config.json ({error})") from error
+    names = {path.name for path in hf_files.companion_files(tokenizer_dir)}
+    has_template = bool(config.get("chat_template")) or not names.isdisjoint(TEMPLATE_FILES)
+    tokenizer = () if names.isdisjoint(VOCABULARY_FILES) else TOKENIZER_FILES
+    return tokenizer + (TEMPLATE_FILES if has_template else ())
 
 
 def parser() -> argparse.ArgumentParser:

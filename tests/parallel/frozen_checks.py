@@ -7,7 +7,13 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
 from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.checkpoint.megatron import load_state
+from llava_mcore.errors import CheckpointError
+from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.save import save_checkpoint
 from llava_mcore.training.state import Progress, resume
 from tests.parallel.checks import join
@@ -54,4 +60,15 @@ def save_and_resume(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str) -
         resume(again, latest_checkpoint(run.run_dir)[0])
         loader = open_fake_loader(groups, again, run, steps_before)
         found[name] = (unbroken, train_steps(groups, again, run, loader))
+    found["one rank's problem"] = (["missing: no.such.tensor (1,)"], [_one_rank_asks_for_more(groups, run.run_dir)])
     return found
+
+
+def _one_rank_asks_for_more(groups: Groups, run_dir: Path) -> str:
+    """Return what this rank is told when the last one wants a tensor that the checkpoint lacks."""
+    more = {"more": ShardedTensor.from_rank_offsets("no.such.tensor", torch.zeros(1))}
+    try:
+        load_state(more if groups.rank == groups.world_size - 1 else {}, latest_checkpoint(run_dir)[0])
+    except CheckpointError as error:
+        return str(error).rpartition("- ")[2]
+    return "nothing"

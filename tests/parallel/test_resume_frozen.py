@@ -21,5 +21,6 @@ def test_frozen_parts_are_saved_and_resumed(tmp_path: Path, tp: int, pp: int, dp
         "hf": str(tmp_path / "hf"),
     }
     ranks = run_world(tp * pp * dp, "tests.parallel.frozen_checks:save_and_resume", tp=tp, pp=pp, **arguments)
-    for name, (unbroken, resumed) in ranks[0].items():
-        assert resumed == unbroken, name
+    for rank in ranks:
+        for name, (unbroken, resumed) in rank.items():
+            assert resumed == unbroken, name

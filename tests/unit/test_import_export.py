@@ -207,6 +207,12 @@ def test_another_tokenizer_replaces_all_of_the_first(hf: Path, tmp_path: Path) -
     export_hf.export_hf(tmp_path / "megatron", tmp_path / "replaced", tokenizer_dir=other)
     assert AutoTokenizer.from_pretrained(tmp_path / "replaced").chat_template == "new"
     assert not (tmp_path / "replaced" / "added_tokens.json").exists()
+    (other / "tokenizer.json").unlink()
+    export_hf.export_hf(tmp_path / "megatron", tmp_path / "settings", tokenizer_dir=other)
+    assert (tmp_path / "settings" / "tokenizer.json").is_file(), "the new folder has no vocabulary"
+    (other / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConversionError, match=r"--tokenizer-dir .* no tokenizer_config"):
+        export_hf.export_hf(tmp_path / "megatron", tmp_path / "none", tokenizer_dir=other)
 
 
 def test_damaged_json_and_folders_that_cannot_be_made(hf: Path, tmp_path: Path) -> None:

@@ -64,6 +64,16 @@ def test_nothing_is_written_unless_asked_for(tmp_path: Path) -> None:
     assert draw_losses(run.run_dir) is None
 
 
+def test_a_picture_that_cannot_be_written_takes_no_other_errors_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sinks are closed while the error that ends a run, of a full disk for one, is on its way."""
+    run = load_run_config(None, [f"checkpoint.save_dir={tmp_path}"])
+    (run.run_dir / PLOT).mkdir(parents=True)
+    session(run, 0, [1.0])
+    assert "loss.png cannot be written" in caplog.text
+
+
 def test_a_copied_checkpoint_brings_the_ids_of_its_run(tmp_path: Path) -> None:
     checkpoint, run_dir = tmp_path / "iter_0000003", tmp_path / "run"
     checkpoint.mkdir()

@@ -86,9 +86,10 @@ def test_rates_of_parts() -> None:
 
 def test_a_resumed_run_may_change_rates_but_not_tell_equal_ones_apart() -> None:
     before = OptimizerConfig(lr=1e-3, vision_lr=2e-4)
-    groups = [{"max_lr": 1e-3, "min_lr": 0.0}, {"max_lr": 2e-4, "min_lr": 0.0}]
-    follow_settings({"param_groups": groups}, before, OptimizerConfig(lr=5e-4, vision_lr=1e-3))
+    groups: list[dict[str, Any]] = [{"max_lr": 1e-3, "min_lr": 0.0}, {"max_lr": 2e-4, "min_lr": 0.0}]
+    follow_settings({"param_groups": groups}, before, OptimizerConfig(lr=5e-4, vision_lr=1e-3, adam_beta2=0.95))
     assert [group["max_lr"] for group in groups] == [5e-4, 1e-3]
+    assert all(group["betas"] == (0.9, 0.95) and group["eps"] == 1e-8 for group in groups)
     equal = OptimizerConfig(lr=1e-3, vision_lr=1e-3)
     with pytest.raises(CheckpointError, match="cannot be told apart"):
         follow_settings({"param_groups": []}, equal, before)

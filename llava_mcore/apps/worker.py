@@ -13,7 +13,7 @@ from pathlib import Path
 from llava_mcore import log
 from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import LlavaMcoreError
-from llava_mcore.launch.process import STOPPED_EARLY, StopSignals, die_with_parent
+from llava_mcore.launch.process import STOPPED_EARLY, StopSignals, die_with_parent, leave
 from llava_mcore.slim import leave_out_unused
 
 
@@ -41,4 +41,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":  # a checkpoint save imports this module again: keep the guard
-    sys.exit(main())
+    leave(main())

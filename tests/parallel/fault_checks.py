@@ -87,6 +87,7 @@ def faults(checkpoint: str, save_dir: str) -> dict[str, Any]:
     except TrainingError as error:
         found["diverging"] = str(error)
     found["metrics"] = {name: Path(save_dir, name, FILE).read_text() for name in ("stop", "skip", "range")}
+    dist.barrier(groups.control)  # the other rank removes its file too
     found["stacks"] = [str(path) for path in Path(save_dir).glob("*/stacks/*")]
     return found
 

@@ -227,3 +227,26 @@ def test_missing_image_and_missing_engine(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="needs singularity or apptainer on PATH"):
         rerun_in_container(tmp_path / "i.sif", ["x"])
+
+
+LEAVES = """
+    import atexit, sys
+    from llava_mcore.launch.process import leave
+
+    class Kept:
+        def __del__(self):
+            print("torn down", flush=True)
+
+    kept = Kept()
+    atexit.register(print, "exit handler")
+    print("printed")
+    leave(3)
+"""
+
+
+def test_a_worker_leaves_without_tearing_the_interpreter_down() -> None:
+    """What is torn down under a thread of gloo's ends the process by SIGABRT: torchrun would report that instead."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LEAVES)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, check=False
+    )
+    assert (done.returncode, done.stdout) == (3, "printed\nexit handler\n")

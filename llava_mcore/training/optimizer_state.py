@@ -66,16 +66,23 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
     if distributed is None:
         if any(isinstance(one, Float16OptimizerWithFloat16Params) for one in _chained(optimizer)):
             loaded.setdefault("fp32_from_fp16_params", [])  # lost where this rank trains nothing
+        loaded.get("optimizer", loaded).setdefault("state", {})  # this too
         optimizer.load_state_dict(loaded)
         return
+    if isinstance(distributed.optimizer, HybridDeviceOptimizer):
+        for group in loaded["optimizer"]["param_groups"]:
+            group.setdefault("step", 0)  # else the update with which it made room for its state would count
     distributed.load_state_dict({name: value for name, value in loaded.items() if name != PARAM_STATE})
     with torch.no_grad():
         for number, (param, _, _) in enumerate(_own_stretches(distributed)):
             boxes = loaded[PARAM_STATE][number]
             tensors = {name: torch.cat([box.flatten() for box in boxes[name]]) for name in boxes}
             distributed._set_main_param_and_optimizer_states(param, tensors)
-    if isinstance(distributed.optimizer, HybridDeviceOptimizer):
-        distributed.optimizer._sync_hdo_state_to_sub_optimizers()
+    inner = distributed.optimizer
+    if isinstance(inner, HybridDeviceOptimizer):
+        inner._sync_hdo_state_to_sub_optimizers()
+        for group in inner.param_groups:
+            group.pop("step", None)  # the count of its part on the GPU would be set back to this one at every update
 
 
 def each_layer_apart(model: ShardedStateDict) -> ShardedStateDict:
@@ -153,6 +160,8 @@ def _plain_state(
             saved["state"]["common_step"] = torch.tensor(float(max(0, num_updates)))
         elif one.optimizer is not None:
             _count_in_empty_groups(saved["param_groups"], one.optimizer.param_groups, num_updates)
+    if not saved.get("state", True):  # nothing is trained here: an empty dictionary would not fit those of other ranks
+        del saved["state"]
     return state
 
 
@@ -174,13 +183,16 @@ def _names(distributed: DistributedOptimizer) -> tuple[str, ...]:
 
 
 def _make_moments(optimizer: MegatronOptimizer) -> None:
-    """Let torch's AdamW, which has none before its first update, hold moments: megatron-core asks for them."""
-    for inner in (one.optimizer for one in _chained(optimizer)):
+    """Let an optimizer that has no moments yet, before its first update, hold zeros: megatron-core asks for them."""
+    for one in _chained(optimizer):
+        inner = one.optimizer
         if isinstance(inner, torch.optim.AdamW):
             for param in (param for group in inner.param_groups for param in group["params"]):
                 if not inner.state[param]:
                     zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
                     inner.state[param] = {"step": torch.tensor(0.0), **zeros}
+        elif inner is not None and not isinstance(one, DistributedOptimizer):
+            one.init_state_fn(inner, one.config)
 
 
 def _own_stretches(distributed: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
@@ -194,9 +206,17 @@ def _own_stretches(distributed: DistributedOptimizer) -> Iterator[tuple[torch.nn
 
 def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Return this rank's part of a parameter's fp32 weights and moments, flat; moments begin as zeros."""
-    tensors = distributed._get_main_param_and_optimizer_states(param)
-    weights = tensors["param"]
-    tensors = {name: tensors[name] if name in tensors else torch.zeros_like(weights) for name in _names(distributed)}
+    group, number = distributed.model_param_group_index_map[param]
+    own = distributed.optimizer.param_groups[group]["params"][number]
+    if distributed.config.use_precision_aware_optimizer and not distributed.optimizer.state.get(own):
+        tensors = {"param": own}  # it makes its fp32 weights at its first update
+    else:
+        tensors = distributed._get_main_param_and_optimizer_states(param)
+    weights = tensors["param"].float()
+    tensors = {"param": weights} | {
+        name: tensors[name] if name in tensors else torch.zeros_like(weights)
+        for name in distributed.optimizer_state_keys
+    }
     if distributed.config.use_precision_aware_optimizer:  # its moments may be made for this call: not all on the GPU
         return {name: x.detach().float().cpu() for name, x in tensors.items()}
     return {name: x.detach() for name, x in tensors.items()}

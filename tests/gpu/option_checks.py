@@ -72,6 +72,7 @@ def save_and_resume(
         "aware": AWARE,
         "half": HALF_MOMENTS,
         "offload": OFFLOAD,
+        "offload half": OFFLOAD | {"optimizer.cpu_offload_fraction": 0.5},
         "own disk": DISTRIBUTED | disk,
     }
     if groups.dp_size == 1:  # else too few tokens for FP8 at a time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.save import save_checkpoint
 from llava_mcore.training.state import Progress, resume
+from tests.helpers.fused_adam import in_place_of_torch
 from tests.parallel.checks import join
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
@@ -30,38 +32,61 @@ SOME_LAYERS: dict[str, Any] = FROZEN_MODELS | {
     "model.unfreeze": ("language_model.model.layers.1.*", "language_model.model.norm.weight"),
 }
 FROZEN = {"first stage": FIRST_STAGE, "last stage": LAST_STAGE, "some layers": SOME_LAYERS}
+DISTRIBUTED: dict[str, Any] = {"parallel.use_distributed_optimizer": True}
+BF16: dict[str, Any] = {"training.precision": "bf16"}
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "bf16": {"training.precision": "bf16"},
-    "distributed": {"parallel.use_distributed_optimizer": True},
-    "distributed bf16": {"parallel.use_distributed_optimizer": True, "training.precision": "bf16"},
+    "bf16": BF16,
+    "distributed": DISTRIBUTED,
+    "distributed bf16": DISTRIBUTED | BF16,
 }
-FP16: dict[str, Any] = {"training.precision": "fp16"}  # its first updates overflow: nothing has moments yet
+AWARE: dict[str, Any] = DISTRIBUTED | BF16 | {"optimizer.use_precision_aware_optimizer": True}
+GPU_KINDS: dict[str, dict[str, Any]] = {
+    "aware": AWARE,
+    "on the host": AWARE | {"optimizer.cpu_offload": True},
+    "partly on the host": AWARE | {"optimizer.cpu_offload": True, "optimizer.cpu_offload_fraction": 0.5},
+}
+NO_UPDATE = "no update yet"  # as when the first steps overflow: the optimizer has no moments
 
 
-def save_and_resume(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str) -> dict[str, tuple[Any, Any]]:
-    """Return for each kind the losses behind a checkpoint, of the run that saved it and of one that resumed."""
-    cases = {f"{part}, {kind}": FROZEN[part] | KINDS[kind] for part in FROZEN for kind in KINDS}
-    cases |= {"first stage, fp16": FIRST_STAGE | FP16, "nothing frozen, fp16": FP16}
+def save_and_resume(
+    tp: int, pp: int, checkpoint: str, save_dir: str, hf: str, fused: bool = False
+) -> dict[str, tuple[Any, Any]]:
+    """Return for each kind the losses behind a checkpoint, of the run that saved it and of one that resumed.
+
+    Args:
+        fused: with an optimizer that keeps its state as Transformer Engine's does.
+    """
+    kinds = KINDS | (GPU_KINDS if torch.cuda.is_available() else {})
+    cases = {f"{part}, {kind}": FROZEN[part] | kinds[kind] for part in FROZEN for kind in kinds}
+    kinds["fp16"] = {"training.precision": "fp16"}
+    cases |= {f"{NO_UPDATE}, first stage, {kind}": FIRST_STAGE | kinds[kind] for kind in kinds}
     groups = join(tp, pp)
-    found = {}
-    for name, flags in cases.items():
-        saving = {"checkpoint.save": True, "checkpoint.save_optim": True, "checkpoint.load_optim": True}
-        run = run_config(tp, pp, checkpoint, save_dir, name=name, **saving, **flags)
-        trainer = make_trainer(groups, run)
-        steps_before = 0 if "fp16" in name else STEPS
-        loader = open_fake_loader(groups, trainer, run, 0)
-        if steps_before:
-            train_steps(groups, trainer, run, loader)
-        progress = Progress(steps_before, steps_before * GLOBAL_BATCH)
-        save_checkpoint(trainer, progress, Path(hf), None if loader is None else loader.state())
-        unbroken = train_steps(groups, trainer, run, loader)
-        again = make_trainer(groups, run)
-        resume(again, latest_checkpoint(run.run_dir)[0])
-        loader = open_fake_loader(groups, again, run, steps_before)
-        found[name] = (unbroken, train_steps(groups, again, run, loader))
+    with in_place_of_torch() if fused else contextlib.nullcontext():
+        found = {name: _resumed(groups, checkpoint, save_dir, hf, name, flags) for name, flags in cases.items()}
+    run = run_config(tp, pp, checkpoint, save_dir, name=next(iter(cases)))
     found["one rank's problem"] = (["missing: no.such.tensor (1,)"], [_one_rank_asks_for_more(groups, run.run_dir)])
     return found
+
+
+def _resumed(
+    groups: Groups, checkpoint: str, save_dir: str, hf: str, name: str, flags: dict[str, Any]
+) -> tuple[list[float], list[float]]:
+    """Return the losses behind a checkpoint, of the run that saved it and of one that resumed."""
+    saving = {"checkpoint.save": True, "checkpoint.save_optim": True, "checkpoint.load_optim": True}
+    run = run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, name=name, **saving, **flags)
+    trainer = make_trainer(groups, run)
+    steps_before = 0 if NO_UPDATE in name else STEPS
+    loader = open_fake_loader(groups, trainer, run, 0)
+    if steps_before:
+        train_steps(groups, trainer, run, loader)
+    progress = Progress(steps_before, steps_before * GLOBAL_BATCH)
+    save_checkpoint(trainer, progress, Path(hf), None if loader is None else loader.state())
+    unbroken = train_steps(groups, trainer, run, loader)
+    again = make_trainer(groups, run)
+    resume(again, latest_checkpoint(run.run_dir)[0])
+    loader = open_fake_loader(groups, again, run, steps_before)
+    return unbroken, train_steps(groups, again, run, loader)
 
 
 def _one_rank_asks_for_more(groups: Groups, run_dir: Path) -> str:

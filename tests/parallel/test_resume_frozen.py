@@ -11,14 +11,15 @@ from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 2, 1), (1, 1, 2), (1, 2, 2)])
-def test_frozen_parts_are_saved_and_resumed(tmp_path: Path, tp: int, pp: int, dp: int) -> None:
+@pytest.mark.parametrize(("tp", "pp", "dp", "fused"), [(1, 1, 2, False), (1, 2, 2, False), (1, 2, 2, True)])
+def test_frozen_parts_are_saved_and_resumed(tmp_path: Path, tp: int, pp: int, dp: int, fused: bool) -> None:
     make_hf_llava(tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "megatron")
     arguments = {
         "checkpoint": str(tmp_path / "megatron"),
         "save_dir": str(tmp_path / "save"),
         "hf": str(tmp_path / "hf"),
+        "fused": fused,
     }
     ranks = run_world(tp * pp * dp, "tests.parallel.frozen_checks:save_and_resume", tp=tp, pp=pp, **arguments)
     for rank in ranks:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import socket
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import psutil
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
+from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from transformers.utils.logging import disable_progress_bar
@@ -144,11 +144,10 @@ def _hugging_face(
 def _run_world(job: Path, num_processes: int) -> None:
     # What all processes import is imported once.
     multiprocessing.set_forkserver_preload(["llava_mcore.apps.quiet_preload", run_rank.__module__])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Open as long as they need it: no other program can take the port before they do.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        start_processes(run_rank, (num_processes, port, job), nprocs=num_processes, start_method="forkserver")
+        start_processes(run_rank, (num_processes, store.port, job), nprocs=num_processes, start_method="forkserver")
     except (ProcessRaisedException, ProcessExitedException) as error:
         raise CheckpointError(f"the parallel model could not run: {error}") from error
 

@@ -28,9 +28,14 @@ from llava_mcore.parallel.random import seed_everything
 
 
 def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
-    """Compute one rank's part of what job.pt asks for, and leave it in the folder; exit code 2 after a message."""
+    """Compute one rank's part of what job.pt asks for, and leave it in the folder; exit code 2 after a message.
+
+    Args:
+        port: of a store on this machine, through which the processes meet.
+    """
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ["WORLD_SIZE"] = str(num_processes)
+    # torch's name for a store that is there already, as torchrun's is; rank 0 opens none.
+    os.environ |= {"WORLD_SIZE": str(num_processes), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     log.set_up(rank)
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // num_processes, 1))
     with torch.serialization.safe_globals([HfNames]):

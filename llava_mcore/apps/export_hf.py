@@ -17,7 +17,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from llava_mcore.apps.checkpoint_weights import CheckpointWeights, HfSide
 from llava_mcore.apps.compare_logits import check_logits
 from llava_mcore.apps.conversion import DTYPES, add_flags, compare_digests, export_all, hash_files
-from llava_mcore.checkpoint import hf_files, layout
+from llava_mcore.build.sources import VOCABULARY_FILES
+from llava_mcore.checkpoint import chat_template, hf_files, layout
 from llava_mcore.checkpoint.hf_config import model_dims
 from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.checkpoint.raw import as_bytes, sha256
@@ -158,8 +159,7 @@ def _compare_with_import(companions: Path, digests: dict[str, str]) -> None:
         compare_digests(digests, manifest.digests, title="the export differs from what was imported")
 
 
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TEMPLATE_FILES = (chat_template.FILE, chat_template.LEGACY_FILE)
 TOKENIZER_FILES = (
     *VOCABULARY_FILES,
     *("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),

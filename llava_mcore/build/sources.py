@@ -17,7 +17,7 @@ from llava_mcore.errors import ConfigError, ConversionError, problems
 _TAG = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LIBRARY_ERRORS = (StrictDataclassError, SafetensorError)
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, *_LIBRARY_ERRORS)
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def require_tokenizer_files(source: Source, hint: str) -> None:
     """
     if source.folder is None or source.gguf_file is not None:
         return
-    if not any((source.folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConversionError(f"{source}: has no tokenizer (none of {', '.join(TOKENIZER_FILES)}). {hint}")
+    if not any((source.folder / name).is_file() for name in VOCABULARY_FILES):
+        raise ConversionError(f"{source}: has no tokenizer (none of {', '.join(VOCABULARY_FILES)}). {hint}")
 
 
 def check_loaded(source: Source, what: str, missing: set[str]) -> None:

@@ -41,12 +41,12 @@ def optimizer_state(
         model: sharded state of all model chunks, from which the optimizer's tensors take place and shape.
         by_layer: some layers are trained and others are not.
     """
-    model = each_layer_apart(model) if by_layer else model
+    model = _each_layer_apart(model) if by_layer else model
     _make_moments(optimizer)
     num_updates = _num_updates(optimizer, groups)
     distributed = _distributed(optimizer)
     if distributed is None:
-        return _plain_state(optimizer, model, num_updates, is_loading=is_loading)
+        return _plain_state(optimizer, model, num_updates)
     if is_loading:
         distributed.load_state_dict(_common_state(distributed, num_updates))  # makes room for what will be loaded
     places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model)[0])}
@@ -85,7 +85,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
             group.pop("step", None)  # the count of its part on the GPU would be set back to this one at every update
 
 
-def each_layer_apart(model: ShardedStateDict) -> ShardedStateDict:
+def _each_layer_apart(model: ShardedStateDict) -> ShardedStateDict:
     """Give every layer's tensor a key of its own; megatron-core stacks those of all layers under one.
 
     Of a stack in which only some layers are trained it says, when it is saved, that the others are missing.
@@ -147,11 +147,10 @@ def _count_in_empty_groups(saved: Sequence[dict[str, Any]], own: Sequence[dict[s
             group["step"] = num_updates
 
 
-def _plain_state(
-    optimizer: MegatronOptimizer, model: ShardedStateDict, num_updates: int, *, is_loading: bool
-) -> ShardedStateDict:
+def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, num_updates: int) -> ShardedStateDict:
     """Return the state of an optimizer that is not distributed."""
-    state = optimizer.sharded_state_dict(model, is_loading=is_loading)
+    # is_loading: moments that are not there yet are made, which a save before the first update needs as well.
+    state = optimizer.sharded_state_dict(model, is_loading=True)
     if not any(state.get("fp32_from_fp16_params", [])):  # empty lists would not fit those of other ranks
         state.pop("fp32_from_fp16_params", None)
     saved = state.get("optimizer", state)
@@ -160,7 +159,7 @@ def _plain_state(
             saved["state"]["common_step"] = torch.tensor(float(max(0, num_updates)))
         elif one.optimizer is not None:
             _count_in_empty_groups(saved["param_groups"], one.optimizer.param_groups, num_updates)
-    if not saved.get("state", True):  # nothing is trained here: an empty dictionary would not fit those of other ranks
+    if not saved["state"]:  # nothing is trained here: an empty dictionary would not fit those of other ranks
         del saved["state"]
     return state
 
@@ -183,16 +182,13 @@ def _names(distributed: DistributedOptimizer) -> tuple[str, ...]:
 
 
 def _make_moments(optimizer: MegatronOptimizer) -> None:
-    """Let an optimizer that has no moments yet, before its first update, hold zeros: megatron-core asks for them."""
-    for one in _chained(optimizer):
-        inner = one.optimizer
+    """Let torch's AdamW, which has none before its first update, hold moments: megatron-core asks for them."""
+    for inner in (one.optimizer for one in _chained(optimizer)):
         if isinstance(inner, torch.optim.AdamW):
             for param in (param for group in inner.param_groups for param in group["params"]):
                 if not inner.state[param]:
                     zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
                     inner.state[param] = {"step": torch.tensor(0.0), **zeros}
-        elif inner is not None and not isinstance(one, DistributedOptimizer):
-            one.init_state_fn(inner, one.config)
 
 
 def _own_stretches(distributed: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
@@ -209,14 +205,11 @@ def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -
     group, number = distributed.model_param_group_index_map[param]
     own = distributed.optimizer.param_groups[group]["params"][number]
     if distributed.config.use_precision_aware_optimizer and not distributed.optimizer.state.get(own):
-        tensors = {"param": own}  # it makes its fp32 weights at its first update
+        tensors = {"param": own.float()}  # it makes its fp32 weights at its first update
     else:
         tensors = distributed._get_main_param_and_optimizer_states(param)
-    weights = tensors["param"].float()
-    tensors = {"param": weights} | {
-        name: tensors[name] if name in tensors else torch.zeros_like(weights)
-        for name in distributed.optimizer_state_keys
-    }
+    weights = tensors["param"]
+    tensors = {name: tensors[name] if name in tensors else torch.zeros_like(weights) for name in _names(distributed)}
     if distributed.config.use_precision_aware_optimizer:  # its moments may be made for this call: not all on the GPU
         return {name: x.detach().float().cpu() for name, x in tensors.items()}
     return {name: x.detach() for name, x in tensors.items()}

@@ -18,15 +18,13 @@ from tests.gpu import te_checks
 from tests.gpu.te_checks import FP8, TE
 from tests.helpers.batches import FakeLoader, PackedLoader
 from tests.parallel.checks import join
+from tests.parallel.frozen_checks import AWARE, DISTRIBUTED, OFFLOAD, OFFLOAD_HALF
 from tests.parallel.option_checks import FIRST, MIXED, SEQUENCE
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
 
 BF16 = te_checks.BF16 | TE
-DISTRIBUTED = {"parallel.use_distributed_optimizer": True}
-AWARE = DISTRIBUTED | {"optimizer.use_precision_aware_optimizer": True}
 HALF_MOMENTS = AWARE | {"optimizer.exp_avg_dtype": "bf16", "optimizer.exp_avg_sq_dtype": "bf16"}
-OFFLOAD = AWARE | {"optimizer.cpu_offload": True}
 INTERLEAVED = {"parallel.num_layers_per_virtual_pipeline_stage": 1}
 
 
@@ -44,7 +42,7 @@ def curves(tp: int, pp: int, checkpoint: str, save_dir: str) -> dict[str, dict[s
         "plain + precision-aware optimizer": AWARE,
         "plain + half moments": HALF_MOMENTS,
         "plain + optimizer on the host": OFFLOAD,
-        "plain + half of the optimizer on the host": OFFLOAD | {"optimizer.cpu_offload_fraction": 0.5},
+        "plain + half of the optimizer on the host": OFFLOAD_HALF,
     }
     if tp > 1:
         options |= {f"{name} + sequence parallel": options[name] | SEQUENCE for name in ("plain", "packed", "delayed")}
@@ -72,7 +70,7 @@ def save_and_resume(
         "aware": AWARE,
         "half": HALF_MOMENTS,
         "offload": OFFLOAD,
-        "offload half": OFFLOAD | {"optimizer.cpu_offload_fraction": 0.5},
+        "offload half": OFFLOAD_HALF,
         "own disk": DISTRIBUTED | disk,
     }
     if groups.dp_size == 1:  # else too few tokens for FP8 at a time

@@ -12,12 +12,11 @@ import torch
 from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from tests.helpers.tiny_hf import make_hf_llava
-from tests.helpers.world import run_world
+from tests.helpers.world import LAYOUTS, run_world
 
 pytestmark = pytest.mark.gpu
 NUM_GPUS = torch.cuda.device_count()
-ALL = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
-LAYOUTS = [x for x in ALL if math.prod(x) <= NUM_GPUS]
+FITTING = [x for x in LAYOUTS if math.prod(x) <= NUM_GPUS]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "megatron"
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "pp", "dp"), FITTING)
 def test_options_change_rounding_only(checkpoint: Path, tmp_path: Path, tp: int, pp: int, dp: int) -> None:
     arguments = {"tp": tp, "pp": pp, "checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
     runs = run_world(tp * pp * dp, "tests.gpu.option_checks:curves", **arguments)[0]
@@ -40,7 +39,7 @@ def test_options_change_rounding_only(checkpoint: Path, tmp_path: Path, tp: int,
         assert worst < (0.05 if "delayed" in name else 0.01), (name, run, plain)
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), [x for x in LAYOUTS if x in ((1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 1, 2))])
+@pytest.mark.parametrize(("tp", "pp", "dp"), [x for x in FITTING if x in ((1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 1, 2))])
 def test_every_optimizer_resumes(checkpoint: Path, tmp_path: Path, tp: int, pp: int, dp: int) -> None:
     hf = str(hf_folder(iteration_folder(checkpoint, 0)))
     arguments = {"tp": tp, "pp": pp, "checkpoint": str(checkpoint), "save_dir": str(tmp_path), "hf": hf}
@@ -50,7 +49,7 @@ def test_every_optimizer_resumes(checkpoint: Path, tmp_path: Path, tp: int, pp: 
         assert resumed == unbroken, (name, "bitwise")
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), [x for x in LAYOUTS if x in ((1, 2, 1), (1, 1, 2), (2, 2, 1))])
+@pytest.mark.parametrize(("tp", "pp", "dp"), [x for x in FITTING if x in ((1, 2, 1), (1, 1, 2), (2, 2, 1))])
 def test_partly_frozen_models_resume(checkpoint: Path, tmp_path: Path, tp: int, pp: int, dp: int) -> None:
     """Some ranks and layers train nothing; Transformer Engine's optimizer counts its steps otherwise than torch's."""
     hf = str(hf_folder(iteration_folder(checkpoint, 0)))
@@ -60,7 +59,7 @@ def test_partly_frozen_models_resume(checkpoint: Path, tmp_path: Path, tp: int, 
     assert told == expected
     for name, (unbroken, resumed) in found.items():
         print((tp, pp, dp), name, json.dumps([unbroken, resumed]))
-        assert resumed == pytest.approx(unbroken, rel=1e-3), name
+        assert resumed == unbroken, (name, "bitwise")
 
 
 def test_the_host_does_not_wait_in_forward_and_backward(checkpoint: Path, tmp_path: Path) -> None:

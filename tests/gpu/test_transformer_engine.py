@@ -16,13 +16,12 @@ from llava_mcore.models.parts import language_part
 from tests.gpu.te_checks import TE
 from tests.helpers.cases import CASES, hf_logits, make_case, make_inputs
 from tests.helpers.tiny_hf import make_hf_llava
-from tests.helpers.world import run_world
+from tests.helpers.world import LAYOUTS, run_world
 from tests.parallel.validation_checks import make_material
 
 pytestmark = pytest.mark.gpu
 NUM_GPUS = torch.cuda.device_count()
-ALL = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
-LAYOUTS = [x for x in ALL if math.prod(x) <= NUM_GPUS]
+FITTING = [x for x in LAYOUTS if math.prod(x) <= NUM_GPUS]
 
 
 def test_bf16_logits_are_as_near_to_hugging_face_as_torchs(tmp_path: Path) -> None:
@@ -57,7 +56,7 @@ def torchs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
     return checkpoint, losses
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "pp", "dp"), FITTING)
 def test_training(torchs: tuple[str, list[float]], tmp_path: Path, tp: int, pp: int, dp: int) -> None:
     checkpoint, truth = torchs
     arguments = {"checkpoint": checkpoint, "save_dir": str(tmp_path), "fp8": dp == pp == 1}

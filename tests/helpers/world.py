@@ -19,6 +19,9 @@ import torch
 PRELOADED = ["tests.helpers.preload"]
 """Imported once by the server that the processes are forked from: importing costs each of them 5 to 8 seconds."""
 
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
+"""tp, pp, dp: each kind of parallelism by itself, and together with others."""
+
 
 def free_port() -> int:
     """Return a port that nobody listens on, and that the system gives to no connection meanwhile (Linux: < 32768)."""

@@ -41,11 +41,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "distributed bf16": DISTRIBUTED | BF16,
 }
 AWARE: dict[str, Any] = DISTRIBUTED | BF16 | {"optimizer.use_precision_aware_optimizer": True}
-GPU_KINDS: dict[str, dict[str, Any]] = {
-    "aware": AWARE,
-    "on the host": AWARE | {"optimizer.cpu_offload": True},
-    "partly on the host": AWARE | {"optimizer.cpu_offload": True, "optimizer.cpu_offload_fraction": 0.5},
-}
+OFFLOAD: dict[str, Any] = AWARE | {"optimizer.cpu_offload": True}
+OFFLOAD_HALF: dict[str, Any] = OFFLOAD | {"optimizer.cpu_offload_fraction": 0.5}
+GPU_KINDS = {"aware": AWARE, "offload": OFFLOAD, "offload half": OFFLOAD_HALF}
 NO_UPDATE = "no update yet"  # as when the first steps overflow: the optimizer has no moments
 
 

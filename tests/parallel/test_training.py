@@ -14,10 +14,8 @@ from transformers import LlavaForConditionalGeneration
 from llava_mcore.apps.import_hf import import_hf
 from tests.helpers.batches import FakeLoader
 from tests.helpers.tiny_hf import make_hf_llava
-from tests.helpers.world import run_world
+from tests.helpers.world import LAYOUTS, run_world
 from tests.parallel.validation_checks import NUM_VALIDATION, make_material
-
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import random
@@ -134,6 +135,9 @@ def make_weights(folder: Path) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = LlavaForConditionalGeneration._from_config(LlavaConfig.from_pretrained(folder), dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    del model
+    gc.collect()  # its parts refer to each other; the runs that follow need the GPU's memory
+    torch.cuda.empty_cache()
 
 
 def make_jpeg(seed: int, width: int = 640, height: int = 480) -> bytes:

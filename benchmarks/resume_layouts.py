@@ -32,13 +32,14 @@ def main() -> None:
         make_hf_folder(folder / "hf", args.shape, seq_length=args.seq_length, num_layers=args.layers)
         make_shards(folder / "data", num_samples=args.samples)
         rows = [row_of(args, folder, "save", args.save_at)]
-        rows += [row_of(args, folder, "resume", layout) for layout in args.resume_at]
-    first = rows[1]["losses"]
-    for row in rows[1:]:
-        row["loss off %"] = round(max(100 * abs(a / b - 1) for a, b in zip(row["losses"], first, strict=True)), 3)
-    show(rows)
-    if args.json is not None:
-        write_record(args.json, rows, gpus=args.gpus)
+        for layout in args.resume_at:
+            row = row_of(args, folder, "resume", layout)
+            first = row["losses"] if len(rows) == 1 else rows[1]["losses"]
+            row["loss off %"] = round(max(100 * abs(a / b - 1) for a, b in zip(row["losses"], first, strict=True)), 3)
+            rows.append(row)
+            show(rows)
+            if args.json is not None:  # what has been measured, should the run be cut off
+                write_record(args.json, rows, gpus=args.gpus)
 
 
 def parse() -> argparse.Namespace:

@@ -102,7 +102,9 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["llava-1b"])
-    parser.add_argument("--layouts", nargs="+", default=["1,1"], help="tp,pp; data parallel over the rest")
+    parser.add_argument(
+        "--layouts", nargs="+", default=["1,1"], help="tp,pp or tp,pp,micro-batch size; data parallel over the rest"
+    )
     parser.add_argument("--fp8", nargs="+", default=["none"], choices=["none", *RECIPES])
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
@@ -131,12 +133,23 @@ def parse() -> argparse.Namespace:
 
 def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
     """Return the configurations of a shape: ours, then the peers."""
-    sizes = (args.micro_batch_size, args.global_batch_size)
     layouts = [tuple(int(x) for x in layout.split(",")) for layout in args.layouts]
-    entries = [Entry(shape, fp8, tp, pp, *sizes) for tp, pp in layouts for fp8 in args.fp8]
+    sizes = [(tp, pp, more[0] if more else args.micro_batch_size) for tp, pp, *more in layouts]
+    unequal = len({size for _, _, size in sizes}) > 1
+    if args.weights and unequal and any(args.global_batch_size % (size * streams(args)) for _, _, size in sizes):
+        raise SystemExit(
+            "--layouts with unequal micro-batch sizes read the same samples in a step only if --global-batch-size is a "
+            f"multiple of each times the {streams(args)} streams of the data"
+        )
+    entries = [Entry(shape, fp8, *size, args.global_batch_size) for size in sizes for fp8 in args.fp8]
     padded = (args.padded_micro_batch_size, args.padded_micro_batch_size * args.padded_micro_batches * args.gpus)
     packed = (args.peer_micro_batch_size, args.global_batch_size)
     return entries + [Entry(shape, name, 1, 1, *(padded if name == "hf-padded" else packed)) for name in args.peer]
+
+
+def streams(args: argparse.Namespace) -> int:
+    """Return how many streams every configuration divides the data into."""
+    return LOADERS * args.gpus
 
 
 def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: Path) -> None:
@@ -162,7 +175,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     flags += ["--megatron-load-dir", str(folder / f"{entry.shape}-megatron")] if args.weights else ["--init"]
     flags += ["--fp8", "--fp8-recipe", entry.what] if entry.what != "none" else []
     flags += ["--profile", f"{iters}:{iters}", "logging.profile_ranks=0"] if profiled else []
-    held = ("optimizer.lr_warmup_fraction=0", f"data.num_streams={LOADERS * args.gpus}")  # all layouts read one order
+    held = ("optimizer.lr_warmup_fraction=0", f"data.num_streams={streams(args)}")  # all layouts read one order
     command = training_command(options, *flags, *held, *args.more)
     lines = run_command(command, entry, out / "run" / "metrics.jsonl")[: args.iters]
     if entry.error:

@@ -39,7 +39,7 @@ FORMAT = 3
 
 
 class TrainLoader:
-    """Batches of one data-parallel rank, for ever, in an order fixed by seed, data and number of streams.
+    """Batches of one data-parallel rank, for ever, in an order fixed by seed, data, streams and micro-batch size.
 
     What the ranks read together is the same for every number of ranks and of loader processes (see `streams`), as
     long as the number of ranks divides both the number of streams and that of a step's micro-batches; otherwise only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,18 +103,25 @@ def out_of_memory_says_what_to_do(run: RunConfig, groups: Groups, iteration: int
     try:
         yield
     except torch.OutOfMemoryError as error:
-        gib = 2**30
-        used = torch.cuda.max_memory_allocated() / gib
-        advice = [
-            f"lower --micro-batch-size (now {run.training.micro_batch_size})",
-            f"lower --seq-length (now {run.data.seq_length})",
-            f"raise --tp (now {groups.tp_size}) or --pp (now {groups.pp_size})",
-        ]
-        if not run.parallel.use_distributed_optimizer and groups.dp_size > 1:
-            advice.append("divide the optimizer over the data-parallel ranks: --dist-optim")
-        if run.model.recompute != "full":
-            advice.append(
-                f"compute activations again in the backward pass: --recompute full (now {run.model.recompute})"
-            )
-        title = f"rank {groups.rank}: out of GPU memory in iteration {iteration}, at {used:.1f} GiB; one of these helps"
-        raise TrainingError(f"{problems(title, advice)}\n{error}") from error
+        used = torch.cuda.max_memory_allocated() / 2**30
+        title = f"rank {groups.rank}: out of GPU memory in iteration {iteration}, at {used:.1f} GiB; what helps:"
+        advice = [f"  - {line}" for line in _memory_advice(run, groups, str(error))]
+        raise TrainingError("\n".join([title, *advice, str(error)])) from error
+
+
+def _memory_advice(run: RunConfig, groups: Groups, said: str) -> Iterator[str]:
+    """Yield what makes a run smaller that is not done yet, after what others hold of the GPU as torch `said` it."""
+    for process, amount in re.findall(r"Process (\d+) has ([\d.]+ \w+) memory in use", said):
+        yield f"another process holds {amount} of this GPU (nvidia-smi shows it; torch calls it {process}): end it"
+    if run.training.micro_batch_size > 1:
+        yield f"lower --micro-batch-size (now {run.training.micro_batch_size})"
+    yield f"lower --seq-length (now {run.data.seq_length})"
+    yield f"raise --tp (now {groups.tp_size}) or --pp (now {groups.pp_size})"
+    if groups.tp_size > 1 and not run.parallel.sequence_parallel:
+        yield "divide norms and residuals over the tensor-parallel ranks as well: --sequence-parallel"
+    if not run.parallel.use_distributed_optimizer and groups.dp_size > 1:
+        yield "divide the optimizer over the data-parallel ranks: --dist-optim"
+    if not run.optimizer.use_precision_aware_optimizer:
+        yield "keep AdamW's moments in bf16: optimizer.use_precision_aware_optimizer (docs/parallel.md, Optimizer)"
+    if run.model.recompute != "full":
+        yield f"compute activations again in the backward pass: --recompute full (now {run.model.recompute})"

@@ -64,12 +64,25 @@ def test_out_of_memory_says_what_to_turn() -> None:
     run = load_run_config(None, ["training.micro_batch_size=4", "data.seq_length=2048"])
     groups: Any = SimpleNamespace(rank=3, tp_size=2, pp_size=1, dp_size=4)
     with pytest.raises(TrainingError) as raised, out_of_memory_says_what_to_do(run, groups, 17):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has a total capacity of 139.80 GiB of which 5.50 MiB "
+            "is free. Process 650 has 25.59 GiB memory in use. Including non-PyTorch memory, this process has 114.19 GiB "
+            "memory in use."
+        )
     text = str(raised.value)
     assert "rank 3: out of GPU memory in iteration 17" in text and "Tried to allocate 2 GiB" in text
-    for advice in ("--micro-batch-size (now 4)", "--tp (now 2)", "--dist-optim", "--recompute full"):
-        assert advice in text
+    assert "another process holds 25.59 GiB of this GPU" in text and "calls it 650" in text
+    advice = ("--micro-batch-size (now 4)", "--tp (now 2)", "--dist-optim", "--recompute full", "--sequence-parallel")
+    assert [line for line in (*advice, "use_precision_aware_optimizer") if line not in text] == []
     assert raised.value.exit_code == 3
+    done = ["training.micro_batch_size=1", "model.recompute=full", "parallel.sequence_parallel=true"]
+    run = load_run_config(
+        None, [*done, "parallel.tensor_model_parallel_size=2", "parallel.use_distributed_optimizer=true"]
+    )
+    with pytest.raises(TrainingError) as raised, out_of_memory_says_what_to_do(run, groups, 17):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    text = str(raised.value)
+    assert [line for line in ("another process", *advice) if line in text] == ["--tp (now 2)"], "is done already"
 
 
 def test_run_record() -> None:

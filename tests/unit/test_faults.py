@@ -66,8 +66,8 @@ def test_out_of_memory_says_what_to_turn() -> None:
     with pytest.raises(TrainingError) as raised, out_of_memory_says_what_to_do(run, groups, 17):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has a total capacity of 139.80 GiB of which 5.50 MiB "
-            "is free. Process 650 has 25.59 GiB memory in use. Including non-PyTorch memory, this process has 114.19 GiB "
-            "memory in use."
+            "is free. Process 650 has 25.59 GiB memory in use. Including non-PyTorch memory, this process has 114.19 "
+            "GiB memory in use."
         )
     text = str(raised.value)
     assert "rank 3: out of GPU memory in iteration 17" in text and "Tried to allocate 2 GiB" in text

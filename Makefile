@@ -17,7 +17,9 @@ venv: .venv/.installed-dev ## Make .venv with the development tools
 quickstart: .venv/.installed-quickstart ## Import, train, export and evaluate a small model on real pictures
 	$(PYTHON) examples/quickstart/run.py
 
+# compileall: where PYTHONDONTWRITEBYTECODE is set, as in many images, each of some hundred processes would compile it all.
 test: lint ## Run every check that needs no GPU
+	$(PYTHON) -m compileall -q llava_mcore tests
 	$(PYTHON) -m pytest tests/e2e tests/parallel tests/unit -m 'not gpu and not cluster' -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-cluster: .venv/.installed-dev ## Run jobs that are killed and requeued; needs slurm-wlm and root for SLURM's

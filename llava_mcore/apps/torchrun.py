@@ -11,7 +11,7 @@ import psutil
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from llava_mcore.launch.process import STOP, STOPPED_EARLY
+from llava_mcore.launch.process import STOP, STOPPED_EARLY, leave
 
 
 def main() -> int:
@@ -46,4 +46,4 @@ def ask_workers_to_stop(module: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import signal
@@ -80,15 +81,17 @@ def die_with_parent(number: signal.Signals) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End a process of a world: exit handlers run and output is flushed, but the interpreter is not torn down.
+    """End a process: exit handlers run and output is flushed, but the interpreter is not torn down.
 
-    A thread of gloo may hold the tensors of the last collective a moment longer than Python does. If it gives them
-    back while the interpreter goes down, the process ends by SIGABRT, whatever its exit code was to be (pytorch's pull
-    request 179291).
+    Two reasons. Freeing what torch and transformers brought in takes a launcher over a second. And in a process of a
+    world a thread of gloo may hold the tensors of the last collective a moment longer than Python does; if it gives
+    them back while the interpreter goes down, the process ends by SIGABRT, whatever its exit code was to be (pytorch's
+    pull request 179291). Threads that still work are not waited for.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):  # `| head` has read enough
+            stream.flush()
     os._exit(code)
 
 

@@ -250,3 +250,14 @@ def test_a_worker_leaves_without_tearing_the_interpreter_down() -> None:
         [sys.executable, "-c", textwrap.dedent(LEAVES)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, check=False
     )
     assert (done.returncode, done.stdout) == (3, "printed\nexit handler\n")
+
+
+def test_leaving_into_a_closed_pipe_is_quiet() -> None:
+    code = "import sys; from llava_mcore.launch.process import leave; sys.stdin.read(); print('unread'); leave(3)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin and process.stdout and process.stderr
+        process.stdout.close()
+        process.stdin.close()
+        assert (process.stderr.read(), process.wait()) == ("", 3)

@@ -254,9 +254,9 @@ def test_a_worker_leaves_without_tearing_the_interpreter_down() -> None:
 
 def test_leaving_into_a_closed_pipe_is_quiet() -> None:
     code = "import sys; from llava_mcore.launch.process import leave; sys.stdin.read(); print('unread'); leave(3)"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # else print would fail, not the flush
+    with subprocess.Popen([sys.executable, "-c", code], **pipes, text=True, env=buffered) as process:
         assert process.stdin and process.stdout and process.stderr
         process.stdout.close()
         process.stdin.close()

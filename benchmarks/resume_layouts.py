@@ -34,9 +34,9 @@ def main() -> None:
         rows = [row_of(args, folder, "save", args.save_at)]
         for layout in args.resume_at:
             row = row_of(args, folder, "resume", layout)
-            first = row["losses"] if len(rows) == 1 else rows[1]["losses"]
-            row["loss off %"] = round(max(100 * abs(a / b - 1) for a, b in zip(row["losses"], first, strict=True)), 3)
             rows.append(row)
+            pairs = zip(row["losses"], rows[1]["losses"], strict=True)
+            row["loss off %"] = round(max(100 * abs(a / b - 1) for a, b in pairs), 3)
             show(rows)
             if args.json is not None:  # what has been measured, should the run be cut off
                 write_record(args.json, rows, gpus=args.gpus)

@@ -128,20 +128,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="folder for the data (default: the system's temporary one)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("more", nargs="*", help="key=value overrides of our run's configuration")
-    return parser.parse_args()
+    args = parser.parse_args()
+    micro_batch_sizes = {size for _, _, size in sizes(args)}
+    bad = [size for size in micro_batch_sizes if args.global_batch_size % (size * streams(args))]
+    if args.weights and len(micro_batch_sizes) > 1 and bad:
+        parser.error(
+            "layouts with unequal micro-batch sizes read the same samples in a step only if --global-batch-size is a "
+            f"multiple of each times the {streams(args)} streams of the data, which it is not for {bad}"
+        )
+    return args
+
+
+def sizes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
+    """Return tp, pp and micro-batch size of every layout."""
+    layouts = [tuple(int(x) for x in layout.split(",")) for layout in args.layouts]
+    return [(tp, pp, more[0] if more else args.micro_batch_size) for tp, pp, *more in layouts]
 
 
 def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
     """Return the configurations of a shape: ours, then the peers."""
-    layouts = [tuple(int(x) for x in layout.split(",")) for layout in args.layouts]
-    sizes = [(tp, pp, more[0] if more else args.micro_batch_size) for tp, pp, *more in layouts]
-    unequal = len({size for _, _, size in sizes}) > 1
-    if args.weights and unequal and any(args.global_batch_size % (size * streams(args)) for _, _, size in sizes):
-        raise SystemExit(
-            "--layouts with unequal micro-batch sizes read the same samples in a step only if --global-batch-size is a "
-            f"multiple of each times the {streams(args)} streams of the data"
-        )
-    entries = [Entry(shape, fp8, *size, args.global_batch_size) for size in sizes for fp8 in args.fp8]
+    entries = [Entry(shape, fp8, *size, args.global_batch_size) for size in sizes(args) for fp8 in args.fp8]
     padded = (args.padded_micro_batch_size, args.padded_micro_batch_size * args.padded_micro_batches * args.gpus)
     packed = (args.peer_micro_batch_size, args.global_batch_size)
     return entries + [Entry(shape, name, 1, 1, *(padded if name == "hf-padded" else packed)) for name in args.peer]

@@ -121,7 +121,7 @@ def _memory_advice(run: RunConfig, groups: Groups, said: str) -> Iterator[str]:
         yield "divide norms and residuals over the tensor-parallel ranks as well: --sequence-parallel"
     if not run.parallel.use_distributed_optimizer and groups.dp_size > 1:
         yield "divide the optimizer over the data-parallel ranks: --dist-optim"
-    if not run.optimizer.use_precision_aware_optimizer:
-        yield "keep AdamW's moments in bf16: optimizer.use_precision_aware_optimizer (docs/parallel.md, Optimizer)"
+    if run.optimizer.exp_avg_dtype == "fp32":
+        yield "keep AdamW's moments in bf16, with optimizer.use_precision_aware_optimizer (docs/parallel.md, Optimizer)"
     if run.model.recompute != "full":
         yield f"compute activations again in the backward pass: --recompute full (now {run.model.recompute})"

@@ -256,6 +256,3 @@ def test_every_flag_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with pytest.raises(SystemExit) as stopped:
         main(["--save-dir", "x", "--text-model", "y", "--vocab-size-pad"])
     assert stopped.value.code == 2 and "--vocab-size-pad" in capsys.readouterr().err
-
-
-# -- a real language model -------------------------------------------------------------------------------------------

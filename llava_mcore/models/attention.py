@@ -5,6 +5,7 @@ megatron-core's own unfused attention holds the whole [b, n, s, s] score matrix 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from itertools import pairwise
 from typing import Any
@@ -69,12 +70,16 @@ class SDPAttention(MegatronModule):
         """Return [s, b, n*d] for [s, b, n or g, d]; [t, n*d] for packed [t, n or g, d]."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("SDPAttention takes no explicit mask: causality and packing decide what is seen")
-        if packed_seq_params is not None:
-            return self._packed(query, key, value, packed_seq_params)
+        with self._own_random_numbers():
+            if packed_seq_params is not None:
+                return self._packed(query, key, value, packed_seq_params)
+            return self._attend(query, key, value)
+
+    def _own_random_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """Let tensor-parallel ranks, which hold different heads, draw different dropout masks."""
         if self.dropout and self.training:
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                return self._attend(query, key, value)
-        return self._attend(query, key, value)
+            return tensor_parallel.get_cuda_rng_tracker().fork()
+        return contextlib.nullcontext()
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
         padded = params.cu_seqlens_q_padded

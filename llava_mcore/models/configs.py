@@ -146,7 +146,9 @@ def part_configs(hf: LlavaConfig, options: ModelOptions) -> PartConfigs:
         vision |= options.recompute_vision.fields()
     if options.transformer_impl == "transformer_engine":
         # Kernels that round otherwise than Hugging Face's operations, in the last bits.
-        pipeline |= {"use_te_activation_func": language["activation_func"] is F.silu, "apply_rope_fusion": True}
+        rope = language_part(hf).shape(hf.text_config).rope
+        pipeline |= {"use_te_activation_func": language["activation_func"] is F.silu}
+        language |= rope.fusion_fields(language["kv_channels"])
     return PartConfigs(
         language=TransformerConfig(**(common | pipeline | language)),
         vision=TransformerConfig(**common, **vision),

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import llava_mcore.parallel  # noqa: F401  isort: skip  (before megatron.core)
+
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.models.trainable import whole_names
+from llava_mcore.models.vlm import VisionLanguageModel
 from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.step import forward_backward
@@ -23,8 +27,8 @@ TE = {"model.transformer_impl": "transformer_engine"}
 FP8 = {"training.fp8": True, "training.micro_batch_size": 8, **TE}  # 8 x 48 tokens: a multiple of 128
 
 
-def bf16_logits(cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor | None]]:
-    """Return each case's logits from both kinds of layers, in bf16."""
+def bf16_logits(cases: list[dict[str, Any]]) -> list[dict[str, dict[str, torch.Tensor | None]]]:
+    """Return each case's logits from both kinds of layers, in bf16, of its samples padded and packed."""
     groups = join(1, 1)
     found = []
     for case in cases:
@@ -33,9 +37,23 @@ def bf16_logits(cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor | No
         for impl in ("local", "transformer_engine"):
             model = load_model(groups, checkpoint, params_dtype=torch.bfloat16, transformer_impl=impl).bfloat16()
             inputs = case["inputs"] | {"pixel_values": case["inputs"]["pixel_values"].bfloat16()}
-            both[impl] = logits(groups, model, inputs)
+            both[impl] = {"padded": logits(groups, model, inputs), "packed": packed_logits(model, inputs)}
         found.append(both)
     return found
+
+
+def packed_logits(model: VisionLanguageModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the logits [b, s, vocabulary] of samples that the model reads as one packed row."""
+    device = torch.device("cuda")
+    ids = inputs["input_ids"].to(device)
+    bounds = torch.arange(0, ids.numel() + 1, ids.shape[1], dtype=torch.int32, device=device)
+    longest = ids.shape[1]
+    params = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
+    positions = torch.arange(longest, device=device).expand(ids.shape).reshape(1, -1)
+    pictures = [inputs[name].to(device) for name in ("pixel_values", "image_positions")]
+    with torch.no_grad():
+        out = model(ids.reshape(1, -1), positions, *pictures, packed_seq_params=params)
+    return out.view(*ids.shape, -1).cpu()
 
 
 def with_and_without_validation(material: dict[str, str], save_dir: str) -> dict[str, tuple[list[Any], list[Any]]]:

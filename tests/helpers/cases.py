@@ -99,3 +99,19 @@ def hf_logits(model: LlavaForConditionalGeneration, inputs: dict[str, torch.Tens
     """Return Hugging Face's logits [b, s, vocabulary] for the same inputs."""
     with torch.no_grad():
         return model(input_ids=inputs["input_ids"], pixel_values=inputs["pixel_values"]).logits
+
+
+def make_sharp_case(case: Case, folder: Path) -> LlavaForConditionalGeneration:
+    """As `make_case`, with large queries and keys.
+
+    Attention then depends on what scales its scores: on small random weights every token sees all others nearly alike.
+    """
+    model = make_case(case, folder)
+    with torch.no_grad():
+        for name, p in model.model.language_model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight", "q_proj.weight", "k_proj.weight")):
+                p *= 4.0
+            if name.endswith("qkv_proj.weight"):
+                p *= 2.0
+    model.save_pretrained(folder)
+    return model

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -103,9 +104,10 @@ class LanguageModel(GPTModel):
             for layer in self.decoder.layers:
                 layer.mlp.activation_func = StatelessActivation(layer.mlp.activation_func)
         self.shape = shape
+        assert "inv_freq" in vars(self.rotary_pos_emb), "megatron-core has renamed the rotary frequencies"
         self.rotary_pos_emb.inv_freq = shape.rope.inv_freq  # megatron-core moves it on first use
-        for layer in self.decoder.layers:  # YaRN also scales cosines and sines
-            layer.self_attention._yarn_concentration_factor = shape.rope.scaling
+        for layer in self.decoder.layers:
+            self._scale_rope(layer.self_attention, shape.rope)
         if shape.local_rope is not None:
             self._use_local_rope(shape.local_rope)
 
@@ -116,7 +118,12 @@ class LanguageModel(GPTModel):
         for layer in self.decoder.layers:
             if sees_window(self.config, layer.layer_number):
                 layer.self_attention.local_rope = embedding
-                layer.self_attention._yarn_concentration_factor = rope.scaling
+                self._scale_rope(layer.self_attention, rope)
+
+    def _scale_rope(self, attention: SelfAttention, rope: Rope) -> None:
+        """Let a layer scale cosines and sines (YaRN). The name is megatron-core's own, private, and must be there."""
+        assert "_yarn_concentration_factor" in vars(attention), "megatron-core has renamed the rotary factor"
+        attention._yarn_concentration_factor = rope.factor(is_fused=self.config.apply_rope_fusion)
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return token embeddings [s, b, h], scaled in the families that do; int64 [b, s] both."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,26 @@ class Rope:
 
     inv_freq: Tensor
     scaling: float
+
+    def fusion_fields(self, head_dim: int) -> dict[str, Any]:
+        """Return TransformerConfig fields for Transformer Engine's fused rotary kernel.
+
+        The kernel has no factor for cosines and sines, and megatron-core (0.19.2) drops the factor without a word where
+        sequences are packed. Where whole heads are rotated, the factor scales queries and keys alike, so its square
+        becomes part of the softmax's scale. Where only a part of each head is, nothing is fused.
+
+        Args:
+            head_dim: size of an attention head, of which 2 * len(inv_freq) dims are rotated.
+        """
+        if self.scaling == 1.0:
+            return {"apply_rope_fusion": True}
+        if 2 * len(self.inv_freq) != head_dim:
+            return {"apply_rope_fusion": False}
+        return {"apply_rope_fusion": True, "softmax_scale": self.scaling**2 / math.sqrt(head_dim)}
+
+    def factor(self, *, is_fused: bool) -> float:
+        """Return what cosines and sines are still to be multiplied by (see `fusion_fields`)."""
+        return 1.0 if is_fused else self.scaling
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from llava_mcore.checkpoint.durable import sync
 from llava_mcore.checkpoint.megatron import fill_model, model_state, without_absent_extra_state
+from llava_mcore.checkpoint.plain_files import load_tensors, read_json
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.parallel.groups import Groups, agree
 
@@ -129,7 +130,7 @@ def is_local(checkpoint: Path) -> bool:
 
 def unusable_here(checkpoint: Path, groups: Groups) -> str | None:
     """Return why this rank cannot go on from a local checkpoint; None if it can."""
-    content = json.loads((checkpoint / LOCAL).read_text(encoding="utf-8"))
+    content = read_json(checkpoint / LOCAL)
     saved, now = (content["tp"], content["pp"], content["dp"]), (groups.tp_size, groups.pp_size, groups.dp_size)
     if saved != now:
         return f"{checkpoint}: its tensors lie on the nodes' own disks for tp, pp, dp = {saved}; this run has {now}"
@@ -148,8 +149,8 @@ def load_local(state: ShardedStateDict, checkpoint: Path, rank: int) -> dict[str
     Raises:
         CheckpointError: the file holds another model.
     """
-    name, _ = json.loads((checkpoint / LOCAL).read_text(encoding="utf-8"))["files"][rank]
-    stored = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
+    name, _ = read_json(checkpoint / LOCAL)["files"][rank]
+    stored = load_tensors(Path(name), mmap=True)
     parts: Mapping[str, Any] = stored["parts"]
     wanted, apart, factories = load_preprocess(without_absent_extra_state(state, parts))
     sharded, _ = extract_sharded_base(wanted)

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
@@ -29,6 +30,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
 from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE, take_scales, with_plain_scales
+from llava_mcore.checkpoint.plain_files import LOAD_ERRORS, load_tensors, why_refused, without_objects
+from llava_mcore.checkpoint.torch_dist_metadata import require_plain
 from llava_mcore.errors import CheckpointError, problems
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's format number, read by its own loaders
@@ -131,11 +134,20 @@ def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
         CheckpointError: on all ranks, when the folder holds another model for any of them; or it is damaged.
     """
     _check_on_all_ranks(state, folder)
+    if (folder / COMMON_STATE_FNAME).exists():  # older versions of megatron-core wrote it
+        load_tensors(folder / COMMON_STATE_FNAME)
     try:
         stored = load_sharded_metadata(str(folder))
-        return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder))
+        with without_objects():
+            return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder))
     except CheckpointingException as error:
         raise CheckpointError(f"{folder}: dist_checkpointing cannot load it: {error}") from error
+    except CheckpointException as error:  # torch's, around what this rank met
+        for cause, _ in error.failures.values():
+            if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, LOAD_ERRORS):
+                raise cause from error
+            raise CheckpointError(f"{folder}: {why_refused(cause)}") from error
+        raise
 
 
 def _check_on_all_ranks(state: ShardedStateDict, folder: Path) -> None:
@@ -177,6 +189,7 @@ def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
     Raises:
         CheckpointError: not a readable torch_dist checkpoint.
     """
+    require_plain(folder)
     try:
         return dist_checkpointing.load_tensors_metadata(str(folder))
     except (CheckpointingException, OSError, EOFError, RuntimeError) as error:

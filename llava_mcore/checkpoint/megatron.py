@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
+from llava_mcore.checkpoint.checksums import of_files
 from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE, take_scales, with_plain_scales
 from llava_mcore.checkpoint.plain_files import LOAD_ERRORS, load_tensors, why_refused, without_objects
 from llava_mcore.checkpoint.torch_dist_metadata import require_plain
@@ -71,6 +72,8 @@ class StateWrite:
         if self._request.async_fn is not None:  # else this rank has nothing to write
             on_host = self._request.preload_fn()
             self._files = [_owned(file, live) for file in on_host] if copy else on_host
+        self.checksums: dict[str, str] = {}
+        """Of the files that this rank has written, by name."""
 
     @property
     def num_bytes(self) -> int:
@@ -78,10 +81,12 @@ class StateWrite:
         return sum(x.nbytes for _, _, (_, tensors) in self._files for _, x in tensors)
 
     def write(self) -> None:
-        """Write and flush this rank's files. What goes wrong is reported by `finish`."""
+        """Write and flush this rank's files, and make their checksums. What goes wrong is reported by `finish`."""
         if self._request.async_fn is not None:
             rank, _, results = self._request.async_fn_args
             self._request.async_fn(rank, self._files, results)
+            # What was just written is still in memory: reading it takes a fraction of the time of writing it.
+            self.checksums = of_files([path for file, _, _ in self._files if (path := Path(file)).is_file()])
         self._files = []
 
     def published(self) -> None:

@@ -50,8 +50,7 @@ def read_metadata(folder: Path) -> Metadata:
         metadata = _Unpickler(io.BytesIO(data)).load()
     except _ForeignError as error:
         raise CheckpointError(
-            f"{path}: holds the Python object {error}, which could execute code: it is not opened. Metadata need no such "
-            "object"
+            f"{path}: holds the Python object {error}, which could execute code: it is not opened"
         ) from error
     except _DAMAGED as error:
         raise CheckpointError(f"{path}: damaged, or no metadata of torch_dist: {error!r}") from error

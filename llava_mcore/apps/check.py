@@ -15,7 +15,9 @@ from llava_mcore.apps.compare_logits import check_logits
 from llava_mcore.apps.conversion import LOGITS_HELP, compare_digests, default_workers
 from llava_mcore.apps.import_hf import model_and_table, open_folder
 from llava_mcore.checkpoint import hf_files, layout
+from llava_mcore.checkpoint.checksums import recorded
 from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.errors import CheckpointError, ConfigError, ConversionError, problems
 from llava_mcore.parallel.groups import single_process
 
@@ -69,25 +71,30 @@ def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
 
 
 def check_manifest(megatron_dir: Path, *, tp: int, workers: int) -> str:
-    """Compare the SHA-256 of every tensor of an imported checkpoint with its manifest; return a summary.
+    """Compare a checkpoint's files with their checksums, and an import's tensors with its manifest; return a summary.
 
     Raises:
-        CheckpointError: not a readable checkpoint, or nothing to compare with: trained, or without a manifest.
+        CheckpointError: not a readable checkpoint, damaged, or nothing to compare with.
         ConversionError: lists every tensor that differs.
     """
     checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
+    summary = require_undamaged(checkpoint)
     side = HfSide.carried(checkpoint)
     manifest = read_manifest(side.files)
+    if (manifest is None or iteration) and recorded(checkpoint) is not None:
+        return summary
     if manifest is None or iteration:
         raise CheckpointError(
-            f"iteration {iteration} of {megatron_dir} has nothing to be compared with (it was trained, or has no "
-            f"{layout.MANIFEST}): give --hf-dir"
+            f"iteration {iteration} of {megatron_dir} has nothing to be compared with (no checksums, and it was "
+            f"trained or has no {layout.MANIFEST}): give --hf-dir"
         )
     with single_process():
         weights = CheckpointWeights(side, checkpoint, tp)
     title = f"{checkpoint} does not hold what was imported from {manifest.source}"
     compare_digests(weights.digests("check", workers=workers), manifest.digests, title=title)
-    return f"{megatron_dir}: {len(side.infos)} tensors have the SHA-256 of their import from {manifest.source}"
+    return (
+        f"{summary}\n{megatron_dir}: {len(side.infos)} tensors have the SHA-256 of their import from {manifest.source}"
+    )
 
 
 def _difference(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> list[str]:
@@ -106,8 +113,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Check that a Hugging Face LLaVA folder converts completely; with --megatron-dir, also that the "
         "newest checkpoint there holds exactly the folder's weights; with --logits, also that it computes the same. "
-        "--megatron-dir alone compares an import with its manifest. Or, with --data-path, look a dataset over as "
-        "training will read it. Exit code 0 means yes, 2 no.",
+        "--megatron-dir alone compares a checkpoint with its checksums, an import also with its manifest. Or, with "
+        "--data-path, look a dataset over as training will read it. Exit code 0 means yes, 2 no.",
     )
     model = p.add_argument_group("a model")
     model.add_argument("--hf-dir", type=Path, help="Hugging Face LLaVA folder")

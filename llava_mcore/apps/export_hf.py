@@ -23,6 +23,7 @@ from llava_mcore.checkpoint.hf_config import model_dims
 from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.checkpoint.raw import as_bytes, sha256
 from llava_mcore.checkpoint.safetensors_plan import PlannedFile, plan_file
+from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.checkpoint.writer import Writer
 from llava_mcore.config.rules import check_layout
 from llava_mcore.errors import ConfigError, ConversionError, problems
@@ -42,6 +43,7 @@ def export_hf(
     max_shard_size: str | None = None,
     workers: int = 1,
     verify: bool = False,
+    verify_checkpoint: bool = True,
 ) -> int:
     """Write one Hugging Face folder from the newest checkpoint and return its iteration.
 
@@ -55,6 +57,7 @@ def export_hf(
         max_shard_size: split into files of at most this, such as "5GB"; None keeps the files the weights came in.
         workers: number of threads; the files are the same for any.
         verify: read the files back and compare the SHA-256 of every tensor, before the folder counts as finished.
+        verify_checkpoint: first compare the checkpoint's files with the checksums that they were written with.
 
     Raises:
         CheckpointError, ConversionError, ConfigError: before anything is written, or nothing is left of it.
@@ -71,6 +74,8 @@ def export_hf(
         weights = CheckpointWeights(side, checkpoint, tp)
     files = planned_files(weights, dtype, max_shard_size)
     room = sum(x.size for x in files.values()) + sum(x.stat().st_size for x in hf_files.companion_files(side.files))
+    if verify_checkpoint:
+        print(require_undamaged(checkpoint), flush=True)
     with hf_files.written_beside(hf_dir, num_bytes=room, what="the export") as partial:
         digests = _write_weights(weights, files, partial, dtype=dtype, hashed=verify, workers=workers)
         if verify:
@@ -222,6 +227,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--max-shard-size", metavar="SIZE", help="split into files of at most this, such as 5GB (default: as imported)"
     )
+    p.add_argument(
+        "--no-verify-checkpoint", action="store_true",
+        help="do not compare the checkpoint's files with the checksums that they were written with",
+    )  # fmt: skip
     add_flags(p, source="in the checkpoint")
     return p
 
@@ -241,6 +250,7 @@ def run(args: argparse.Namespace) -> int:
         max_shard_size=args.max_shard_size,
         workers=args.workers,
         verify=args.verify,
+        verify_checkpoint=not args.no_verify_checkpoint,
     )
     seconds = time.perf_counter() - start
     verified = " (every tensor read back and equal)" if args.verify else ""

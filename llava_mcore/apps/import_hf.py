@@ -16,6 +16,7 @@ from llava_mcore.apps.checkpoint_weights import CheckpointWeights, HfSide
 from llava_mcore.apps.compare_logits import check_logits
 from llava_mcore.apps.conversion import DTYPES, add_flags, compare_digests, run_with_progress
 from llava_mcore.checkpoint import hf_files, layout
+from llava_mcore.checkpoint.checksums import write_checksums
 from llava_mcore.checkpoint.hf_config import load_hf_config, model_dims
 from llava_mcore.checkpoint.import_jobs import write_file
 from llava_mcore.checkpoint.manifest import make_manifest, write_manifest
@@ -72,12 +73,14 @@ def import_hf(
             checkpoint = layout.iteration_folder(partial, 0)
             checkpoint.mkdir()
             write = functools.partial(run_with_progress, "import", write_file, workers=workers)
-            digests = save_streamed({"iteration": 0, "model": state}, entries, checkpoint, write)
+            streamed = save_streamed({"iteration": 0, "model": state}, entries, checkpoint, write)
+            digests = streamed.digests
             digests |= {copy: digests[original] for copy, original in table.copies.items()}
             digests |= _write_companions(folder, table, checkpoint, tp=tp, pp=pp)
             name = None if dtype is None else str(dtype).removeprefix("torch.")
             manifest = make_manifest(hf_dir, table, digests, dtype=name, tp=tp, pp=pp)
             write_manifest(layout.hf_folder(checkpoint), manifest)
+            write_checksums(checkpoint, streamed.checksums)
             if verify:
                 _verify(checkpoint, digests, tp=tp, workers=workers)
             layout.write_tracker(partial, 0)

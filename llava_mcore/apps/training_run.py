@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from llava_mcore.apps.init_folder import write_carried_folder
 from llava_mcore.checkpoint.chat_template import require_same_template
 from llava_mcore.checkpoint.local import is_local, unusable_here
 from llava_mcore.checkpoint.start import StartPoint, resumes, start_point
+from llava_mcore.checkpoint.verify import damage_found_together
 from llava_mcore.config.rules import pad_multiple
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.data.assets import Assets, load_assets
@@ -56,7 +58,7 @@ def run_worker(run: RunConfig, signals: StopSignals, started: float) -> bool:
 def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     """Join the world, build everything, train."""
     groups = _join_world(run)
-    start = find_start(run, groups)
+    start = find_start(run, groups, watchdog.begin)
     if start.passed_over and groups.rank == 0:
         logger.warning(problems("checkpoints that are not used", start.passed_over))
     watchdog.begin("building the model")
@@ -94,16 +96,33 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     return finished
 
 
-def find_start(run: RunConfig, groups: Groups) -> StartPoint:
-    """Return where to start: what rank 0 finds, unless it needs tensors that a node's own disk does not hold."""
-    start = decided_by_first_rank(groups, lambda: start_point(run))
-    checkpoint = start.checkpoint
-    if start.kind != "resume" or checkpoint is None:
-        return start
-    found = agree(groups, unusable_here(checkpoint, groups) if is_local(checkpoint) else None)
-    if not found:
-        return start
-    return decided_by_first_rank(groups, lambda: start_point(run, {checkpoint: "; ".join(found)}))
+def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = lambda _: None) -> StartPoint:
+    """Return where to start: the newest checkpoint that is complete, undamaged and, if local, on the nodes' own disks.
+
+    Args:
+        begin: is told what begins: files are read, which may take as long as loading them.
+
+    Raises:
+        CheckpointError: on all ranks, when there are checkpoints and none can be used.
+    """
+    unusable: dict[Path, str] = {}
+    damaged: dict[Path, str] = {}
+    while True:
+        start = decided_by_first_rank(groups, lambda: start_point(run, unusable, damaged))
+        checkpoint = start.checkpoint
+        if checkpoint is None:
+            return start
+        begin(f"verifying {checkpoint}")
+        verify = not run.checkpoint.skip_verification
+        if start.kind == "resume" and is_local(checkpoint):
+            found = agree(groups, unusable_here(checkpoint, groups, verify=verify))
+            if found:
+                unusable[checkpoint] = "; ".join(found)
+                continue
+        problem = damage_found_together(groups, checkpoint) if verify else None
+        if problem is None:
+            return start
+        damaged[checkpoint] = problem
 
 
 def _join_world(run: RunConfig) -> Groups:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_iteration
+from llava_mcore.checkpoint.plain_files import read_json
 from llava_mcore.errors import CheckpointError, problems
 
 RUN_JSON = "run.json"
@@ -38,11 +41,14 @@ def iterations(root: Path) -> list[int]:
     return sorted(int(match[1]) for path in root.iterdir() if (match := _FOLDER.fullmatch(path.name)))
 
 
-def newest_complete(root: Path) -> Choice | None:
+def newest_complete(root: Path, damaged: Mapping[Path, str] = MappingProxyType({})) -> Choice | None:
     """Return the checkpoint to start from, or None where there is none at all.
 
     That is the newest complete one up to the iteration that the tracker names. A tracker that cannot be read, or is
     missing, limits nothing.
+
+    Args:
+        damaged: what has been found wrong with checkpoints whose files were read; they count as incomplete.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them can be used.
@@ -58,7 +64,7 @@ def newest_complete(root: Path) -> Choice | None:
         passed_over.append(f"{root / TRACKER} names iteration {limit}: {iteration_folder(root, limit)} is missing")
     for iteration in reversed(found):
         folder = iteration_folder(root, iteration)
-        problem = incomplete(folder)
+        problem = damaged.get(folder) or incomplete(folder)
         if limit is not None and iteration > limit:
             problem = f"newer than iteration {limit}, which {TRACKER} names"
         if problem is None:
@@ -76,8 +82,8 @@ def incomplete(folder: Path) -> str | None:
     if not (folder / RUN_JSON).is_file():
         return None  # imported, or written before there was a run.json
     try:
-        files: dict[str, int] = json.loads((folder / RUN_JSON).read_text(encoding="utf-8"))["files"]
-    except (ValueError, KeyError, OSError) as error:
+        files: dict[str, int] = dict(read_json(folder / RUN_JSON)["files"])
+    except (CheckpointError, KeyError, TypeError, ValueError) as error:
         return f"{RUN_JSON} cannot be read: {error!r}"
     for name, size in files.items():
         path = folder / name
@@ -89,7 +95,11 @@ def incomplete(folder: Path) -> str | None:
 
 
 def write_run_json(folder: Path, content: dict[str, Any]) -> None:
-    """Write run.json, the last file of a checkpoint: what is given, and every other file with its size."""
+    """Write run.json, the last file of a checkpoint: what is given, and every other file with its size.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
     files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
     (folder / RUN_JSON).write_text(json.dumps({**content, "files": files}, indent=1) + "\n", encoding="utf-8")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from collections.abc import Buffer, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llava_mcore.checkpoint.plain_files import LOAD_ERRORS, why_refused
 from llava_mcore.checkpoint.raw import HASHERS, Data, TensorAt, as_bytes, sha256
 from llava_mcore.checkpoint.runs import runs_of
 from llava_mcore.checkpoint.writer import Writer
@@ -40,10 +40,12 @@ class Chunk:
             with self.path.open("rb") as file:
                 window: Any = _Window(file, self.offset, self.length)
                 tensor = torch.load(window, map_location="meta", weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{self.path}: damaged at byte {self.offset}: {error}") from error
-        storage = tensor.untyped_storage()
-        begin = storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
+        except LOAD_ERRORS as error:
+            raise CheckpointError(f"{self.path}: at byte {self.offset}: {why_refused(error)}") from error
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{self.path}: at byte {self.offset}: a {type(tensor).__name__}, expected a tensor")
+        storage: Any = tensor.untyped_storage()
+        begin = int(storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize)
         if not tensor.is_contiguous():
             raise CheckpointError(f"{self.path}: the tensor at byte {self.offset} is not contiguous")
         return TensorAt(self.path, self.offset + begin, tensor.dtype, tuple(tensor.shape))

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llava_mcore.checkpoint.checksums import Checksum
 from llava_mcore.checkpoint.raw import HASHERS, Data, TensorAt, as_bytes, sha256
 from llava_mcore.checkpoint.runs import runs_of
 from llava_mcore.checkpoint.writer import Writer
@@ -74,12 +75,16 @@ class FileWrite:
 
 @dataclass(frozen=True)
 class FileWritten:
-    """Where in `path` each piece (key, offset) begins and how long it is, in bytes; SHA-256 of each HF tensor."""
+    """Where in `path` each piece (key, offset) begins and how long it is, in bytes; SHA-256 of each HF tensor.
+
+    `checksum`: of the file.
+    """
 
     path: Path
     pieces: dict[tuple[str, Shape], tuple[int, int]]
     digests: dict[str, str]
     num_bytes: int
+    checksum: str
 
     @property
     def paths(self) -> frozenset[Path]:
@@ -96,9 +101,17 @@ def write_file(job: FileWrite) -> FileWritten:
     job.path.touch(exist_ok=False)
     with ThreadPoolExecutor(HASHERS) as hashers, Writer() as writer:
         content = _Content(job, hashers)
-        writer.write(job.path, 0, content)
+        checksum = Checksum()
+        writer.write(job.path, 0, _summed(content, checksum))
         digests = {name: future.result() for name, future in content.hashing.items()}
-    return FileWritten(job.path, content.written, digests, job.num_bytes)
+    return FileWritten(job.path, content.written, digests, job.num_bytes, checksum.text())
+
+
+def _summed(parts: Iterable[Tensor], checksum: Checksum) -> Iterator[Tensor]:
+    """Yield bytes, and make their checksum while they are in memory."""
+    for part in parts:
+        checksum.update(part.numpy().data)
+        yield part
 
 
 class _Content:

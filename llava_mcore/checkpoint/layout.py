@@ -5,7 +5,8 @@ iter_0000006/                          dist_checkpointing files (torch_dist)
 iter_0000006/hf/                       config, tokenizer and processor files, unused.safetensors, tensors.json
 iter_0000006/hf/import_manifest.json   SHA-256 of every tensor that was imported, versions
 iter_0000006/run.yaml                  the resolved run, if training wrote it
-iter_0000006/run.json                  versions, layout, every file with its size, if training wrote it
+iter_0000006/run.json                  versions, layout, every file with its size and checksum, if training wrote it
+iter_0000006/checksums.json            every file with its checksum, if an import wrote it
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llava_mcore.checkpoint.plain_files import LOAD_ERRORS, require_regular, why_refused
 from llava_mcore.checkpoint.raw import TensorAt
 from llava_mcore.checkpoint.stored import StoredParameter
 from llava_mcore.conversion.boxes import Box, Shape
@@ -142,9 +143,10 @@ def _ranks(folder: Path) -> list[list[Path]]:
 def _read(path: Path) -> dict[str, TensorAt]:
     """Return where the weights of one rank are."""
     try:
+        require_regular(path)
         content = torch.load(path, map_location="meta", weights_only=False, pickle_module=_PICKLE)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except LOAD_ERRORS as error:
+        raise CheckpointError(f"{path}: {why_refused(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise CheckpointError(
             f"{path}: holds no 'model' (an interleaved pipeline's model0, model1, … are not supported)"

@@ -31,8 +31,10 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, s
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.transformer.module import MegatronModule
 
+from llava_mcore.checkpoint.checksums import KEY, damage, of_file
 from llava_mcore.checkpoint.durable import sync
 from llava_mcore.checkpoint.megatron import fill_model, model_state, without_absent_extra_state
+from llava_mcore.checkpoint.plain_files import load_tensors, read_json
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.parallel.groups import Groups, agree
 
@@ -57,6 +59,8 @@ class LocalWrite:
         box = [uuid.uuid4().hex[:8]]  # a file of an abandoned course of the run may be of the same iteration
         dist.broadcast_object_list(box, src=0, group=groups.control)
         self._folder, self._groups = folder, groups
+        self.checksums: dict[str, str] = {}  # of files in the iteration's folder: none
+        self._checksum = ""
         self._path = root / f"{folder.name.strip('.').partition('.')[0]}.{box[0]}.rank_{groups.rank:05d}.pt"
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         parts = {_name(value): value.data for value in nested_values(sharded)}
@@ -84,6 +88,7 @@ class LocalWrite:
                 torch.save(self._content, file)
                 file.flush()
                 os.fsync(file.fileno())
+            self._checksum = of_file(partial)
             partial.rename(self._path)
             sync(self._path.parent)
         except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError when a write fails below it
@@ -98,10 +103,12 @@ class LocalWrite:
         """
         groups = self._groups
         files: list[Any] = [None] * groups.world_size
-        dist.all_gather_object(files, [str(self._path), self._path.stat().st_size], group=groups.control)
+        mine = [str(self._path), self._path.stat().st_size, self._checksum]
+        dist.all_gather_object(files, mine, group=groups.control)
         problem = None
         if groups.rank == 0:
-            content = {"tp": groups.tp_size, "pp": groups.pp_size, "dp": groups.dp_size, "files": files}
+            content: dict[str, Any] = {"tp": groups.tp_size, "pp": groups.pp_size, "dp": groups.dp_size}
+            content |= {"files": [file[:2] for file in files], KEY: [file[2] for file in files]}
             try:
                 (self._folder / LOCAL).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
                 (self._folder / "metadata.json").write_text(json.dumps(METADATA) + "\n", encoding="utf-8")
@@ -127,9 +134,13 @@ def is_local(checkpoint: Path) -> bool:
     return (checkpoint / LOCAL).is_file()
 
 
-def unusable_here(checkpoint: Path, groups: Groups) -> str | None:
-    """Return why this rank cannot go on from a local checkpoint; None if it can."""
-    content = json.loads((checkpoint / LOCAL).read_text(encoding="utf-8"))
+def unusable_here(checkpoint: Path, groups: Groups, *, verify: bool = True) -> str | None:
+    """Return why this rank cannot go on from a local checkpoint; None if it can.
+
+    Args:
+        verify: read the file and compare it with its checksum.
+    """
+    content = read_json(checkpoint / LOCAL)
     saved, now = (content["tp"], content["pp"], content["dp"]), (groups.tp_size, groups.pp_size, groups.dp_size)
     if saved != now:
         return f"{checkpoint}: its tensors lie on the nodes' own disks for tp, pp, dp = {saved}; this run has {now}"
@@ -139,7 +150,10 @@ def unusable_here(checkpoint: Path, groups: Groups) -> str | None:
         return f"{checkpoint}: {path} is not on this node's disk"
     if path.stat().st_size != size:
         return f"{checkpoint}: {path} has {path.stat().st_size} bytes, {size} were written"
-    return None
+    if not verify or KEY not in content:  # written before there were checksums
+        return None
+    wrong = damage(path, str(path), content[KEY][groups.rank])
+    return None if wrong is None else f"{checkpoint}: {wrong}"
 
 
 def load_local(state: ShardedStateDict, checkpoint: Path, rank: int) -> dict[str, Any]:
@@ -148,8 +162,8 @@ def load_local(state: ShardedStateDict, checkpoint: Path, rank: int) -> dict[str
     Raises:
         CheckpointError: the file holds another model.
     """
-    name, _ = json.loads((checkpoint / LOCAL).read_text(encoding="utf-8"))["files"][rank]
-    stored = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
+    name, _ = read_json(checkpoint / LOCAL)["files"][rank]
+    stored = load_tensors(Path(name), mmap=True)
     parts: Mapping[str, Any] = stored["parts"]
     wanted, apart, factories = load_preprocess(without_absent_extra_state(state, parts))
     sharded, _ = extract_sharded_base(wanted)

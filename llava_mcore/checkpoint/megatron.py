@@ -22,13 +22,17 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
+from llava_mcore.checkpoint.checksums import of_files
 from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE, take_scales, with_plain_scales
+from llava_mcore.checkpoint.plain_files import LOAD_ERRORS, load_tensors, why_refused, without_objects
+from llava_mcore.checkpoint.torch_dist_metadata import require_plain
 from llava_mcore.errors import CheckpointError, problems
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's format number, read by its own loaders
@@ -68,6 +72,8 @@ class StateWrite:
         if self._request.async_fn is not None:  # else this rank has nothing to write
             on_host = self._request.preload_fn()
             self._files = [_owned(file, live) for file in on_host] if copy else on_host
+        self.checksums: dict[str, str] = {}
+        """Of the files that this rank has written, by name."""
 
     @property
     def num_bytes(self) -> int:
@@ -75,10 +81,12 @@ class StateWrite:
         return sum(x.nbytes for _, _, (_, tensors) in self._files for _, x in tensors)
 
     def write(self) -> None:
-        """Write and flush this rank's files. What goes wrong is reported by `finish`."""
+        """Write and flush this rank's files, and make their checksums. What goes wrong is reported by `finish`."""
         if self._request.async_fn is not None:
             rank, _, results = self._request.async_fn_args
             self._request.async_fn(rank, self._files, results)
+            # What was just written is still in memory: reading it takes a fraction of the time of writing it.
+            self.checksums = of_files([path for file, _, _ in self._files if (path := Path(file)).is_file()])
         self._files = []
 
     def published(self) -> None:
@@ -131,11 +139,20 @@ def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
         CheckpointError: on all ranks, when the folder holds another model for any of them; or it is damaged.
     """
     _check_on_all_ranks(state, folder)
+    if (folder / COMMON_STATE_FNAME).exists():  # older versions of megatron-core wrote it
+        load_tensors(folder / COMMON_STATE_FNAME)
     try:
         stored = load_sharded_metadata(str(folder))
-        return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder))
+        with without_objects():
+            return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder))
     except CheckpointingException as error:
         raise CheckpointError(f"{folder}: dist_checkpointing cannot load it: {error}") from error
+    except CheckpointException as error:  # torch's, around what this rank met
+        for cause, _ in error.failures.values():
+            if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, LOAD_ERRORS):
+                raise cause from error
+            raise CheckpointError(f"{folder}: {why_refused(cause)}") from error
+        raise
 
 
 def _check_on_all_ranks(state: ShardedStateDict, folder: Path) -> None:
@@ -177,6 +194,7 @@ def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
     Raises:
         CheckpointError: not a readable torch_dist checkpoint.
     """
+    require_plain(folder)
     try:
         return dist_checkpointing.load_tensors_metadata(str(folder))
     except (CheckpointingException, OSError, EOFError, RuntimeError) as error:

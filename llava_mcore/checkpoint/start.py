@@ -31,7 +31,11 @@ class StartPoint:
     passed_over: tuple[str, ...] = ()
 
 
-def start_point(run: RunConfig, unusable: Mapping[Path, str] = MappingProxyType({})) -> StartPoint:
+def start_point(
+    run: RunConfig,
+    unusable: Mapping[Path, str] = MappingProxyType({}),
+    damaged: Mapping[Path, str] = MappingProxyType({}),
+) -> StartPoint:
     """Return where a run starts.
 
     With `load_optim`, a checkpoint in the run's own folder comes before the load folder. Raises ConfigError if
@@ -40,16 +44,17 @@ def start_point(run: RunConfig, unusable: Mapping[Path, str] = MappingProxyType(
 
     Args:
         unusable: checkpoints that are replaced by the next and cannot be used here, each with the reason.
+        damaged: checkpoints whose files are not what was written, each with the reason; they count as incomplete.
     """
     checkpoint = run.checkpoint
     own = run.run_dir if checkpoint.save_dir is not None else None
-    choice = _own_choice(run, unusable) if own is not None else None
+    choice = _own_choice(run, unusable, damaged) if own is not None else None
     if own is not None and choice is not None:
         if not checkpoint.load_optim:
             raise ConfigError(f"{own} already holds a checkpoint: resume it with --load-optim or choose another --name")
         return StartPoint("resume", choice.folder, choice.iteration, hf_folder(choice.folder), choice.passed_over)
     if checkpoint.load is not None:
-        return _load(checkpoint.load)
+        return _load(checkpoint.load, damaged)
     if not checkpoint.init:
         raise ConfigError("nothing to start from: give --megatron-load-dir, or --init for random weights")
     if checkpoint.load_optim:
@@ -74,16 +79,16 @@ def resumes(run: RunConfig, start: StartPoint) -> bool:
     return before is not None and before.checkpoint.save_optim and before.stage == run.stage
 
 
-def _own_choice(run: RunConfig, unusable: Mapping[Path, str]) -> Choice | None:
+def _own_choice(run: RunConfig, unusable: Mapping[Path, str], damaged: Mapping[Path, str]) -> Choice | None:
     """Return the newest complete checkpoint of the run, be it one that is kept or one that the next replaces."""
     if not iterations(run.non_persistent_dir):
-        return newest_complete(run.run_dir)
+        return newest_complete(run.run_dir, damaged)
     choices: list[Choice] = []
     passed_over: list[str] = []
     is_damaged = False
     for root in (run.run_dir, run.non_persistent_dir):
         try:
-            choice = newest_complete(root)
+            choice = newest_complete(root, damaged)
         except CheckpointError as error:
             passed_over.append(str(error))
             is_damaged = True
@@ -122,9 +127,9 @@ def _not_of_this_course(run: RunConfig, choice: Choice) -> str | None:
     return None
 
 
-def _load(folder: Path) -> StartPoint:
+def _load(folder: Path, damaged: Mapping[Path, str]) -> StartPoint:
     """Start from another folder. It must have a tracker: without one an import or a copy has not ended."""
-    choice = newest_complete(folder) if (folder / TRACKER).exists() else None
+    choice = newest_complete(folder, damaged) if (folder / TRACKER).exists() else None
     if choice is None:  # says what is missing
         checkpoint, iteration = latest_checkpoint(folder)
         return StartPoint("load", checkpoint, iteration, hf_folder(checkpoint))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from llava_mcore.checkpoint.export_jobs import Chunk
 from llava_mcore.checkpoint.raw import TensorAt
+from llava_mcore.checkpoint.torch_dist_metadata import read_metadata
 from llava_mcore.conversion.boxes import Box, Shape
 from llava_mcore.errors import CheckpointError
 
@@ -40,12 +39,9 @@ class StoredTensors:
         """Read the metadata.
 
         Raises:
-            CheckpointError: not a readable torch_dist checkpoint.
+            CheckpointError: as `read_metadata`.
         """
-        try:
-            return cls(folder, FileSystemReader(folder).read_metadata())
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError) as error:
-            raise CheckpointError(f"{folder}: not a readable torch_dist checkpoint: {error}") from error
+        return cls(folder, read_metadata(folder))
 
     def __contains__(self, key: str) -> bool:
         return key in self._tensors

@@ -10,6 +10,7 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,16 @@ FILE_BYTES = 512 << 20
 Run = Callable[[Sequence[FileWrite]], Iterable[FileWritten]]
 
 
-def save_streamed(state: ShardedStateDict, entries: Sequence[EntryWrite], folder: Path, run: Run) -> dict[str, str]:
-    """Write one checkpoint folder and return the SHA-256 of each Hugging Face tensor. Process groups of one must exist.
+@dataclass(frozen=True)
+class Streamed:
+    """SHA-256 of each Hugging Face tensor, and the checksums of the files that hold them, by name."""
+
+    digests: dict[str, str]
+    checksums: dict[str, str]
+
+
+def save_streamed(state: ShardedStateDict, entries: Sequence[EntryWrite], folder: Path, run: Run) -> Streamed:
+    """Write one checkpoint folder. Process groups of one must exist.
 
     Args:
         state: sharded tensors without data, and whatever else the checkpoint is to hold.
@@ -53,14 +62,14 @@ def save_streamed(state: ShardedStateDict, entries: Sequence[EntryWrite], folder
         sharded_strategy=strategy,
         content_metadata={"llava_mcore": 1},
     )
-    return strategy.digests
+    return strategy.streamed
 
 
 class _StreamedSave(TorchDistSaveShardedStrategy):
     def __init__(self, entries: Sequence[EntryWrite], run: Run) -> None:
         super().__init__()
         self.entries, self.run = entries, run
-        self.digests: dict[str, str] = {}
+        self.streamed = Streamed({}, {})
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
         """Do what torch.distributed.checkpoint.save does, on one rank, with our own writing of tensors."""
@@ -96,7 +105,8 @@ class _StreamedSave(TorchDistSaveShardedStrategy):
         }
         results = []
         for written in self.run(list(_files(self.entries, folder))):
-            self.digests |= written.digests
+            self.streamed.digests.update(written.digests)
+            self.streamed.checksums[written.path.name] = written.checksum
             results += [
                 _result(items.pop(key), written.path, start, length) for key, (start, length) in written.pieces.items()
             ]

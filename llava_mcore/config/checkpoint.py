@@ -39,6 +39,8 @@ class CheckpointConfig(Section):
     """Also save the optimizer, the schedule, the random state and the place in the data, so that a run can resume."""
     load_optim: bool = False
     """Resume what --save-optim saved: from SAVE_DIR/NAME if it holds a checkpoint, else from the load folder."""
+    skip_verification: bool = False
+    """Load a checkpoint without comparing its files with the checksums that they were written with."""
     init: bool = False
     """Start from random weights of the model that hf_dir describes instead of loading a checkpoint."""
 

@@ -49,6 +49,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("checkpoint.non_persistent_local_dir", ("--non-persistent-local-ckpt-dir",)),
         Flag("checkpoint.save_optim", ("--save-optim",)),
         Flag("checkpoint.load_optim", ("--load-optim",)),
+        Flag("checkpoint.skip_verification", ("--no-verify-checkpoint",)),
         Flag("checkpoint.init", ("--init",)),
         Flag("launch.sif_path", ("--sif-path",)),
     ),

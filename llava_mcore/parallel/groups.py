@@ -148,6 +148,13 @@ def agree(groups: Groups, problem: str | None) -> list[str]:
     return [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if text is not None]
 
 
+def gather_to_all[T](groups: Groups, value: T) -> list[T]:
+    """Return every rank's value, in the order of the ranks; a collective call on the host."""
+    gathered: list[T] = [value] * groups.world_size
+    dist.all_gather_object(gathered, value, group=groups.control)
+    return gathered
+
+
 def wait_for_all(groups: Groups) -> None:
     """Wait until every rank is here; a collective call on the host."""
     dist.barrier(group=groups.control)

@@ -13,14 +13,15 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from llava_mcore.checkpoint import hf_files, layout
+from llava_mcore.checkpoint.checksums import KEY, of_bytes, of_folder
 from llava_mcore.checkpoint.complete import (
     all_but,
     discard,
@@ -34,7 +35,7 @@ from llava_mcore.checkpoint.local import LocalWrite
 from llava_mcore.checkpoint.megatron import StateWrite
 from llava_mcore.config.load import save_run_config
 from llava_mcore.errors import CheckpointError, problems
-from llava_mcore.parallel.groups import agree, sum_over_ranks
+from llava_mcore.parallel.groups import agree, gather_to_all, sum_over_ranks
 from llava_mcore.training.record import run_record
 from llava_mcore.training.save_log import SAVES, Saved
 from llava_mcore.training.setup import Trainer
@@ -57,6 +58,8 @@ class _Pending:
     """Seconds that the training has stood still for it."""
     thread: threading.Thread | None = None
     problem: str | None = None
+    checksums: dict[str, str] = field(default_factory=dict)
+    """Of this rank's files, by path relative to the checkpoint's folder."""
 
     @property
     def partial(self) -> Path:
@@ -104,8 +107,9 @@ class Saver:
 
         def write() -> None:
             try:
-                self._write_files(pending.partial, carried)
+                pending.checksums = self._write_files(pending.partial, carried)
                 pending.write.write()
+                pending.checksums |= pending.write.checksums
             except OSError as error:
                 pending.problem = f"{pending.partial}: {error}"
 
@@ -159,10 +163,12 @@ class Saver:
         if found:
             raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
         pending.write.finish()
+        checksums = gather_to_all(groups, pending.checksums)
         problem = None
         if groups.rank == 0:
             try:
-                self._publish(pending)
+                known = {name: text for part in checksums for name, text in part.items()}
+                self._publish(pending, known)
             except OSError as error:
                 problem = f"{pending.final}: {error}"
         found = agree(groups, problem)
@@ -213,19 +219,28 @@ class Saver:
         torch.save(loader_state, buffer)
         return buffer.getvalue()
 
-    def _write_files(self, partial: Path, loader_state: bytes | None) -> None:
-        """Write what is no tensor of the model: rank 0 the Hugging Face files, loading ranks their place."""
-        groups = self.trainer.groups
-        if groups.rank == 0:
-            shutil.copytree(self.hf_source, layout.hf_folder(partial), ignore=_without_weights)
-            save_run_config(self.trainer.run, partial / RUN_FILE)
-        if loader_state is not None:
-            write_synced(partial / LOADER_FOLDER / loader_file(groups), loader_state)
+    def _write_files(self, partial: Path, loader_state: bytes | None) -> dict[str, str]:
+        """Write what is no tensor of the model: rank 0 the Hugging Face files, loading ranks their place.
 
-    def _publish(self, pending: _Pending) -> None:
-        """Flush everything, give the folder its name, move the tracker, delete old checkpoints."""
+        Returns:
+            Their checksums, by path relative to `partial`.
+        """
+        groups, checksums = self.trainer.groups, {}
+        if groups.rank == 0:
+            hf = layout.hf_folder(partial)
+            shutil.copytree(self.hf_source, hf, ignore=_without_weights)
+            save_run_config(self.trainer.run, partial / RUN_FILE)
+            checksums = {f"{hf.name}/{name}": text for name, text in of_folder(hf, {})["files"].items()}
+        if loader_state is not None:
+            name = f"{LOADER_FOLDER}/{loader_file(groups)}"
+            write_synced(partial / name, loader_state)
+            checksums[name] = of_bytes(loader_state)
+        return checksums
+
+    def _publish(self, pending: _Pending, checksums: Mapping[str, str]) -> None:
+        """Note every file, flush everything, give the folder its name, move the tracker, delete old checkpoints."""
         checkpoint, root = self.trainer.run.checkpoint, pending.final.parent
-        write_run_json(pending.partial, pending.record)
+        write_run_json(pending.partial, {**pending.record, KEY: of_folder(pending.partial, checksums)})
         sync_tree(pending.partial, already=".distcp")
         move(pending.partial, pending.final)
         layout.write_tracker(root, pending.iteration)

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from llava_mcore.checkpoint.local import is_local, load_local
 from llava_mcore.checkpoint.megatron import fill_model, load_state, model_state
+from llava_mcore.checkpoint.plain_files import load_tensors
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, problems
@@ -72,8 +72,7 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
         logger.info("another layout than the checkpoint's: dropout draws other numbers from here on")
     loader_states = None
     if trainer.groups.loads_data:
-        files = sorted((checkpoint / LOADER_FOLDER).iterdir())
-        loader_states = [torch.load(file, weights_only=True) for file in files]
+        loader_states = [load_tensors(file) for file in sorted((checkpoint / LOADER_FOLDER).glob("dp_*.pt"))]
     counters = {field.name: loaded[field.name] for field in fields(Progress) if field.name in loaded}
     return Progress(**counters), loader_states  # older checkpoints lack the younger counters
 

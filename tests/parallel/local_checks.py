@@ -11,8 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from llava_mcore.apps.training_run import find_start
+from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.checkpoint.local import unusable_here
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.save import Saver
 from llava_mcore.training.setup import build_trainer
@@ -71,11 +73,38 @@ def after_a_loss(groups: Groups, run: RunConfig, disk: Path) -> dict[str, Any]:
     found = {}
     dist.barrier(groups.control)
     (file,) = (disk / run.name).glob(f"*rank_{groups.rank:05d}.pt")
-    for name in ("short", "gone"):
+    for name in ("flipped", "short", "gone"):
+        if groups.rank == 3 and name == "flipped":
+            flip(file)
         if groups.rank == 3 and name == "short":
             file.write_bytes(file.read_bytes()[:-1])
         if groups.rank == 3 and name == "gone":
             file.unlink()
         start = find_start(run, groups)
         found[name] = (start.iteration, start.passed_over)
-    return found
+    return found | after_damage(groups, run)
+
+
+def after_damage(groups: Groups, run: RunConfig) -> dict[str, Any]:
+    """Return what every rank says once the kept checkpoint is damaged too, and where the run starts if none looks."""
+    dist.barrier(groups.control)
+    if groups.rank == 0:
+        flip(next(iteration_folder(run.run_dir, STEPS).glob("__2_*.distcp")))
+    dist.barrier(groups.control)
+    try:
+        find_start(run, groups)
+        message = ""
+    except LlavaMcoreError as error:
+        message = str(error)
+    checkpoint = run.checkpoint.model_copy(update={"skip_verification": True})
+    return {
+        "damaged": message,
+        "not_verified": find_start(run.model_copy(update={"checkpoint": checkpoint}), groups).iteration,
+    }
+
+
+def flip(file: Path) -> None:
+    """Change a bit in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)

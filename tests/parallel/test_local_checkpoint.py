@@ -27,10 +27,16 @@ def test_a_run_goes_on_from_the_nodes_own_disks(tmp_path: Path, tp: int, pp: int
             node = (0, 1) if rank < 2 else (2, 3)
             assert [file[-13:-3] for file in found["disk"]] == [f"rank_{x:05d}" for x in node], found["disk"]
             assert all(file.startswith("iter_0000012.") for file in found["disk"])
-            for what, reason in (("short", "bytes, "), ("gone", "is not on this node's disk")):
+            for what, reason in (
+                ("flipped", "is damaged"),
+                ("short", "bytes, "),
+                ("gone", "is not on this node's disk"),
+            ):
                 iteration, passed_over = found[what]
                 assert iteration == 4
                 assert "rank 3: " in passed_over[0] and "iter_0000012" in passed_over[0] and reason in passed_over[0]
+            assert "no complete checkpoint" in found["damaged"] and "is damaged: xxh3_64" in found["damaged"]
+            assert "iter_0000004" in found["damaged"] and found["not_verified"] == 4
     shared = tmp_path / "save" / "plain" / "non_persistent" / "iter_0000012"
     names = {path.name for path in shared.iterdir()}
     assert {"local.json", "run.yaml", "run.json"} <= names and not [x for x in names if x.endswith((".distcp", ".pt"))]

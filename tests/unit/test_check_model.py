@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llava_mcore.apps import check, export_hf, import_hf
 from llava_mcore.apps.compare_logits import compare_logits
-from llava_mcore.checkpoint import layout
+from llava_mcore.checkpoint import checksums, layout
 from llava_mcore.conversion.mapping import Entry, MappingTable
 from llava_mcore.conversion.sharding import ROW
 from llava_mcore.errors import CheckpointError, ConversionError
@@ -164,6 +164,9 @@ def test_an_import_alone_is_checked_against_its_manifest(
     assert check.main(["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m")]) == 0
     assert "bit for bit after a cast to torch.float16" in capsys.readouterr().out
     (layout.hf_folder(checkpoint) / layout.MANIFEST).unlink()
+    checksums.write_checksums(checkpoint, {})
+    assert "files have the checksums" in check.check_manifest(tmp_path / "m", tp=1, workers=1)
+    (checkpoint / checksums.FILE).unlink()
     with pytest.raises(CheckpointError, match="nothing to be compared with"):
         check.check_manifest(tmp_path / "m", tp=1, workers=1)
 

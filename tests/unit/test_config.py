@@ -77,6 +77,7 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--save-optim", "checkpoint.save_optim", True),
     ("--load-optim", "checkpoint.load_optim", True),
     ("--init", "checkpoint.init", True),
+    ("--no-verify-checkpoint", "checkpoint.skip_verification", True),
     ("--sif-path /i.sif", "launch.sif_path", Path("/i.sif")),
     ("--data-path /d", "data.path", Path("/d")),
     ("--seq-length 4096", "data.seq_length", 4096),

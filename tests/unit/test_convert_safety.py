@@ -159,7 +159,7 @@ def test_verification_names_a_tensor_that_rotted_in_the_checkpoint(folders: tupl
     path = checkpoint / "__0_1.distcp"
     flip(path, path.read_bytes().index(tensor.numpy().tobytes()) + 100)
     with pytest.raises(ConversionError) as caught:
-        export_hf.export_hf(megatron, tmp_path / "out", verify=True)
+        export_hf.export_hf(megatron, tmp_path / "out", verify=True, verify_checkpoint=False)
     assert "differs from what was imported (1 problem)" in str(caught.value)
     assert LAYER + "mlp.down_proj.weight" in str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]

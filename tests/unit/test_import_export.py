@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from llava_mcore.apps import check, conversion, export_hf, import_hf
+from llava_mcore.checkpoint.checksums import write_checksums
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder, latest_checkpoint, write_tracker
 from llava_mcore.errors import CheckpointError, ConfigError, ConversionError
 from tests.helpers.tiny_hf import make_hf_llava, make_tokenizer
@@ -196,6 +197,7 @@ def test_another_tokenizer_replaces_all_of_the_first(hf: Path, tmp_path: Path) -
     carried = hf_folder(iteration_folder(tmp_path / "megatron", 0))
     (carried / "chat_template.jinja").write_text("old")
     (carried / "added_tokens.json").write_text("{}")
+    write_checksums(carried.parent, {})
     other = tmp_path / "other"
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None

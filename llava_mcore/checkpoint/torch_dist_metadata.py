@@ -1,0 +1,125 @@
+"""A torch_dist checkpoint's `.metadata`, a pickle: read without running anything that it names.
+
+torch and megatron-core unpickle the file themselves whenever they load. `require_plain` reads it before them, so that
+what they meet has been found harmless.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from llava_mcore.checkpoint.plain_files import plain_name, read_json, read_regular, require_regular
+from llava_mcore.errors import CheckpointError, problems
+
+FILE = ".metadata"
+_MAX_BYTES = 1 << 30  # those of a model of a thousand layers on a thousand ranks have some ten million
+_OF_TORCH = "torch.distributed.checkpoint"
+# Data classes and enumerations only, and what makes a size or a layout: nothing here acts on what it is given.
+_ALLOWED = {
+    f"{_OF_TORCH}.metadata": (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    f"{_OF_TORCH}.filesystem": ("_StorageInfo",),
+    f"{_OF_TORCH}.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+    "pathlib._local": ("PosixPath", "PurePosixPath"),
+}  # fmt: skip
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return the metadata of one iteration's folder.
+
+    Raises:
+        CheckpointError: missing, damaged, it names anything but metadata's own classes, or files outside of the folder.
+    """
+    path = folder / FILE
+    data = read_regular(path, _MAX_BYTES)
+    try:
+        metadata = _Unpickler(io.BytesIO(data)).load()
+    except _ForeignError as error:
+        raise CheckpointError(
+            f"{path}: holds the Python object {error}, which could execute code: it is not opened"
+        ) from error
+    except _DAMAGED as error:
+        raise CheckpointError(f"{path}: damaged, or no metadata of torch_dist: {error!r}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError(f"{path}: damaged, or no metadata of torch_dist")
+    outside = sorted({name for name in _file_names(metadata) if not plain_name(name)})
+    if outside:
+        raise CheckpointError(problems(f"{path} names files that are not beside it", map(repr, outside[:10])))
+    return metadata
+
+
+def require_plain(folder: Path) -> None:
+    """Refuse a folder that torch and megatron-core should not open; costs nothing when it was looked at before.
+
+    Raises:
+        CheckpointError: as `read_metadata`; or metadata.json is none, or a file that is named is missing or too short.
+    """
+    try:
+        status = (folder / FILE).stat()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: not a readable torch_dist checkpoint: {error}") from error
+    _require_plain(folder, status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _require_plain(folder: Path, *_version: int) -> None:
+    if "sharded_backend" not in read_json(folder / "metadata.json"):
+        raise CheckpointError(f"{folder / 'metadata.json'}: no description of a checkpoint")
+    wrong = [text for name, size in _needed(read_metadata(folder)).items() if (text := _problem(folder / name, size))]
+    if wrong:
+        raise CheckpointError(problems(f"{folder} is damaged", wrong))
+
+
+def _needed(metadata: Metadata) -> dict[str, int]:
+    """Return how many bytes each file must have at least."""
+    found: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        found[info.relative_path] = max(found.get(info.relative_path, 0), info.offset + info.length)
+    return found
+
+
+def _problem(path: Path, size: int) -> str | None:
+    try:
+        has = require_regular(path).st_size
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    return f"{path.name} has {has} bytes, {size} are used" if has < size else None
+
+
+_DAMAGED = (
+    pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, KeyError, IndexError, ImportError,
+    MemoryError, OverflowError, RecursionError,
+)  # fmt: skip
+"""What unpickling bytes that are no pickle may end in."""
+
+
+class _ForeignError(Exception):
+    """A pickle names what is not in the table."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return vars(importlib.import_module(module))[name]
+        if module == "torch" and (name == "Size" or isinstance(vars(torch).get(name), torch.dtype)):
+            return vars(torch)[name]
+        raise _ForeignError(f"{module}.{name}")
+
+
+def _file_names(metadata: Metadata) -> Iterator[Any]:
+    for info in metadata.storage_data.values():
+        yield vars(info).get("relative_path")

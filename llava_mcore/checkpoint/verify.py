@@ -1,0 +1,67 @@
+"""Comparing a checkpoint with its checksums: by one process, or by all ranks together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from llava_mcore.checkpoint.checksums import by_size, damaged_files, recorded
+from llava_mcore.errors import CheckpointError, problems
+from llava_mcore.parallel.groups import Groups, agree
+
+logger = logging.getLogger(__name__)
+
+HOW_TO_SKIP = "run.py and the export read it as it is with --no-verify-checkpoint"
+
+
+def require_undamaged(checkpoint: Path) -> str:
+    """Compare every file of a checkpoint with its checksum, in this process; return a line about it.
+
+    Raises:
+        CheckpointError: lists every file that is not what was written.
+    """
+    start = time.perf_counter()
+    expected = recorded(checkpoint)
+    if expected is None:
+        return f"{checkpoint} has no checksums: it is not verified (written by others, or before there were any)"
+    found = damaged_files(checkpoint, {name: expected[name] for name in by_size(checkpoint, expected)})
+    if found:
+        raise CheckpointError(problems(f"{checkpoint} is damaged, or was changed ({HOW_TO_SKIP})", found))
+    return f"{checkpoint}: {_verified(len(expected), time.perf_counter() - start)}"
+
+
+def damage_found_together(groups: Groups, checkpoint: Path) -> str | None:
+    """As `require_undamaged`, but every rank reads a share of the files; a collective call.
+
+    Returns:
+        What is wrong, the same on all ranks; None if nothing is.
+    """
+    start = time.perf_counter()
+    problem: str | None = None
+    box: list[dict[str, str] | None] = [None]
+    if groups.rank == 0:
+        try:
+            expected = recorded(checkpoint)
+            box = [expected and {name: expected[name] for name in by_size(checkpoint, expected)}]
+        except CheckpointError as error:
+            problem = str(error)
+    dist.broadcast_object_list(box, src=0, group=groups.control)
+    (files,) = box
+    if files is not None:
+        mine = list(files)[groups.rank :: groups.world_size]
+        problem = "; ".join(damaged_files(checkpoint, {name: files[name] for name in mine})) or None
+    found = agree(groups, problem)
+    if found:
+        return "; ".join(text.partition(": ")[2] for text in found) + f" ({HOW_TO_SKIP})"
+    if files is None:
+        logger.info("%s has no checksums: not verified (written by others, or before there were any)", checkpoint)
+    else:
+        logger.info("%s: %s", checkpoint, _verified(len(files), time.perf_counter() - start))
+    return None
+
+
+def _verified(number: int, seconds: float) -> str:
+    return f"{number} files have the checksums that they were written with ({seconds:.1f} s)"

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command_line = parse_command_line(arguments, "run.py")
         run = command_line.load()
         if command_line.submit:
-            return _submit(run, arguments, dry_run=command_line.dry_run)
+            return _submit(run, arguments, command_line)
         if run.launch.sif_path is not None:
             command = inner_command("train", arguments)
             return rerun_in_container(run.launch.sif_path, command, dry_run=command_line.dry_run)
@@ -69,8 +69,8 @@ def resolve(run: RunConfig, gpu_count: int) -> tuple[RunConfig, int]:
     return run.model_copy(update=sections), per_node * num_nodes
 
 
-def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
-    """Return everything that keeps a resolved run from starting."""
+def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection[str] = ()) -> list[str]:
+    """Return everything that keeps a resolved run from starting. `typed`: the keys that flags set (`check_needs`)."""
     # These bring in transformers and energon: --help and a mistyped flag need not wait for them.
     from llava_mcore.checkpoint.hf_config import load_hf_config, model_dims
     from llava_mcore.checkpoint.start import resumes, start_point
@@ -100,7 +100,7 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int) -> list[str]:
         check_choice(run.data.chat_template)
     except LlavaMcoreError as error:
         found.append(str(error))
-    return found + check_run(run, dims, world_size, gpu_count > 0, source)
+    return found + check_run(run, dims, world_size, gpu_count > 0, source, typed)
 
 
 def _too_far(run: RunConfig, start: StartPoint) -> list[str]:
@@ -121,7 +121,7 @@ def _launch(typed: RunConfig, command_line: CommandLine) -> int:
     nodes = find_nodes(typed.launch, os.environ)
     launch = typed.launch.model_copy(update={"num_nodes": nodes.count, "node_rank": None})  # the same on all nodes
     run, world_size = resolve(typed.model_copy(update={"launch": launch}), gpu_count)
-    found = preflight(run, world_size, gpu_count)
+    found = [*preflight(run, world_size, gpu_count, command_line.typed), *_without_submit(command_line)]
     if found:
         raise ConfigError(problems("The run cannot start", found))
     config_file = run.run_dir / "run.yaml"
@@ -146,7 +146,19 @@ def _launch(typed: RunConfig, command_line: CommandLine) -> int:
     return run_child(command, environment)
 
 
-def _submit(typed: RunConfig, arguments: Sequence[str], *, dry_run: bool) -> int:
+def _without_submit(command_line: CommandLine) -> list[str]:
+    """Return flags that only say how to submit a job. The job itself is started with the same flags."""
+    if read_job(os.environ) is not None:
+        return []
+    flags = {"launch.sbatch_options": "--sbatch-options", "launch.slurm_output_name": "--slurm-output-name"}
+    return [
+        f"{flag} has no effect without --submit: add it, or leave {flag} away"
+        for key, flag in flags.items()
+        if key in command_line.typed
+    ]
+
+
+def _submit(typed: RunConfig, arguments: Sequence[str], command_line: CommandLine) -> int:
     """Check what can be checked without the nodes, write SAVE_DIR/NAME/train.sbatch and submit it."""
     on_gpus = typed.parallel.backend != "gloo"
     gpus = typed.launch.num_gpus
@@ -154,13 +166,16 @@ def _submit(typed: RunConfig, arguments: Sequence[str], *, dry_run: bool) -> int
         raise ConfigError("--submit needs the number of GPUs of a node (with --backend gloo: of processes): give -g")
     run, world_size = resolve(typed, gpus if on_gpus else 0)
     inside = typed.launch.sif_path is not None  # this machine may hold neither libraries nor models
-    found = check_run(run, None, world_size, on_gpus) if inside else preflight(run, world_size, gpus if on_gpus else 0)
+    if inside:
+        found = check_run(run, None, world_size, on_gpus, typed=command_line.typed)
+    else:
+        found = preflight(run, world_size, gpus if on_gpus else 0, command_line.typed)
     if found:
         raise ConfigError(problems("The run cannot start", found))
     kept = [text for text in arguments if text not in ("--submit", "--dry-run")]
     text = batch_file(run.name, run.launch, run.run_dir, kept, on_gpus=on_gpus)
     file = run.run_dir / BATCH_FILE
-    if dry_run:
+    if command_line.dry_run:
         print(f"# {file}\n{text}", end="")
         return 0
     run.run_dir.mkdir(parents=True, exist_ok=True)

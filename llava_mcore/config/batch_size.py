@@ -6,7 +6,7 @@ import itertools
 import re
 from dataclasses import dataclass
 
-_RAMP = re.compile(r"(\d+)[\s,]+(\d+)[\s,]+(\d+)")
+_RAMP = re.compile(r"(\d{1,7})[\s,]+(\d{1,7})[\s,]+(\d{1,15})")
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from llava_mcore.config.section import Section, UserPath
+from llava_mcore.config.section import Iterations, Section, UserPath
 
 
 class CheckpointConfig(Section):
@@ -18,15 +16,15 @@ class CheckpointConfig(Section):
     """Folder under which the run makes its own folder SAVE_DIR/NAME."""
     save: bool = False
     """Save a checkpoint at the end of the run; a save interval asks for that too."""
-    save_interval: int | None = Field(None, ge=1)
+    save_interval: Iterations | None = None
     """Iterations between two checkpoints, beside the one at the end; not given: only that one, if asked for."""
     async_save: bool = False
     """Write checkpoints behind the training, which waits only until the tensors have been copied to the host."""
-    keep_last: int | None = Field(None, ge=1)
+    keep_last: Iterations | None = None
     """Checkpoints of the run that are kept, older ones are deleted; not given: all."""
-    keep_every: int | None = Field(None, ge=1)
+    keep_every: Iterations | None = None
     """Checkpoints whose iteration is a multiple of this are kept for ever; with keep_last."""
-    non_persistent_save_interval: int | None = Field(None, ge=1)
+    non_persistent_save_interval: Iterations | None = None
     """Iterations between two checkpoints that only serve to go on after a failure, each replacing the one before. Where
     one that is kept is due as well, only that is written."""
     non_persistent_dir: UserPath | None = None

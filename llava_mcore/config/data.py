@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from llava_mcore.config.section import Section
+from llava_mcore.config.section import Parts, Seconds, Section, Size
 
 
 def _path_or_url(value: Any) -> Any:
@@ -25,24 +25,24 @@ class DataConfig(Section):
 
     path: DataPath | None = None
     """Prepared folder of shards, or the .yaml file of a blend; or the URL of either in an object store."""
-    seq_length: int = Field(2048, ge=1)
+    seq_length: Size = 2048
     """Most tokens of a sample, or of a pack of samples; image tokens included."""
-    num_workers: int = Field(2, ge=0)
+    num_workers: int = Field(2, ge=0, le=1024)
     """Loader processes of each data-parallel rank; 0 loads in the training process."""
-    timeout: int = Field(600, ge=1)
+    timeout: Seconds = 600
     """Seconds that a loader process may take for a batch before the run ends; without any, only storage has limits."""
-    shuffle_buffer_size: int = Field(100, ge=0)
+    shuffle_buffer_size: int = Field(100, ge=0, le=10**7)
     """Samples that each stream keeps to shuffle among; 0 or 1 keeps the order within a shard."""
-    num_streams: int | None = Field(None, ge=1)
+    num_streams: Parts | None = None
     """Streams that the data are divided into for the whole run: at least as many as data-parallel ranks will ever
     serve them, best a multiple of their number. Not given: a multiple of it from 16 on, which a resumed run keeps."""
-    image_token_id: int | None = Field(None, ge=0)
+    image_token_id: int | None = Field(None, ge=0, le=10**9)
     """Id of the tokenizer's placeholder for pictures; not given: the one the tokenizer names, else that of <image>."""
-    pad_token_id: int | None = Field(None, ge=0)
+    pad_token_id: int | None = Field(None, ge=0, le=10**9)
     """Id of the token that fills up batches, which is never trained; not given: the tokenizer's pad token."""
     packing: bool = False
     """Pack samples into sequences of seq_length tokens; they neither see nor follow each other."""
-    packing_buffer_size: int = Field(64, ge=1)
+    packing_buffer_size: Size = 64
     """Samples among which each stream looks for those that fill a pack best."""
     on_too_long: Literal["drop", "truncate", "error"] = "drop"
     """What becomes of a conversation longer than seq_length: left out and counted, cut (never inside a picture), or an

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from llava_mcore.config.section import Section
+from llava_mcore.config.section import Seconds, Section
 
-_RANGE = re.compile(r"(\d+)-(\d+)")
+_RANGE = re.compile(r"(\d{1,10})-(\d{1,10})")
 
 
 def parse_ranges(text: str | None) -> tuple[range, ...]:
@@ -31,10 +31,10 @@ def _ranges_text(text: str) -> str:
 class FaultConfig(Section):
     """Hangs, broken numbers, spikes of the loss, the end of a job's time."""
 
-    timeout: int = Field(1200, ge=1)
+    timeout: Seconds = 1200
     """Seconds that one iteration, a save or a part of the start may take before the job ends with the stacks of every
     rank."""
-    exit_duration_in_mins: float | None = Field(None, gt=0)
+    exit_duration_in_mins: float | None = Field(None, gt=0, le=10**7)
     """Minutes after which the run saves and ends with exit code 75, at the end of an iteration."""
     on_nan: Literal["stop", "skip"] = "stop"
     """When loss or gradients are not finite: end the run, or leave the update out and go on (at most 10 in a row). The

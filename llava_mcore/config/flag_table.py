@@ -7,6 +7,7 @@ from pydantic.fields import FieldInfo
 from llava_mcore.config.flag_names import ALL_FLAGS, ALREADY, FLAGS
 from llava_mcore.config.flags import default_text
 from llava_mcore.config.load import config_fields
+from llava_mcore.config.needs import NEEDS, name_of
 
 _HEAD = """\
 # Flags and configuration keys
@@ -19,7 +20,7 @@ and `--help`.
 
 
 def flag_table() -> str:
-    """Return the page: one table a group of flags, one of keys without a flag, and those that are always on."""
+    """Return the page: one table a group of flags, of keys without one, of what needs another, of what is always on."""
     fields = dict(config_fields())
     lines = [_HEAD]
     for title, flags in FLAGS.items():
@@ -34,10 +35,23 @@ def flag_table() -> str:
     for key, field in fields.items():
         if key not in flagged:
             lines.append(f"| `{key}` | {default_text(key)} | {_meaning(field)} |")
+    lines += [
+        "",
+        "## Keys that need another",
+        "",
+        "Setting such a key without the other is an error.",
+        "",
+    ]
+    lines += ["| key | has an effect only with |", "|---|---|"]
+    lines += [f"| {_both_names(key)} | {condition.words} |" for key, condition in NEEDS.items()]
     lines += ["", "## Always on", "", "Flags of other launchers that ask for what is always so.", ""]
     lines += ["| flag | what it asks for |", "|---|---|"]
     lines += [f"| `{name}` | {reason} |" for name, reason in ALREADY.items()]
     return "\n".join(lines) + "\n"
+
+
+def _both_names(key: str) -> str:
+    return f"`{key}`" if name_of(key) == key else f"`{name_of(key)}` (`{key}`)"
 
 
 def _meaning(field: FieldInfo) -> str:

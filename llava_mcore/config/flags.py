@@ -32,6 +32,11 @@ class CommandLine:
     notices: tuple[str, ...] = ()
     """What to tell about flags that change nothing."""
 
+    @property
+    def typed(self) -> frozenset[str]:
+        """The keys that flags set."""
+        return frozenset(self.flags)
+
     def load(self) -> RunConfig:
         """Return the run's configuration. Raises ConfigError with every mistake at once."""
         names = {flag.key: flag.long_name for flag in ALL_FLAGS}
@@ -107,7 +112,7 @@ def default_text(key: str) -> str:
     if by_stage:
         return ", ".join(by_stage)
     default = dict(config_fields())[key].default
-    if default is None or key == "training.train_iters":
+    if default is None:
         return "not given"
     if isinstance(default, tuple | list):
         return ", ".join(map(str, default)) or "none"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from llava_mcore.config.section import Section, UserPath
+from llava_mcore.config.section import Parts, Section, UserPath
 
 
 def _gpu_count(value: int) -> int:
@@ -23,7 +23,7 @@ def _gpu_ids(value: str) -> str:
     return ",".join(ids)
 
 
-GpuCount = Annotated[int, Field(ge=-1), AfterValidator(_gpu_count)]
+GpuCount = Annotated[int, Field(ge=-1, le=1024), AfterValidator(_gpu_count)]
 
 
 class LaunchConfig(Section):
@@ -34,9 +34,9 @@ class LaunchConfig(Section):
     1."""
     gpu_ids: Annotated[str, AfterValidator(_gpu_ids)] | None = None
     """Which GPUs to use, as 0,1,3, counted as run.py sees them; not given: the first ones."""
-    num_nodes: int | None = Field(None, ge=1)
+    num_nodes: Parts | None = None
     """Machines of the run, each of which starts the same command; not given: SLURM's, else 1."""
-    node_rank: int | None = Field(None, ge=0)
+    node_rank: int | None = Field(None, ge=0, le=10**5)
     """Number of this machine, from 0; not given: SLURM's."""
     master_addr: str | None = None
     """Name or address of the first machine; not given: that of SLURM's first node."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import tempfile
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from llava_mcore.config.documents import read_document
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.trainer_list import translate
 from llava_mcore.errors import ConfigError, problems
@@ -29,6 +30,10 @@ def config_fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Itera
             yield prefix + name, field
 
 
+MAX_PROBLEMS = 50
+"""Problems that one message lists."""
+_LONGEST = 120
+_SHORT = Repr(maxstring=_LONGEST, maxother=_LONGEST, maxlist=6, maxdict=6)
 SECTIONS = {key.split(".")[0] for key, _ in config_fields() if "." in key}
 
 
@@ -59,18 +64,18 @@ def load_run_config(
     for text in overrides:
         dotted, equals, value = text.partition("=")
         if not equals or not dotted:
-            found.append(f"{text!r}: expected key=value, such as training.seed=7{suggest_key(text)}")
+            found.append(f"{shown(text)}: expected key=value, such as training.seed=7{suggest_key(text)}")
             continue
-        _put(values, origin, dotted.strip(), _parse(value), f"from {text!r}")
+        _put(values, origin, dotted.strip(), _parse(value), f"from {shown(text)}")
     for dotted, value in (flags or {}).items():
         _put(values, origin, dotted, value, f"from {(flag_names or {}).get(dotted, 'a flag')}")
     try:
         config = RunConfig.model_validate(_nest(values, found, origin))
     except ValidationError as error:
         found += [_explain(detail, origin) for detail in error.errors()]
-        raise ConfigError(problems("The configuration is not valid", found)) from error
+        raise _not_valid(found) from error
     if found:
-        raise ConfigError(problems("The configuration is not valid", found))
+        raise _not_valid(found)
     return config
 
 
@@ -90,22 +95,12 @@ def run_config_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def read_config_file(path: Path) -> dict[str, Any] | list[Any]:
+def read_config_file(path: Path) -> dict[Any, Any] | list[Any]:
     """Read a YAML or JSON file that holds one mapping, or a list (see trainer_list).
 
-    Raises ConfigError, also for a key given twice.
+    Raises ConfigError (see `read_document`).
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a configuration file: {error}") from error
-    try:
-        if path.suffix == ".json":
-            content = json.loads(text, object_pairs_hook=_unique_pairs)
-        else:
-            content = yaml.load(text, Loader=_UniqueKeyLoader)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error
+    content = read_document(path)
     if content is None:
         return {}
     if not isinstance(content, dict | list):
@@ -113,8 +108,15 @@ def read_config_file(path: Path) -> dict[str, Any] | list[Any]:
     return content
 
 
+def shown(value: object) -> str:
+    """Return a value for a message: as Python writes it, long ones cut in the middle."""
+    return _SHORT.repr(value)
+
+
 def suggest_key(dotted: str) -> str:
     """Return ' (did you mean X?)' for a key that does not exist, or ''."""
+    if len(dotted) > _LONGEST:
+        return ""
     known = [key for key, _ in config_fields()]
     by_leaf = {key.rsplit(".", 1)[-1]: key for key in known}
     close = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75)
@@ -123,23 +125,16 @@ def suggest_key(dotted: str) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys without a word; here that is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
+def _not_valid(found: Sequence[str]) -> ConfigError:
+    more = len(found) - MAX_PROBLEMS
+    listed = found if more <= 0 else [*found[:MAX_PROBLEMS], f"… and {more} more"]
+    return ConfigError(problems("The configuration is not valid", listed))
 
 
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
-    return content
+def _printable(dotted: str) -> str:
+    """Return a key that somebody else may have chosen so that it cannot steer a terminal."""
+    text = dotted if len(dotted) <= _LONGEST else f"{dotted[:_LONGEST]}…"
+    return text if text.isprintable() else repr(text)
 
 
 def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -171,9 +166,10 @@ def _nest(values: Mapping[str, Any], found: list[str], origin: Mapping[str, str]
             section = nested.setdefault(path[0], {}) if path else nested
             section[leaf] = value
         elif dotted in SECTIONS:
-            found.append(f"{dotted} ({origin[dotted]}): a section, expected a mapping of keys, found {value!r}")
+            found.append(f"{dotted} ({origin[dotted]}): a section, expected a mapping of keys, found {shown(value)}")
         else:
-            found.append(f"{dotted} ({origin[dotted]}): no such key{suggest_key(dotted)}")
+            hint = suggest_key(dotted) if len(found) < MAX_PROBLEMS else ""
+            found.append(f"{_printable(dotted)} ({origin[dotted]}): no such key{hint}")
     return nested
 
 
@@ -181,4 +177,4 @@ def _explain(detail: Any, origin: Mapping[str, str]) -> str:
     """Return one line for a pydantic error: key, origin, what was found, what is allowed."""
     dotted = ".".join(str(part) for part in detail["loc"])
     allowed = detail["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    return f"{dotted} ({origin.get(dotted, 'default')}): found {detail['input']!r}, {allowed}"
+    return f"{dotted} ({origin.get(dotted, 'default')}): found {shown(detail['input'])}, {allowed}"

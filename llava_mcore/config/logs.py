@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
-from llava_mcore.config.section import Section
+from llava_mcore.config.section import Iterations, Section
 
 
 def parse_span(text: str | None) -> range:
     """Return the iterations that `START:END` names, both included; none for None. ValueError for anything else."""
     if text is None:
         return range(0)
-    match = re.fullmatch(r"(\d+):(\d+)", text)
+    match = re.fullmatch(r"(\d{1,10}):(\d{1,10})", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError("expected the first and the last iteration, such as 10:12")
     return range(int(match[1]), int(match[2]) + 1)
@@ -41,7 +41,7 @@ def _numbers_text(text: str) -> str:
 class LoggingConfig(Section):
     """What is reported."""
 
-    log_interval: int = Field(1, ge=1)
+    log_interval: Iterations = 1
     """Iterations between two lines on the console; metrics.jsonl gets every iteration."""
     tensorboard: bool = False
     """Also write TensorBoard's event files, in SAVE_DIR/NAME/tensorboard."""

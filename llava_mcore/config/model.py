@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from llava_mcore.config.section import Section
+from llava_mcore.config.section import Parts, Section, Size
 
 
 def _parts(value: Any) -> Any:
@@ -45,14 +45,14 @@ class ModelConfig(Section):
     recompute_method: Literal["uniform", "block"] = "uniform"
     """What --recompute full computes again: all layers, in units of recompute_num_layers (uniform), or the first
     recompute_num_layers of each pipeline stage (block)."""
-    recompute_num_layers: int = Field(1, ge=1)
+    recompute_num_layers: Parts = 1
     """Layers of a unit (uniform) or of a stage (block) that --recompute full computes again."""
     recompute_vision: Literal["none", "full"] = "none"
     """The same for a vision tower that is trained; a frozen one keeps nothing anyway."""
     attention_backend: Literal["fused", "flash"] | None = None
     """Transformer Engine's attention: cuDNN's fused kernels, or those of the package flash-attn; not given: its own
     choice."""
-    make_vocab_size_divisible_by: int = Field(128, ge=1)
+    make_vocab_size_divisible_by: Size = 128
     """The embedding is padded to a multiple of this times the tensor-parallel size; the padding is never exported."""
 
     def frozen_parts(self) -> str:

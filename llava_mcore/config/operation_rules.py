@@ -10,7 +10,7 @@ from llava_mcore.config.schema import RunConfig
 
 
 def check_operations(run: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield options that would have no effect, or cannot work together."""
+    """Yield options that cannot work together. Those that would have no effect: see `needs`."""
     yield from _check_profile(run, world_size)
     yield from _check_saving(run)
 
@@ -20,29 +20,13 @@ def _check_profile(run: RunConfig, world_size: int) -> Iterator[str]:
     has_an_end = not list(check_schedule(run.training, run.optimizer))  # else that is what is said
     if span and has_an_end and span[-1] > (last := run.training.num_iterations):
         yield f"--profile {run.logging.profile} reaches beyond the last iteration, {last}: change it, or train longer"
-    if ranks and not span:
-        yield "logging.profile_ranks has no effect without --profile: add it"
     if ranks and ranks[-1] >= world_size:
         yield f"logging.profile_ranks names rank {ranks[-1]}: this run has 0 to {world_size - 1}"
 
 
 def _check_saving(run: RunConfig) -> Iterator[str]:
     checkpoint = run.checkpoint
-    interval = checkpoint.non_persistent_save_interval
-    if checkpoint.save_optim and not checkpoint.saves:
-        yield "--save-optim has no effect without --save or --save-interval: add one of them"
-    if checkpoint.async_save and checkpoint.save_interval is None and interval is None:
-        yield "--async-save has no effect without --save-interval, as the last checkpoint is always waited for: add it"
-    if checkpoint.keep_every is not None and checkpoint.keep_last is None:
-        yield "--keep-every has no effect without --keep-last, as nothing is deleted: give both, or neither"
-    folders = {
-        "--non-persistent-ckpt-dir": checkpoint.non_persistent_dir,
-        "--non-persistent-local-ckpt-dir": checkpoint.non_persistent_local_dir,
-    }
-    for flag, folder in folders.items():
-        if folder is not None and interval is None:
-            yield f"{flag} has no effect without --non-persistent-save-interval: add it"
-    if interval is not None and not checkpoint.save_optim:
+    if checkpoint.non_persistent_save_interval is not None and not checkpoint.save_optim:
         yield (
             "--non-persistent-save-interval writes what a run resumes from: add --save-optim, and --save or "
             "--save-interval for what is kept"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from llava_mcore.config.section import Section
+from llava_mcore.config.section import Iterations, Samples, Section
 
 
 class OptimizerConfig(Section):
@@ -25,9 +25,9 @@ class OptimizerConfig(Section):
     """Shape of the schedule after the warm-up; WSD: constant, then a decay at the end."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the decay at the end of WSD."""
-    lr_wsd_decay_iters: int | None = Field(None, ge=1)
+    lr_wsd_decay_iters: Iterations | None = None
     """Iterations of the decay at the end of WSD; this or lr_wsd_decay_samples is needed for it."""
-    lr_wsd_decay_samples: int | None = Field(None, ge=1)
+    lr_wsd_decay_samples: Samples | None = None
     """Samples of the decay at the end of WSD."""
     lr_warmup_fraction: float = Field(0.03, ge=0, lt=1)
     """Part of the iterations over which the learning rate rises from 0."""

@@ -11,19 +11,14 @@ from llava_mcore.config.schema import ParallelConfig, RunConfig
 def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
     """Yield options that would have no effect, or cannot work here."""
     model, parallel = run.model, run.parallel
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        yield "--sequence-parallel has no effect with --tp 1: raise --tp, or leave the flag away"
     if model.recompute_vision != "none" and model.freeze_vision_model and not model.unfreeze:
         yield (
             "model.recompute_vision has no effect on a frozen vision tower, which keeps nothing: leave it away, or "
             "train the tower with model.freeze_vision_model=false"
         )
     yield from _check_optimizer(run, device_available)
-    given = _given_stages(parallel)
-    if parallel.pipeline_model_parallel_size == 1:
-        for name in given:
-            yield f"parallel.{name} has no effect with --pp 1: raise --pp, or leave it away"
-    elif parallel.num_layers_per_virtual_pipeline_stage is not None and len(given) > 1:
+    uneven_too = parallel.num_layers_per_virtual_pipeline_stage is not None and has_uneven_stages(parallel)
+    if uneven_too and parallel.pipeline_model_parallel_size > 1:
         yield (
             "parallel.num_layers_per_virtual_pipeline_stage goes with stages of equal size only: leave it away, or "
             "parallel.num_layers_in_first_pipeline_stage and …_last_…"
@@ -34,13 +29,6 @@ def _check_optimizer(run: RunConfig, device_available: bool) -> Iterator[str]:
     optimizer = run.optimizer
     key = "optimizer.use_precision_aware_optimizer"
     if not optimizer.use_precision_aware_optimizer:
-        given = {
-            "exp_avg_dtype": optimizer.exp_avg_dtype != "fp32",
-            "exp_avg_sq_dtype": optimizer.exp_avg_sq_dtype != "fp32",
-            "cpu_offload": optimizer.cpu_offload,
-        }
-        for name in (name for name, is_given in given.items() if is_given):
-            yield f"optimizer.{name} has no effect without {key}: add {key}=true"
         return
     if not device_available:
         yield f"{key} needs GPUs and Transformer Engine, and no GPU was found: leave it away"
@@ -95,12 +83,3 @@ def has_uneven_stages(parallel: ParallelConfig) -> bool:
         parallel.num_layers_in_first_pipeline_stage is not None
         or parallel.num_layers_in_last_pipeline_stage is not None
     )
-
-
-def _given_stages(parallel: ParallelConfig) -> list[str]:
-    fields = {
-        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
-        "num_layers_per_virtual_pipeline_stage": parallel.num_layers_per_virtual_pipeline_stage,
-    }
-    return [name for name, value in fields.items() if value is not None]

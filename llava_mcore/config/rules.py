@@ -6,9 +6,10 @@ Every function returns all problems as text: where, what was found, what is allo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from llava_mcore.config.dims import ModelDims
+from llava_mcore.config.needs import check_needs
 from llava_mcore.config.operation_rules import check_operations
 from llava_mcore.config.parallel_rules import check_options, check_stages, has_uneven_stages
 from llava_mcore.config.schedule_rules import check_schedule
@@ -40,14 +41,25 @@ def check_layout(dims: ModelDims, tp: int, pp: int, source: str) -> list[str]:
 
 
 def check_run(
-    run: RunConfig, dims: ModelDims | None, world_size: int, device_available: bool, source: str = "the model"
+    run: RunConfig,
+    dims: ModelDims | None,
+    world_size: int,
+    device_available: bool,
+    source: str = "the model",
+    typed: Collection[str] = (),
 ) -> list[str]:
     """Return every problem of a training run that can be seen before it starts, but for its checkpoints and data.
 
     `dims` is None where the model's config could not be read, which is then a problem reported elsewhere.
-    `world_size` is the number of processes; `device_available` says whether there are GPUs.
+    `world_size` is the number of processes; `device_available` says whether there are GPUs. `typed`: keys of flags
+    on the command line (see `check_needs`).
     """
-    found = [*check_values(run), *check_options(run, device_available), *check_batch(run, world_size)]
+    found = [
+        *check_values(run),
+        *check_needs(run, typed),
+        *check_options(run, device_available),
+        *check_batch(run, world_size),
+    ]
     found += check_operations(run, world_size)
     if run.parallel.backend == "nccl" and not device_available:
         found.append("--backend nccl needs GPUs and none was found: leave the flag away, or use gloo")
@@ -111,16 +123,16 @@ def check_values(run: RunConfig) -> Iterator[str]:
         yield "--init starts from random weights and --megatron-load-dir loads some: give one of the two"
     if run.faults.exit_duration_in_mins is not None and not checkpoint.saves:
         yield "--exit-duration-in-mins would lose the run without --save or --save-interval: add one of them"
-    if run.validation.eval_iters is not None and run.validation.eval_interval is None:
-        yield "--eval-iters has no effect without --eval-interval: add it, or leave the flag away"
     if model.frozen_parts() == "language model, vision tower, projection":
         yield "all three parts are frozen, so nothing would be trained: unfreeze one of model.freeze_*"
     training = run.training
     if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):
         yield "--fp8 goes with Transformer Engine and half precision: leave --precision fp32 and local layers away"
-    if training.loss_scale is not None and training.precision != "fp16":
-        yield "--loss-scale has no effect without --precision fp16: add that, or leave the flag away"
-    if training.fp8_recipe == "delayed" and (training.fp8_first_layers_bf16 or training.fp8_last_layers_bf16):
+    if (
+        training.fp8
+        and training.fp8_recipe == "delayed"
+        and (training.fp8_first_layers_bf16 or training.fp8_last_layers_bf16)
+    ):
         yield "training.fp8_first_layers_bf16 and …_last_… do not work with --fp8-recipe delayed: choose another recipe"
     if run.data.seq_length % pad_multiple(run) and (training.fp8 or run.parallel.sequence_parallel):
         flag = "--fp8" if training.fp8 else "--sequence-parallel"
@@ -131,9 +143,7 @@ def check_values(run: RunConfig) -> Iterator[str]:
     ):
         if lr is not None and frozen and not model.unfreeze:
             yield f"optimizer.{key} has no effect on a part that is frozen: leave it away, or train the part"
-    if optimizer.decay_norms_and_biases and not optimizer.weight_decay:
-        yield "optimizer.decay_norms_and_biases has no effect without optimizer.weight_decay: set both, or neither"
-    if optimizer.min_lr > optimizer.lr:
+    if optimizer.lr_decay_style != "constant" and optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}: lower it"
 
 

@@ -10,9 +10,9 @@ from llava_mcore.config.training import TrainingConfig
 
 def check_schedule(training: TrainingConfig, optimizer: OptimizerConfig) -> Iterator[str]:
     """Yield why the run's length, its ramp-up or its schedule cannot be as given."""
-    if training.train_iters and training.train_samples is not None:
+    if training.train_iters is not None and training.train_samples is not None:
         yield "--train-iters and --train-samples both say how long the run is: give one of the two"
-    elif not training.train_iters and training.train_samples is None:
+    elif training.train_iters is None and training.train_samples is None:
         yield "training.train_iters is missing: give the number of iterations with --train-iters, or --train-samples"
     ramp, full = training.ramp, training.global_batch_size
     if ramp is not None and (ramp.start >= full or (full - ramp.start) % ramp.increment):

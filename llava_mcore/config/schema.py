@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from llava_mcore.config.checkpoint import CheckpointConfig
 from llava_mcore.config.data import DataConfig
@@ -18,7 +18,7 @@ from llava_mcore.config.launch import LaunchConfig
 from llava_mcore.config.logs import LoggingConfig
 from llava_mcore.config.model import ModelConfig
 from llava_mcore.config.optimizer import OptimizerConfig
-from llava_mcore.config.section import Section
+from llava_mcore.config.section import Parts, Section
 from llava_mcore.config.training import TrainingConfig
 from llava_mcore.config.validation import ValidationConfig
 
@@ -29,11 +29,15 @@ STAGE_DEFAULTS: dict[int, dict[str, float | int]] = {
 """Values of each training stage that stand where nothing is given."""
 
 NON_PERSISTENT = "non_persistent"
+LONGEST_NAME = 200
+"""Bytes; file systems take 255, and what is being written is called NAME and something more."""
 
 
 def _folder_name(value: str) -> str:
-    if not value.strip() or value.startswith(".") or set(value) & set("/\\\n\0"):
+    if not value.strip() or value.startswith(".") or set(value) & set("/\\"):
         raise ValueError("expected the name of a folder: no '/', not empty, not starting with '.'")
+    if len(value.encode()) > LONGEST_NAME:
+        raise ValueError(f"expected the name of a folder, of at most {LONGEST_NAME} bytes")
     return value
 
 
@@ -45,15 +49,15 @@ def _number(value: Any) -> Any:
 class ParallelConfig(Section):
     """How the model is spread. The data-parallel size is what remains: processes / (tensor x pipeline)."""
 
-    tensor_model_parallel_size: int = Field(1, ge=1)
+    tensor_model_parallel_size: Parts = 1
     """Processes that share every layer (tensor parallelism)."""
-    pipeline_model_parallel_size: int = Field(1, ge=1)
+    pipeline_model_parallel_size: Parts = 1
     """Pipeline stages that the layers are divided into."""
-    num_layers_in_first_pipeline_stage: int | None = Field(None, ge=1)
+    num_layers_in_first_pipeline_stage: Parts | None = None
     """Language-model layers of the first pipeline stage, which also has the vision tower; not given: as the others."""
-    num_layers_in_last_pipeline_stage: int | None = Field(None, ge=1)
+    num_layers_in_last_pipeline_stage: Parts | None = None
     """Language-model layers of the last pipeline stage, which also has the output layer; not given: as the others."""
-    num_layers_per_virtual_pipeline_stage: int | None = Field(None, ge=1)
+    num_layers_per_virtual_pipeline_stage: Parts | None = None
     """Interleave the pipeline: cut each stage into chunks of so many layers that lie apart in the model; smaller
     bubbles, more messages. Not given: one chunk a stage."""
     sequence_parallel: bool = False

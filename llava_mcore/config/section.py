@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+
+Iterations = Annotated[int, Field(ge=1, le=10**9)]
+"""A number of iterations."""
+Samples = Annotated[int, Field(ge=1, le=10**15)]
+"""A number of samples of a whole run or of a part of it."""
+Size = Annotated[int, Field(ge=1, le=10**7)]
+"""A length or a size of a batch: a product of three of them is still a number of 64 bits."""
+Parts = Annotated[int, Field(ge=1, le=10**5)]
+"""A number of processes, machines or layers."""
+Seconds = Annotated[int, Field(ge=1, le=10**7)]
+"""A time limit, up to some months."""
 
 
 class Section(BaseModel):
@@ -16,3 +28,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _one_line(cls, value: Any) -> Any:
+        """Values end up in job scripts, command lines, environments and messages: a line break in one has no use."""
+        for text in value if isinstance(value, list | tuple) else (value,):
+            wrong = [c for c in str(text) if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")]
+            if isinstance(text, str | Path) and wrong:
+                raise ValueError(f"expected a line of text without control characters such as {wrong[0]!r}")
+        return value

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from llava_mcore.config.batch_size import BatchSizes, Ramp, parse_ramp
-from llava_mcore.config.section import Section
+from llava_mcore.config.section import Iterations, Samples, Section, Size
 
 
 def _ramp_text(text: str) -> str:
@@ -18,13 +18,13 @@ def _ramp_text(text: str) -> str:
 class TrainingConfig(Section):
     """How long, how much at a time, and in which number format."""
 
-    train_iters: int = Field(0, ge=0)
+    train_iters: Iterations | None = None
     """Iterations (optimizer steps) of the whole run, those before a resume included; needed, or train_samples."""
-    train_samples: int | None = Field(None, ge=1)
+    train_samples: Samples | None = None
     """Samples of the whole run instead of iterations: as many whole iterations as they give."""
-    micro_batch_size: int = Field(1, ge=1)
+    micro_batch_size: Size = 1
     """Samples of one forward pass on one data-parallel rank."""
-    global_batch_size: int = Field(ge=1)
+    global_batch_size: Size
     """Samples of one iteration over all data-parallel ranks and micro-batches."""
     rampup_batch_size: Annotated[str, AfterValidator(_ramp_text)] | None = None
     """START,INCREMENT,SAMPLES: begin with global batches of START samples and enlarge them by INCREMENT, evenly over
@@ -39,11 +39,11 @@ class TrainingConfig(Section):
     """How FP8 values are scaled: by the largest value of earlier steps, of this tensor, or of its blocks."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """FP8 numbers: e4m3 forward and e5m2 for gradients (hybrid), or e4m3 for all."""
-    fp8_first_layers_bf16: int = Field(0, ge=0)
+    fp8_first_layers_bf16: int = Field(0, ge=0, le=10**5)
     """First layers of the language model that stay in bf16 (not with the delayed recipe)."""
-    fp8_last_layers_bf16: int = Field(0, ge=0)
+    fp8_last_layers_bf16: int = Field(0, ge=0, le=10**5)
     """Last layers of the language model that stay in bf16 (not with the delayed recipe)."""
-    seed: int = Field(1234, ge=0)
+    seed: int = Field(1234, ge=0, le=2**53)
     """Seed of initialisation, dropout and shuffling."""
     deterministic: bool = False
     """Use only deterministic kernels: equal runs give equal bits, more slowly."""
@@ -60,7 +60,7 @@ class TrainingConfig(Section):
 
     @property
     def num_iterations(self) -> int:
-        """Iterations of the whole run. Only for runs that passed `check_run`."""
+        """Iterations of the whole run; 0 where nothing says how many."""
         if self.train_samples is None:
-            return self.train_iters
+            return self.train_iters or 0
         return self.batch_sizes.iterations_within(self.train_samples)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from llava_mcore.config.section import Section
+from llava_mcore.config.section import Iterations, Section
 
 
 class ValidationConfig(Section):
     """When the loss of the data's validation part is measured, and of how much of it."""
 
-    eval_interval: int | None = Field(None, ge=1)
+    eval_interval: Iterations | None = None
     """Iterations between two validations, beside the one after the last iteration; not given: none. Training goes on
     with the very bits that it would have without."""
-    eval_iters: int | None = Field(None, ge=1)
+    eval_iters: Iterations | None = None
     """Samples of a validation, counted in global batches, always the same ones; not given: every sample once."""

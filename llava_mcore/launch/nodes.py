@@ -42,7 +42,11 @@ def find_nodes(launch: LaunchConfig, environ: Mapping[str, str]) -> Nodes:
         found.append(f"--node {count} needs this node's number: give --rank 0 on the first node, 1 on the next, …")
     if count > 1 and address is None and (job is None or job.num_nodes == 1):
         found.append(f"--node {count} needs the first node's address: give --master-addr on every node")
-    if rank is not None and rank >= count:
+    if count == 1 and launch.num_nodes is None and job is None:
+        # With --node 1 they may stand in a script that is used for any number of machines.
+        alone = {"--rank": launch.node_rank, "--master-addr": address if launch.master_port is None else None}
+        found += [f"{flag} has no effect without --node: add it" for flag, given in alone.items() if given is not None]
+    elif rank is not None and rank >= count:
         found.append(f"--rank {rank} is not below --node {count}: ranks begin with 0")
     if found:
         raise ConfigError(problems("The nodes of the run are not clear", found))
@@ -58,10 +62,10 @@ def find_nodes(launch: LaunchConfig, environ: Mapping[str, str]) -> Nodes:
 def check_interface(launch: LaunchConfig) -> list[str]:
     """Return why `--interface` cannot be used on this machine."""
     name = launch.interface
-    if name is None or not INTERFACES.is_dir() or (INTERFACES / name).exists():
+    there = sorted(path.name for path in INTERFACES.iterdir()) if INTERFACES.is_dir() else []
+    if name is None or not there or name in there:
         return []
-    there = ", ".join(sorted(path.name for path in INTERFACES.iterdir()))
-    return [f"--interface {name}: this machine has no such network interface: use one of {there}"]
+    return [f"--interface {name}: this machine has no such network interface: use one of {', '.join(there)}"]
 
 
 def check_gpu_ids(launch: LaunchConfig, gpu_count: int) -> list[str]:

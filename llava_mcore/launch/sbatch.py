@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llava_mcore.config.launch import LaunchConfig
-from llava_mcore.errors import ConfigError
+from llava_mcore.errors import ConfigError, problems
 from llava_mcore.launch.singularity import REPOSITORY
 
 FILE = "train.sbatch"
 SECONDS_BEFORE_LIMIT = 300
 """How long before its time limit a job is told to save and end."""
+_UNQUOTABLE = re.compile(r"[\"'\\#\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""What sbatch's own reading of a #SBATCH line makes something else of: quotes, escapes, comments, the line's end."""
 
 
 def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequence[str], *, on_gpus: bool) -> str:
@@ -24,18 +27,33 @@ def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequen
     Args:
         arguments: the command line without --submit.
         on_gpus: whether to ask for `num_gpus` GPUs a node.
+
+    Raises:
+        ConfigError: lists every value that a #SBATCH line cannot carry.
     """
+    try:
+        further = shlex.split(launch.sbatch_options or "")
+    except ValueError as error:
+        raise ConfigError(f"--sbatch-options {launch.sbatch_options}: a quote is open at its end") from error
+    output = launch.slurm_output_name or str(run_dir).replace("%", "%%") + "/slurm-%j.out"  # %j: the job's number
     options = [
         f"--job-name={name}",
         f"--nodes={launch.num_nodes or 1}",
         "--ntasks-per-node=1",
         *([f"--gpus-per-node={launch.num_gpus}"] if on_gpus else []),
-        f"--output={launch.slurm_output_name or run_dir / 'slurm-%j.out'}",
+        f"--output={output}",
         "--open-mode=append",
         "--requeue",
         f"--signal=B:USR1@{SECONDS_BEFORE_LIMIT}",
-        *shlex.split(launch.sbatch_options or ""),
+        *further,
     ]
+    found = [
+        f"{option!r}: {match[0]!r} cannot be written there; choose a name, a folder or an option without it"
+        for option in options
+        if (match := _UNQUOTABLE.search(option))
+    ]
+    if found:
+        raise ConfigError(problems("The job's #SBATCH lines cannot be written", found))
     command = [sys.executable, str(REPOSITORY / "scripts" / "train" / "run.py"), *arguments]
     on_nodes = shlex.join(["bash", str(REPOSITORY / "scripts" / "slurm" / "on_each_node.sh"), *command])
     return "\n".join(["#!/usr/bin/env bash", *(f"#SBATCH {_quoted(text)}" for text in options), f"exec {on_nodes}\n"])

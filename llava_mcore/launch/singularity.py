@@ -5,6 +5,7 @@ The host may have no torch: only the image needs what the project depends on.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -13,7 +14,8 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from llava_mcore.errors import ConfigError
+from llava_mcore.config.documents import MAX_BYTES
+from llava_mcore.errors import ConfigError, problems
 from llava_mcore.launch.process import run_child
 from llava_mcore.launch.slurm import address_override
 
@@ -21,6 +23,9 @@ ENGINES = ("singularity", "apptainer")
 FLAG = "--sif-path"
 REPOSITORY = Path(__file__).resolve().parents[2]
 _SYSTEM = tuple(Path(name) for name in ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/sys", "/dev"))
+_NOT_IN_BIND = re.compile(r"[:,\"\x00-\x1f\x7f]")
+_NOT_IN_ENV = re.compile(r"[,\"\x00-\x1f\x7f]")
+_OVERRIDE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*=")
 _PATH_IN_TEXT = re.compile(r"(?:~|\.\.)?/[^\s\"',\]}]+")
 
 
@@ -55,11 +60,21 @@ def container_argv(
 ) -> list[str]:
     """Return the command that runs `argv` inside an image, with the caller's environment and `env` on top of it.
 
-    Raises ConfigError for a folder whose name the engine's --bind cannot express.
+    Raises ConfigError for folders and values that the engine's --bind and --env, lists divided by commas, cannot
+    express.
     """
-    for path in binds:
-        if {":", ","} & set(str(path)):
-            raise ConfigError(f"{path}: no container can be given a folder with ':' or ',' in its name: rename it")
+    found = [
+        f"{path}: the engine cannot be given a folder with {match[0]!r} in its name: rename it"
+        for path in binds
+        if (match := _NOT_IN_BIND.search(str(path)))
+    ]
+    found += [
+        f"{name}={value}: the engine cannot be given a value with {match[0]!r}: change the variable"
+        for name, value in env.items()
+        if (match := _NOT_IN_ENV.search(value))
+    ]
+    if found:
+        raise ConfigError(problems("The container cannot be started", found))
     return [
         engine,
         "exec",
@@ -137,18 +152,31 @@ def _flag_path(argv: Sequence[str], flag: str) -> Path | None:
 
 def _named_paths(argv: Sequence[str], cwd: Path) -> Iterator[Path]:
     """Yield, as absolute paths, what may be paths in the arguments and in the configuration file."""
-    values = [text.partition("=")[2] if "=" in text else text for text in argv]
+    values = [value for text in argv for value in _values_in(text)]
     config = _flag_path(argv, "--config")
     if config is not None and (cwd / config).is_file():
-        values += _PATH_IN_TEXT.findall((cwd / config).read_text(encoding="utf-8", errors="replace"))
+        # One that cannot be read, or is longer, is refused inside.
+        with contextlib.suppress(OSError), (cwd / config).open(encoding="utf-8", errors="replace") as file:
+            values += _PATH_IN_TEXT.findall(file.read(MAX_BYTES))
     for value in values:
         if value and not value.startswith("-"):
             yield Path(os.path.normpath(cwd / Path(value).expanduser()))
 
 
+def _values_in(text: str) -> list[str]:
+    """Return what may be a path in one argument: what --flag=… or key.sub=… gives, else all of it.
+
+    `date=2024-01-01/x` may be either, so both are returned: folders of partitioned data are named that way.
+    """
+    value = text.partition("=")[2]
+    if text.startswith("-"):
+        return [value]
+    return [text, value] if _OVERRIDE.match(text) else [text]
+
+
 def _existing_folder(path: Path) -> Path:
     """Return the path itself or the nearest folder above it that exists."""
-    while not path.is_dir():
+    while not os.path.isdir(path):  # False also for what is too long to be a name
         path = path.parent
     return path
 

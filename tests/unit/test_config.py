@@ -222,9 +222,9 @@ def test_stage_sets_what_is_not_given(stage: int, lr: float, batch: int) -> None
     assert (run.optimizer.lr, run.training.global_batch_size) == (0.5, batch)
 
 
-folder_names = st.text(st.characters(exclude_characters="/\\\n\0", exclude_categories=["Cs", "Cc"]), min_size=1).filter(
-    lambda name: name.strip() and not name.startswith(".")
-)
+folder_names = st.text(
+    st.characters(exclude_characters="/\\", exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1, max_size=40
+).filter(lambda name: name.strip() and not name.startswith("."))
 some_values = st.fixed_dictionaries(
     {},
     optional={
@@ -344,3 +344,38 @@ def test_data_imports_no_megatron_core() -> None:
     files = sorted(folder.rglob("*.py"))
     assert files
     assert [path.name for path in files if "megatron.core" in path.read_text(encoding="utf-8")] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.train_iters=0", "found '0', expected greater than or equal to 1"),
+        (f"training.train_iters={'9' * 26}", "expected less than or equal to 1000000000"),
+        (f"training.train_iters={'9' * 5000}", "Unable to parse input string as an integer"),
+        (f"training.train_samples={10**16}", "expected less than or equal to"),
+        (f"training.seed={2**64}", "expected less than or equal to"),
+        ("launch.num_gpus=100000", "expected less than or equal to 1024"),
+        ("data.num_workers=100000", "expected less than or equal to 1024"),
+        (f"faults.timeout={'9' * 15}", "expected less than or equal to"),
+        ("faults.exit_duration_in_mins=1e300", "expected less than or equal to"),
+        (f"faults.skip_train_iteration_range=1-{'9' * 30}", "expected ranges of iterations"),
+        (f"logging.profile=1:{'9' * 30}", "expected the first and the last iteration"),
+        (f"name={'n' * 201}", "at most 200 bytes"),
+        ("name=a\nb", r"expected a line of text without control characters such as '\n'"),
+        ("launch.sbatch_options=--comment='a\nid'", "control characters"),
+        ("checkpoint.save_dir=/a\x1b[2J", "control characters"),
+        ("data.path=/a\udcff", "control characters"),
+        ("model.freeze=a,b\rc", "control characters"),
+    ],
+)
+def test_numbers_and_text_have_bounds(override: str, expected: str) -> None:
+    message = message_of(lambda: load_run_config(None, [override]))
+    assert expected in message and "(1 problem)" in message and len(message) < 500
+
+
+def test_every_integer_has_bounds() -> None:
+    """A number of 26 digits, or one below the least, is never taken."""
+    for key, field in config_fields():
+        if "int" in str(field.annotation):
+            for value in ("9" * 26, "-2"):
+                assert key in message_of(lambda key=key, value=value: load_run_config(None, [f"{key}={value}"])), key

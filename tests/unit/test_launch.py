@@ -148,9 +148,37 @@ def test_container_command() -> None:
     assert argv == ["apptainer", "exec", "--pwd", "/a", "/i.sif", "x"]
 
 
-def test_folder_that_bind_cannot_express() -> None:
-    with pytest.raises(ConfigError, match="':' or ','"):
-        container_argv(Path("/i.sif"), [], gpu=False, binds=[Path("/a:b")], env={}, cwd=Path("/"))
+def test_what_bind_and_env_cannot_express() -> None:
+    binds, env = [Path("/a:b"), Path("/c,d"), Path('/"e"'), Path("/f\ng"), Path("/h i")], {"A": "x,y", "B": "/x:/y z"}
+    with pytest.raises(ConfigError) as raised:
+        container_argv(Path("/i.sif"), [], gpu=False, binds=binds, env=env, cwd=Path("/"))
+    message = str(raised.value)
+    assert "(5 problems)" in message
+    for expected in ("/a:b: the engine", "/c,d: the engine", '"e"', r"with '\n' in its name", "A=x,y: the engine"):
+        assert expected in message
+
+
+def test_folders_of_partitioned_data_are_bound(tmp_path: Path) -> None:
+    inner = tmp_path / "data" / "date=2024-01-01" / "x"
+    for folder in (inner, tmp_path / "cwd" / "date=2024-01-02" / "y", tmp_path / "out"):
+        folder.mkdir(parents=True)
+    argv = [
+        "train",
+        "--data-path",
+        str(inner),
+        f"checkpoint.save_dir={tmp_path / 'out'}",
+        "--chat-template",
+        "x" * 5000,
+    ]
+    assert set(bind_folders(argv, tmp_path / "cwd")) == {REPOSITORY, tmp_path / "cwd", inner, tmp_path / "out"}
+    assert set(bind_folders([*argv[:2], f"--data-path={inner}"], tmp_path / "cwd")) == {
+        REPOSITORY,
+        tmp_path / "cwd",
+        inner,
+    }
+    (tmp_path / "link").symlink_to(inner)
+    (tmp_path / "cwd" / "day=1").symlink_to(tmp_path / "link")
+    assert inner in bind_folders(["train", "--data-path", "day=1"], tmp_path / "cwd")
 
 
 def test_folders_that_the_command_needs_are_bound(tmp_path: Path) -> None:

@@ -49,14 +49,17 @@ def test_options_that_fit(good: list[str], changes: list[str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (["parallel.sequence_parallel=true", "parallel.tensor_model_parallel_size=1"], ["no effect with --tp 1"]),
+        (
+            ["parallel.sequence_parallel=true", "parallel.tensor_model_parallel_size=1"],
+            ["no effect without --tp 2 or more"],
+        ),
         (
             ["parallel.sequence_parallel=true", "data.seq_length=1000"],
             ["--seq-length 1000 must be a multiple of 16 with --sequence-parallel"],
         ),
         (["model.recompute_vision=full"], ["model.recompute_vision has no effect on a frozen vision tower"]),
-        ([f"{FIRST}=3", "parallel.pipeline_model_parallel_size=1"], [FIRST, "no effect with --pp 1"]),
-        ([f"{VIRTUAL}=1", "parallel.pipeline_model_parallel_size=1"], [VIRTUAL, "no effect with --pp 1"]),
+        ([f"{FIRST}=3", "parallel.pipeline_model_parallel_size=1"], [FIRST, "no effect without --pp 2 or more"]),
+        ([f"{VIRTUAL}=1", "parallel.pipeline_model_parallel_size=1"], [VIRTUAL, "no effect without --pp 2 or more"]),
         ([f"{FIRST}=8"], ["leave 0 of the 8 layers", "1 other stages (--pp 2)"]),
         ([f"{FIRST}=3", f"{LAST}=4"], ["leave 1 of the 8 layers", "0 other stages"]),
         (

@@ -49,7 +49,7 @@ def test_a_good_run_has_no_problem(good: list[str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (["training.train_iters=0"], ["training.train_iters is missing: give", "--train-iters"]),
+        (["training.train_iters=null"], ["training.train_iters is missing: give", "--train-iters"]),
         (["checkpoint.save_dir=null"], ["checkpoint.save_dir is missing", "--save-dir"]),
         (["checkpoint.save_dir=/dev/null"], ["--save-dir /dev/null is not a folder"]),
         (["checkpoint.hf_dir=/nowhere/hf"], ["--tokenizer-load-dir /nowhere/hf: no such folder"]),
@@ -138,7 +138,7 @@ def test_all_problems_come_together() -> None:
 
 
 def test_without_dims_the_other_rules_still_hold(good: list[str]) -> None:
-    run = load_run_config(None, [*good, "training.train_iters=0"])
+    run = load_run_config(None, [*good, "training.train_iters=null"])
     assert len(check_run(run, None, world_size=8, device_available=False)) == 1
 
 

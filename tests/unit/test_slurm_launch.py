@@ -161,6 +161,43 @@ def test_batch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         submit(tmp_path / "x")
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "folder", "expected"),
+    [
+        ("a", "--comment='x\nrm -rf ~'", "out", [r"'--comment=x\nrm -rf ~': '\n' cannot be written there"]),
+        ("a", "--comment='\"q\"' --x=a#b --y='c\\d'", "out", ['--comment="q"', "'--x=a#b': '#'", r"'--y=c\\d'"]),
+        ("it's", None, "out", ["--job-name=it's", "--output="]),
+        ("a", "--comment='open", "out", ["a quote is open at its end"]),
+        ("a", None, "o#ut", ["'#' cannot be written there"]),
+    ],
+)
+def test_what_a_batch_file_cannot_carry(
+    name: str, options: str | None, folder: str, expected: list[str], tmp_path: Path
+) -> None:
+    launch = LaunchConfig.model_construct(num_gpus=1, sbatch_options=options)
+    with pytest.raises(ConfigError) as raised:
+        batch_file(name, launch, tmp_path / folder / name, ["--name", name], on_gpus=True)
+    assert all(words in str(raised.value) for words in expected), raised.value
+
+
+def test_arguments_with_line_breaks_stay_arguments(tmp_path: Path) -> None:
+    """bash gets what was typed; nothing of it can be taken for an option of sbatch's or a command."""
+    typed = ["--name", "a b", "x='\n#SBATCH --uid=0\ntouch ran\n'"]
+    text = batch_file("a", LaunchConfig(num_gpus=1), tmp_path / "50%", typed, on_gpus=True)
+    assert f"#SBATCH --output={tmp_path}/50%%/slurm-%j.out\n" in text
+    head, _, tail = text.partition("\nexec ")
+    assert all(line.startswith("#") for line in head.splitlines())
+    assert shlex.split(tail)[-3:] == typed
+
+
+def test_flags_that_one_machine_does_not_need() -> None:
+    with pytest.raises(ConfigError) as raised:
+        find_nodes(LaunchConfig(node_rank=0, master_addr="h"), {})
+    assert "--rank has no effect without --node" in str(raised.value) and "--master-addr has no" in str(raised.value)
+    assert find_nodes(LaunchConfig(num_nodes=1, node_rank=0, master_addr="h"), {}).count == 1
+    assert find_nodes(LaunchConfig(master_addr="h", master_port=4), {}).master_addr == "h"
+
+
 def test_time_limit_is_handed_on_and_the_job_requeued(tmp_path: Path) -> None:
     """on_each_node.sh with stand-ins: SIGUSR1 reaches the command, which may still save, then the job is requeued."""
     import signal

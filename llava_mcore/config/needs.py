@@ -1,0 +1,113 @@
+"""Which keys have an effect only beside another one. One table: it is checked, and docs/flags.md shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from llava_mcore.config.flag_names import ALL_FLAGS
+from llava_mcore.config.load import config_fields, shown
+from llava_mcore.config.schema import RunConfig
+
+_NAMES = {flag.key: flag.long_name for flag in ALL_FLAGS if flag.value is None}
+
+
+def name_of(key: str) -> str:
+    """Return how a person sets a key: by its flag if there is one."""
+    return _NAMES.get(key, key)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What must hold for a key to have an effect: `test` of the value of one of `keys`. `words` say it."""
+
+    keys: tuple[str, ...]
+    test: Callable[[Any], bool]
+    words: str
+
+    def holds(self, run: RunConfig) -> bool:
+        """Tell whether a run meets it."""
+        return any(self.test(value_of(run, key)) for key in self.keys)
+
+
+def _given(*keys: str) -> Condition:
+    """A switch is on, or a value is given, of one of the keys."""
+    return Condition(keys, bool, " or ".join(map(name_of, keys)))
+
+
+def _is(key: str, value: str) -> Condition:
+    return Condition((key,), lambda found: bool(found == value), f"{name_of(key)} {value}")
+
+
+def _several(key: str) -> Condition:
+    return Condition((key,), lambda found: bool(found > 1), f"{name_of(key)} 2 or more")
+
+
+_SAVING = _given("checkpoint.save", "checkpoint.save_interval")
+_FP8 = _given("training.fp8")
+_PRECISION_AWARE = _given("optimizer.use_precision_aware_optimizer")
+_WSD = _is("optimizer.lr_decay_style", "WSD")
+_PIPELINE = _several("parallel.pipeline_model_parallel_size")
+_NON_PERSISTENT = _given("checkpoint.non_persistent_save_interval")
+
+NEEDS: dict[str, Condition] = {
+    "logging.wandb_project": _given("logging.wandb"),
+    "logging.mlflow_experiment": _given("logging.mlflow"),
+    "logging.profile_ranks": _given("logging.profile"),
+    "checkpoint.save_optim": _SAVING,
+    "checkpoint.keep_last": _SAVING,
+    "checkpoint.keep_every": _given("checkpoint.keep_last"),  # nothing is deleted without
+    # The last checkpoint is always waited for.
+    "checkpoint.async_save": _given("checkpoint.save_interval", "checkpoint.non_persistent_save_interval"),
+    "checkpoint.non_persistent_dir": _NON_PERSISTENT,
+    "checkpoint.non_persistent_local_dir": _NON_PERSISTENT,
+    "data.packing_buffer_size": _given("data.packing"),
+    "model.recompute_modules": _is("model.recompute", "selective"),
+    "model.recompute_method": _is("model.recompute", "full"),
+    "model.recompute_num_layers": _is("model.recompute", "full"),
+    "parallel.sequence_parallel": _several("parallel.tensor_model_parallel_size"),
+    "parallel.num_layers_in_first_pipeline_stage": _PIPELINE,
+    "parallel.num_layers_in_last_pipeline_stage": _PIPELINE,
+    "parallel.num_layers_per_virtual_pipeline_stage": _PIPELINE,
+    "optimizer.min_lr": Condition(
+        ("optimizer.lr_decay_style",), lambda found: bool(found != "constant"), "a schedule that is not constant"
+    ),
+    "optimizer.lr_wsd_decay_style": _WSD,
+    "optimizer.lr_wsd_decay_iters": _WSD,
+    "optimizer.lr_wsd_decay_samples": _WSD,
+    "optimizer.decay_norms_and_biases": _given("optimizer.weight_decay"),
+    "optimizer.exp_avg_dtype": _PRECISION_AWARE,
+    "optimizer.exp_avg_sq_dtype": _PRECISION_AWARE,
+    "optimizer.cpu_offload": _PRECISION_AWARE,
+    "optimizer.cpu_offload_fraction": _given("optimizer.cpu_offload"),
+    "training.loss_scale": _is("training.precision", "fp16"),
+    "training.fp8_recipe": _FP8,
+    "training.fp8_format": _FP8,
+    "training.fp8_first_layers_bf16": _FP8,
+    "training.fp8_last_layers_bf16": _FP8,
+    "validation.eval_iters": _given("validation.eval_interval"),
+    "faults.spike_thr": _given("faults.alert_spike"),
+}
+
+
+def check_needs(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
+    """Yield keys that were set and have no effect.
+
+    A key counts as set if its value is not the default, or if it is in `typed`, the keys of flags on the command
+    line: a file that a run has written holds every key.
+    """
+    fields = dict(config_fields())
+    for key, condition in NEEDS.items():
+        default = fields[key].default
+        value = value_of(run, key)
+        if (value != default or key in typed) and not condition.holds(run):
+            name = name_of(key)
+            back = "" if value == default or default in (None, False) else f" (key {key}, default {shown(default)})"
+            yield f"{name} has no effect without {condition.words}: add that, or leave {name} away{back}"
+
+
+def value_of(run: RunConfig, key: str) -> Any:
+    """Return the value of a dotted key."""
+    return reduce(lambda section, name: getattr(section, name), key.split("."), run)

@@ -1,0 +1,113 @@
+"""A key that has an effect only beside another one is refused without it, and with it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llava_mcore.apps import train
+from llava_mcore.config.flags import parse_command_line
+from llava_mcore.config.load import config_fields, load_run_config, save_run_config
+from llava_mcore.config.needs import NEEDS, check_needs, name_of
+
+# key -> a value that is not its default, and what it needs
+CASES: dict[str, tuple[str, list[str]]] = {
+    "logging.wandb_project": ("x", ["logging.wandb=true"]),
+    "logging.mlflow_experiment": ("x", ["logging.mlflow=true"]),
+    "logging.profile_ranks": ("0", ["logging.profile=1:2"]),
+    "checkpoint.save_optim": ("true", ["checkpoint.save=true"]),
+    "checkpoint.keep_last": ("2", ["checkpoint.save_interval=5"]),
+    "checkpoint.keep_every": ("2", ["checkpoint.keep_last=2", "checkpoint.save=true"]),
+    "checkpoint.async_save": ("true", ["checkpoint.non_persistent_save_interval=5"]),
+    "checkpoint.non_persistent_dir": ("/d", ["checkpoint.non_persistent_save_interval=5"]),
+    "checkpoint.non_persistent_local_dir": ("/d", ["checkpoint.non_persistent_save_interval=5"]),
+    "data.packing_buffer_size": ("8", ["data.packing=true"]),
+    "model.recompute_modules": ("core_attn", ["model.recompute=selective"]),
+    "model.recompute_method": ("block", ["model.recompute=full"]),
+    "model.recompute_num_layers": ("2", ["model.recompute=full"]),
+    "parallel.sequence_parallel": ("true", ["parallel.tensor_model_parallel_size=2"]),
+    "parallel.num_layers_in_first_pipeline_stage": ("2", ["parallel.pipeline_model_parallel_size=2"]),
+    "parallel.num_layers_in_last_pipeline_stage": ("2", ["parallel.pipeline_model_parallel_size=2"]),
+    "parallel.num_layers_per_virtual_pipeline_stage": ("2", ["parallel.pipeline_model_parallel_size=2"]),
+    "optimizer.min_lr": ("1e-9", []),  # the usual schedule is not constant
+    "optimizer.lr_wsd_decay_style": ("linear", ["optimizer.lr_decay_style=WSD"]),
+    "optimizer.lr_wsd_decay_iters": ("2", ["optimizer.lr_decay_style=WSD"]),
+    "optimizer.lr_wsd_decay_samples": ("2", ["optimizer.lr_decay_style=WSD"]),
+    "optimizer.decay_norms_and_biases": ("true", ["optimizer.weight_decay=0.1"]),
+    "optimizer.exp_avg_dtype": ("bf16", ["optimizer.use_precision_aware_optimizer=true"]),
+    "optimizer.exp_avg_sq_dtype": ("bf16", ["optimizer.use_precision_aware_optimizer=true"]),
+    "optimizer.cpu_offload": ("true", ["optimizer.use_precision_aware_optimizer=true"]),
+    "optimizer.cpu_offload_fraction": (
+        "0.5",
+        ["optimizer.cpu_offload=true", "optimizer.use_precision_aware_optimizer=true"],
+    ),
+    "training.loss_scale": ("8", ["training.precision=fp16"]),
+    "training.fp8_recipe": ("blockwise", ["training.fp8=true"]),
+    "training.fp8_format": ("e4m3", ["training.fp8=true"]),
+    "training.fp8_first_layers_bf16": ("1", ["training.fp8=true"]),
+    "training.fp8_last_layers_bf16": ("1", ["training.fp8=true"]),
+    "validation.eval_iters": ("1", ["validation.eval_interval=5"]),
+    "faults.spike_thr": ("3", ["faults.alert_spike=true"]),
+}
+OFF = {"optimizer.min_lr": ["optimizer.lr_decay_style=constant"]}
+
+
+def found(*overrides: str) -> list[str]:
+    return list(check_needs(load_run_config(None, overrides)))
+
+
+def test_every_row_has_a_case() -> None:
+    assert CASES.keys() == NEEDS.keys()
+    known = {key for key, _ in config_fields()}
+    assert known >= NEEDS.keys() | {key for condition in NEEDS.values() for key in condition.keys}
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_without_what_it_needs(key: str) -> None:
+    value, needed = CASES[key]
+    (message,) = found(f"{key}={value}", *OFF.get(key, []))
+    assert message.startswith(f"{name_of(key)} has no effect without {NEEDS[key].words}: add that, or leave")
+    assert found(f"{key}={value}", *needed) == []
+
+
+def test_the_default_is_an_error_only_where_a_flag_says_it() -> None:
+    run = load_run_config(None, ["training.fp8_recipe=delayed"])
+    assert list(check_needs(run)) == []
+    typed = parse_command_line(["--fp8-recipe", "delayed", "--spike-thr", "2"], "run.py")
+    messages = list(check_needs(typed.load(), typed.typed))
+    assert [message.split()[0] for message in messages] == ["--fp8-recipe", "--spike-thr"]
+
+
+def test_a_file_that_a_run_wrote_holds_every_key_and_asks_for_nothing(tmp_path: Path) -> None:
+    save_run_config(load_run_config(), tmp_path / "run.yaml")
+    assert list(check_needs(load_run_config(tmp_path / "run.yaml"))) == []
+    save_run_config(
+        load_run_config(None, ["training.fp8=true", "training.fp8_recipe=blockwise"]), tmp_path / "run.yaml"
+    )
+    run = load_run_config(tmp_path / "run.yaml", ["training.fp8=false"])
+    (message,) = check_needs(run)
+    assert "(key training.fp8_recipe, default 'delayed')" in message
+    run = load_run_config(tmp_path / "run.yaml", ["training.fp8=false", "training.fp8_recipe=delayed"])
+    assert list(check_needs(run)) == []
+
+
+def test_all_at_once_and_with_the_other_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = [
+        "--fp8-format",
+        "hybrid",
+        "--spike-thr",
+        "3",
+        "--sbatch-options=--partition=x",
+        "data.packing_buffer_size=9",
+    ]
+    assert train.main([*typed, "--save-dir", str(tmp_path), "-g", "1"]) == 2
+    printed = capsys.readouterr().err
+    for expected in (
+        "--fp8-format has no effect without --fp8: add that",
+        "--spike-thr has no effect without --alert-spike",
+        "data.packing_buffer_size has no effect without --packing",
+        "--sbatch-options has no effect without --submit",
+        "training.train_iters is missing",
+    ):
+        assert expected in printed

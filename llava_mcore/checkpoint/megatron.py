@@ -29,6 +29,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
 from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE, take_scales, with_plain_scales
+from llava_mcore.compat.megatron import LoadStrategy, replace_name
+from llava_mcore.compat.torch import accept_newer_metadata
 from llava_mcore.errors import CheckpointError, problems
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's format number, read by its own loaders
@@ -55,7 +57,7 @@ class StateWrite:
         strategy = TorchDistSaveShardedStrategy()
         live = {x.data.untyped_storage().data_ptr() for x in sharded_tensors(state) if x.data is not None}
         # The queue that megatron-core would make lives in a manager process, which imports the program once more.
-        filesystem_async._results_queue = queue.Queue()
+        replace_name(filesystem_async, "_results_queue", queue.Queue())
         self._request = dist_checkpointing.save(
             {"checkpoint_version": CHECKPOINT_VERSION, **state},
             str(folder),
@@ -132,8 +134,8 @@ def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
     """
     _check_on_all_ranks(state, folder)
     try:
-        stored = load_sharded_metadata(str(folder))
-        return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder))
+        stored = load_sharded_metadata(str(folder), LoadStrategy())
+        return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder), LoadStrategy())
     except CheckpointingException as error:
         raise CheckpointError(f"{folder}: dist_checkpointing cannot load it: {error}") from error
 
@@ -177,8 +179,9 @@ def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
     Raises:
         CheckpointError: not a readable torch_dist checkpoint.
     """
+    accept_newer_metadata()
     try:
-        return dist_checkpointing.load_tensors_metadata(str(folder))
+        return dist_checkpointing.load_tensors_metadata(str(folder), LoadStrategy())
     except (CheckpointingException, OSError, EOFError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: not a readable torch_dist checkpoint: {error}") from error
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from llava_mcore.checkpoint.export_jobs import Chunk
 from llava_mcore.checkpoint.raw import TensorAt
+from llava_mcore.compat.torch import accept_newer_metadata
 from llava_mcore.conversion.boxes import Box, Shape
 from llava_mcore.errors import CheckpointError
 
@@ -42,6 +43,7 @@ class StoredTensors:
         Raises:
             CheckpointError: not a readable torch_dist checkpoint.
         """
+        accept_newer_metadata()
         try:
             return cls(folder, FileSystemReader(folder).read_metadata())
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError) as error:

@@ -1,6 +1,6 @@
 """The date that chat templates are told: always the same one, as tokens would else change from day to day.
 
-transformers gives templates a function `strftime_now`, and since 5.22 it takes no function from its callers; a macro of
+transformers gives templates a function `strftime_now`, and since 5.22.2 it takes none from its callers; a macro of
 the template's own comes before it at any version.
 """
 

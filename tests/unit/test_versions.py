@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -48,6 +49,17 @@ def test_the_tested_versions_are_those_of_the_locks_and_the_cap_is_the_next(name
     major, minor = Version(high).release[:2]
     assert specifier.contains(f"{major}.{minor}.99") and not specifier.contains(f"{major}.{minor + 1}")
     assert all(x.specifier == specifier for extra in EXTRAS.values() for x in extra if x.name == name)
+
+
+def test_the_docs_have_the_same_table() -> None:
+    rows = [line.split("|")[1:-1] for line in (ROOT / "docs" / "versions.md").read_text().splitlines() if "`>=" in line]
+    found = {
+        name.strip(): (low.strip(), high.strip(), SpecifierSet(rest.strip(" `"))) for name, low, high, rest in rows
+    }
+    assert found.keys() == TESTED.keys() - {"transformer-engine"} | {"huggingface-hub"}
+    for name, row in found.items():
+        specifier = next(x.specifier for x in RUNTIME if x.name == name)
+        assert row == (LOCKS["cpu"][name], LOCKS["newest"][name], specifier)
 
 
 def test_transformer_engine_is_the_gpu_extra_s() -> None:

@@ -3,11 +3,13 @@
 # make help         list everything
 
 PYTHON := .venv/bin/python
-INPUTS := pyproject.toml environments/cpu.lock.txt environments/test-models.txt scripts/setup_venv.sh
+NEWEST := .venv-newest
+INPUTS := pyproject.toml environments/test-models.txt scripts/setup_venv.sh
+PYTEST := -m pytest -m 'not gpu and not cluster' -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-cluster lint format lock clean
+.PHONY: help venv quickstart test test-newest test-cluster test-all lint format lock lock-newest clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -20,7 +22,14 @@ quickstart: .venv/.installed-quickstart ## Import, train, export and evaluate a 
 # compileall: where PYTHONDONTWRITEBYTECODE is set, as in many images, each of some hundred processes would compile it all.
 test: lint ## Run every check that needs no GPU
 	$(PYTHON) -m compileall -q llava_mcore tests
-	$(PYTHON) -m pytest tests/e2e tests/parallel tests/unit -m 'not gpu and not cluster' -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+	$(PYTHON) $(PYTEST) tests/e2e tests/parallel tests/unit
+
+# The rest of tests/e2e is about messages and processes, which versions change little.
+test-newest: $(NEWEST)/.installed-dev ## Run the tests with the newest versions that pyproject.toml allows
+	$(NEWEST)/bin/python -m compileall -q llava_mcore tests
+	$(NEWEST)/bin/python $(PYTEST) tests/e2e/test_readme.py tests/e2e/test_resume.py tests/parallel tests/unit
+
+test-all: test test-newest test-cluster ## Run test, test-newest and test-cluster
 
 test-cluster: .venv/.installed-dev ## Run jobs that are killed and requeued; needs slurm-wlm and root for SLURM's
 	$(PYTHON) -m pytest tests/e2e tests/slurm -m cluster --durations 5
@@ -36,17 +45,28 @@ format: .venv/.installed-dev ## Rewrite the files in the project's style
 	$(PYTHON) -m ruff format .
 
 lock: ## Write the versions that .venv holds to the lock file
-	$(PYTHON) environments/lock.py > environments/cpu.lock.new
+	$(PYTHON) environments/lock.py $@ > environments/cpu.lock.new
 	mv environments/cpu.lock.new environments/cpu.lock.txt
 
-clean: ## Remove caches and build outputs, but not .venv
-	rm -rf build dist outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+lock-newest: ## Install the newest versions that pyproject.toml allows, and write them to their lock file
+	rm -rf $(NEWEST)
+	scripts/setup_venv.sh dev $(NEWEST) none
+	$(NEWEST)/bin/python environments/lock.py $@ > environments/newest.lock.new
+	mv environments/newest.lock.new environments/newest.lock.txt
+	touch $(NEWEST)/.installed-dev
 
-.venv/.installed-dev: $(INPUTS)
+clean: ## Remove caches and build outputs, but not .venv and .venv-newest
+	rm -rf build dist outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+.venv/.installed-dev: $(INPUTS) environments/cpu.lock.txt
 	scripts/setup_venv.sh dev
 	touch .venv/.installed-quickstart $@
 
-.venv/.installed-quickstart: $(INPUTS)
+.venv/.installed-quickstart: $(INPUTS) environments/cpu.lock.txt
 	scripts/setup_venv.sh quickstart
+	touch $@
+
+$(NEWEST)/.installed-dev: $(INPUTS) environments/newest.lock.txt
+	scripts/setup_venv.sh dev $(NEWEST) environments/newest.lock.txt
 	touch $@

@@ -1,7 +1,7 @@
-"""Print the installed version of everything that the project needs, as constraints for pip.
+"""Print the installed version of everything that the project needs, as constraints for pip: `lock.py TARGET`.
 
-Follows the requirements in pyproject.toml through the installed packages, so that what merely happens to be in
-the environment does not get in.
+TARGET is the target of the Makefile that runs it, for the lock's first line. The requirements in pyproject.toml are
+followed through the installed packages, so that what merely happens to be in the environment does not get in.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+TITLES = {"lock": "The tested CPU stack", "lock-newest": "The newest tested CPU stack"}
 EXTRAS = ("dev", "mlflow", "quickstart", "remote")
 """Extras of the project that the CPU stack has; `gpu` has a lock of its own."""
 
 
 def main() -> int:
     """Print the lock; return 1 and name what is missing if the environment is not complete."""
+    target = sys.argv[1]
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [*project["dependencies"], *(text for extra in EXTRAS for text in project["optional-dependencies"][extra])]
     found, missing = closure(wanted, own=canonicalize_name(project["name"]))
     if missing:
         print(f"not installed: {', '.join(sorted(missing))}", file=sys.stderr)
         return 1
-    print(f"# The tested CPU stack, Python {sys.version_info.major}.{sys.version_info.minor}; made by `make lock`.")
+    python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    print(f"# {TITLES[target]}, {python}; made by `make {target}`.")
     for name in sorted(found):
         print(f"{name}=={found[name]}")
     return 0

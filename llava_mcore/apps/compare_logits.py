@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import multiprocessing
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from llava_mcore.apps.logits_worker import run_rank
 from llava_mcore.checkpoint import hf_files, layout
 from llava_mcore.checkpoint.hf_config import load_hf_config
+from llava_mcore.compat.transformers import tower_names_in_files
 from llava_mcore.errors import CheckpointError, ConversionError, problems
 from llava_mcore.models.names import HfNames, detect_names
 from llava_mcore.models.probes import Recorder, watch_hf
@@ -39,12 +41,13 @@ _ATTENTION, _CAPPED_ATTENTION = "sdpa", "eager"  # "sdpa" leaves out Gemma 2's c
 
 @dataclass(frozen=True)
 class Agreement:
-    """What was compared. `difference` and `largest`: of logits, absolute."""
+    """What was compared. `difference` and `largest`: of logits, absolute; `not_compared`: modules found on one side."""
 
     difference: float
     largest: float
     num_tokens: int
     num_modules: int
+    not_compared: tuple[str, ...] = ()
 
 
 def check_logits(hf_dir: Path, megatron_dir: Path, picture: Path, *, tp: int, pp: int) -> str:
@@ -58,8 +61,15 @@ def check_logits(hf_dir: Path, megatron_dir: Path, picture: Path, *, tp: int, pp
     return (
         f"{megatron_dir}: iteration {iteration} computes the logits of {hf_dir} at tp {tp} x pp {pp}: max abs "
         f"difference {got.difference:.2g}, largest logit {got.largest:.3g} ({got.num_tokens} tokens with "
-        f"{picture.name}, outputs of {got.num_modules} modules compared)"
+        f"{picture.name}, outputs of {got.num_modules} modules compared{_left_out(got.not_compared)})"
     )
+
+
+def _left_out(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"; {len(names)} not, as transformers {version('transformers')} has no modules of these names: {shown}"
 
 
 def compare_logits(hf_dir: Path, checkpoint: Path, picture: Path, *, tp: int, pp: int) -> Agreement:
@@ -91,7 +101,8 @@ def compare_logits(hf_dir: Path, checkpoint: Path, picture: Path, *, tp: int, pp
     largest = expected.abs().max().item()
     if not difference <= TOLERANCE * largest or wrong:
         raise ConversionError(_report(difference, largest, wrong, folder, checkpoint, hf_dir))
-    return Agreement(difference, largest, expected.shape[1], len(shared))
+    not_compared = tuple(key for key in found if key not in modules)
+    return Agreement(difference, largest, expected.shape[1], len(shared), not_compared)
 
 
 def require_memory(num_numbers: int, *, num_processes: int) -> None:
@@ -138,7 +149,8 @@ def _hugging_face(
     watch_hf(recorder, model.eval(), names, shown_as)
     with torch.no_grad():
         logits = model(**inputs).logits.float()
-    return logits, recorder.found, (inputs["input_ids"][0] == model.config.image_token_id).nonzero().flatten()
+    modules = tower_names_in_files(recorder.found, shown_as.vision, model.config.vision_config.model_type)
+    return logits, modules, (inputs["input_ids"][0] == model.config.image_token_id).nonzero().flatten()
 
 
 def _run_world(job: Path, num_processes: int) -> None:

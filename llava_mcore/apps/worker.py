@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -11,10 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llava_mcore import log
+from llava_mcore.compat.tested import untested_line
 from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.launch.process import STOPPED_EARLY, StopSignals, die_with_parent, leave
 from llava_mcore.slim import leave_out_unused
+
+logger = logging.getLogger("llava_mcore.apps.worker")  # run with -m, the module's name is another
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_parent(signal.SIGKILL)  # a worker without its torchrun would wait for the others for ever
     rank = int(os.environ["RANK"])
     log.set_up(rank)
+    untested = untested_line() if rank == 0 else None
+    if untested is not None:
+        logger.warning(untested)
     try:
         run = load_run_config(args.config, [], {})
         leave_out_unused(*([] if run.logging.wandb else ["wandb"]))  # megatron-core's timers import it

@@ -33,6 +33,7 @@ from llava_mcore.checkpoint.checksums import of_files
 from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE, take_scales, with_plain_scales
 from llava_mcore.checkpoint.plain_files import LOAD_ERRORS, load_tensors, why_refused, without_objects
 from llava_mcore.checkpoint.torch_dist_metadata import require_plain
+from llava_mcore.compat.megatron import LoadStrategy, replace_name
 from llava_mcore.errors import CheckpointError, problems
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's format number, read by its own loaders
@@ -59,7 +60,7 @@ class StateWrite:
         strategy = TorchDistSaveShardedStrategy()
         live = {x.data.untyped_storage().data_ptr() for x in sharded_tensors(state) if x.data is not None}
         # The queue that megatron-core would make lives in a manager process, which imports the program once more.
-        filesystem_async._results_queue = queue.Queue()
+        replace_name(filesystem_async, "_results_queue", queue.Queue())
         self._request = dist_checkpointing.save(
             {"checkpoint_version": CHECKPOINT_VERSION, **state},
             str(folder),
@@ -142,9 +143,9 @@ def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
     if (folder / COMMON_STATE_FNAME).exists():  # older versions of megatron-core wrote it
         load_tensors(folder / COMMON_STATE_FNAME)
     try:
-        stored = load_sharded_metadata(str(folder))
+        stored = load_sharded_metadata(str(folder), LoadStrategy())
         with without_objects():
-            return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder))
+            return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder), LoadStrategy())
     except CheckpointingException as error:
         raise CheckpointError(f"{folder}: dist_checkpointing cannot load it: {error}") from error
     except CheckpointException as error:  # torch's, around what this rank met
@@ -196,7 +197,7 @@ def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
     """
     require_plain(folder)
     try:
-        return dist_checkpointing.load_tensors_metadata(str(folder))
+        return dist_checkpointing.load_tensors_metadata(str(folder), LoadStrategy())
     except (CheckpointingException, OSError, EOFError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: not a readable torch_dist checkpoint: {error}") from error
 

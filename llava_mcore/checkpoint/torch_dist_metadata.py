@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from llava_mcore.checkpoint.plain_files import plain_name, read_json, read_regular, require_regular
+from llava_mcore.compat.torch import accept_newer_metadata
 from llava_mcore.errors import CheckpointError, problems
 
 FILE = ".metadata"
@@ -46,6 +47,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / FILE
     data = read_regular(path, _MAX_BYTES)
+    accept_newer_metadata()
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
     except _ForeignError as error:

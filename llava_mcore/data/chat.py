@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 
 import numpy as np
@@ -23,6 +22,7 @@ from llava_mcore.data.chat_tokens import ChatTokens, TextTokens
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.data.token_spans import Span, tokens_in_span
 from llava_mcore.errors import DataError
+from llava_mcore.templates import fixed_date
 from llava_mcore.templates.named import flatten_parts
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -35,8 +35,6 @@ CONTENT_FORMATS = (
     {"system": "string", "user": "string", "assistant": "string"},
 )
 """What templates take as a message's content: typed parts, or plain text. Tried in this order."""
-TODAY = datetime(2024, 7, 26)
-"""For templates that ask for the date, as Llama 3's own without a clock: tokens would else change from day to day."""
 TOKENS_FORMAT = 1
 """Raised when the same turns, template and tokenizer would make other tokens than before."""
 FLATTENED = {"system": "flat", "user": "flat", "assistant": "flat"}
@@ -71,6 +69,7 @@ class ChatFormat:
         self._variables = tokenizer.special_tokens_map
         self.template = template
         self._body = template.removeprefix(flatten_parts())
+        self._dated = fixed_date.with_fixed_date(self._body)
         # The bare tokenizer: it neither truncates nor pads, and encodes one text without starting threads,
         # which must not be running when loader processes are forked.
         self._encoder = tokenizer.backend_tokenizer
@@ -92,10 +91,10 @@ class ChatFormat:
         try:
             texts, spans = render_jinja_template(
                 conversations=[messages],
-                chat_template=self._body,
+                chat_template=self._dated,
                 return_assistant_tokens_mask=self._has_marks,
                 add_generation_prompt=prompt,
-                strftime_now=TODAY.strftime,
+                **fixed_date.VARIABLES,
                 **self._variables,
             )
         # A template that expects text and gets a list, or the other way round, fails with a TypeError.
@@ -286,8 +285,8 @@ class ChatFormat:
         """A hash of all that `text_tokens` depends on beside the turns."""
         tokenizer = json.loads(self._encoder.to_str())
         settings = [TOKENS_FORMAT, tokenizer, self.template, self.image_token, self.eos_token, self._variables]
-        if "strftime_now" in self.template:
-            settings.append(str(TODAY))
+        if fixed_date.asks_for_date(self.template):
+            settings.append(str(fixed_date.TODAY))
         text = json.dumps(settings, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import load_common_state_dict, load_plain_tensors
+from megatron.core.dist_checkpointing import load, load_common_state_dict, load_tensors_metadata
 
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.checkpoint.megatron import model_state, save_state
+from llava_mcore.compat.megatron import LoadStrategy
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.loop import fetch_step
@@ -116,7 +117,8 @@ def check_files(trainer: Trainer, run_dir: Path) -> None:
 
 def tensors_in(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return the whole tensors of a checkpoint."""
-    everything = load_plain_tensors(str(checkpoint))
+    tensors = load_tensors_metadata(str(checkpoint), LoadStrategy())
+    everything = load(tensors, str(checkpoint), LoadStrategy(), validate_access_integrity=False)
     return {name: value for name, value in everything.items() if isinstance(value, torch.Tensor)}
 
 

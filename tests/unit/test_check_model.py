@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from llava_mcore.apps import check, export_hf, import_hf
@@ -82,16 +83,27 @@ def transpose_projector(entries: dict[str, Entry]) -> None:
 
 
 def test_logits_agree_at_a_layout_and_bf16_weights_are_compared_in_fp32(
-    hf: Path, picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hf: Path, picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m"), "--tp", "2", "--pp", "2"]
     assert import_hf.main([*flags, "--workers", "1", "--verify", "--logits", str(picture)]) == 0
     said = capsys.readouterr().out
     assert "every tensor read back and equal" in said and "at tp 2 x pp 2: max abs difference" in said
-    got = compare_logits(hf, layout.latest_checkpoint(tmp_path / "m")[0], picture, tp=1, pp=1)
-    assert got.difference <= 1e-5 < got.largest
     # embedding, patches, positions, CLIP's norm, projector, final norm; 3 layers of the tower, 4 of Qwen3
-    assert got.num_modules == 7 + 3 * 9 + 4 * 12
+    num_modules = 7 + 3 * 9 + 4 * 12
+    assert f"outputs of {num_modules} modules compared)" in said
+
+    def renamed(outputs: dict[str, Tensor], prefix: str, tower: str) -> dict[str, Tensor]:
+        return {name.replace("v_proj", "value") if prefix in name else name: x for name, x in outputs.items()}
+
+    monkeypatch.setattr("llava_mcore.apps.compare_logits.tower_names_in_files", renamed)
+    assert check.main(["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m"), "--logits", str(picture)]) == 0
+    line = capsys.readouterr().out
+    first = "vision_tower.encoder.layers.0.self_attn.v_proj, "
+    assert f"{num_modules - 3} modules compared; 3 not, as transformers {transformers.__version__} has" in line
+    assert f"no modules of these names: {first}" in line and ", …" not in line
+    largest_difference, largest = re.findall(r"(?:difference|logit) ([0-9.e-]+)", line)
+    assert float(largest_difference) <= 1e-5 < float(largest)
 
 
 @pytest.mark.parametrize(

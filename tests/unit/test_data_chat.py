@@ -294,6 +294,20 @@ def test_the_date_in_a_template_stands_still() -> None:
     assert format_.render(vqa("q", "a", image=False)).startswith("26 Jul 2024")
 
 
+def test_templates_ask_for_the_date_in_every_way() -> None:
+    """Llama 3.2's spelling, inside a macro, in a test for it, and a template that begins with what is stripped."""
+    conversation = vqa("q", "a", image=False)
+    plain = ChatFormat(make_tokenizer(), CHAT_TEMPLATE, image_token="<image>", image_length=N).render(conversation)
+    for asked, expected in {
+        "{%- set date_string = strftime_now('%d %b %Y') %}{{ date_string }}|": "26 Jul 2024|",
+        "{% macro day() %}{{ strftime_now('%A %-d. %B') }}{% endmacro %}\n{{ day() }}": "Friday 26. July",
+        "{% if strftime_now is defined %}{{ strftime_now('%Y')|int + 1 }}{% endif %}": "2025",
+        "\n  {% set x = 1 %}\n{{ strftime_now('100%% of %F %q') }}": "\n100% of 2024-07-26 %q",
+    }.items():
+        format_ = ChatFormat(make_tokenizer(), asked + CHAT_TEMPLATE, image_token="<image>", image_length=N)
+        assert format_.render(conversation) == expected + plain
+
+
 def test_tokenizer_that_ends_every_prompt_is_refused() -> None:
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(

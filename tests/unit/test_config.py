@@ -222,7 +222,7 @@ def test_stage_sets_what_is_not_given(stage: int, lr: float, batch: int) -> None
 
 
 folder_names = st.text(st.characters(exclude_characters="/\\\n\0", exclude_categories=["Cs", "Cc"]), min_size=1).filter(
-    lambda name: name.strip() and not name.startswith(".")
+    lambda name: name.strip() and name[0] not in ".-" and len(name.encode()) <= 255
 )
 some_values = st.fixed_dictionaries(
     {},

@@ -6,10 +6,10 @@ import difflib
 import importlib
 import os
 import sys
-from pathlib import Path
 
 from llava_mcore import log
-from llava_mcore.errors import LlavaMcoreError
+from llava_mcore.apps.cli import with_messages
+from llava_mcore.errors import FileError
 from llava_mcore.launch.singularity import inner_command, requested_image, rerun_in_container
 from llava_mcore.slim import leave_out_unused
 
@@ -33,7 +33,11 @@ IN_CONTAINER = ("build", "prepare", "import-hf", "train", "export-hf", "check", 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; 2 if there is no such command."""
-    arguments = sys.argv[1:] if argv is None else argv
+    log.prepare_streams()
+    return with_messages(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(arguments: list[str]) -> int:
     name = arguments[0] if arguments else ""
     if name in ("-h", "--help"):
         print(_usage())
@@ -43,10 +47,12 @@ def main(argv: list[str] | None = None) -> int:
         meant = f" (did you mean {close[0]}?)" if close else ""
         print(f"{name!r}: no such command{meant}\n\n{_usage()}" if name else _usage(), file=sys.stderr)
         return 2
+    _require_current_folder()
     submits = name == "train" and "--submit" in arguments  # the job enters the image, not who submits it
     image = requested_image(arguments) if name in IN_CONTAINER and not submits else None
     if image is not None:
-        return _rerun(image, name, arguments[1:])
+        # Before importing what only the image may have.
+        return rerun_in_container(image, inner_command(name, arguments[1:]), dry_run="--dry-run" in arguments)
     log.quiet_libraries()
     leave_out_unused("wandb")
     if name in ON_CPU:
@@ -56,13 +62,14 @@ def main(argv: list[str] | None = None) -> int:
     return app.main(arguments[1:])
 
 
-def _rerun(image: Path, name: str, arguments: list[str]) -> int:
-    """Run the same command inside an image, before importing what only the image may have."""
+def _require_current_folder() -> None:
+    """Raise FileError where every relative path, and much in libraries, would fail."""
     try:
-        return rerun_in_container(image, inner_command(name, arguments), dry_run="--dry-run" in arguments)
-    except LlavaMcoreError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        os.getcwd()
+    except OSError as error:
+        raise FileError(
+            f"the current folder: {error.strerror}; it was deleted or moved: cd to one that is there"
+        ) from error
 
 
 def _usage() -> str:

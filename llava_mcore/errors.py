@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class LlavaMcoreError(Exception):
@@ -35,6 +39,10 @@ class CheckpointError(LlavaMcoreError):
     """A Megatron checkpoint cannot be read, written or resumed from."""
 
 
+class FileError(LlavaMcoreError):
+    """The machine does not let a file or folder be read or written, or one holds something else than it must."""
+
+
 class TrainingError(LlavaMcoreError):
     """Training itself went wrong: numbers that are not finite, or no memory left on a GPU."""
 
@@ -45,3 +53,42 @@ def problems(title: str, found: Iterable[str]) -> str:
     """Return one message that lists every problem, one indented line each."""
     lines = [f"  - {line}".replace("\n", "\n    ") for line in found]
     return "\n".join([f"{title} ({len(lines)} problem{'s' if len(lines) != 1 else ''}):", *lines])
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space there, or choose another folder",
+    errno.EDQUOT: "your quota there is used up: free some space, or choose another folder",
+    errno.EROFS: "choose a folder that can be written",
+    errno.EACCES: "change its permissions, or choose another folder",
+    errno.EPERM: "change its permissions, or choose another folder",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOTDIR: "something in this path is a file where a folder is expected",
+    errno.EISDIR: "a folder is in the way of a file of this name",
+    errno.EEXIST: "something else of this name is in the way: move it, or choose another name",
+    errno.ENOENT: "it is missing, or was deleted meanwhile",
+    errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
+    errno.EIO: "the disk or the network file system fails",
+    errno.ESTALE: "it was replaced on the file server meanwhile",
+}
+
+
+def os_error_text(error: OSError) -> str:
+    """Return "where: what; what to do" for what the operating system has refused.
+
+    An error that names no file says at least which line of ours asked for it.
+    """
+    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
+        source, target, reason = error.args[0][0]  # of all files that could not be copied, the first
+        return f"{target}: could not be copied from {source}: {reason.splitlines()[0]}"
+    if error.errno is None or error.strerror is None:  # a library's own words
+        return str(error) or type(error).__name__
+    places = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    where = " -> ".join(places) or _line_of_ours(error)
+    remedy = _REMEDIES.get(error.errno)
+    return f"{where}: {error.strerror}" + ("" if remedy is None else f"; {remedy}")
+
+
+def _line_of_ours(error: OSError) -> str:
+    package = Path(__file__).parent
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if Path(x.filename).is_relative_to(package)]
+    return f"llava_mcore/{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno}" if frames else "a file"

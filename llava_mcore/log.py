@@ -1,23 +1,66 @@
-"""Logging: INFO on rank 0, warnings of every rank with its number."""
+"""Logging: INFO on rank 0, warnings of every rank with its number. And the console that it goes to."""
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import sys
+import threading
+import traceback
 import warnings
+from typing import TextIO
+
+from llava_mcore.errors import os_error_text
 
 _NOISE = ("megatron.core", "torch.distributed", "transformers", "nvidia", "torch.utils")
 
 
 def set_up(rank: int) -> None:
     """Send our own messages to stdout; libraries speak up from ERROR on."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Console(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
     ours = logging.getLogger("llava_mcore")
     ours.handlers[:] = [handler]
     ours.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     ours.propagate = False
+    threading.excepthook = _thread_failed
     quiet_libraries()
+
+
+class _Console(logging.StreamHandler[TextIO]):
+    """A console that may go away, as by `| head`, or be a file on a full disk: its lines are lost, not the run."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
+def _thread_failed(failed: threading.ExceptHookArgs) -> None:
+    """Say in one line that a library's thread met a full disk or the like; its owner finds out at the next call."""
+    if isinstance(failed.exc_value, OSError):
+        name = failed.thread.name if failed.thread is not None else "a thread"
+        logging.getLogger(__name__).warning("%s: %s", name, os_error_text(failed.exc_value))
+    else:
+        traceback.print_exception(failed.exc_value)
+
+
+def prepare_streams() -> None:
+    """Make standard input, output and error something that can be used, whatever a process was started with.
+
+    Closed ones lead nowhere: the next file that is opened would else get their numbers and what is printed. Characters
+    that a console's encoding lacks, or that no encoding has, as in the names of some files, are printed as escapes.
+    """
+    number = os.open(os.devnull, os.O_RDWR)
+    while number <= 2:
+        os.set_inheritable(number, True)
+        number = os.open(os.devnull, os.O_RDWR)
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def quiet_libraries() -> None:

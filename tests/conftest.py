@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import multiprocessing.forkserver
 import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,25 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A shared two-core machine has pauses: time is no sign of a fault. Failures must be the same everywhere.
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mount small disks, of a size such as 16K, until the test has ended; skip where nobody may mount."""
+    mounted: list[Path] = []
+
+    def mount(size: str) -> Path:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("needs the right to mount")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -11,6 +11,7 @@ import psutil
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
+from llava_mcore.apps.cli import with_messages
 from llava_mcore.launch.process import STOP, STOPPED_EARLY, leave
 
 
@@ -46,4 +47,4 @@ def ask_workers_to_stop(module: str) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(with_messages(main))  # it makes a temporary folder

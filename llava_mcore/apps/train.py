@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llava_mcore.apps.cli import with_messages
 from llava_mcore.config.dims import ModelDims
 from llava_mcore.config.flags import CommandLine, parse_command_line
 from llava_mcore.config.load import run_config_yaml, save_run_config
 from llava_mcore.config.rules import check_devices, check_run
 from llava_mcore.config.schedule_rules import check_schedule
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.errors import ConfigError, LlavaMcoreError, problems
+from llava_mcore.errors import ConfigError, LlavaMcoreError, os_error_text, problems
+from llava_mcore.files import naming
 from llava_mcore.launch.nodes import check_gpu_ids, check_interface, find_nodes
 from llava_mcore.launch.process import run_child
 from llava_mcore.launch.sbatch import FILE as BATCH_FILE
@@ -35,19 +38,18 @@ _FOLDERS = ("load", "hf_dir", "save_dir", "non_persistent_dir", "non_persistent_
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; return the exit code: 0, 2 for a mistake found before the start, else that of the workers."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    try:
-        command_line = parse_command_line(arguments, "run.py")
-        run = command_line.load()
-        if command_line.submit:
-            return _submit(run, arguments, command_line)
-        if run.launch.sif_path is not None:
-            command = inner_command("train", arguments)
-            return rerun_in_container(run.launch.sif_path, command, dry_run=command_line.dry_run)
-        return _launch(run, command_line)
-    except LlavaMcoreError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return with_messages(lambda: _run(sys.argv[1:] if argv is None else list(argv)))
+
+
+def _run(arguments: list[str]) -> int:
+    command_line = parse_command_line(arguments, "run.py")
+    run = command_line.load()
+    if command_line.submit:
+        return _submit(run, arguments, command_line)
+    if run.launch.sif_path is not None:
+        command = inner_command("train", arguments)
+        return rerun_in_container(run.launch.sif_path, command, dry_run=command_line.dry_run)
+    return _launch(run, command_line)
 
 
 def resolve(run: RunConfig, gpu_count: int) -> tuple[RunConfig, int]:
@@ -82,25 +84,30 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection
     found += [*check_gpu_ids(run.launch, gpu_count), *check_interface(run.launch)]
     dims: ModelDims | None = None
     source = ""
-    try:
+    with collecting(found):
         start = start_point(run)
         source = str(start.hf_dir)
         if resumes(run, start) and not [*check_schedule(run.training, run.optimizer)]:
             found += _too_far(run, start)
         dims = model_dims(load_hf_config(start.hf_dir))
-    except LlavaMcoreError as error:
-        found.append(str(error))
-    try:
+    with collecting(found):
         check_dataset(run.data.path)
         if run.validation.eval_interval is not None:
             check_dataset(run.data.path, VALIDATION)
-    except LlavaMcoreError as error:
-        found.append(str(error))
-    try:
+    with collecting(found):
         check_choice(run.data.chat_template)
+    return found + check_run(run, dims, world_size, gpu_count > 0, source, typed)
+
+
+@contextlib.contextmanager
+def collecting(found: list[str]) -> Iterator[None]:
+    """Add what goes wrong within to a list of problems."""
+    try:
+        yield
     except LlavaMcoreError as error:
         found.append(str(error))
-    return found + check_run(run, dims, world_size, gpu_count > 0, source, typed)
+    except OSError as error:
+        found.append(os_error_text(error))
 
 
 def _too_far(run: RunConfig, start: StartPoint) -> list[str]:
@@ -129,7 +136,8 @@ def _launch(typed: RunConfig, command_line: CommandLine) -> int:
     if command_line.dry_run:
         print(f"# {config_file}\n{run_config_yaml(run)}\n# command\n{shlex.join(command)}")
         return 0
-    save_run_config(run, config_file)
+    with naming(config_file):
+        save_run_config(run, config_file)
     for notice in command_line.notices:
         print(notice, flush=True)
     job = read_job(os.environ)
@@ -179,7 +187,8 @@ def _submit(typed: RunConfig, arguments: Sequence[str], command_line: CommandLin
         print(f"# {file}\n{text}", end="")
         return 0
     run.run_dir.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
+    with naming(file):
+        file.write_text(text, encoding="utf-8")
     print(f"submitted {file} as SLURM job {submit(file)}")
     return 0
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from llava_mcore.apps.init_folder import write_carried_folder
 from llava_mcore.checkpoint.chat_template import require_same_template
 from llava_mcore.checkpoint.local import is_local, unusable_here
@@ -25,6 +23,8 @@ from llava_mcore.errors import LlavaMcoreError, problems
 from llava_mcore.launch.process import StopSignals
 from llava_mcore.parallel.groups import Groups, agree, initialise, shut_down, wait_for_all
 from llava_mcore.parallel.random import seed_everything
+from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, together
+from llava_mcore.training.closing import attempt
 from llava_mcore.training.debug import ShowFirst, show_shapes_once
 from llava_mcore.training.determinism import make_deterministic
 from llava_mcore.training.loop import train
@@ -48,10 +48,10 @@ def run_worker(run: RunConfig, signals: StopSignals, started: float) -> bool:
     stop = StopRules(lambda: signals.asked, None if minutes is None else started + 60 * minutes)
     try:
         finished = _run(run, stop, watchdog)
-    except LlavaMcoreError:
-        watchdog.close()
+    except (LlavaMcoreError, OSError):
+        attempt("removing the file for stacks", watchdog.close)
         raise
-    watchdog.close()
+    attempt("removing the file for stacks", watchdog.close)
     return finished
 
 
@@ -73,27 +73,29 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
         checkpoint = start.checkpoint
         assert checkpoint is not None
         progress, loader_states = together(groups, lambda: resume(trainer, checkpoint))
-        if groups.rank == 0:
-            adopt_ids(run.run_dir, checkpoint)
+        on_first_rank(groups, lambda: adopt_ids(run.run_dir, checkpoint))
         logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
     watchdog.begin("opening the data")
     loader = together(groups, lambda: _open_loader(run, groups, assets, loader_states))
     validation = together(groups, lambda: _open_validation(run, assets))
     shown = _show_the_first_step(trainer, loader, assets) if run.logging.debug else loader
     hf_source = start.hf_dir
-    if run.checkpoint.saves and groups.rank == 0:
-        assert assets is not None, "rank 0 loads data"
-        hf_source = write_carried_folder(
-            start, run.run_dir / "hf", seed=run.training.seed, chat_template=assets.chat.template
-        )
+    if run.checkpoint.saves:
+        hf_source = run.run_dir / "hf"
+        on_first_rank(groups, lambda: _write_carried_folder(run, start, assets))
     finished = train(trainer, shown, progress, hf_source, stop, watchdog, validation)
     if not finished:
         logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
     wait_for_all(groups)  # torchrun ends all ranks soon after the first: none may go while another closes its logs
     if loader is not None:
-        loader.close()
+        attempt("ending the loader processes", loader.close)
     shut_down()
     return finished
+
+
+def _write_carried_folder(run: RunConfig, start: StartPoint, assets: Assets | None) -> None:
+    assert assets is not None, "rank 0 loads data"
+    write_carried_folder(start, run.run_dir / "hf", seed=run.training.seed, chat_template=assets.chat.template)
 
 
 def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = lambda _: None) -> StartPoint:
@@ -193,26 +195,3 @@ def _show_the_first_step(trainer: Trainer, loader: TrainLoader | None, assets: A
     """Let the first batch be printed in words, and the shapes that it has in the model."""
     show_shapes_once(trainer)
     return None if loader is None or assets is None else ShowFirst(loader, in_words(assets))
-
-
-def together[T](groups: Groups, action: Callable[[], T]) -> T:
-    """Do the same on all ranks; when it fails on any, raise one error on all of them."""
-    result: list[T] = []
-    problem, kind = None, LlavaMcoreError
-    try:
-        result.append(action())
-    except LlavaMcoreError as error:
-        problem, kind = str(error), type(error)
-    found = agree(groups, problem)
-    if not found:
-        return result[0]
-    texts = list(dict.fromkeys(text.partition(": ")[2] for text in found))
-    raise kind(texts[0] if len(texts) == 1 else problems("the run cannot start", found), on_all_ranks=True)
-
-
-def decided_by_first_rank[T](groups: Groups, action: Callable[[], T]) -> T:
-    """Do something on rank 0 and give every rank its result: storage may look different elsewhere for a while."""
-    box = [together(groups, lambda: action() if groups.rank == 0 else None)]
-    dist.broadcast_object_list(box, src=0, group=groups.control)
-    assert box[0] is not None
-    return box[0]

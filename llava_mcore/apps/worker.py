@@ -14,7 +14,7 @@ from pathlib import Path
 from llava_mcore import log
 from llava_mcore.compat.tested import untested_line
 from llava_mcore.config.load import load_run_config
-from llava_mcore.errors import LlavaMcoreError
+from llava_mcore.errors import FileError, LlavaMcoreError, os_error_text
 from llava_mcore.launch.process import STOPPED_EARLY, StopSignals, die_with_parent, leave
 from llava_mcore.slim import leave_out_unused
 
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     die_with_parent(signal.SIGKILL)  # a worker without its torchrun would wait for the others for ever
     rank = int(os.environ["RANK"])
+    log.prepare_streams()
     log.set_up(rank)
     untested = untested_line() if rank == 0 else None
     if untested is not None:
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == 0 or not error.on_all_ranks:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:
+        print(f"error: rank {rank}: {os_error_text(error)}", file=sys.stderr, flush=True)
+        return FileError.exit_code
     return 0 if finished else STOPPED_EARLY
 
 

@@ -23,6 +23,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 UNUSED = "unused.safetensors"
 RECORD = "tensors.json"
 MANIFEST = "import_manifest.json"
+_LONGEST_TRACKER = 1000
+_MOST_DIGITS = 18
 _OURS = (UNUSED, RECORD, MANIFEST)
 
 
@@ -50,10 +52,23 @@ def latest_iteration(root: Path) -> int | None:
     tracker = root / TRACKER
     if not tracker.is_file():
         return None
-    text = tracker.read_text(encoding="utf-8").strip()
-    if not text.isdigit():
-        raise CheckpointError(f"{tracker}: expected an iteration number, found {text!r}")
-    return int(text)
+    number = _number(tracker)
+    if number is None:
+        found = _tracker_text(tracker)
+        shown = repr(found) if len(found) <= 80 else f"{found[:80]!r}… ({len(found)} characters)"
+        raise CheckpointError(f"{tracker}: expected an iteration number, found {shown}")
+    return number
+
+
+def _tracker_text(tracker: Path) -> str:
+    with tracker.open(encoding="utf-8", errors="backslashreplace") as file:
+        return file.read(_LONGEST_TRACKER).strip()
+
+
+def _number(tracker: Path) -> int | None:
+    """Return the iteration that a tracker names; None where it holds anything else."""
+    text = _tracker_text(tracker) if tracker.is_file() else ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
 
 
 def latest_checkpoint(root: Path) -> tuple[Path, int]:
@@ -80,10 +95,11 @@ def latest_readable(root: Path) -> tuple[Path, int]:
         CheckpointError: as `latest_checkpoint`.
     """
     tracker = root / TRACKER
-    text = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
-    folder = root / "release" if text == "release" else iteration_folder(root, int(text)) if text.isdigit() else root
+    number = _number(tracker)
+    is_release = tracker.is_file() and _tracker_text(tracker) == "release"
+    folder = root / "release" if is_release else root if number is None else iteration_folder(root, number)
     if folder != root and any(folder.glob("mp_rank_*")):
-        return folder, int(text) if text.isdigit() else 0
+        return folder, number or 0
     return latest_checkpoint(root)
 
 

@@ -38,7 +38,8 @@ def _without_newer(stored: Any) -> Any:
     if not isinstance(stored, TensorStorageMetadata):
         return stored
     options = {name: getattr(stored.properties, name) for name in FACTORY_OPTIONS}
-    return dataclasses.replace(stored, properties=SimpleNamespace(**options))
+    properties: Any = SimpleNamespace(**options)
+    return dataclasses.replace(stored, properties=properties)
 
 
 def replace_name(module: ModuleType, name: str, value: Any) -> None:

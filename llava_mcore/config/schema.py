@@ -6,6 +6,8 @@ Every object is frozen; a wrong type, a value out of range or an unknown key is 
 
 from __future__ import annotations
 
+import os
+import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,10 +36,14 @@ LONGEST_NAME = 200
 
 
 def _folder_name(value: str) -> str:
-    if not value.strip() or value.startswith(".") or set(value) & set("/\\"):
-        raise ValueError("expected the name of a folder: no '/', not empty, not starting with '.'")
-    if len(value.encode()) > LONGEST_NAME:
-        raise ValueError(f"expected the name of a folder, of at most {LONGEST_NAME} bytes")
+    controls = any(unicodedata.category(letter) == "Cc" for letter in value)
+    if not value.strip() or value[0] in ".-" or set(value) & set("/\\") or controls:
+        raise ValueError(
+            "expected the name of a folder: no '/', no control characters, not empty, not starting with '.' or '-'"
+        )
+    size = len(os.fsencode(value))
+    if size > LONGEST_NAME:
+        raise ValueError(f"expected the name of a folder, of at most {LONGEST_NAME} bytes, found {size}")
     return value
 
 

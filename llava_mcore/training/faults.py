@@ -15,6 +15,7 @@ import torch.distributed as dist
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import TrainingError, problems
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.closing import attempt
 from llava_mcore.training.skipped import LoadedBatch
 from llava_mcore.training.step import StepResult
 
@@ -58,8 +59,8 @@ class NotFinite:
         """Save the batch and name its samples, first of all those of micro-batches whose own loss is not finite."""
         groups, folder = self.groups, self.run.run_dir / "faults" / f"iter_{iteration:07d}"
         if batches:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_batches(folder / f"dp_{groups.dp_rank:05d}.pt", iteration, batches)
+            file = folder / f"dp_{groups.dp_rank:05d}.pt"
+            attempt(f"{file} is not written", lambda: save_batches(file, iteration, batches))
         mine = (groups.dp_rank, [list(batch.sample_keys) for batch in batches], result.not_finite)
         everyone: list[Any] = [None] * groups.world_size
         dist.all_gather_object(everyone, mine, group=groups.control)
@@ -94,6 +95,7 @@ def save_batches(path: Path, iteration: int, batches: Sequence[LoadedBatch]) -> 
         }
         for batch in batches
     ]
+    path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"iteration": iteration, "micro_batches": plain}, path)
 
 

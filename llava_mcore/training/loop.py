@@ -12,6 +12,8 @@ from llava_mcore.data.validation import ValidationData
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import wait_for_all
+from llava_mcore.parallel.together import raise_on_all_ranks, together
+from llava_mcore.training.closing import attempt
 from llava_mcore.training.faults import NotFinite, out_of_memory_says_what_to_do
 from llava_mcore.training.fetch import Loader, Remembering, fetch_step
 from llava_mcore.training.optimizer import learning_rates
@@ -52,7 +54,7 @@ def train(
     iteration = _Iteration(trainer, loader, progress)
     saver = Saver(trainer, hf)
     validator = Validator(trainer, validation, watchdog)
-    reporter = Reporter(trainer, progress)
+    reporter = together(groups, lambda: Reporter(trainer, progress))
     profiler = IterationProfiler(run, groups)
     first = progress.iteration + 1
     try:
@@ -62,7 +64,9 @@ def train(
                 iteration.run(reporter)
             if progress.iteration == first:
                 keep_from_garbage_collection()
-            asked, writing = any_rank(groups, stop.due(), saver.busy)
+            asked, writing, failed = any_rank(groups, stop.due(), saver.busy, reporter.problem is not None)
+            if failed:
+                raise_on_all_ranks(groups, reporter.problem)
             is_last = progress.iteration == run.training.num_iterations
             if validator.due(progress.iteration) and (is_last or not asked):
                 reporter.validation(validator.run(progress.iteration))  # before the save, which a resume goes on from
@@ -75,11 +79,12 @@ def train(
             elif saver.pending and not writing:
                 saver.finish(number)
             if asked and not is_last:
-                return False
+                break
+        raise_on_all_ranks(groups, reporter.problem)
     except LlavaMcoreError as error:
         if error.on_all_ranks:  # what has been written is not lost
             watchdog.begin("finishing a save")
-            saver.finish(progress.iteration)
+            attempt("the save before", lambda: saver.finish(progress.iteration))
             watchdog.begin("closing the logs")
             reporter.close()
             wait_for_all(groups)  # torchrun ends all ranks soon after the first, also the one that will say why
@@ -87,7 +92,7 @@ def train(
     finally:
         profiler.close()
         reporter.close()
-    return True
+    return progress.iteration == run.training.num_iterations
 
 
 def keep_from_garbage_collection() -> None:

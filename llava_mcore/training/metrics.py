@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llava_mcore.errors import FileError
+from llava_mcore.files import naming, parse_object, read_text
+
 FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 
@@ -71,25 +74,61 @@ class JsonLines:
     """Appends objects to a file, a line each; after a resume, what lies beyond the checkpoint is dropped."""
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
-        """keep_until: the iteration that the run goes on from."""
+        """keep_until: the iteration that the run goes on from. Raises FileError for a file of anything else."""
         self.path = path
-        kept = [line for line in self._lines() if json.loads(line)["iteration"] <= keep_until]
-        self.losses: list[float | None] = [json.loads(line)["loss"] for line in kept]
+        kept = [record for record in read_lines(path) if record["iteration"] <= keep_until]
+        self.losses: list[float | None] = [record["loss"] for record in kept]
         temporary = self.path.with_suffix(".partial")
-        temporary.write_text("".join(kept), encoding="utf-8")
+        with naming(temporary):
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         os.replace(temporary, self.path)
 
-    def _lines(self) -> list[str]:
-        """Return the complete lines: a killed run may have left half of one."""
-        if not self.path.is_file():
-            return []
-        return [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-
     def write(self, record: dict[str, Any]) -> None:
-        """Write one object; floats with full precision, so that equal lines mean equal bits. JSON has no NaN: null."""
+        """Write one object; floats with full precision, so that equal lines mean equal bits. JSON has no NaN: null.
+
+        Raises:
+            OSError: it cannot be written; the file is then as it was, without half a line.
+        """
         values = {key: None if is_not_finite(value) else value for key, value in record.items()}
-        with self.path.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(values, allow_nan=False) + "\n")
+        append_line(self.path, json.dumps(values, allow_nan=False))
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file, or, if that fails, nothing."""
+    with naming(path), path.open("ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        data = f"{line}\n".encode()
+        try:
+            while data:  # of what a full disk does not take, only the first part is written
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(before)
+            raise
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines that a run writes, none without a file.
+
+    A last line that is cut short, by a kill or a full disk, is left out.
+
+    Raises:
+        FileError: a line is no object with an iteration and a loss.
+        OSError: the file cannot be read.
+    """
+    if not path.exists():
+        return []
+    lines = read_text(path).split("\n")[:-1]
+    return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    record = parse_object(line, where)
+    iteration, loss = record.get("iteration"), record.get("loss", "missing")
+    if type(iteration) is not int or not (loss is None or isinstance(loss, int | float)):
+        raise FileError(
+            f"{where}: expected 'iteration' and 'loss', as a run of this program writes them; move the file away"
+        )
+    return record
 
 
 class MetricsFile(JsonLines):

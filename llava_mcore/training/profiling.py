@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from llava_mcore.config.logs import parse_numbers, parse_span
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.closing import attempt
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +49,19 @@ class IterationProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write what has been profiled: the run may end within the span, or by an error."""
-        if self._profile is None:
-            return
-        self._profile.stop()
+        """Write what has been profiled: the run may end within the span, or by an error. A failure is a warning."""
+        done, self._profile = self._profile, None
+        if done is not None:
+            done.stop()
+            attempt("the profile is not written", lambda: self._write(done))
+
+    def _write(self, done: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         stem = f"rank_{self.rank:05d}.iterations_{self._iterations[0]}-{self._iterations[-1]}"
         written = [self.folder / f"{stem}.trace.json.gz"]
-        self._profile.export_chrome_trace(str(written[0]))
+        done.export_chrome_trace(str(written[0]))
         if self.on_gpu:
             written.append(self._write_memory(self.folder / f"{stem}.memory.pickle"))
-        self._profile = None
         self._iterations = []
         logger.info("profile written: %s", ", ".join(map(str, written)))
 

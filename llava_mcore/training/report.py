@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 import psutil
 import torch
 
+from llava_mcore.errors import os_error_text
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
 from llava_mcore.training.metrics import VALIDATION_FILE, JsonLines, Metrics, MetricsFile
 from llava_mcore.training.setup import Trainer
@@ -26,7 +29,11 @@ class Reporter:
     """Reports the iterations of a run; on other ranks than the first it does nothing."""
 
     def __init__(self, trainer: Trainer, progress: Progress) -> None:
-        """Cut metrics.jsonl back to the iteration that the run goes on from."""
+        """Cut metrics.jsonl back to the iteration that the run goes on from.
+
+        Raises:
+            FileError, OSError, ConfigError: a file of the run cannot be used, or a server refuses the run.
+        """
         run, groups = trainer.run, trainer.groups
         self.trainer = trainer
         self.file = MetricsFile(run.run_dir, keep_until=progress.iteration) if groups.rank == 0 else None
@@ -39,6 +46,8 @@ class Reporter:
             vision_model="vision_model" in trainer.trained_parts,
             vision_projection="vision_projection" in trainer.trained_parts,
         )
+        self.problem: str | None = None
+        """Why metrics could not be written. All ranks have to hear of it before the run may end: see the loop."""
         self.is_first = True
         self.peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
         self.spikes: SpikeAlert | None = None
@@ -72,7 +81,7 @@ class Reporter:
             logger.info(
                 "first iteration done %.1f s after the start of its process", metrics.time_to_first_iteration_seconds
             )
-        self.file.append(metrics)
+        self._write(self.file, asdict(metrics))
         if self.sinks is not None:
             self.sinks.step(metrics)
         run = self.trainer.run
@@ -86,7 +95,7 @@ class Reporter:
         """Report one validation, in a file of its own."""
         if self.validations is None or self.sinks is None:
             return
-        self.validations.write(result.record())
+        self._write(self.validations, result.record())
         self.sinks.write(result.values(), result.iteration)
         logger.info(result.line())
 
@@ -95,6 +104,12 @@ class Reporter:
         sinks, self.sinks = self.sinks, None
         if sinks is not None:
             sinks.close()
+
+    def _write(self, file: JsonLines, record: dict[str, Any]) -> None:
+        try:
+            file.write(record)
+        except OSError as error:
+            self.problem = os_error_text(error)
 
     def _metrics(
         self,

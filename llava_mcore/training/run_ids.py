@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 from llava_mcore.checkpoint.complete import RUN_JSON
+from llava_mcore.errors import FileError
+from llava_mcore.files import naming, read_object, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -17,20 +18,29 @@ KEY = "tracking_run_ids"
 
 
 def read_ids(run_dir: Path) -> dict[str, str]:
-    """Return service -> id, of the services that the run has been told to."""
+    """Return service -> id, of the services that the run has been told to. Raises FileError for a file without text."""
     files = {service: run_dir / name for service, name in FILES.items()}
-    return {service: file.read_text(encoding="utf-8").strip() for service, file in files.items() if file.is_file()}
+    ids = {service: read_text(file).strip() for service, file in files.items() if file.exists()}
+    return {service: run_id for service, run_id in ids.items() if run_id}
 
 
 def write_id(run_dir: Path, service: str, run_id: str) -> None:
     """Note under which id a service knows the run."""
-    (run_dir / FILES[service]).write_text(run_id, encoding="utf-8")
+    file = run_dir / FILES[service]
+    with naming(file):
+        file.write_text(run_id, encoding="utf-8")
 
 
 def adopt_ids(run_dir: Path, checkpoint: Path) -> None:
-    """Take over what a checkpoint knows and the run's folder does not: the checkpoint was copied here."""
+    """Take over what a checkpoint knows and the run's folder does not: the checkpoint was copied here.
+
+    Raises:
+        FileError: its run.json does not hold what a run writes.
+    """
     record = checkpoint / RUN_JSON
-    stored = json.loads(record.read_text(encoding="utf-8")).get(KEY, {}) if record.is_file() else {}
+    stored = read_object(record).get(KEY, {}) if record.is_file() else {}
+    if not isinstance(stored, dict) or not all(isinstance(run_id, str) for run_id in stored.values()):
+        raise FileError(f"{record}: {KEY}: expected the id of each service, found {str(stored)[:80]}")
     known = read_ids(run_dir)
     for service, run_id in stored.items():
         if service in FILES and service not in known:

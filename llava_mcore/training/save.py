@@ -162,7 +162,10 @@ class Saver:
         found = agree(groups, pending.problem)
         if found:
             raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
-        pending.write.finish()
+        try:
+            pending.write.finish()
+        except CheckpointError as error:
+            raise CheckpointError(f"{pending.partial}: {error}", on_all_ranks=True) from error
         checksums = gather_to_all(groups, pending.checksums)
         problem = None
         if groups.rank == 0:

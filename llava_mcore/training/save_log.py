@@ -6,6 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from llava_mcore.training.closing import attempt
+from llava_mcore.training.metrics import append_line
+
 SAVES = "saves.jsonl"
 
 
@@ -27,6 +30,5 @@ class Saved:
         return f"{self.gigabytes:.3f} GB in {self.seconds:.2f} s, training waited {waited:.2f} s"
 
     def append_to(self, file: Path) -> None:
-        """Add it to a file of JSON lines."""
-        with file.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(asdict(self)) + "\n")
+        """Add it to a file of JSON lines. The checkpoint is complete: that its line cannot be written is a warning."""
+        attempt(SAVES, lambda: append_line(file, json.dumps(asdict(self))))

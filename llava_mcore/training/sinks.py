@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import uuid
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.errors import ConfigError
-from llava_mcore.training.metrics import FILE, VALIDATION_FILE, Metrics
+from llava_mcore.files import naming
+from llava_mcore.training.closing import attempt
+from llava_mcore.training.metrics import FILE, VALIDATION_FILE, Metrics, read_lines
 from llava_mcore.training.mlflow_sink import MLflow
-from llava_mcore.training.run_ids import read_ids, write_id
+from llava_mcore.training.wandb_sink import Wandb
 
 logger = logging.getLogger(__name__)
 
 PLOT = "loss.png"
+CLOSING_SECONDS = 30.0
+"""How long a server may take at the end for what it has not got yet."""
 
 
 class Sink(Protocol):
-    """Takes numbers by name, at iterations that rise."""
+    """Takes numbers by name, at iterations that rise. Raises OSError or RuntimeError when it cannot."""
 
     def write(self, values: dict[str, float], iteration: int) -> None: ...
 
@@ -29,41 +30,48 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """All sinks that a run asks for; used on rank 0 only."""
+    """All sinks that a run asks for; used on rank 0 only. One that fails is given up, with a warning: a run does not
+    end for a copy of its metrics."""
 
     def __init__(self, run: RunConfig, *, iteration: int) -> None:
         """Open them. `iteration`: where the run goes on from; what was written beyond it is given up.
 
-        Raises ConfigError if Weights & Biases refuses the run.
+        Raises:
+            ConfigError: Weights & Biases or MLflow refuse the run, or do not answer.
+            OSError: a folder cannot be made.
         """
         self.run = run
-        self.sinks: list[Sink] = []
+        self.sinks: dict[str, Sink] = {}
+        seconds = min(CLOSING_SECONDS, run.faults.timeout / 4)  # the other ranks wait at the end
         if run.logging.tensorboard:
-            self.sinks.append(TensorBoard(run.run_dir / "tensorboard", purge_from=iteration + 1))
+            self.sinks["TensorBoard"] = TensorBoard(run.run_dir / "tensorboard", purge_from=iteration + 1)
         if run.logging.wandb:
-            self.sinks.append(Wandb(run))
+            self.sinks["Weights & Biases"] = Wandb(run, seconds)
         if run.logging.mlflow:
-            self.sinks.append(MLflow(run))
+            self.sinks["MLflow"] = MLflow(run, seconds)
 
     def step(self, metrics: Metrics) -> None:
         """Write one iteration."""
         values = {name: float(value) for name, value in asdict(metrics).items() if isinstance(value, int | float)}
-        values |= {f"lr/{part}": rate for part, rate in metrics.lr_by_part.items()}
+        # Not lr/…: MLflow's files would need a file and a folder of one name.
+        values |= {f"lr_by_part/{part}": rate for part, rate in metrics.lr_by_part.items()}
         self.write(values, metrics.iteration)
 
     def write(self, values: dict[str, float], iteration: int) -> None:
         """Write other numbers, such as those of a validation."""
-        for sink in self.sinks:
-            sink.write(values, iteration)
+        for name, sink in list(self.sinks.items()):
+            try:
+                sink.write(values, iteration)
+            except (OSError, RuntimeError) as error:
+                logger.warning("%s gets no more of this run, iteration %d failed: %s", name, iteration, error)
+                del self.sinks[name]
+                attempt(name, sink.close)
 
     def close(self) -> None:
-        """Flush and end all, and draw SAVE_DIR/NAME/loss.png."""
-        for sink in self.sinks:
-            sink.close()
-        try:
-            draw_losses(self.run.run_dir)
-        except OSError as error:  # a full disk has been told, or will be: not in the place of that message
-            logger.warning("loss.png cannot be written: %s", error)
+        """Flush and end all, and draw SAVE_DIR/NAME/loss.png. What fails is a warning."""
+        for name, sink in self.sinks.items():
+            attempt(name, sink.close)
+        attempt(PLOT, lambda: draw_losses(self.run.run_dir))
 
 
 class TensorBoard:
@@ -80,33 +88,6 @@ class TensorBoard:
 
     def close(self) -> None:
         self.writer.close()
-
-
-class Wandb:
-    """One run of Weights & Biases, the same one after a resume: its id lies in the run's folder."""
-
-    def __init__(self, run: RunConfig) -> None:
-        import wandb
-
-        if "wandb" not in read_ids(run.run_dir):
-            write_id(run.run_dir, "wandb", uuid.uuid4().hex[:12])
-        try:
-            self.wandb_run: Any = wandb.init(
-                project=run.logging.wandb_project,
-                name=run.name,
-                id=read_ids(run.run_dir)["wandb"],
-                resume="allow",
-                dir=run.run_dir,
-                config=run.model_dump(mode="json"),
-            )
-        except wandb.Error as error:
-            raise ConfigError(f"--wandb: {error}; log in with 'wandb login', or set WANDB_MODE=offline") from error
-
-    def write(self, values: dict[str, float], iteration: int) -> None:
-        self.wandb_run.log(values, step=iteration)
-
-    def close(self) -> None:
-        self.wandb_run.finish()
 
 
 def draw_losses(run_dir: Path) -> Path | None:
@@ -126,12 +107,11 @@ def draw_losses(run_dir: Path) -> Path | None:
         axes.plot(*zip(*validated, strict=True), linewidth=1, marker="o", markersize=3, label="validation")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(run_dir / PLOT)
+    with naming(run_dir / PLOT):
+        figure.savefig(run_dir / PLOT)
     return run_dir / PLOT
 
 
 def _points(file: Path, name: str) -> list[tuple[int, float]]:
     """Return (iteration, value) of a file of JSON lines, without lines that were not trained on."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    found = [json.loads(line) for line in lines]
-    return [(line["iteration"], line[name]) for line in found if line[name] is not None]
+    return [(record["iteration"], record[name]) for record in read_lines(file) if record[name] is not None]

@@ -75,11 +75,11 @@ class Watchdog:
 
     def _end(self) -> None:
         faulthandler.dump_traceback(file=self._file, all_threads=True)
-        self._file.flush()
-        print(
-            f"error: rank {self.rank}: {self._what} took more than {self.seconds:g} s (--timeout); "
-            f"where it stood: {self.path}",
-            file=sys.stderr,
-            flush=True,
-        )
+        with contextlib.suppress(OSError):  # nobody may read it any more
+            print(
+                f"error: rank {self.rank}: {self._what} took more than {self.seconds:g} s (--timeout); "
+                f"where it stood: {self.path}",
+                file=sys.stderr,
+                flush=True,
+            )
         os._exit(EXIT_CODE)

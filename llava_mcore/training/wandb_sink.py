@@ -1,0 +1,62 @@
+"""Metrics to Weights & Biases, whose own process sends them: training waits for it only at its start and its end."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import Any
+
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import ConfigError
+from llava_mcore.training.run_ids import read_ids, write_id
+
+SERVICE = "wandb"
+_START_SECONDS = 60.0
+
+
+class Wandb:
+    """One run of Weights & Biases, the same one after a resume: its id lies in the run's folder."""
+
+    def __init__(self, run: RunConfig, seconds: float) -> None:
+        """Open it.
+
+        Args:
+            seconds: how long to wait at the end for what has not been sent; it stays in SAVE_DIR/NAME/wandb.
+
+        Raises:
+            ConfigError: Weights & Biases refuses the run, or does not answer.
+        """
+        import wandb
+
+        if SERVICE not in read_ids(run.run_dir):
+            write_id(run.run_dir, SERVICE, uuid.uuid4().hex[:12])
+        limits = {"init_timeout": _START_SECONDS, "finish_timeout": seconds}
+        chosen = {name: value for name, value in limits.items() if f"WANDB_{name.upper()}" not in os.environ}
+        self._error = wandb.Error
+        try:
+            self.wandb_run: Any = wandb.init(
+                project=run.logging.wandb_project,
+                name=run.name,
+                id=read_ids(run.run_dir)[SERVICE],
+                resume="allow",
+                dir=run.run_dir,
+                config=run.model_dump(mode="json"),
+                settings=wandb.Settings(**chosen),
+            )
+        except wandb.Error as error:
+            advice = "log in with 'wandb login', or set WANDB_MODE=offline, which needs no network"
+            raise ConfigError(f"--wandb: {error}; {advice}") from error
+
+    def write(self, values: dict[str, float], iteration: int) -> None:
+        """Hand numbers over. Raises RuntimeError if Weights & Biases' process has failed."""
+        try:
+            self.wandb_run.log(values, step=iteration)
+        except self._error as error:
+            raise RuntimeError(str(error)) from error
+
+    def close(self) -> None:
+        """End the run. Raises RuntimeError if that fails."""
+        try:
+            self.wandb_run.finish()
+        except self._error as error:
+            raise RuntimeError(str(error)) from error

@@ -13,6 +13,7 @@ import yaml
 from megatron.energon import traverse_metadataset
 from megatron.energon.epathlib import EPath
 
+from llava_mcore.data.energon_names import NamedCodeError, run_no_named_code
 from llava_mcore.data.remote import check_profile, check_remote_shards, locate, reading
 from llava_mcore.data.shard_files import check_shards
 from llava_mcore.errors import DataError, problems
@@ -23,7 +24,16 @@ META_FILES = ("dataset.yaml", "split.yaml", "index.sqlite", "index.uuid")
 SPLIT = "train"
 VALIDATION = "val"
 NO_VALIDATION = "make one (prepare --val-ratio 0.05, or a val section in a blend), or leave --eval-interval away"
-BLEND_ERRORS = (AssertionError, AttributeError, ValueError, KeyError, TypeError, OSError, ryml.ExceptionBasic)
+BLEND_ERRORS = (
+    AssertionError,
+    AttributeError,
+    ValueError,
+    KeyError,
+    TypeError,
+    OSError,
+    RecursionError,
+    ryml.ExceptionBasic,
+)
 """What energon raises for a blend: it parses with ryml and checks with assertions and plain look-ups."""
 URL_HINT = " (in a blend, paths in object stores begin with msc://, see docs/remote_data.md)"
 
@@ -82,8 +92,11 @@ def _leaves(location: EPath, split: str) -> dict[EPath, str]:
         return {location: split}
     if location.internal_path.suffix != ".yaml":
         raise DataError(f"data path {location} must be a prepared folder or the .yaml file of a blend")
+    run_no_named_code()
     try:
         references = traverse_metadataset(location, split_part=split)
+    except NamedCodeError as error:
+        raise DataError(f"{location} is refused: {error}") from error
     except BLEND_ERRORS as error:
         if split != SPLIT and isinstance(error, KeyError):
             raise DataError(f"the blend {location} has no {split!r} section: {NO_VALIDATION}") from error

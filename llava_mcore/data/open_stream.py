@@ -13,6 +13,7 @@ from megatron.energon.epathlib import EPath
 from llava_mcore.config.data import DataConfig
 from llava_mcore.data.dataset_path import SPLIT, VALIDATION
 from llava_mcore.data.energon_memory import forget_what_was_read
+from llava_mcore.data.energon_names import NamedCodeError, run_no_named_code
 from llava_mcore.data.energon_repeat import repeat_parts_exactly
 from llava_mcore.data.remote import locate
 from llava_mcore.data.samples import Batch
@@ -42,6 +43,7 @@ def open_stream(
     assert data.path is not None
     forget_what_was_read()
     repeat_parts_exactly()
+    run_no_named_code()
     workers = WorkerConfig(
         rank=number,
         world_size=num_streams,
@@ -64,6 +66,8 @@ def open_stream(
                 max_samples_per_sequence=SAMPLES_PER_SLICE if shuffles else None,
                 **common,
             )
+    except NamedCodeError as error:
+        raise DataError(f"{data.path} is refused, see its .nv-meta/dataset.yaml: {error}") from error
     # What energon finds wrong in dataset.yaml, split.yaml or a blend is mostly found by assertions and look-ups.
     except (AssertionError, KeyError, TypeError, AttributeError, ImportError, ryml.ExceptionBasic) as error:
         raise DataError(f"{data.path} cannot be opened, see its .nv-meta/dataset.yaml: {error!r}") from error

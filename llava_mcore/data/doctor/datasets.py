@@ -18,6 +18,7 @@ from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDataset
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 
 from llava_mcore.data.dataset_path import SPLIT
+from llava_mcore.data.energon_names import NamedCodeError, run_no_named_code
 from llava_mcore.data.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError
 
@@ -98,12 +99,15 @@ def open_datasets(path: Path, encoder: ChatTaskEncoder, on_error: ErrorHandler) 
         DataError: energon cannot open them.
     """
     workers = WorkerConfig(rank=0, world_size=1, num_workers=0, restore_error_handler=on_error)
+    run_no_named_code()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # energon prints a line for each .jsonl
             loaded = load_dataset(path).get_datasets(
                 training=False, split_part=SPLIT, worker_config=workers, decoder=encoder.decoder
             )
             return [_open(one, encoder, workers) for one in loaded.datasets]
+    except NamedCodeError as error:
+        raise DataError(f"{path} is refused, see its .nv-meta/dataset.yaml: {error}") from error
     except OPEN_ERRORS as error:
         raise DataError(f"{path} cannot be opened, see its .nv-meta/dataset.yaml: {error!r}") from error
 

@@ -80,12 +80,7 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     loader = together(groups, lambda: _open_loader(run, groups, assets, loader_states))
     validation = together(groups, lambda: _open_validation(run, assets))
     shown = _show_the_first_step(trainer, loader, assets) if run.logging.debug else loader
-    hf_source = start.hf_dir
-    if run.checkpoint.saves and groups.rank == 0:
-        assert assets is not None, "rank 0 loads data"
-        hf_source = write_carried_folder(
-            start, run.run_dir / "hf", seed=run.training.seed, chat_template=assets.chat.template
-        )
+    hf_source = together(groups, lambda: _carried_files(run, groups, start, assets))
     finished = train(trainer, shown, progress, hf_source, stop, watchdog, validation)
     if not finished:
         logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
@@ -155,6 +150,14 @@ def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bo
     if resuming:
         require_same_template(start.hf_dir, assets.chat.template)
     return assets
+
+
+def _carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: Assets | None) -> Path:
+    """Return the folder of Hugging Face files that the run's checkpoints carry; rank 0 writes it."""
+    if not run.checkpoint.saves or groups.rank != 0:
+        return start.hf_dir
+    assert assets is not None, "rank 0 loads data"
+    return write_carried_folder(start, run.run_dir / "hf", seed=run.training.seed, chat_template=assets.chat.template)
 
 
 def _open_loader(run: RunConfig, groups: Groups, assets: Assets | None, saved: Any) -> TrainLoader | None:

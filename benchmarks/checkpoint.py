@@ -5,7 +5,7 @@
 Every process holds its part of `--gib` GiB of fp32 tensors, as tensor parallelism deals them out. Saving counts until
 all of it is on the disk (fsync, tracker included); "training waits" is the part that a training loses when the rest
 happens in the background. cp is followed by fsync of the copy. Loading reads files that the page cache may still hold,
-as cp does.
+as cp does. A save includes its checksums, a load is counted without and with the comparison of every file with its own.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from llava_mcore.checkpoint.checksums import of_files, write_checksums
 from llava_mcore.checkpoint.durable import move, sync_tree
 from llava_mcore.checkpoint.layout import write_tracker
 from llava_mcore.checkpoint.megatron import StateWrite, load_state
+from llava_mcore.checkpoint.verify import damage_found_together
+from llava_mcore.parallel.groups import Groups, gather_to_all, initialise
 
 TENSOR_MIB = 64
 GIB = 2**30
@@ -72,16 +75,16 @@ def parse() -> argparse.Namespace:
 
 def measure(args: argparse.Namespace) -> None:
     """Save and load in turns with cp, `rounds` times."""
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(dist.get_rank())
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    groups = initialise(backend=backend, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
     number = max(1, int(args.gib * 1024 / TENSOR_MIB / dist.get_world_size()))
     rounds = []
     for i in range(args.rounds):
         folder = args.dir / f"iter_{i:07d}"
-        seconds = {}
-        seconds["save"], seconds["save: training waits"] = save(folder, make_state(number), i)
-        seconds["load"] = timed(partial(load_state, make_state(number), folder))
+        seconds = save(groups, folder, make_state(number), i)
+        seconds["verification"] = timed(partial(verify, groups, folder))
+        seconds["load without it"] = timed(partial(load_state, make_state(number), folder))
+        seconds["load with it"] = timed(partial(verify, groups, folder)) + seconds["load without it"]
         seconds["cp and fsync"] = timed(partial(copy, folder))
         rounds.append(seconds)
         if dist.get_rank() == 0:
@@ -104,8 +107,12 @@ def make_state(number: int) -> dict[str, ShardedTensor]:
     }
 
 
-def save(folder: Path, state: dict[str, ShardedTensor], iteration: int) -> tuple[float, float]:
-    """Save as a run does, in the background; return the seconds until all is done and those until training goes on."""
+def save(groups: Groups, folder: Path, state: dict[str, ShardedTensor], iteration: int) -> dict[str, float]:
+    """Save as a run does, in the background.
+
+    Returns:
+        The seconds until all is done, of those the ones that checksums took, and those until training goes on.
+    """
     unfinished = folder.with_name(f".{folder.name}.partial")
     if dist.get_rank() == 0:
         unfinished.mkdir()
@@ -114,13 +121,25 @@ def save(folder: Path, state: dict[str, ShardedTensor], iteration: int) -> tuple
     write = StateWrite(dict(state), unfinished, copy=True)
     waited = time.perf_counter() - start
     write.write()
+    begin = time.perf_counter()
+    of_files([unfinished / name for name in write.checksums])  # as `write` has just done
+    summing = time.perf_counter() - begin
+    start += summing
     write.finish()
+    checksums = {name: text for part in gather_to_all(groups, write.checksums) for name, text in part.items()}
     if dist.get_rank() == 0:
+        write_checksums(unfinished, checksums)
         sync_tree(unfinished, already=".distcp")
         move(unfinished, folder)
         write_tracker(folder.parent, iteration)
     dist.barrier()
-    return time.perf_counter() - start, waited
+    seconds = time.perf_counter() - start
+    return {"save": seconds, "save without checksums": seconds - summing, "save: training waits": waited}
+
+
+def verify(groups: Groups, folder: Path) -> None:
+    """Compare every file with its checksum, as a run does before it loads."""
+    assert damage_found_together(groups, folder) is None
 
 
 def copy(folder: Path) -> None:

@@ -54,7 +54,8 @@ class HfSide:
             CheckpointError, ConversionError: it has none, or what it has is damaged.
         """
         folder = layout.hf_folder(checkpoint)
-        infos = hf_files.infos_from_record(layout.read_record(checkpoint)["tensors"])
+        hf_files.require_own_files(folder)
+        infos = hf_files.infos_from_record(layout.read_record(checkpoint)["tensors"], folder / layout.RECORD)
         unused = hf_files.HfFolder.of_file(folder / layout.UNUSED)
         return cls(load_hf_config(folder), infos, unused, folder)
 

@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from llava_mcore.apps.logits_worker import run_rank
 from llava_mcore.checkpoint import hf_files, layout
 from llava_mcore.checkpoint.hf_config import load_hf_config
+from llava_mcore.checkpoint.plain_files import why_not_loaded
 from llava_mcore.compat.transformers import tower_names_in_files
 from llava_mcore.errors import CheckpointError, ConversionError, problems
 from llava_mcore.models.names import HfNames, detect_names
@@ -123,10 +124,12 @@ def require_memory(num_numbers: int, *, num_processes: int) -> None:
 def _inputs(hf_dir: Path, picture: Path) -> dict[str, Tensor]:
     """Return input_ids [1, s] and pixel_values of one question, by the folder's own processor."""
     try:
-        processor = AutoProcessor.from_pretrained(hf_dir)
+        processor = AutoProcessor.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
         image = Image.open(picture).convert("RGB")
     except (UnidentifiedImageError, OSError, ValueError, KeyError) as error:
-        raise ConversionError(f"comparing logits needs a picture and a processor in {hf_dir}: {error}") from error
+        raise ConversionError(
+            f"comparing logits needs a picture and a processor in {hf_dir}: {why_not_loaded(error)}"
+        ) from error
     text = f"{processor.image_token}\n{_PROMPT}"
     if processor.chat_template is not None:
         content = [{"type": "image"}, {"type": "text", "text": _PROMPT}]

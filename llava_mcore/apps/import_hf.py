@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -35,7 +36,10 @@ from llava_mcore.models.table import mapping_table
 from llava_mcore.models.vlm import VisionLanguageModel
 from llava_mcore.parallel.groups import single_process
 
+logger = logging.getLogger(__name__)
+
 VOCAB_DIVISIBLE_BY = 128
+_LISTED = 20  # tensors in one message
 _DESCRIPTION_BYTES = 64 << 20  # metadata, records, manifest and what a file adds to its tensors, generously
 
 
@@ -84,7 +88,15 @@ def import_hf(
             if verify:
                 _verify(checkpoint, digests, tp=tp, workers=workers)
             layout.write_tracker(partial, 0)
+    _warn_of_values(hf_dir, streamed.not_finite, "" if name is None else f" as {name}")
     return layout.iteration_folder(megatron_dir, 0)
+
+
+def _warn_of_values(hf_dir: Path, names: Sequence[str], cast: str) -> None:
+    """Say which weights training would choke on; they are imported as they are."""
+    if names:
+        shown = ", ".join(sorted(names)[:_LISTED]) + (" …" if len(names) > _LISTED else "")
+        logger.warning("warning: %d tensors of %s hold NaN or infinite values%s: %s", len(names), hf_dir, cast, shown)
 
 
 def _room_beside(hf_dir: Path) -> int:

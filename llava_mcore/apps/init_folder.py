@@ -32,6 +32,7 @@ def write_carried_folder(start: StartPoint, target: Path, *, seed: int, chat_tem
     if start.kind == "init":
         write_init_folder(start.hf_dir, target, seed)
     else:
+        hf_files.require_own_files(start.hf_dir)
         shutil.copytree(start.hf_dir, target)
     write_chat_template(target, chat_template)
     return target

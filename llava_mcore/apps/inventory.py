@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ from transformers import LlavaConfig
 from llava_mcore.checkpoint import hf_files, layout
 from llava_mcore.checkpoint.hf_config import load_hf_config
 from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.checkpoint.plain_files import read_json
 from llava_mcore.checkpoint.safetensors_plan import DTYPES
 from llava_mcore.checkpoint.stored import StoredTensors
 from llava_mcore.config.load import load_run_config
@@ -148,10 +148,10 @@ def _carried(companions: Path) -> list[Row]:
     path = companions / layout.UNUSED
     if not path.is_file():
         return []
-    reasons: Mapping[str, str] = json.loads((companions / layout.RECORD).read_text(encoding="utf-8"))["unused"]
+    reasons: Mapping[str, str] = read_json(companions / layout.RECORD).get("unused", {})
     weights = hf_files.HfFolder.of_file(path)
     return _rows(
-        _Tensor(name, VISION, info.shape, DTYPES[info.dtype], "unused", reasons[name])
+        _Tensor(name, VISION, info.shape, DTYPES[info.dtype], "unused", reasons.get(name, ""))
         for name, info in sorted(weights.tensors.items())
     )
 

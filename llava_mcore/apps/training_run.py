@@ -79,10 +79,7 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     loader = together(groups, lambda: _open_loader(run, groups, assets, loader_states))
     validation = together(groups, lambda: _open_validation(run, assets))
     shown = _show_the_first_step(trainer, loader, assets) if run.logging.debug else loader
-    hf_source = start.hf_dir
-    if run.checkpoint.saves:
-        hf_source = run.run_dir / "hf"
-        on_first_rank(groups, lambda: _write_carried_folder(run, start, assets))
+    hf_source = together(groups, lambda: _carried_files(run, groups, start, assets))
     finished = train(trainer, shown, progress, hf_source, stop, watchdog, validation)
     if not finished:
         logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
@@ -91,11 +88,6 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
         attempt("ending the loader processes", loader.close)
     shut_down()
     return finished
-
-
-def _write_carried_folder(run: RunConfig, start: StartPoint, assets: Assets | None) -> None:
-    assert assets is not None, "rank 0 loads data"
-    write_carried_folder(start, run.run_dir / "hf", seed=run.training.seed, chat_template=assets.chat.template)
 
 
 def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = lambda _: None) -> StartPoint:
@@ -157,6 +149,14 @@ def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bo
     if resuming:
         require_same_template(start.hf_dir, assets.chat.template)
     return assets
+
+
+def _carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: Assets | None) -> Path:
+    """Return the folder of Hugging Face files that the run's checkpoints carry; rank 0 writes it."""
+    if not run.checkpoint.saves or groups.rank != 0:
+        return start.hf_dir
+    assert assets is not None, "rank 0 loads data"
+    return write_carried_folder(start, run.run_dir / "hf", seed=run.training.seed, chat_template=assets.chat.template)
 
 
 def _open_loader(run: RunConfig, groups: Groups, assets: Assets | None, saved: Any) -> TrainLoader | None:

@@ -179,12 +179,12 @@ def check_folder(folder: Path, config: LlavaConfig, processor: LlavaProcessor) -
     for key in ("image_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings", "vision_feature_layer"):
         if getattr(read_config, key) != getattr(config, key):
             found.append(f"config.json: {key} is {getattr(read_config, key)}, was {getattr(config, key)}")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if language.token_ids(tokenizer) != language.token_ids(processor.tokenizer):
         found.append(f"tokenizer: {language.token_ids(tokenizer)}, was {language.token_ids(processor.tokenizer)}")
     if tokenizer(_PROBE).input_ids != processor.tokenizer(_PROBE).input_ids:
         found.append(f"tokenizer: splits {_PROBE!r} differently")
-    read_processor = AutoProcessor.from_pretrained(folder)
+    read_processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.chat_template == read_processor.chat_template == processor.chat_template:
         found.append("chat template: differs")
     size = image_side(config.vision_config)

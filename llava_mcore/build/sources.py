@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
+from llava_mcore.checkpoint.plain_files import why_not_loaded
 from llava_mcore.errors import ConfigError, ConversionError, problems
 
 _TAG = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -39,7 +40,9 @@ class Source:
     @property
     def load_arguments(self) -> dict[str, Any]:
         """Keyword arguments of every `from_pretrained` that reads this source."""
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+        # Where it is not given, transformers asks on the terminal whether to run a folder's own code.
+        safe = {"trust_remote_code": False}
+        return safe | {"gguf_file": self.gguf_file} if self.gguf_file else safe
 
 
 def find_source(name: str, flag: str, *, gguf_file: str | None = None, may_be_gguf: bool = False) -> Source:
@@ -89,8 +92,7 @@ def reading(what: str, source: Source, hint: str = "") -> Iterator[None]:
     except _READ_ERRORS as error:
         kind = "" if source.folder else " (no folder of that name, so it was looked up on the Hugging Face hub)"
         advice = f"\n{hint}" if hint else ""
-        text = str(error).strip() or repr(error)
-        raise ConversionError(f"{source}{kind}: {what} cannot be read: {text}{advice}") from error
+        raise ConversionError(f"{source}{kind}: {what} cannot be read: {why_not_loaded(error)}{advice}") from error
 
 
 def require_tokenizer_files(source: Source, hint: str) -> None:

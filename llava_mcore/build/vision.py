@@ -62,7 +62,7 @@ def load_vision_config(source: Source) -> PreTrainedConfig:
         ConversionError: unreadable, or of another family.
     """
     with reading("the vision model's configuration", source):
-        config = AutoConfig.from_pretrained(source.name)
+        config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
     if config.model_type in PAIRS:
         return config.vision_config
     if config.model_type not in TOWERS:
@@ -135,7 +135,7 @@ def load_image_processor(source: Source, config: PreTrainedConfig) -> Any:
     """
     hint = "Give --image-processor TAG_OR_DIR: a folder with preprocessor_config.json."
     with reading("the image processor", source, hint):
-        processor = AutoImageProcessor.from_pretrained(source.name)
+        processor = AutoImageProcessor.from_pretrained(source.name, **source.load_arguments)
     size = image_side(config)
     picture = np.zeros((size // 2 + 3, size + 5, 3), dtype=np.uint8)
     with reading("a picture through the image processor", source):

@@ -7,22 +7,23 @@ without reading the weights.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from llava_mcore.checkpoint.deletion import delete
 from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_iteration
 from llava_mcore.checkpoint.plain_files import read_json
 from llava_mcore.errors import CheckpointError, problems
 
 RUN_JSON = "run.json"
 _FOLDER = re.compile(r"iter_(\d{7,})")
-_LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|deleted)")
+_LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|deleted(\.\d+)?)")
 
 
 @dataclass(frozen=True)
@@ -125,18 +126,20 @@ def all_but(folder: Path) -> list[Path]:
 
 def put_aside(folder: Path) -> Path:
     """Rename a checkpoint, at once, to what no longer looks like one and is deleted sooner or later; return that."""
-    aside = folder.with_name(f".{folder.name}.deleted")
+    name = folder.name.strip(".").partition(".")[0]
+    names = (folder.with_name(f".{name}.deleted" + (f".{i}" if i else "")) for i in itertools.count())
+    aside = next(path for path in names if not path.exists())  # an earlier one may have been impossible to delete
     folder.rename(aside)
     return aside
 
 
 def discard(folder: Path) -> None:
     """Delete a checkpoint so that a kill half-way leaves nothing that looks like one."""
-    shutil.rmtree(put_aside(folder))
+    delete(put_aside(folder))
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete what killed saves and deletions have left."""
-    for path in root.iterdir() if root.is_dir() else ():
+    """Delete what killed saves and deletions have left; what cannot be deleted is no longer in the way of a save."""
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path)
+            delete(put_aside(path) if path.name.endswith(".partial") else path)

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import LlavaConfig
+from transformers import LlavaConfig, PretrainedConfig
 
+from llava_mcore.checkpoint.plain_files import read_json
 from llava_mcore.config.dims import ModelDims
-from llava_mcore.errors import ConversionError
+from llava_mcore.errors import ConversionError, problems
 from llava_mcore.towers import ffn_size, has_class_token
 
 _WINDOWS_COMPUTED = ("gemma2", "gemma3_text")
 """Families whose sliding windows are computed as they are; others must not meet sequences longer than theirs."""
+_LARGEST = {
+    "num_hidden_layers": 2_000,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "head_dim": 1 << 16,
+    "vocab_size": 1 << 26,
+    "max_position_embeddings": 1 << 32,
+    "image_size": 1 << 15,
+    "patch_size": 1 << 15,
+    "num_channels": 1 << 10,
+}
+"""Far beyond every model that there is."""
 
 
 def load_hf_config(folder: Path) -> LlavaConfig:
@@ -27,19 +43,40 @@ def load_hf_config(folder: Path) -> LlavaConfig:
         raise ConversionError(
             f"{folder}: no config.json; expected a Hugging Face LLaVA folder (build one with build_llava_jp.py)"
         )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConversionError(f"{path}: not valid JSON ({error})") from error
+    values = read_json(path, ConversionError)
     kind = values.get("model_type")
     if kind != "llava":
         raise ConversionError(
             f"{path}: model_type is {kind!r}, expected 'llava'; a text model becomes one with build_llava_jp.py"
         )
     try:
-        return LlavaConfig.from_dict(values)
-    except (KeyError, ValueError, TypeError, StrictDataclassError) as error:
+        hf = LlavaConfig.from_dict(values)
+    except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise ConversionError(f"{path}: transformers cannot read it ({error!r})") from error
+    wrong = [*_wrong_sizes("text_config", hf.text_config), *_wrong_sizes("vision_config", hf.vision_config)]
+    wrong += _wrong_rope("text_config.rope_parameters", hf.text_config.to_dict().get("rope_parameters"))
+    if wrong:
+        raise ConversionError(problems(f"{path}: values that no model has", wrong))
+    return hf
+
+
+def _wrong_rope(key: str, value: Any) -> Iterator[str]:
+    """Yield texts where numbers are expected."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _wrong_rope(f"{key}.{name}", item)
+    elif isinstance(value, str) and not key.endswith("type"):
+        yield f"{key} is {value!r}, expected a number"
+
+
+def _wrong_sizes(section: str, config: PretrainedConfig) -> Iterator[str]:
+    """Yield what is no size, or so large that building the model would not end."""
+    values = config.to_dict()
+    for key, largest in _LARGEST.items():
+        for value in values[key] if isinstance(values.get(key), list | tuple) else [values.get(key)]:
+            is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
+            if key in values and value is not None and not is_size:
+                yield f"{section}.{key} is {value!r}, expected a whole number from 1 to {largest:,}"
 
 
 def model_dims(hf: LlavaConfig) -> ModelDims:

@@ -16,12 +16,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llava_mcore.checkpoint.durable import sync, sync_tree
+from llava_mcore.checkpoint.plain_files import plain_name, read_json, require_regular
 from llava_mcore.checkpoint.raw import TensorAt
 from llava_mcore.checkpoint.safetensors_plan import DTYPES, read_offsets
 from llava_mcore.errors import ConversionError, problems
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_LISTED = 20  # names of a damaged index in one message
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class HfFolder:
 
 
 def _read_header(folder: Path, file: str) -> dict[str, TensorInfo]:
+    require_regular(folder / file, ConversionError)
     with safe_open(folder / file, framework="pt") as handle:
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  (not a dict)
         return {name: TensorInfo(file, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
@@ -111,9 +114,33 @@ def to_record(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     return {name: asdict(info) for name, info in tensors.items()}
 
 
-def infos_from_record(record: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Inverse of `to_record`."""
-    return {name: TensorInfo(x["file"], x["dtype"], tuple(x["shape"])) for name, x in record.items()}
+def infos_from_record(record: Mapping[str, Any], source: Path) -> dict[str, TensorInfo]:
+    """Inverse of `to_record`.
+
+    Raises:
+        ConversionError: not made by it: an export would write where these files say.
+    """
+    try:
+        infos = {name: TensorInfo(x["file"], x["dtype"], tuple(map(int, x["shape"]))) for name, x in record.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConversionError(f"{source}: no list of tensors ({error!r})") from error
+    require_weight_files({x.file for x in infos.values()}, source)
+    unknown = sorted({str(x.dtype) for x in infos.values() if x.dtype not in DTYPES})
+    if unknown:
+        raise ConversionError(f"{source}: unknown dtypes: {', '.join(unknown)}")
+    return infos
+
+
+def require_weight_files(names: Iterable[object], source: Path) -> None:
+    """Refuse what an index names, but for safetensors files beside it: they are read, and written by an export.
+
+    Raises:
+        ConversionError: lists every other name.
+    """
+    wrong = sorted({repr(name) for name in names if not plain_name(name) or not str(name).endswith(".safetensors")})
+    if wrong:
+        title = f"{source} names files that are not beside it, or no safetensors"
+        raise ConversionError(problems(title, wrong[:_LISTED]))
 
 
 def is_weight_file(path: Path) -> bool:
@@ -124,14 +151,31 @@ def is_weight_file(path: Path) -> bool:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+        files = dict(read_json(index, ConversionError)["weight_map"])
+    except (ConversionError, ValueError, KeyError, TypeError) as error:
         raise ConversionError(f"{index}: no index of weight files, copy it again ({error!r})") from error
+    require_weight_files(files.values(), index)
+    return files
 
 
 def companion_files(folder: Path) -> list[Path]:
     """Return the files that travel with the weights: config, tokenizer, processor, templates, licences."""
     return sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".") and not is_weight_file(p))
+
+
+def require_own_files(folder: Path) -> None:
+    """Refuse links and pipes among the Hugging Face files of a checkpoint: what they lead to would be copied on.
+
+    Nobody who writes a checkpoint makes any. A Hugging Face folder may hold links: the hub's cache consists of them.
+
+    Raises:
+        ConversionError: lists them.
+    """
+    paths = sorted(folder.rglob("*"))
+    wrong = [f"{path.name} is a link to {os.readlink(path)}" for path in paths if path.is_symlink()]
+    wrong += [f"{path.name} is no file" for path in paths if not (path.is_symlink() or path.is_file() or path.is_dir())]
+    if wrong:
+        raise ConversionError(problems(f"{folder} is to hold files only; put them there if they belong to it", wrong))
 
 
 def copy_companions(source: Path, target: Path, *, skip: Iterable[str] = ()) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llava_mcore.checkpoint.checksums import Checksum
-from llava_mcore.checkpoint.raw import HASHERS, Data, TensorAt, as_bytes, sha256
+from llava_mcore.checkpoint.raw import HASHERS, Data, TensorAt, as_bytes, is_finite, sha256
 from llava_mcore.checkpoint.runs import runs_of
 from llava_mcore.checkpoint.writer import Writer
 from llava_mcore.conversion.boxes import Box, Scratch, Shape, read_box
@@ -77,7 +77,7 @@ class FileWrite:
 class FileWritten:
     """Where in `path` each piece (key, offset) begins and how long it is, in bytes; SHA-256 of each HF tensor.
 
-    `checksum`: of the file.
+    `checksum`: of the file. `not_finite`: HF tensors with NaN or infinite values.
     """
 
     path: Path
@@ -85,6 +85,7 @@ class FileWritten:
     digests: dict[str, str]
     num_bytes: int
     checksum: str
+    not_finite: tuple[str, ...]
 
     @property
     def paths(self) -> frozenset[Path]:
@@ -104,7 +105,8 @@ def write_file(job: FileWrite) -> FileWritten:
         checksum = Checksum()
         writer.write(job.path, 0, _summed(content, checksum))
         digests = {name: future.result() for name, future in content.hashing.items()}
-    return FileWritten(job.path, content.written, digests, job.num_bytes, checksum.text())
+        not_finite = tuple(name for name, future in content.looking.items() if not future.result())
+    return FileWritten(job.path, content.written, digests, job.num_bytes, checksum.text(), not_finite)
 
 
 def _summed(parts: Iterable[Tensor], checksum: Checksum) -> Iterator[Tensor]:
@@ -120,6 +122,7 @@ class _Content:
     def __init__(self, job: FileWrite, hashers: ThreadPoolExecutor) -> None:
         self.written: dict[tuple[str, Shape], tuple[int, int]] = {}
         self.hashing: dict[str, Future[str]] = {}
+        self.looking: dict[str, Future[bool]] = {}
         self._job, self._hashers = job, hashers
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -129,6 +132,7 @@ class _Content:
             tensors = {name: at.map().to(entry.dtype) for name, at in entry.located.items()}
             to_hash: Mapping[str, Data] = tensors if entry.is_cast else {n: (at,) for n, at in entry.located.items()}
             hashing = {name: self._hashers.submit(sha256, x) for name, x in to_hash.items()}
+            looking = {name: self._hashers.submit(is_finite, x, tensors[name].dtype) for name, x in to_hash.items()}
             for piece, data in _cut(entry, tensors, scratch):
                 gap = -position % _ALIGNMENT
                 yield torch.zeros(gap, dtype=torch.uint8)
@@ -138,8 +142,10 @@ class _Content:
                     position += len(part)
                 self.written[piece.key, piece.offset] = begin, position - begin
             if entry.is_cast:
-                wait(hashing.values())  # it leaves the memory before the next entry comes
+                wait(hashing.values())
+                wait(looking.values())  # it leaves the memory before the next entry comes
             self.hashing |= hashing
+            self.looking |= looking
 
 
 def as_saved(data: Data, shape: Shape, dtype: torch.dtype) -> Iterator[Tensor]:

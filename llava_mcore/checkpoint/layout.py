@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.checkpoint.durable import sync
+from llava_mcore.checkpoint.plain_files import read_json
 from llava_mcore.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -128,7 +129,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     """Inverse of `write_record`.
 
     Raises:
-        CheckpointError: the checkpoint has no Hugging Face files with it.
+        CheckpointError: the checkpoint has no Hugging Face files with it, or the note is damaged.
     """
     path = hf_folder(checkpoint) / RECORD
     if not path.is_file():
@@ -136,4 +137,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint}: no hf/{RECORD}; it was not written by llava_mcore: "
             "export it with --hf-config, a Hugging Face folder of the same model"
         )
-    return json.loads(path.read_text(encoding="utf-8"))
+    record = read_json(path)
+    if not isinstance(record.get("tensors"), dict):
+        raise CheckpointError(f"{path}: lists no tensors")
+    return record

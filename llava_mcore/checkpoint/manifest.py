@@ -11,14 +11,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from llava_mcore import __version__
 from llava_mcore.checkpoint.layout import MANIFEST
+from llava_mcore.checkpoint.plain_files import read_json
 from llava_mcore.conversion.mapping import MappingTable
 from llava_mcore.errors import CheckpointError
 
 FORMAT = 1
+_DTYPES = ("float32", "bfloat16", "float16")
 _PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 
 
@@ -65,13 +66,19 @@ def read_manifest(folder: Path) -> Manifest | None:
     """Inverse of `write_manifest`; None if there is none.
 
     Raises:
-        CheckpointError: written by a later version.
+        CheckpointError: written by a later version, or damaged.
     """
     path = folder / MANIFEST
     if not path.is_file():
         return None
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    found = content.pop("format")
+    content = read_json(path)
+    found = content.pop("format", None)
     if found != FORMAT:
         raise CheckpointError(f"{path}: format {found}; this version reads {FORMAT}")
-    return Manifest(**content)
+    try:
+        manifest = Manifest(**content)
+    except TypeError as error:
+        raise CheckpointError(f"{path}: no manifest of an import: {error}") from error
+    if not isinstance(manifest.digests, dict) or manifest.dtype not in (None, *_DTYPES):
+        raise CheckpointError(f"{path}: no manifest of an import")
+    return manifest

@@ -18,13 +18,15 @@ from llava_mcore.errors import CheckpointError, LlavaMcoreError
 
 MAX_JSON = 512 << 20
 """Bytes of a JSON file; the largest tokenizers and indexes have a tenth of that."""
+_LONGEST_NAME = 255  # bytes, of Linux' file systems
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
 _FORCED, _LIFTED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 def plain_name(name: object) -> bool:
     """Tell whether this is the name of a file in a folder, not of one elsewhere."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
+    is_text = isinstance(name, str) and name not in ("", ".", "..") and len(name.encode()) <= _LONGEST_NAME
+    return is_text and not {"/", "\\", "\0"} & set(str(name))
 
 
 def read_json(path: Path, kind: type[LlavaMcoreError] = CheckpointError) -> dict[str, Any]:
@@ -110,6 +112,14 @@ def why_refused(error: BaseException) -> str:
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror or error}"
     return f"damaged, or not written by torch.save ({str(error).partition(chr(10))[0]})"
+
+
+def why_not_loaded(error: BaseException) -> str:
+    """Say why transformers did not load something; where it would run a folder's own code, without advising that."""
+    text = str(error).strip() or repr(error)
+    if "trust_remote_code" in text:
+        return "it needs Python code of its own (auto_map), which is never run"
+    return text
 
 
 @contextlib.contextmanager

@@ -89,6 +89,18 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def is_finite(data: Data, dtype: torch.dtype) -> bool:
+    """Tell whether a tensor of this dtype holds neither NaN nor infinite values."""
+    if not dtype.is_floating_point:
+        return True
+    for part in as_bytes(data):
+        values = part.view(dtype)
+        values = values.float() if dtype.itemsize == 1 else values
+        if len(values) and not torch.stack(values.aminmax()).isfinite().all():
+            return False
+    return True
+
+
 def sha256(data: Data) -> str:
     """Return the hex digest of a tensor's bytes (dtype and shape are not part of it)."""
     digest = hashlib.sha256()

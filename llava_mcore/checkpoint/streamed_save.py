@@ -10,7 +10,7 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,14 @@ Run = Callable[[Sequence[FileWrite]], Iterable[FileWritten]]
 
 @dataclass(frozen=True)
 class Streamed:
-    """SHA-256 of each Hugging Face tensor, and the checksums of the files that hold them, by name."""
+    """SHA-256 of each Hugging Face tensor, and the checksums of the files that hold them, by name.
 
-    digests: dict[str, str]
-    checksums: dict[str, str]
+    `not_finite`: tensors with NaN or infinite values.
+    """
+
+    digests: dict[str, str] = field(default_factory=dict)
+    checksums: dict[str, str] = field(default_factory=dict)
+    not_finite: list[str] = field(default_factory=list)
 
 
 def save_streamed(state: ShardedStateDict, entries: Sequence[EntryWrite], folder: Path, run: Run) -> Streamed:
@@ -69,7 +73,7 @@ class _StreamedSave(TorchDistSaveShardedStrategy):
     def __init__(self, entries: Sequence[EntryWrite], run: Run) -> None:
         super().__init__()
         self.entries, self.run = entries, run
-        self.streamed = Streamed({}, {})
+        self.streamed = Streamed()
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
         """Do what torch.distributed.checkpoint.save does, on one rank, with our own writing of tensors."""
@@ -106,6 +110,7 @@ class _StreamedSave(TorchDistSaveShardedStrategy):
         results = []
         for written in self.run(list(_files(self.entries, folder))):
             self.streamed.digests.update(written.digests)
+            self.streamed.not_finite.extend(written.not_finite)
             self.streamed.checksums[written.path.name] = written.checksum
             results += [
                 _result(items.pop(key), written.path, start, length) for key, (start, length) in written.pieces.items()

@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, LlavaConfig, PreTrainedTokenizerBase
 
+from llava_mcore.checkpoint.plain_files import why_not_loaded
 from llava_mcore.data.chat import ChatFormat
 from llava_mcore.data.images import ImagePreprocessor, load_image_processor, tokens_per_image
 from llava_mcore.data.template_choice import Lang, TemplateChoice, choose_template
@@ -137,9 +138,9 @@ def _load_tokenizer(folder: Path, found: list[str]) -> PreTrainedTokenizerBase |
         found.append(f"no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)}; see --tokenizer-load-dir")
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except LOAD_ERRORS as error:
-        found.append(f"the tokenizer in {folder} cannot be loaded: {error}")
+        found.append(f"the tokenizer in {folder} cannot be loaded: {why_not_loaded(error)}")
         return None
     if not tokenizer.is_fast:
         found.append(f"{type(tokenizer).__name__} in {folder} knows no offsets; save it with a tokenizer.json")
@@ -156,7 +157,7 @@ def _load_images(folders: list[Path], config: LlavaConfig | None, found: list[st
         processor = load_image_processor(folder)
         return None if config is None else ImagePreprocessor(processor, image_side(config.vision_config))
     except (*LOAD_ERRORS, DataError) as error:
-        found.append(f"the image processor in {folder} cannot be used: {error}")
+        found.append(f"the image processor in {folder} cannot be used: {why_not_loaded(error)}")
         return None
 
 

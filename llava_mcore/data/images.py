@@ -203,7 +203,9 @@ def load_image_processor(folder: Path) -> BaseImageProcessor:
     The Pillow-backed classes differ from it by up to 0.015 a value, so the choice is not left to what is installed.
     Raises OSError or ValueError if the folder has none, DataError without torchvision.
     """
-    processor = AutoImageProcessor.from_pretrained(folder, backend="torchvision", local_files_only=True)
+    processor = AutoImageProcessor.from_pretrained(
+        folder, backend="torchvision", local_files_only=True, trust_remote_code=False
+    )
     if not isinstance(processor, TorchvisionBackend):
         raise DataError(f"{type(processor).__name__} is not backed by torchvision; install torchvision")
     return processor

@@ -86,7 +86,7 @@ def leave(code: int) -> NoReturn:
     Two reasons. Freeing what torch and transformers brought in takes a launcher over a second. And in a process of a
     world a thread of gloo may hold the tensors of the last collective a moment longer than Python does; if it gives
     them back while the interpreter goes down, the process ends by SIGABRT, whatever its exit code was to be (pytorch's
-    pull request 179291). Threads that still work are not waited for.
+    pull request 179291). Threads that still work are not waited for, unless their `join` is an exit handler.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

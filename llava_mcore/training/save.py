@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from llava_mcore.checkpoint.complete import (
     remove_leftovers,
     write_run_json,
 )
+from llava_mcore.checkpoint.deletion import delete_in_background
 from llava_mcore.checkpoint.durable import move, sync_tree, write_synced
 from llava_mcore.checkpoint.local import LocalWrite
 from llava_mcore.checkpoint.megatron import StateWrite
@@ -257,9 +258,7 @@ class Saver:
         if not aside:
             return
         logger.info("deleted %s", ", ".join(map(str, old)))
-        # Deleting can take as long as writing. The process ends no sooner: the thread is no daemon.
-        self._deletion = threading.Thread(target=_delete, args=(aside,), name="deletion")
-        self._deletion.start()
+        self._deletion = delete_in_background(aside)  # it can take as long as writing
         if pending.thread is None:
             self._deletion.join()
 
@@ -268,14 +267,6 @@ def save_checkpoint(trainer: Trainer, progress: Progress, hf_source: Path, loade
     """Write SAVE_DIR/NAME/iter_XXXXXXX, move the tracker to it and return it; a collective call (see `Saver`)."""
     Saver(trainer, hf_source).save(progress, loader_state)
     return layout.iteration_folder(trainer.run.run_dir, progress.iteration)
-
-
-def _delete(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        try:
-            shutil.rmtree(folder)
-        except OSError as error:  # no reason to stop a training
-            logger.warning("%s could not be deleted: %s", folder, error)
 
 
 def _make_room(final: Path) -> None:

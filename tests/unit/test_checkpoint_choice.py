@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from llava_mcore.checkpoint import deletion
 from llava_mcore.checkpoint.complete import (
     all_but,
     discard,
@@ -116,6 +120,46 @@ def test_killed_saves_and_deletions_leave_nothing(tmp_path: Path) -> None:
     remove_leftovers(tmp_path)
     discard(iteration_folder(tmp_path, 2))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000004", "iter_notes", TRACKER]
+
+
+def test_what_cannot_be_deleted_is_in_nobody_s_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on NFS, where a file that some process still has open stays in its folder as .nfs…"""
+
+    def rmtree(folder: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(folder))
+
+    monkeypatch.setattr(deletion.shutil, "rmtree", rmtree)
+    add(tmp_path, 2, 4)
+    for name in (".iter_0000002.deleted", ".iter_0000004.partial", ".iter_0000006.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".nfs0001").touch()
+    for _ in range(2):
+        remove_leftovers(tmp_path)
+    discard(iteration_folder(tmp_path, 2))
+    assert not [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")]
+    assert iterations(tmp_path) == [4] and caplog.text.count("could not be deleted") == 7
+    monkeypatch.undo()
+    remove_leftovers(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000004", TRACKER]
+
+
+def test_a_deletion_in_the_background_is_waited_for(tmp_path: Path) -> None:
+    """A process that ends by `leave` does not tear its threads down."""
+    (tmp_path / "old" / "hf").mkdir(parents=True)
+    code = f"""
+import shutil, time
+from pathlib import Path
+from llava_mcore.checkpoint import deletion
+from llava_mcore.launch.process import leave
+rmtree = shutil.rmtree
+shutil.rmtree = lambda folder: (time.sleep(1), rmtree(folder))
+deletion.delete_in_background([Path({str(tmp_path / "old")!r})])
+leave(3)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 3
+    assert not (tmp_path / "old").exists()
 
 
 def start(save_dir: Path, *more: str) -> StartPoint:

@@ -37,9 +37,9 @@ def _without_newer(stored: Any) -> Any:
     """Leave out the properties of a tensor that torch.empty does not take."""
     if not isinstance(stored, TensorStorageMetadata):
         return stored
-    options = {name: getattr(stored.properties, name) for name in FACTORY_OPTIONS}
-    properties: Any = SimpleNamespace(**options)
-    return dataclasses.replace(stored, properties=properties)
+    # No TensorProperties: one of these always has all fields.
+    known: Any = SimpleNamespace(**{name: getattr(stored.properties, name) for name in FACTORY_OPTIONS})
+    return dataclasses.replace(stored, properties=known)
 
 
 def replace_name(module: ModuleType, name: str, value: Any) -> None:

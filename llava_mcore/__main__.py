@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llava_mcore import log
 from llava_mcore.errors import LlavaMcoreError
+from llava_mcore.launch.process import INTERRUPTED
 from llava_mcore.launch.singularity import inner_command, requested_image, rerun_in_container
 from llava_mcore.slim import leave_out_unused
 
@@ -32,7 +33,15 @@ IN_CONTAINER = ("build", "prepare", "import-hf", "train", "export-hf", "check", 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code; 2 if there is no such command."""
+    """Run one command and return its exit code; 2 if there is no such command, 130 after Ctrl-C."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(argv: list[str] | None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     name = arguments[0] if arguments else ""
     if name in ("-h", "--help"):

@@ -46,7 +46,7 @@ def run_worker(run: RunConfig, signals: StopSignals, started: float) -> bool:
     stop = StopRules(lambda: signals.asked, None if minutes is None else started + 60 * minutes)
     try:
         finished = _run(run, stop, watchdog)
-    except LlavaMcoreError:
+    except (LlavaMcoreError, KeyboardInterrupt):
         watchdog.close()
         raise
     watchdog.close()

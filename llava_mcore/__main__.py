@@ -10,6 +10,7 @@ import sys
 from llava_mcore import log
 from llava_mcore.apps.cli import with_messages
 from llava_mcore.errors import FileError
+from llava_mcore.launch.process import INTERRUPTED
 from llava_mcore.launch.singularity import inner_command, requested_image, rerun_in_container
 from llava_mcore.slim import leave_out_unused
 
@@ -32,9 +33,13 @@ IN_CONTAINER = ("build", "prepare", "import-hf", "train", "export-hf", "check", 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code; 2 if there is no such command."""
+    """Run one command and return its exit code; 2 if there is no such command, 130 after Ctrl-C."""
     log.prepare_streams()
-    return with_messages(lambda: _run(sys.argv[1:] if argv is None else argv))
+    try:
+        return with_messages(lambda: _run(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:

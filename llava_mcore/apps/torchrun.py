@@ -1,49 +1,157 @@
-"""torchrun whose last word is ours: its own report of a failed worker would bury the worker's message."""
+"""torchrun that ends a run within seconds, and whose last word is ours.
+
+torchrun's own report of a failed worker would bury the worker's message, and it gives the ranks that are left half a
+minute to end: one that hangs, or is stopped, takes all of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
+import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
 
 from llava_mcore.apps.cli import with_messages
-from llava_mcore.launch.process import STOP, STOPPED_EARLY, leave
+from llava_mcore.launch.process import FORWARDED, STOP, STOPPED_EARLY, leave
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a run at once; the others ask it to save first."""
+_SECONDS_TO_END = 4
+"""What a rank has after another one has failed, then it is killed; its own limit is a little shorter."""
+_SECONDS_TO_LEAVE = 30
+"""The same after an early stop: ranks may still be closing their logs."""
+
+
+class Failure(Protocol):
+    """What torchrun knows of a process that has failed. `exitcode`: -n if signal n ended it."""
+
+    @property
+    def exitcode(self) -> int: ...
+
+
+class Run:
+    """The workers of this machine, and what became of them."""
+
+    def __init__(self) -> None:
+        """Attend to signals from here on, in a thread of its own: torchrun may be importing, or waiting."""
+        self.module = ""
+        self.ended_by: signal.Signals | None = None
+        self.first: dict[int, Failure] = {}
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # of all threads that begin after this; workers unblock
+        threading.Thread(target=self._attend, name="signals", daemon=True).start()
+
+    def workers(self) -> list[psutil.Process]:
+        """Return the ranks on this machine that are still running."""
+        found = []
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if self.module in child.cmdline():
+                    found.append(child)
+        return found
+
+    def _attend(self) -> None:
+        while True:
+            number = signal.Signals(signal.sigwait(FORWARDED))
+            if number in ENDING:
+                self._end(number)
+            elif not self._send(STOP):
+                os._exit(STOPPED_EARLY)  # nothing has begun
+
+    def _end(self, number: signal.Signals) -> None:
+        self.ended_by = number
+        print(f"ended by {number.name}: no checkpoint was saved, those before are as they were", file=sys.stderr)
+        if self._send(signal.SIGINT):
+            time.sleep(_SECONDS_TO_END)
+        os._exit(128 + number)  # the workers that are left are killed with us
+
+    def _send(self, number: signal.Signals) -> bool:
+        """Send a signal to all workers, if there are any."""
+        found = self.workers() if self.module else []
+        for worker in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.send_signal(number)
+        return bool(found)
+
+    def end_soon_after_a_failure(self, api: ModuleType) -> None:
+        """Patch torchrun: when a rank has failed, note which were first, and give the others little time.
+
+        Raises:
+            RuntimeError: this torch ends its workers in another way.
+        """
+        context: type[SubprocessContext] = api.SubprocessContext
+        close = context._close
+        if list(inspect.signature(close).parameters) != ["self", "death_sig", "timeout"]:
+            raise RuntimeError(f"torch has changed {close.__qualname__}: llava_mcore/apps/torchrun.py has to follow")
+
+        @functools.wraps(close)
+        def close_soon(self_: Any, death_sig: signal.Signals, timeout: int = 30) -> None:
+            if not self.first:
+                self.first.update(self_._failures)
+            stopped = any(failure.exitcode == STOPPED_EARLY for failure in self.first.values())
+            close(self_, death_sig, _SECONDS_TO_LEAVE if stopped else _SECONDS_TO_END)
+
+        context._close = close_soon  # type: ignore[method-assign,assignment]
+
+
+def cause(failures: Mapping[int, Failure]) -> tuple[int, int]:
+    """Return rank and exit code of the failure that the others follow from.
+
+    Ranks that lose their connection to one that was killed fail too, with code 1, perhaps before torchrun looks.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        code = failures[rank].exitcode
+        return code >= 0, code == 1, rank
+
+    rank = min(failures, key=order)
+    return rank, failures[rank].exitcode
 
 
 def main() -> int:
     """Run torchrun's command line; return 0, or the exit code of the first worker that failed (128 + n: signal n)."""
+    attended = Run()
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     args = parse_args(sys.argv[1:])
-    # torchrun would give the ranks 30 seconds after these, whatever they have to save.
-    args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
-    for number in (signal.SIGTERM, STOP):
-        signal.signal(number, lambda *_: ask_workers_to_stop(args.training_script))
+    args.signals_to_handle = ",".join(number.name for number in ENDING)  # never come: they are blocked
+    args.training_script_args += ["--parent", str(os.getpid())]
+    attended.end_soon_after_a_failure(api)
+    attended.module = args.training_script
     try:
         run(args)
     except ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        if first.exitcode < 0:
-            name = signal.Signals(-first.exitcode).name
-            print(f"error: rank {rank} was ended by {name}; all ranks were stopped", file=sys.stderr)
-            return 128 - first.exitcode
-        if first.exitcode == STOPPED_EARLY:
-            return first.exitcode
-        print(f"all ranks were stopped: rank {rank} ended with exit code {first.exitcode}", file=sys.stderr)
-        return first.exitcode
+        if attended.ended_by is not None:
+            return 128 + attended.ended_by
+        first = {rank: x for rank, x in error.failures.items() if x.local_rank in attended.first}
+        return _last_word(*cause(first or error.failures))
     return 0
 
 
-def ask_workers_to_stop(module: str) -> None:
-    """Ask every rank on this machine to save and end."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if module in child.cmdline():
-                child.send_signal(STOP)
+def _last_word(rank: int, code: int) -> int:
+    """Say which rank ended the run and how; return the run's exit code."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        print(f"error: rank {rank} was ended by {name}; all ranks were stopped", file=sys.stderr)
+        return 128 - code
+    if code != STOPPED_EARLY:
+        print(f"all ranks were stopped: rank {rank} ended with exit code {code}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

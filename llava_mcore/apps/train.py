@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llava_mcore.apps.cli import with_messages
+from llava_mcore.apps.run_lock import RunLock
 from llava_mcore.config.dims import ModelDims
 from llava_mcore.config.flags import CommandLine, parse_command_line
 from llava_mcore.config.load import run_config_yaml, save_run_config
@@ -136,13 +137,6 @@ def _launch(typed: RunConfig, command_line: CommandLine) -> int:
     if command_line.dry_run:
         print(f"# {config_file}\n{run_config_yaml(run)}\n# command\n{shlex.join(command)}")
         return 0
-    with naming(config_file):
-        save_run_config(run, config_file)
-    for notice in command_line.notices:
-        print(notice, flush=True)
-    job = read_job(os.environ)
-    if job is not None and nodes.rank == 0:
-        print(describe(job), flush=True)
     environment = worker_env(
         os.environ,
         run.launch.num_gpus,
@@ -151,7 +145,15 @@ def _launch(typed: RunConfig, command_line: CommandLine) -> int:
         interface=run.launch.interface,
         gpu_ids=run.launch.chosen_gpus,
     )
-    return run_child(command, environment)
+    with RunLock(run, nodes).hold():
+        with naming(config_file):
+            save_run_config(run, config_file)
+        for notice in command_line.notices:
+            print(notice, flush=True)
+        job = read_job(os.environ)
+        if job is not None and nodes.rank == 0:
+            print(describe(job), flush=True)
+        return run_child(command, environment, ours="torchrun, which starts and ends all ranks,")
 
 
 def _without_submit(command_line: CommandLine) -> list[str]:

@@ -48,7 +48,7 @@ def run_worker(run: RunConfig, signals: StopSignals, started: float) -> bool:
     stop = StopRules(lambda: signals.asked, None if minutes is None else started + 60 * minutes)
     try:
         finished = _run(run, stop, watchdog)
-    except (LlavaMcoreError, OSError):
+    except (LlavaMcoreError, OSError, KeyboardInterrupt):
         attempt("removing the file for stacks", watchdog.close)
         raise
     attempt("removing the file for stacks", watchdog.close)

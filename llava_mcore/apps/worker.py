@@ -15,19 +15,29 @@ from llava_mcore import log
 from llava_mcore.compat.tested import untested_line
 from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import FileError, LlavaMcoreError, os_error_text
-from llava_mcore.launch.process import STOPPED_EARLY, StopSignals, die_with_parent, leave
+from llava_mcore.launch.process import INTERRUPTED, STOPPED_EARLY, StopSignals, leave
+from llava_mcore.parent import die_with_parent
 from llava_mcore.slim import leave_out_unused
 
 logger = logging.getLogger("llava_mcore.apps.worker")  # run with -m, the module's name is another
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as run.yaml says; return 0, 75 if stopped early, or after a message an error's own exit code."""
+    """Train as run.yaml says; return 0, 75 if stopped early, 130 after Ctrl-C, else an error's own exit code."""
     signals, started = StopSignals(), time.monotonic()
     parser = argparse.ArgumentParser(prog="llava_mcore.apps.worker", allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, help="resolved run.yaml")
+    parser.add_argument("--parent", type=int, metavar="PID", help="process to end with (torchrun adds it)")
     args = parser.parse_args(argv)
-    die_with_parent(signal.SIGKILL)  # a worker without its torchrun would wait for the others for ever
+    # A worker without its torchrun would wait for the others for ever.
+    die_with_parent(signal.SIGKILL, args.parent)
+    with signals:
+        return _train(args.config, signals, started)
+    return INTERRUPTED
+
+
+def _train(config: Path, signals: StopSignals, started: float) -> int:
+    """Train; return the exit code, after a message if it is an error's."""
     rank = int(os.environ["RANK"])
     log.prepare_streams()
     log.set_up(rank)
@@ -35,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if untested is not None:
         logger.warning(untested)
     try:
-        run = load_run_config(args.config, [], {})
+        run = load_run_config(config, [], {})
         leave_out_unused(*([] if run.logging.wandb else ["wandb"]))  # megatron-core's timers import it
         # Heavy imports come after the first lines on the console.
         from llava_mcore.apps.training_run import run_worker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import Source, find_source
 from llava_mcore.build.tensor_names import tensors_to_write
-from llava_mcore.checkpoint.hf_files import partial_sibling, publish, require_absent
+from llava_mcore.checkpoint.hf_files import locked, partial_sibling, publish, require_absent
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.towers import image_side, patch_side
 
@@ -135,8 +136,20 @@ def write_folder(model: LlavaForConditionalGeneration, processor: LlavaProcessor
 
     Raises:
         ConversionError: the disk, or a file that does not read back as what was written.
+        FolderInUse: another process is writing there.
     """
-    partial = _partial_folder(options.save_dir)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(options.save_dir, what="a build"))
+            partial = partial_sibling(options.save_dir)
+        except OSError as error:
+            raise ConversionError(f"{options.save_dir}: its folder cannot be made: {error}") from error
+        _write_into(partial, model, processor, options)
+
+
+def _write_into(
+    partial: Path, model: LlavaForConditionalGeneration, processor: LlavaProcessor, options: BuildOptions
+) -> None:
     try:
         model.save_pretrained(
             partial,
@@ -152,13 +165,6 @@ def write_folder(model: LlavaForConditionalGeneration, processor: LlavaProcessor
         raise ConversionError(f"{options.save_dir}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _partial_folder(target: Path) -> Path:
-    try:
-        return partial_sibling(target)
-    except OSError as error:
-        raise ConversionError(f"{target}: its folder cannot be made: {error}") from error
 
 
 def _make_readable(folder: Path) -> None:

@@ -20,6 +20,7 @@ from llava_mcore.checkpoint.plain_files import plain_name, read_json, require_re
 from llava_mcore.checkpoint.raw import TensorAt
 from llava_mcore.checkpoint.safetensors_plan import DTYPES, read_offsets
 from llava_mcore.errors import ConversionError, problems
+from llava_mcore.lock import FolderLock
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -210,6 +211,12 @@ def publish(partial: Path, target: Path) -> None:
     sync(target.parent)
 
 
+def locked(target: Path, *, what: str) -> FolderLock:
+    """Return the lock on what is being written to `target`: two at once would delete each other's files."""
+    path = target.parent / f".{target.name}.lock"
+    return FolderLock(path, what=f"{what} to {target}", advice="wait for it or end it, or choose another folder")
+
+
 @contextlib.contextmanager
 def written_beside(target: Path, *, num_bytes: int, what: str) -> Iterator[Path]:
     """Give an empty folder to write into, which becomes `target` at the end, or leaves nothing after an error.
@@ -221,14 +228,24 @@ def written_beside(target: Path, *, num_bytes: int, what: str) -> Iterator[Path]
     Raises:
         ConversionError: the disk has not enough room or refuses the folder, before anything is written; or writing
             failed.
+        FolderInUse: another process is writing to the target.
     """
     require_room(target, num_bytes, what=what)
-    try:
-        partial = partial_sibling(target)
-    except OSError as error:
-        raise ConversionError(f"{what} cannot be written to {target}: {error}") from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(target, what=what))
+            partial = partial_sibling(target)
+        except OSError as error:
+            raise ConversionError(f"{what} cannot be written to {target}: {error}") from error
+        stack.enter_context(_published(partial, target, num_bytes, what))
         yield partial
+
+
+@contextlib.contextmanager
+def _published(partial: Path, target: Path, num_bytes: int, what: str) -> Iterator[None]:
+    """Move `partial` into place at the end; nothing is left of it after an error."""
+    try:
+        yield
         publish(partial, target)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from llava_mcore.data.loader_process import start_loader_process
+from llava_mcore.data.loader_process import loader_process_init
 from llava_mcore.data.pixel_slots import PixelSlots
 from llava_mcore.data.remote import storage_message
 from llava_mcore.data.streams import Delivery
@@ -44,7 +44,9 @@ class Source:
             server,
             batch_size=None,
             num_workers=0 if in_process else 1,
-            worker_init_fn=start_loader_process,
+            # Forked, whatever Python's default is: the streams that are open go along.
+            multiprocessing_context=None if in_process else "fork",
+            worker_init_fn=loader_process_init(),
             prefetch_factor=None if in_process else num_ahead,
             timeout=0 if in_process else timeout,
             pin_memory=torch.cuda.is_available(),

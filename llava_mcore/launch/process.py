@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn
+
+from llava_mcore import parent
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 STOP = signal.SIGUSR1
 """What asks a training process to save and end after the iteration that it is in."""
 STOPPED_EARLY = 75
 """Exit code of a run that ended before its last iteration because it was asked to: EX_TEMPFAIL, "try again"."""
-_LAST_SECONDS = 5
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as a shell reports it."""
+_LAST_SECONDS = 3.0
 
 
-def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, ours: str | None = None) -> int:
     """Run a command, hand it the signals that we get, and return its exit code (128 + n if signal n ended it).
 
-    The child has a session of its own: Ctrl-C in a terminal would else reach it twice, once by us. If we are
-    killed outright it gets SIGTERM. `argv[0]` must be there: 1 is returned, after a traceback, if it is not.
+    The child has a session of its own: Ctrl-C in a terminal would else reach it twice, once by us. Call it in the
+    main thread. `argv[0]` must be there: 1 is returned, after a traceback, if it is not.
+
+    Args:
+        ours: name of the command, if it is one of our programs. It begins with the FORWARDED signals blocked and
+            unblocks them when it is ready, and it is killed when we are; another command gets SIGTERM then. If it is
+            killed itself, a message says so for it.
     """
     pending: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -38,46 +48,90 @@ def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
             child.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in FORWARDED}
+    number = signal.SIGKILL if ours else signal.SIGTERM
+    command = [
+        sys.executable,
+        "-P",
+        parent.__file__,
+        str(os.getpid()),
+        str(int(number)),
+        str(int(ours is not None)),
+        *argv,
+    ]
     try:
-        # This file, run as a script, becomes the command: unlike preexec_fn, that is safe beside threads.
-        child = subprocess.Popen(
-            [sys.executable, __file__, *argv], env=None if env is None else dict(env), start_new_session=True
-        )
-        for number in pending:
-            child.send_signal(number)
+        # Blocked, so that a signal cannot end the child before it can answer.
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        try:
+            child = subprocess.Popen(command, env=None if env is None else dict(env), start_new_session=True)
+        finally:
+            unblock_signals()
+        for waiting in pending:
+            child.send_signal(waiting)
         code = child.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if code < 0 and ours is not None:
+        print(f"error: {ours} was ended by {signal.Signals(-code).name}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 
-class StopSignals:
-    """Notes that SIGUSR1 asked this process to save and end.
+def unblock_signals() -> None:
+    """Be ready for the signals that `run_child` hands on."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
-    torchrun hands a SIGTERM that it got on as SIGUSR1, and itself sends SIGTERM only to the ranks left when one
-    has failed. These end soon after, but not before the SIGUSR1 that comes when every process was sent a SIGTERM.
+
+class StopSignals:
+    """What a training process does with signals, whatever its main thread is doing.
+
+    SIGUSR1 asks it to save and end. torchrun hands a SIGTERM that it got on as SIGUSR1, and itself sends SIGTERM only
+    to the ranks left when one has failed: these end within 3 seconds, but not before the SIGUSR1 that comes when every
+    process was sent a SIGTERM. SIGINT interrupts the main thread, and ends the process after as long.
+
+    As a context it swallows what an interrupted main thread raises; others may be gone before it notices.
     """
 
     def __init__(self) -> None:
-        """Take over both signals; call it in the main thread."""
+        """Take over the signals, also those that torchrun let us begin with blocked; call it in the main thread."""
         self.asked = False
-        signal.signal(STOP, self._ask)
-        signal.signal(signal.SIGTERM, self._end_soon)
+        self.interrupted = False
+        self._numbers, numbers = os.pipe()
+        os.set_blocking(numbers, False)
+        # Python's own handlers run in the main thread, which may hang in a collective call. These bytes come anyway.
+        signal.set_wakeup_fd(numbers, warn_on_full_buffer=False)
+        for number in (STOP, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        unblock_signals()
 
-    def _ask(self, _number: int, _frame: FrameType | None) -> None:
-        self.asked = True
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    def __enter__(self) -> None:
+        return None
 
-    def _end_soon(self, _number: int, _frame: FrameType | None) -> None:
-        if not self.asked:
-            signal.setitimer(signal.ITIMER_REAL, _LAST_SECONDS)  # SIGALRM, which nobody handles, ends the process
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return kind is not None and self.interrupted
 
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            self.interrupted = True
+            raise KeyboardInterrupt
 
-def die_with_parent(number: signal.Signals) -> None:
-    """Ask the kernel to send us a signal when the process that started us ends. Only Linux can; else nothing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    def _watch(self) -> None:
+        deadline: float | None = None
+        code = 0
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._numbers], [], [], left)[0]:
+                os._exit(code)
+            for number in os.read(self._numbers, 64):
+                if number == STOP:
+                    self.asked = True
+                    deadline = deadline if self.interrupted else None
+                elif number == signal.SIGINT:
+                    self.interrupted = True
+                if deadline is None and (number == signal.SIGINT or (number == signal.SIGTERM and not self.asked)):
+                    deadline, code = time.monotonic() + _LAST_SECONDS, 128 + number
 
 
 def leave(code: int) -> NoReturn:
@@ -93,8 +147,3 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(BrokenPipeError):  # `| head` has read enough
             stream.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    die_with_parent(signal.SIGTERM)
-    os.execvp(sys.argv[1], sys.argv[1:])

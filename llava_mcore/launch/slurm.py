@@ -13,6 +13,11 @@ from llava_mcore.errors import ConfigError
 
 FIRST_PORT = 20000
 """Jobs that share a node meet at different ports: this one plus the job's number modulo 10000."""
+WITHOUT_PROCESSES = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PENDING"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+)
+"""States of a job of which nothing runs any more, or yet; COMPLETING is the one in which something may."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,17 @@ def end_time(job: SlurmJob) -> datetime.datetime | None:
         return datetime.datetime.fromisoformat(text)
     except ValueError:  # Unknown, or NONE
         return None
+
+
+def job_has_ended(job_id: str) -> bool | None:
+    """Tell whether no process of a job is running; None if SLURM does not say, or is not there."""
+    if shutil.which("scontrol") is None:
+        return None
+    done = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return True if "Invalid job id" in done.stderr else None  # it forgets a job minutes after its end
+    state = _field(done.stdout, "JobState")
+    return None if state is None else state in WITHOUT_PROCESSES
 
 
 def address_override(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:

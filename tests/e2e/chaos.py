@@ -1,189 +1,305 @@
-"""Kill training runs (tp 2 x dp 2 on the CPU) with -9 at random instants, resume them, compare with an unbroken run.
+"""Disturb training runs on the CPU at random, resume them, and compare them with unbroken ones.
 
-    python -m tests.e2e.chaos --runs 50 --processes 10 --markdown table.md
+    python -m tests.e2e.chaos --rounds 100 --processes 5 --markdown table.md
 
-Half of the kills wait for a save to begin and come at a random moment of it; every other run saves in the background,
-every other pair of runs has a distributed optimizer. Every second checkpoint is one of those that the next replaces
-(--non-persistent-save-interval); in every third run those have their tensors in a folder of the node's own
-(--non-persistent-local-ckpt-dir).
-Every run must end with losses that are bitwise those of the unbroken one, in iterations that are all there once.
-The exit code is 1 if one does not.
+A round is one disturbance: a process is killed or stopped, a signal comes, bytes of the newest checkpoint are flipped,
+the disk is full (a small one of the run's own where this user may mount, else files may not grow). Several rounds meet
+one run, one after the other; some come while it starts, some during a step, some during a save. After each:
+the exit code and the last line are right, no process is left after 5 seconds, no port, and what has been trained so far
+is bitwise that of an unbroken run. What a run has trained in the end is the same as without any round.
+The exit code is 1 if something is not so; the table says what.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from llava_mcore.apps.import_hf import import_hf
-from llava_mcore.checkpoint.layout import latest_iteration
-from llava_mcore.config.schema import NON_PERSISTENT
-from tests.helpers.commands import ROOT, command, kill_tree, read_metrics, run
-from tests.helpers.shards import make_dataset
-from tests.helpers.tiny_hf import make_hf_llava
+from llava_mcore.checkpoint.complete import incomplete, iterations
+from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_iteration
+from tests.e2e.chaos_kinds import KINDS, Expected, ballast, flip_newest, passed_over, wait_for_moment
+from tests.e2e.chaos_run import Ended, Running, is_free
+from tests.e2e.chaos_world import COMMAND_TIMEOUT, INTERVAL, ITERATIONS, LAYOUTS, World, last_line, make_material
 
-ITERATIONS = 24
-INTERVAL = 4
-COMPARED = ("iteration", "loss", "grad_norm", "lr", "num_tokens", "consumed_samples", "num_conversations")
-TIMEOUT = 300
-PARTIAL = ".iter_*.partial"
+ROUNDS_OF_A_RUN = 8
+SECONDS_UNTIL_GONE = 5.0
+DISK_BYTES = 256 << 20
+HEADER = """| round | run | what happened | when | after iteration | exit code | gone after | resumed at | verdict |
+|---|---|---|---|---|---|---|---|---|"""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
-    """One killed run. `during_save`: a checkpoint was half written at that moment. `resumed_at`: 0 is the start.
-    `from_replaced`: from a checkpoint that the next would have replaced. `on_node`: those were on the node's disk."""
+    """One round. `wrong`: what was not as it has to be."""
 
     number: int
-    distributed: bool
-    background: bool
+    run: str
+    kind: str
     aim: str
-    killed_after: int
-    during_save: bool
-    resumed_at: int
-    from_replaced: bool
-    on_node: bool
-    equal: bool
+    iteration: int = 0
+    code: int = 0
+    seconds: float = 0.0
+    resumed_at: int = 0
+    wrong: list[str] = field(default_factory=list)
 
     def row(self) -> str:
         """Return a row of the table."""
-        saving = "yes" if self.during_save else "no"
-        kind = "background" if self.background else "foreground"
-        source = f" (non-persistent{', own disk' if self.on_node else ''})" if self.from_replaced else ""
-        verdict = "bitwise equal" if self.equal else "**differs**"
-        optimizer = "distributed" if self.distributed else "plain"
-        place = f"{self.resumed_at}{source}"
-        return f"| {self.number} | {optimizer} | {kind} | {self.killed_after} | {saving} | {place} | {verdict} |"
+        verdict = "; ".join(self.wrong) or "ok"
+        return (
+            f"| {self.number} | {self.run} | {self.kind} | {self.aim} | {self.iteration} | {self.code} | "
+            f"{self.seconds:.1f} s | {self.resumed_at} | {verdict} |"
+        )
 
 
-HEADER = """| run | optimizer | saves in the | killed after iteration | half-written save there | resumed at | losses |
-|---|---|---|---|---|---|---|"""
+class Disturbed:
+    """One run of a world, from its first round until it has trained all its iterations."""
 
+    def __init__(self, world: World, name: str, save_dir: Path) -> None:
+        self.world, self.name, self.save_dir = world, name, save_dir
+        self.folder = save_dir / name
+        self.flipped: tuple[Path, str] | None = None
+        self.finished = False
 
-class Chaos:
-    """A model, data, and the losses of an unbroken run of them."""
+    def start(self) -> Running:
+        """Start, or resume."""
+        return Running(self.save_dir / f"{self.name}.out", self.folder, self.world.flags(self.name, self.save_dir))
 
-    def __init__(self, root: Path, *, distributed: bool = False) -> None:
-        """Make everything below `root` and train the unbroken run, with the distributed optimizer if asked."""
-        self.root, self.distributed = root, distributed
-        root.mkdir(exist_ok=True)
-        make_hf_llava(root / "hf", text_overrides={"attention_dropout": 0.1})
-        import_hf(root / "hf", root / "megatron", tp=2)
-        make_dataset(root / "data")
-        run("train/run.py", *self.flags("whole", background=False), timeout=TIMEOUT)
-        self.whole = self.compared("whole")
-        assert [values[0] for values in self.whole] == list(range(1, ITERATIONS + 1))
-
-    def flags(self, name: str, *, background: bool, on_node: bool = False) -> list[Any]:
-        """Return the command line of one run."""
-        root = self.root
-        places = ("--megatron-load-dir", root / "megatron", "--tokenizer-load-dir", root / "hf")
-        out = ("--save-dir", root / "save", "--data-path", root / "data", "--name", name)
-        sizes = ("--micro-batch-size", 1, "--global-batch-size", 4, "--seq-length", 64, "--lr", 1e-3)
-        saving = ("--save", "--save-optim", "--load-optim", "--save-interval", 2 * INTERVAL, "--keep-last", 2)
-        replaced = ("--non-persistent-save-interval", INTERVAL)
-        rest = ("--train-iters", ITERATIONS, "data.num_workers=1", "data.shuffle_buffer_size=16", "--timeout", 120)
-        return [
-            "-g",
-            4,
-            "--tp",
-            2,
-            *places,
-            *out,
-            *sizes,
-            *saving,
-            *replaced,
-            *rest,
-            *(["--async-save"] if background else []),
-            *(["--dist-optim"] if self.distributed else []),
-            *(["--non-persistent-local-ckpt-dir", root / "disk"] if on_node else []),
-        ]
-
-    def compared(self, name: str) -> list[list[Any]]:
-        """Return what must be equal, iteration by iteration."""
-        return [[line[key] for key in COMPARED] for line in read_metrics(self.root / "save" / name)]
-
-    def kill_once(self, number: int, rng: random.Random) -> Outcome:
-        """Start a run, kill it at a random instant, resume it to its end."""
-        background, on_node, aim = number % 2 == 1, number % 3 == 0, rng.choice(["step", "save"])
-        name = f"run{number}"
-        folder = self.root / "save" / name
-        flags = self.flags(name, background=background, on_node=on_node)
-        with tempfile.TemporaryFile() as output:
-            process = subprocess.Popen(
-                command("train/run.py", *flags), stdout=output, stderr=output, start_new_session=True, cwd=ROOT
-            )
+    def round(self, outcome: Outcome, rng: random.Random) -> bool:
+        """Let it happen; return False if the run has come to its end before."""
+        kind = KINDS[outcome.kind]
+        with self.start() as running:
             try:
-                self._wait(process, folder, aim, rng)
-            finally:
-                kill_tree(process.pid)
-                process.wait()
-        saving = any(folder.rglob(PARTIAL))
-        killed_after = max((line["iteration"] for line in read_metrics(folder)), default=0)
-        resumed_at, source = ITERATIONS, ""
-        if latest_iteration(folder) != ITERATIONS:  # else it was killed after its last checkpoint: nothing is left
-            text = run("train/run.py", *flags, timeout=TIMEOUT)
-            found = re.search(r"resumed at iteration (\d+) of (\S+)", text)
-            resumed_at, source = (int(found[1]), found[2]) if found else (0, "")
-        equal = self.compared(name) == self.whole
-        replaced = NON_PERSISTENT in source
-        return Outcome(
-            number, self.distributed, background, aim, killed_after, saving, resumed_at, replaced, on_node, equal
-        )
+                wait_for_moment(running, outcome.kind, outcome.aim, rng, ITERATIONS - 2 * INTERVAL)
+                ports = running.ports()
+                expected = kind.act(running, rng)
+            except Ended:
+                if self._refused_the_flipped_one(running, outcome):
+                    return self.round(outcome, rng)
+                self._has_ended(running, outcome)
+                return False
+            outcome.seconds = self._wait(running, expected)
+            self._check_end(running, expected, ports, outcome)
+            self._check_start(running, outcome)
+        ballast(self.save_dir).unlink(missing_ok=True)
+        self._check_folder(outcome)
+        if kind.flips:
+            self.flipped = flip_newest(self.folder, rng)
+        return True
 
-    def _wait(self, process: subprocess.Popen[bytes], folder: Path, aim: str, rng: random.Random) -> None:
-        """Return at the instant at which to kill."""
-        end = time.monotonic() + TIMEOUT
-        reached = (
-            INTERVAL * rng.randrange(1, ITERATIONS // INTERVAL) if aim == "save" else rng.randrange(ITERATIONS - 1)
-        )
-        while process.poll() is None and time.monotonic() < end:
-            lines = read_metrics(folder)
-            if lines and lines[-1]["iteration"] >= max(1, reached):
-                break
-            time.sleep(0.02)
-        while aim == "save" and process.poll() is None and time.monotonic() < end:
-            if any(folder.rglob(PARTIAL)):
-                break
-            time.sleep(0.001)
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(rng.uniform(0, 0.25))
+    def finish(self, outcome: Outcome) -> None:
+        """Train what is left."""
+        with self.start() as running:
+            running.process.wait(COMMAND_TIMEOUT)
+            if self._refused_the_flipped_one(running, outcome):
+                return self.finish(outcome)
+            self._has_ended(running, outcome)
+
+    def _wait(self, running: Running, expected: Expected) -> float:
+        """Wait for the end; return after how many seconds, from when it was due, no process was left."""
+        limit = SECONDS_UNTIL_GONE + 25
+        if expected.orderly:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.process.wait(COMMAND_TIMEOUT)
+            return running.wait_for_end(limit)
+        return max(0.0, running.wait_for_end(expected.after + limit) - expected.after)
+
+    def _check_end(self, running: Running, expected: Expected, ports: list[int], outcome: Outcome) -> None:
+        left, outcome.code = running.processes(), running.process.poll() or 0
+        line = last_line(running.text())
+        if left:
+            outcome.wrong.append(f"{len(left)} processes were left")
+        elif outcome.seconds > SECONDS_UNTIL_GONE:
+            outcome.wrong.append("took too long")
+        if outcome.code not in expected.codes:
+            outcome.wrong.append(f"exit code {outcome.code}, expected {expected.codes[0]}")
+        if re.search(expected.last_line, line) is None:
+            outcome.wrong.append(f"last line: {line[:200]}")
+        busy = [port for port in ports if not is_free(port)]
+        if busy and not left:
+            outcome.wrong.append(f"ports {busy} are still open")
+
+    def _check_start(self, running: Running, outcome: Outcome) -> None:
+        """See that it did not go on from what was flipped, and that it trains what the unbroken run does."""
+        place = running.resumed_at()
+        outcome.resumed_at = 0 if place is None else place[0]
+        if self.flipped is not None and "first iteration done" in running.text():
+            checkpoint, file = self.flipped
+            if place is not None and place[1] == str(checkpoint):
+                outcome.wrong.append(f"resumed from {checkpoint.name}, of which {file} has flipped bytes")
+            elif not passed_over(running.text(), checkpoint, file):
+                outcome.wrong.append(f"no word about {checkpoint.name}, of which {file} has flipped bytes")
+            self.flipped = None
+        self._compare(outcome)
+
+    def _compare(self, outcome: Outcome) -> None:
+        found = self.world.compared(self.folder)
+        outcome.iteration = len(found)
+        if found != self.world.whole[: len(found)]:
+            outcome.wrong.append("the losses differ")
+
+    def _check_folder(self, outcome: Outcome) -> None:
+        """See that the tracker names a complete checkpoint."""
+        newest = latest_iteration(self.folder)
+        if newest is None:
+            return
+        problem = incomplete(iteration_folder(self.folder, newest))
+        if newest not in iterations(self.folder) or problem is not None:
+            outcome.wrong.append(f"the tracker names iteration {newest}: {problem}")
+
+    def _refused_the_flipped_one(self, running: Running, outcome: Outcome) -> bool:
+        """If the run did not start beside the flipped checkpoint, delete that, as a user would who reads why."""
+        if self.flipped is None or running.process.poll() in (None, 0):
+            return False
+        checkpoint, file = self.flipped
+        code, text = running.process.wait(), running.text()
+        if code != 2 or "Traceback" in text or (str(checkpoint) not in text and file not in text):
+            outcome.wrong.append(
+                f"beside {checkpoint.name}, of which {file} has flipped bytes: {last_line(text)[:200]}"
+            )
+        shutil.rmtree(checkpoint)
+        if not iterations(checkpoint.parent):
+            (checkpoint.parent / TRACKER).unlink(missing_ok=True)
+        self.flipped = None
+        return True
+
+    def _has_ended(self, running: Running, outcome: Outcome) -> None:
+        """See that it has ended well, and has trained what the unbroken run has."""
+        self.finished = True
+        code = running.process.wait()
+        self._check_start(running, outcome)
+        if code != 0:
+            outcome.wrong.append(f"ended by itself with code {code}: {last_line(running.text())[:200]}")
+        elif outcome.iteration != ITERATIONS:
+            outcome.wrong.append(f"ended after iteration {outcome.iteration}")
+
+
+class Chain:
+    """Rounds one after the other, on as many runs as they take."""
+
+    def __init__(self, worlds: Sequence[World], number: int, seed: int, disk: Path) -> None:
+        """worlds: every run is of the next one. disk: folder that the runs write to."""
+        first = number % len(worlds)
+        self.worlds = itertools.cycle([*worlds[first:], *worlds[:first]])
+        self.disk, self.number, self.rng = disk, number, random.Random(f"{seed} {number}")
+        self.deck: list[str] = []
+
+    def play(self, numbers: Sequence[int]) -> Iterator[Outcome]:
+        """Yield an outcome for each round, and one for the end of each run."""
+        waiting = list(numbers)
+        for count in itertools.count(1):
+            run = Disturbed(next(self.worlds), f"run{self.number}_{count}", self.disk)
+            for _ in range(ROUNDS_OF_A_RUN):
+                if run.finished or not waiting:
+                    break
+                kind = self._next_kind(run.world)
+                outcome = Outcome(waiting[0], str(run.world.layout), kind, self.rng.choice(KINDS[kind].aims))
+                if run.round(outcome, self.rng):
+                    waiting.pop(0)
+                    yield outcome
+                elif outcome.wrong:
+                    yield outcome
+            if not run.finished:
+                outcome = Outcome(0, str(run.world.layout), "nothing", "end")
+                run.finish(outcome)
+                yield outcome
+            shutil.rmtree(run.folder)
+            if not waiting:
+                return
+
+    def _next_kind(self, world: World) -> str:
+        """Deal the kinds out of a shuffled deck; without loader processes their share falls to the ranks."""
+        if not self.deck:
+            self.deck = [name for name, kind in KINDS.items() for _ in range(kind.weight)]
+            self.rng.shuffle(self.deck)
+        kind = self.deck.pop()
+        return kind if world.layout.loaders else kind.replace("loader", "rank")
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """Give a folder with a small disk of its own where this user may mount one."""
+    folder.mkdir(parents=True)
+    options = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    mounted = shutil.which("mount") is not None and not subprocess.run(options, capture_output=True).returncode
+    if not mounted:
+        print(f"{folder}: no disk can be mounted; files of a run may not grow instead", flush=True)
+    try:
+        yield folder
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def said_at_once() -> Iterator[None]:
+    """Print an error in a thread, which is raised only when the other threads have ended."""
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Return a table by kind."""
+    lines = ["| what happened | rounds | all right | gone after, longest |", "|---|---|---|---|"]
+    for kind in [*KINDS, "nothing"]:
+        found = [outcome for outcome in outcomes if outcome.kind == kind]
+        if found:
+            right = sum(not outcome.wrong for outcome in found)
+            lines.append(f"| {kind} | {len(found)} | {right} | {max(x.seconds for x in found):.1f} s |")
+    right = sum(not outcome.wrong for outcome in outcomes)
+    return "\n".join([*lines, f"| all | {len(outcomes)} | {right} | {max(x.seconds for x in outcomes):.1f} s |"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Kill as many runs as asked for and print the table."""
+    """Play as many rounds as asked for and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time; each has four processes")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time; each has two or four ranks")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--markdown", type=Path, help="write the table to this file too")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file too")
     args = parser.parse_args(argv)
-    rows = [HEADER]
+    outcomes: list[Outcome] = []
+    lock = threading.Lock()
     print(HEADER, flush=True)
-    equal = True
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.processes) as pool:
-        kinds = [Chaos(Path(folder) / str(distributed), distributed=distributed) for distributed in (False, True)]
 
-        def kill(number: int) -> Outcome:
-            return kinds[number // 2 % 2].kill_once(number, random.Random(f"{args.seed} {number}"))
-
-        for outcome in pool.map(kill, range(1, args.runs + 1)):
-            equal &= outcome.equal
-            rows.append(outcome.row())
-            print(rows[-1], flush=True)
+    def report(outcome: Outcome) -> None:
+        with lock:
+            outcomes.append(outcome)
+            print(outcome.row(), flush=True)
             if args.markdown is not None:
-                args.markdown.write_text("\n".join(rows) + "\n", encoding="utf-8")
-    return 0 if equal else 1
+                rows = [outcome.row() for outcome in sorted(outcomes, key=lambda x: x.number or args.rounds + 1)]
+                args.markdown.write_text("\n".join([summary(outcomes), "", HEADER, *rows, ""]), encoding="utf-8")
+
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.processes) as pool:
+        root = Path(name)
+        material = make_material(root / "material")
+        layouts = LAYOUTS[: max(args.processes, -(-args.rounds // ROUNDS_OF_A_RUN))]
+        worlds = list(pool.map(lambda x: World(material, root / f"world{LAYOUTS.index(x)}", x), layouts))
+
+        def play(number: int) -> None:
+            with small_disk(root / f"chain{number}") as disk, said_at_once():
+                chain = Chain(worlds, number, args.seed, disk)
+                for outcome in chain.play(range(number + 1, args.rounds + 1, args.processes)):
+                    report(outcome)
+
+        list(pool.map(play, range(args.processes)))
+    print(f"\n{summary(outcomes)}")
+    return 1 if any(outcome.wrong for outcome in outcomes) else 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 
 from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.layout import latest_iteration
-from tests.e2e.chaos import ITERATIONS, Chaos
+from tests.e2e.chaos_world import ITERATIONS, LAYOUTS, World, make_material
 from tests.helpers.commands import ROOT, command, kill_tree, read_metrics, run
 
 
@@ -31,11 +31,11 @@ def workers(pid: int) -> list[psutil.Process]:
 
 
 def interrupt(
-    chaos: Chaos, name: str, until: Callable[[], bool], act: Callable[[subprocess.Popen[str]], None]
+    world: World, name: str, until: Callable[[], bool], act: Callable[[subprocess.Popen[str]], None]
 ) -> tuple[int, str]:
     """Start a run, do something to it at some moment, and return its exit code and output."""
     process = subprocess.Popen(
-        command("train/run.py", *chaos.flags(name, background=True)),
+        command("train/run.py", *world.flags(name)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -56,13 +56,13 @@ def interrupt(
 
 @pytest.mark.cluster
 def test_stopped_killed_and_resumed_equals_unbroken(tmp_path: Path) -> None:
-    chaos, name = Chaos(tmp_path), "broken"
-    folder = tmp_path / "save" / name
+    world, name = World(make_material(tmp_path / "material"), tmp_path / "save", LAYOUTS[2]), "broken"
+    folder = world.root / name
 
     def reached(iteration: int) -> bool:
         return any(line["iteration"] >= iteration for line in read_metrics(folder))
 
-    code, text = interrupt(chaos, name, lambda: reached(2), lambda process: process.send_signal(signal.SIGTERM))
+    code, text = interrupt(world, name, lambda: reached(2), lambda process: process.send_signal(signal.SIGTERM))
     assert code == 75, text[-4000:]
     stopped_at = latest_iteration(folder)
     assert stopped_at is not None and f"stopped early, after iteration {stopped_at} of {ITERATIONS}" in text
@@ -79,12 +79,12 @@ def test_stopped_killed_and_resumed_equals_unbroken(tmp_path: Path) -> None:
         begin.append(time.monotonic())
         workers(process.pid)[2].kill()
 
-    code, text = interrupt(chaos, name, saves, kill_a_rank)
+    code, text = interrupt(world, name, saves, kill_a_rank)
     assert code == 128 + signal.SIGKILL and "was ended by SIGKILL" in text, text[-4000:]
     assert f"resumed at iteration {stopped_at}" in text
     assert time.monotonic() - begin[0] < 60
     assert latest_iteration(folder) in iterations(folder)
-    run("train/run.py", *chaos.flags(name, background=False))
-    assert chaos.compared(name) == chaos.whole
+    run("train/run.py", *world.flags(name))
+    assert world.compared(folder) == world.whole
     assert len(iterations(folder)) == 2 and not list(folder.glob(".iter_*")), "--keep-last 2, and nothing half-written"
     assert not (folder / "stacks").exists()

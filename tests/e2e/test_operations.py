@@ -21,15 +21,20 @@ from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.complete import incomplete, iterations
 from llava_mcore.checkpoint.start import start_point
 from llava_mcore.config.load import load_run_config
-from tests.helpers.commands import ROOT, command, kill_tree, read_metrics
+from tests.e2e.chaos_run import Running, is_free
+from tests.e2e.chaos_world import last_line
+from tests.helpers.commands import ROOT, command, kill_tree, read_metrics, run
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 
 
-def flags(root: Path) -> list[Any]:
+def make_material(root: Path) -> None:
     make_hf_llava(root / "hf")
     import_hf(root / "hf", root / "megatron")
     make_dataset(root / "data")
+
+
+def flags(root: Path) -> list[Any]:
     places = ("--megatron-load-dir", root / "megatron", "--tokenizer-load-dir", root / "hf", "--save-dir", root)
     sizes = ("-g", 2, "--micro-batch-size", 1, "--global-batch-size", 4, "--seq-length", 64, "--train-iters", 100_000)
     saving = ("--save-interval", 6, "--save-optim", "--load-optim", "--async-save", "--non-persistent-save-interval", 4)
@@ -55,6 +60,7 @@ def send_to_all(pid: int, number: signal.Signals) -> int:
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     """Return the folder, the exit code and the output of a run of which every process got a SIGTERM."""
     root: Path = tmp_path_factory.mktemp("operations")
+    make_material(root)
     process = subprocess.Popen(
         command("train/run.py", *flags(root)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
     )
@@ -112,3 +118,22 @@ def test_profile_of_the_chosen_iterations_and_rank(ended: tuple[Path, int, str])
     with gzip.open(file) as handle:
         names = {event.get("name") for event in json.load(handle)["traceEvents"]}
     assert {"iteration 2", "iteration 3", "aten::mm"} <= names and "iteration 4" not in names
+
+
+def test_a_killed_rank_with_loader_processes_ends_the_run_within_seconds(ended: tuple[Path, int, str]) -> None:
+    """The last test here: it resumes the run. Meanwhile a second one of that name is refused."""
+    folder, _, _ = ended
+    last = read_metrics(folder)[-1]["iteration"]
+    output = folder.parent / "resumed.out"
+    with Running(output, folder, flags(folder.parent)) as running:
+        running.wait_until(lambda: "first iteration done" in running.text())
+        ranks, loaders, ports = running.ranks(), running.loaders(), running.ports()
+        assert sorted(ranks) == [0, 1] and len(loaders) == 4
+        text = run("train/run.py", *flags(folder.parent), expect=2)
+        assert f"{folder} is in use by process {running.process.pid} on" in text and len(text.splitlines()) <= 2
+        assert read_metrics(folder)[-1]["iteration"] > last, "the first one goes on"
+        ranks[0].kill()
+        assert running.wait_for_end(20) < 5
+        assert running.process.wait() == 137 and [port for port in ports if not is_free(port)] == []
+        assert last_line(running.text()) == "error: rank 0 was ended by SIGKILL; all ranks were stopped"
+    assert not (folder / ".lock").exists()

@@ -19,10 +19,12 @@ def command(script: str, *arguments: object) -> list[str]:
     return [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
 
 
-def run(script: str, *arguments: object, expect: int = 0, timeout: float = 300) -> str:
+def run(
+    script: str, *arguments: object, expect: int = 0, timeout: float = 300, env: dict[str, str] | None = None
+) -> str:
     """Run one of our scripts and return everything it printed."""
     done = subprocess.run(
-        command(script, *arguments), capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False
+        command(script, *arguments), capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False, env=env
     )
     text = done.stdout + done.stderr
     assert done.returncode == expect, f"exit code {done.returncode}\n{text[-6000:]}"

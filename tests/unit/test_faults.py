@@ -128,14 +128,15 @@ def test_a_hang_ends_the_process_and_says_where(tmp_path: Path) -> None:
 SIGNALS = """
 import sys, time
 from llava_mcore.launch import process
-process._LAST_SECONDS = 1
+process._LAST_SECONDS = 1.0
 signals = process.StopSignals()
 print("ready", flush=True)
 end = time.monotonic() + 20
-while not signals.asked and time.monotonic() < end:
-    time.sleep(0.05)
-time.sleep(2)
-sys.exit(75 if signals.asked else 1)
+with signals:
+    while not signals.asked and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(2)
+sys.exit(130 if signals.interrupted else 75 if signals.asked else 1)
 """
 
 
@@ -145,7 +146,9 @@ sys.exit(75 if signals.asked else 1)
         ([signal.SIGUSR1], 75),
         ([signal.SIGTERM, signal.SIGUSR1], 75),
         ([signal.SIGUSR1, signal.SIGTERM], 75),
-        ([signal.SIGTERM], -signal.SIGALRM),
+        ([signal.SIGTERM], 143),
+        ([signal.SIGINT], 130),
+        ([signal.SIGUSR1, signal.SIGINT], 130),
     ],
 )
 def test_what_stops_a_worker(sent: list[signal.Signals], code: int) -> None:
@@ -154,5 +157,25 @@ def test_what_stops_a_worker(sent: list[signal.Signals], code: int) -> None:
     for number in sent:
         process.send_signal(number)
         time.sleep(0.3)
-    process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (code, "")
+
+
+HANGS_IN_A_CALL = """
+import ctypes
+from llava_mcore.launch import process
+process._LAST_SECONDS = 1.0
+signals = process.StopSignals()
+print("ready", flush=True)
+mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+for _ in range(2):  # the second time it waits for itself; unlike a sleep, a signal does not end that
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_worker_that_hangs_in_a_call_ends_as_well(number: signal.Signals, code: int) -> None:
+    process = start(HANGS_IN_A_CALL)
+    process.send_signal(number)
+    process.communicate(timeout=20)
     assert process.returncode == code

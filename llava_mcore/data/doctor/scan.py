@@ -11,6 +11,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from llava_mcore.data.doctor.datasets import Dataset
 from llava_mcore.data.doctor.samples import Examiner, Finding
+from llava_mcore.data.loader_process import loader_process_init
 from llava_mcore.errors import DataError
 
 LEAST_SAMPLES = 256
@@ -54,6 +55,7 @@ def scan(examiner: Examiner, tasks: Sequence[Task], *, num_workers: int, on_find
         num_workers=num_workers,
         collate_fn=_unchanged,
         multiprocessing_context="fork" if num_workers else None,
+        worker_init_fn=loader_process_init(),
     )
     try:
         for findings in loader:

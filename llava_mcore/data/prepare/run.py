@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -221,6 +222,7 @@ _maker: ShardMaker | None = None
 def _start_process(place: Workplace, counter: Synchronized[int]) -> None:
     global _maker
     counting = place.options.counting
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the first one ends the others
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def count() -> None:

@@ -1,0 +1,42 @@
+"""A process that ends with the one that started it. Needs nothing but Python itself.
+
+Run as a script it becomes a command: `python -P parent.py PARENT_PID SIGNAL HELD COMMAND…`. Unlike preexec_fn, that is
+safe beside threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
+    """Ask the kernel to send us a signal when our parent ends. Only Linux can; else nothing happens.
+
+    To the kernel the parent is the thread that started us: start such processes from a thread that stays.
+
+    Args:
+        parent: id of the process that started us. If it has gone already we get the signal now.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def main() -> None:
+    """Become the command that the arguments name; HELD is 1 if it expects its signals blocked, as we were started."""
+    parent, number, held, *command = sys.argv[1:]
+    die_with_parent(signal.Signals(int(number)), int(parent))
+    if held == "0":
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

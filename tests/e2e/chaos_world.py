@@ -1,0 +1,98 @@
+"""What chaos is made with: layouts of a small model on the CPU, each with the losses of an unbroken run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.apps.import_hf import import_hf
+from tests.helpers.commands import read_metrics, run
+from tests.helpers.shards import make_dataset
+from tests.helpers.tiny_hf import make_hf_llava
+
+ITERATIONS = 96
+INTERVAL = 4
+"""Iterations between checkpoints; every second one is kept, the others are replaced by the next."""
+HANG_SECONDS = 30
+"""--timeout of the runs; a start on a loaded machine has to be faster."""
+COMPARED = ("iteration", "loss", "grad_norm", "lr", "num_tokens", "consumed_samples", "num_conversations")
+COMMAND_TIMEOUT = 600
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """tp, dp: sizes. loaders: loader processes of a data-parallel rank. on_node: tensors of checkpoints that are not
+    kept lie in a folder of the node's own."""
+
+    tp: int
+    dp: int
+    loaders: int
+    distributed: bool
+    background: bool
+    on_node: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"tp {self.tp} x dp {self.dp}", f"{self.loaders} loader{'s' if self.loaders != 1 else ''}"]
+        parts += ["distributed optimizer"] * self.distributed + ["background saves"] * self.background
+        return ", ".join(parts + ["own disk"] * self.on_node)
+
+
+LAYOUTS = (
+    Layout(1, 2, loaders=1, distributed=True, background=True),
+    Layout(2, 1, loaders=0, distributed=False, background=False),
+    Layout(2, 2, loaders=2, distributed=True, background=False),
+    Layout(1, 2, loaders=2, distributed=False, background=True, on_node=True),
+)
+
+
+class World:
+    """A model, data, and what an unbroken run of them at one layout has written."""
+
+    def __init__(self, material: Path, root: Path, layout: Layout) -> None:
+        """Train the unbroken run.
+
+        Args:
+            material: folder that `make_material` has filled.
+        """
+        self.material, self.root, self.layout = material, root, layout
+        root.mkdir(parents=True, exist_ok=True)
+        run("train/run.py", *self.flags("whole"), timeout=COMMAND_TIMEOUT, env=os.environ | ENVIRONMENT)
+        self.whole = self.compared(root / "whole")
+        assert [values[0] for values in self.whole] == list(range(1, ITERATIONS + 1))
+
+    def flags(self, name: str, save_dir: Path | None = None) -> list[Any]:
+        """Return the command line of one run, which writes to `save_dir`, else below `root`."""
+        layout, material = self.layout, self.material
+        places = ("--megatron-load-dir", material / "megatron", "--tokenizer-load-dir", material / "hf")
+        out = ("--save-dir", save_dir or self.root, "--data-path", material / "data", "--name", name)
+        sizes = ("--micro-batch-size", 1, "--global-batch-size", 4, "--seq-length", 64, "--lr", 1e-3)
+        saving = ("--save", "--save-optim", "--load-optim", "--save-interval", 2 * INTERVAL, "--keep-last", 2)
+        more = ("--non-persistent-save-interval", INTERVAL, "--train-iters", ITERATIONS, "--timeout", HANG_SECONDS)
+        switches = ["--async-save"] * layout.background + ["--dist-optim"] * layout.distributed
+        if layout.on_node:
+            switches += ["--non-persistent-local-ckpt-dir", (save_dir or self.root) / "disk"]
+        data = (f"data.num_workers={layout.loaders}", "data.shuffle_buffer_size=16")
+        size = ("-g", layout.tp * layout.dp, "--tp", layout.tp)
+        return [*size, *places, *out, *sizes, *saving, *more, *switches, *data]
+
+    def compared(self, folder: Path) -> list[list[Any]]:
+        """Return what must be equal, iteration by iteration."""
+        return [[line[key] for key in COMPARED] for line in read_metrics(folder)]
+
+
+def make_material(folder: Path) -> Path:
+    """Write a model with dropout, its checkpoint, and data."""
+    make_hf_llava(folder / "hf", text_overrides={"attention_dropout": 0.1})
+    import_hf(folder / "hf", folder / "megatron", tp=2)
+    make_dataset(folder / "data")
+    return folder
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not empty."""
+    lines: Sequence[str] = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

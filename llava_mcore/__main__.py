@@ -28,6 +28,9 @@ COMMANDS = {
 ON_CPU = ("build", "prepare", "import-hf", "export-hf", "check", "inspect")
 """Commands that leave GPUs alone."""
 
+WITH_LIGHT_FLAGS = ("prepare", "import-hf", "export-hf", "check", "inspect")
+"""Commands whose flags are a module of their own, as the command's needs torch."""
+
 IN_CONTAINER = ("build", "prepare", "import-hf", "train", "export-hf", "check", "inspect")
 """Commands that take --sif-path."""
 
@@ -58,13 +61,16 @@ def _run(arguments: list[str]) -> int:
     if image is not None:
         # Before importing what only the image may have.
         return rerun_in_container(image, inner_command(name, arguments[1:]), dry_run="--dry-run" in arguments)
+    app = COMMANDS[name][0]
+    if name in WITH_LIGHT_FLAGS:  # --help and a mistyped flag end here, before torch is imported
+        importlib.import_module(f"llava_mcore.apps.flags.{app}").parser().parse_args(arguments[1:])
     log.quiet_libraries()
-    leave_out_unused("wandb")
+    if name == "train":  # this process only checks the run, then waits for those that train
+        leave_out_unused("wandb")
     if name in ON_CPU:
         # Exact copies on the CPU: a visible GPU would only be initialised and held. Before torch is imported.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    app = importlib.import_module(f"llava_mcore.apps.{COMMANDS[name][0]}")
-    return app.main(arguments[1:])
+    return importlib.import_module(f"llava_mcore.apps.{app}").main(arguments[1:])
 
 
 def _require_current_folder() -> None:

@@ -1,4 +1,4 @@
-"""Leaves out what libraries import in vain. For processes that are ours from beginning to end."""
+"""Leaves out what libraries import in vain. For processes that train and do nothing else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ detection, and models that are spread over devices."""
 
 
 def leave_out_unused(*more: str) -> None:
-    """Let packages count as not installed, unless they have been imported already: over a second of every start."""
+    """Let packages count as not installed, unless they have been imported already: a second of every start.
+
+    Only where nothing asks for them. A build, for one, needs accelerate to read a GGUF file.
+    """
     for name in (*IN_VAIN, *more):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]

@@ -12,7 +12,9 @@ import torch
 from llava_mcore.apps import check_data
 from llava_mcore.apps.checkpoint_weights import CheckpointWeights, HfSide
 from llava_mcore.apps.compare_logits import check_logits
-from llava_mcore.apps.conversion import LOGITS_HELP, compare_digests, default_workers
+from llava_mcore.apps.conversion import compare_digests
+from llava_mcore.apps.flags.check import parser
+from llava_mcore.apps.flags.conversion import default_workers
 from llava_mcore.apps.import_hf import model_and_table, open_folder
 from llava_mcore.checkpoint import hf_files, layout
 from llava_mcore.checkpoint.checksums import recorded
@@ -104,26 +106,6 @@ def _difference(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> list[str
         return []
     largest = (ours.double() - theirs.double()).abs().max().item()
     return [f"{name}: largest difference {largest:.3g}"]
-
-
-def parser() -> argparse.ArgumentParser:
-    """Flags of `python -m llava_mcore check`."""
-    p = argparse.ArgumentParser(
-        prog="python -m llava_mcore check",
-        allow_abbrev=False,
-        description="Check that a Hugging Face LLaVA folder converts completely; with --megatron-dir, also that the "
-        "newest checkpoint there holds exactly the folder's weights; with --logits, also that it computes the same. "
-        "--megatron-dir alone compares a checkpoint with its checksums, an import also with its manifest. Or, with "
-        "--data-path, look a dataset over as training will read it. Exit code 0 means yes, 2 no.",
-    )
-    model = p.add_argument_group("a model")
-    model.add_argument("--hf-dir", type=Path, help="Hugging Face LLaVA folder")
-    model.add_argument("--megatron-dir", type=Path, help="folder of Megatron checkpoints to compare with it")
-    model.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check and read for (default 1)")
-    model.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
-    model.add_argument("--logits", type=Path, metavar="PICTURE", help=LOGITS_HELP)
-    check_data.add_flags(p)
-    return p
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,26 +23,9 @@ from llava_mcore.data.doctor.show import conversation_text
 from llava_mcore.data.doctor.tables import print_report
 from llava_mcore.data.doctor.tally import DatasetTally, Tally
 from llava_mcore.errors import ConfigError, DataError
-from llava_mcore.templates.named import NAMES
 
 DEFAULTS = DataConfig()
 NEEDS_TOKENIZER = "--data-path needs --tokenizer-load-dir, the Hugging Face folder that is trained with"
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the doctor's flags; those that training has too mean the same there."""
-    p = parser.add_argument_group("a dataset")
-    p.add_argument("--data-path", type=Path, help="prepared folder, or a blend's .yaml, to look over")
-    p.add_argument("--tokenizer-load-dir", type=Path, help="Hugging Face LLaVA folder with tokenizer and processor")
-    p.add_argument("--chat-template", help=f"template to train with: {', '.join(NAMES)}, or a .jinja file")
-    p.add_argument("--lang", choices=("jp", "en"), help="language of prompts for data without questions")
-    p.add_argument("--seq-length", type=int, default=DEFAULTS.seq_length, help="most tokens of a sample (default 2048)")
-    rate = DEFAULTS.max_skip_rate
-    p.add_argument("--max-skip-rate", type=float, default=rate, help="part that may be left out (default 0.01)")
-    p.add_argument("--full", action="store_true", help="look at every sample, not at some of every shard")
-    p.add_argument("--num-workers", type=int, default=0, help="processes that look (default 0: this one)")
-    p.add_argument("--show", type=int, default=1, help="conversations to print (default 1)")
-    p.add_argument("--json", type=Path, help="also write the report to this file")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,8 +1,7 @@
-"""What import and export share: flags, a progress bar, jobs over workers, and comparing digests."""
+"""What import and export share: dtypes, a progress bar, jobs over workers, and comparing digests."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,19 +14,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from llava_mcore.checkpoint.durable import sync
 from llava_mcore.checkpoint.export_jobs import EntryRead, Export, Exported, HashTensors, export_entries, hash_tensors
-from llava_mcore.checkpoint.pool import run_jobs, usable_cores
+from llava_mcore.checkpoint.pool import run_jobs
 from llava_mcore.checkpoint.raw import TensorAt
 from llava_mcore.errors import ConversionError, problems
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LOGITS_HELP = "compare fp32 logits on this picture with Hugging Face's, in tp x pp processes over gloo"
 JOB_BYTES = 128 << 20
 """What a worker is handed at a time."""
-
-
-def default_workers() -> int:
-    """Return how many threads convert unless told: each writes and has others hash, and four outrun most disks."""
-    return min(usable_cores(), 4)
 
 
 class Sized(Protocol):
@@ -42,27 +35,6 @@ class Done(Sized, Protocol):
 
     @property
     def paths(self) -> frozenset[Path]: ...
-
-
-def add_flags(parser: argparse.ArgumentParser, *, source: str) -> None:
-    """Add the flags that both directions have. `source`: what the dtype is kept of."""
-    parser.add_argument("--dtype", choices=DTYPES, help=f"cast the weights (default: as {source})")
-    parser.add_argument(
-        "--workers", type=_positive, default=default_workers(), metavar="N",
-        help="threads that convert (default: as many as cores, at most 4); the result is the same for any N",
-    )  # fmt: skip
-    parser.add_argument(
-        "--verify", action="store_true", help="read back what was written and compare the SHA-256 of every tensor"
-    )
-    parser.add_argument("--logits", type=Path, metavar="PICTURE", help=f"afterwards, {LOGITS_HELP}")
-    parser.add_argument("--sif-path", type=Path, help="run the same command inside this Singularity image")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
 
 
 def run_with_progress[Job: Sized, Result: Done](

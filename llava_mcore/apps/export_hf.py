@@ -16,7 +16,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from llava_mcore.apps.checkpoint_weights import CheckpointWeights, HfSide
 from llava_mcore.apps.compare_logits import check_logits
-from llava_mcore.apps.conversion import DTYPES, add_flags, compare_digests, export_all, hash_files
+from llava_mcore.apps.conversion import DTYPES, compare_digests, export_all, hash_files
+from llava_mcore.apps.flags.export_hf import parser
 from llava_mcore.build.sources import VOCABULARY_FILES
 from llava_mcore.checkpoint import chat_template, hf_files, layout
 from llava_mcore.checkpoint.hf_config import model_dims
@@ -205,34 +206,6 @@ def _replaced(tokenizer_dir: Path) -> tuple[str, ...]:
     has_template = bool(config.get("chat_template")) or not names.isdisjoint(TEMPLATE_FILES)
     tokenizer = () if names.isdisjoint(VOCABULARY_FILES) else TOKENIZER_FILES
     return tokenizer + (TEMPLATE_FILES if has_template else ())
-
-
-def parser() -> argparse.ArgumentParser:
-    """Flags of convert_megatron_to_hf.py (seed names)."""
-    p = argparse.ArgumentParser(
-        prog="convert_megatron_to_hf.py",
-        allow_abbrev=False,
-        description="Convert the newest Megatron checkpoint of a folder into a Hugging Face LLaVA folder.",
-    )
-    p.add_argument("--megatron-dir", type=Path, required=True, help="folder with latest_checkpointed_iteration.txt")
-    p.add_argument("--hf-dir", type=Path, required=True, help="folder to write; must not exist or be empty")
-    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check for (default 1)")
-    p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
-    p.add_argument(
-        "--hf-config", type=Path, metavar="DIR",
-        help="Hugging Face folder of the same model (config.json alone will do), for a checkpoint that llava_mcore has "
-        "not written",
-    )  # fmt: skip
-    p.add_argument("--tokenizer-dir", type=Path, help="take tokenizer and processor files from here")
-    p.add_argument(
-        "--max-shard-size", metavar="SIZE", help="split into files of at most this, such as 5GB (default: as imported)"
-    )
-    p.add_argument(
-        "--no-verify-checkpoint", action="store_true",
-        help="do not compare the checkpoint's files with the checksums that they were written with",
-    )  # fmt: skip
-    add_flags(p, source="in the checkpoint")
-    return p
 
 
 def run(args: argparse.Namespace) -> int:

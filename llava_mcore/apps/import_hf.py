@@ -15,7 +15,8 @@ from transformers import LlavaConfig
 
 from llava_mcore.apps.checkpoint_weights import CheckpointWeights, HfSide
 from llava_mcore.apps.compare_logits import check_logits
-from llava_mcore.apps.conversion import DTYPES, add_flags, compare_digests, run_with_progress
+from llava_mcore.apps.conversion import DTYPES, compare_digests, run_with_progress
+from llava_mcore.apps.flags.import_hf import parser
 from llava_mcore.checkpoint import hf_files, layout
 from llava_mcore.checkpoint.checksums import write_checksums
 from llava_mcore.checkpoint.hf_config import load_hf_config, model_dims
@@ -183,22 +184,6 @@ def _write_companions(
     record = {"layout": {"tp": tp, "pp": pp}, "unused": dict(table.unused), "tensors": folder.record()}
     layout.write_record(checkpoint, record)
     return {name: sha256((x,)) for name, x in sources.items()}
-
-
-def parser() -> argparse.ArgumentParser:
-    """Flags of convert_hf_to_megatron.py (seed names)."""
-    p = argparse.ArgumentParser(
-        prog="convert_hf_to_megatron.py",
-        allow_abbrev=False,
-        description="Convert a Hugging Face LLaVA folder into a Megatron checkpoint (torch_dist), exactly and without "
-        "a GPU. The checkpoint loads at any tensor x pipeline x data parallel size.",
-    )
-    p.add_argument("--hf-dir", type=Path, required=True, help="Hugging Face LLaVA folder to read")
-    p.add_argument("--megatron-dir", type=Path, required=True, help="folder to write; must not exist or be empty")
-    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size to cut and pad for (default 1)")
-    p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
-    add_flags(p, source="the source: each tensor keeps its own")
-    return p
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from llava_mcore.apps.flags.inspect_folder import parser
 from llava_mcore.apps.inventory import Inventory, Row, of_hf, of_megatron
 from llava_mcore.checkpoint import layout
 from llava_mcore.errors import ConversionError
@@ -68,18 +69,6 @@ def _ignored(rows: Sequence[Row]) -> Table:
     for row in rows:
         table.add_row(row.name, str(row.count), row.ignored)
     return table
-
-
-def parser() -> argparse.ArgumentParser:
-    """Flags of `python -m llava_mcore inspect`."""
-    p = argparse.ArgumentParser(
-        prog="python -m llava_mcore inspect",
-        allow_abbrev=False,
-        description="Show what a Hugging Face LLaVA folder or a folder of Megatron checkpoints holds: parts, what is "
-        "trained, dtypes, layout, iteration, shapes. Reads headers only.",
-    )
-    p.add_argument("dir", type=Path, metavar="DIR", help="a Hugging Face folder, or one with Megatron checkpoints")
-    return p
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 from rich.console import Console
 from rich.progress import (
@@ -21,73 +19,18 @@ from rich.progress import (
 )
 
 from llava_mcore.apps.cli import conversion_main
+from llava_mcore.apps.flags.prepare import parser
 from llava_mcore.data.prepare.journal import Journal
 from llava_mcore.data.prepare.layouts import Keys
 from llava_mcore.data.prepare.listing import BLEND, is_listing, read_listing, write_blend
 from llava_mcore.data.prepare.plan import Counting, Options, Source
 from llava_mcore.data.prepare.run import Result, prepare
-from llava_mcore.data.prepare.sources.detect import FORMATS, Opening
+from llava_mcore.data.prepare.sources.detect import Opening
 from llava_mcore.data.prepare.summary import draw, failures, show
-from llava_mcore.data.template_choice import Lang
 from llava_mcore.errors import DataError, problems
-
-EPILOG = """\
-formats (told from what is found, or set with --format):
-  llava         .json list or .jsonl with "conversations" [{"from": "human", "value": "<image>\\n…"}, …] and "image"
-  sharegpt      .json list or .jsonl with "messages" [{"role": "user", "content": "…"}, …] and "images"
-  openai        the same, "content" in typed parts: text, image_url with a path, a file:// or a data: URI
-  parquet, huggingface
-                .parquet files, a folder of them, or what `datasets` saves; pictures as struct{bytes, path}, bytes or
-                path; conversations, messages, texts or question/answer columns
-  vqa           a folder or tar files of NNN.jpg, NNN.txt (answer) and NNN.json ({"question": …})
-  a .yaml file  lists several sources with weights or epochs; each becomes a folder of its own, and DIR/blend.yaml
-                is the --data-path
-
-The same command again continues where it was interrupted. docs/prepare.md tells more.
-exit codes: 0 finished; 2 wrong input, or more than --max-skip-rate of the rows skipped
-"""
 
 LISTED = {"sources": [], "options": {"SRC": "a list of sources"}}
 """What the folder of a blend is begun with: the list itself may change, its sources are checked one by one."""
-
-
-def parser() -> argparse.ArgumentParser:
-    """Flags of `prepare`."""
-    p = argparse.ArgumentParser(
-        prog="prepare.py",
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Write energon shards with their index from conversations in any usual format. Broken rows are "
-        "skipped, listed\nand counted.",
-        epilog=EPILOG,
-    )
-    p.add_argument("sources", nargs="+", type=Path, metavar="SRC", help="files or folders, or a .yaml that lists some")
-    p.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="what to write: new, or begun by this command"
-    )
-    p.add_argument("--format", choices=FORMATS, default="auto", help="what the sources are (default: auto)")
-    p.add_argument("--image-dir", type=Path, help="relative picture paths begin here (default: beside the source file)")
-    p.add_argument("--source-split", default="train", help="part of a Hugging Face dataset to take (default: train)")
-    p.add_argument("--image-key", help="field with the pictures (default: image or images)")
-    p.add_argument("--question-key", help="field with the question (default: question)")
-    p.add_argument("--answer-key", help="field with the answer (default: answer, or the first of answers)")
-    p.add_argument("--captions", action="store_true", help="answers have no question; the picture stands for it")
-    p.add_argument(
-        "--tokenizer-load-dir",
-        type=Path,
-        metavar="T",
-        help="count tokens as training with this folder does",
-    )
-    p.add_argument("--chat-template", help="template to count with, a name or a .jinja file (default: that of T)")
-    p.add_argument("--lang", choices=get_args(Lang), help="picks the template if T has none")
-    p.add_argument("--pack-to", type=_positive, metavar="N", help="pack conversations offline into samples of N tokens")
-    p.add_argument("--samples-per-shard", type=_positive, default=1000, metavar="N", help="source rows (default 1000)")
-    p.add_argument("--val-ratio", type=_ratio, default=0.0, metavar="R", help="part of the shards for validation (0)")
-    p.add_argument("--check-images", action="store_true", help="decode every picture (default: read its header)")
-    p.add_argument("--max-skip-rate", type=_ratio, default=0.01, metavar="R", help="allowed skips (default 0.01)")
-    p.add_argument("--num-workers", type=int, default=_num_cpus(), metavar="N", help="processes (default: all cores)")
-    p.add_argument("--overwrite", action="store_true", help="start anew in a folder that this command has written")
-    return p
 
 
 def run(args: argparse.Namespace) -> int:
@@ -208,24 +151,6 @@ class _Bar:
         self._progress.update(self._task, advance=number)
         speed = self._progress.tasks[-1].speed
         self._progress.update(self._task, rate="" if speed is None else f"{speed:,.0f}/s")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
-
-
-def _ratio(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
-
-
-def _num_cpus() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -80,9 +80,10 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     sources = find_sources(options)
     # Small files first: what cannot work is refused before gigabytes are read.
     language.load_language_config(sources.text)
-    vision_config = vision.load_vision_config(sources.vision)
+    own_config = vision.load_vision_config(sources.vision)
+    image_processor, side = vision.load_image_processor(sources.image_processor, own_config)
+    vision_config = vision.resized(own_config, side)
     plan = vision.plan_features(vision_config, options)
-    image_processor = vision.load_image_processor(sources.image_processor, vision_config)
     tokenizer = language.load_tokenizer(sources.tokenizer)
     ids = language.add_special_tokens(tokenizer)
     template = choose_template(tokenizer, options.chat_template, say)
@@ -93,6 +94,8 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     text = language.load_language_model(sources.text, dtype, say)
     fit_vocabulary(text, tokenizer, pad=options.vocab_size_padding, say=say)
     say(f"vision tower: {sources.vision}")
+    if vision_config is not own_config:
+        say(f"  positions: those for {image_side(own_config)} px, interpolated to the image processor's {side} px")
     tower = vision.load_vision_tower(sources.vision, vision_config, text.dtype)
     generation = language.settled_generation_config(text, tokenizer, ids, say)
     config = llava_config(text, tower, plan, ids)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -22,7 +24,7 @@ from transformers import (
 from llava_mcore.build.options import BuildOptions
 from llava_mcore.build.sources import Source, check_loaded, reading
 from llava_mcore.errors import ConfigError, ConversionError
-from llava_mcore.towers import TOKENS_BEFORE_PATCHES, image_side, num_positions
+from llava_mcore.towers import TOKENS_BEFORE_PATCHES, image_side, num_patches, num_positions, patch_side
 
 TOWERS: dict[str, type[PreTrainedModel]] = {
     "clip_vision_model": CLIPVisionModel,
@@ -31,6 +33,8 @@ TOWERS: dict[str, type[PreTrainedModel]] = {
     "dinov2_with_registers": Dinov2WithRegistersModel,
     "internvl_vision": InternVLVisionModel,
 }
+INTERPOLATING = ("dinov2", "dinov2_with_registers", "internvl_vision")
+"""Towers that take pictures of any size in transformers, which interpolates their positions in each forward pass."""
 PAIRS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
 """Folders with a text encoder too, of which only the tower is taken."""
 
@@ -77,7 +81,7 @@ def load_vision_config(source: Source) -> PreTrainedConfig:
 
 
 def load_vision_tower(source: Source, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Read the tower's weights.
+    """Read the tower's weights. Its positions are made those of pictures of the size in `config` (see `resized`).
 
     Raises:
         ConversionError: unreadable, or weights are missing.
@@ -85,7 +89,24 @@ def load_vision_tower(source: Source, config: PreTrainedConfig, dtype: torch.dty
     with reading("the vision model", source):
         tower, info = TOWERS[config.model_type].from_pretrained(source.name, dtype=dtype, output_loading_info=True)
     check_loaded(source, "vision model", set(info["missing_keys"]))
+    if image_side(tower.config) != image_side(config):
+        _interpolate_positions(tower, config)
     return tower
+
+
+def _interpolate_positions(tower: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Replace the position embeddings by what transformers adds for pictures of the size in `config`, for good."""
+    side, embeddings = image_side(config), tower.embeddings
+    patches = torch.empty(1, 1 + num_patches(config), config.hidden_size)  # only its shape is read
+    with torch.no_grad():
+        positions = embeddings.interpolate_pos_encoding(patches, side, side)
+    if positions.shape != patches.shape:
+        raise ConversionError(
+            f"transformers interpolates the positions of {config.model_type} to {tuple(positions.shape)}, expected "
+            f"{tuple(patches.shape)}: this version of it cannot be used for pictures of {side} px"
+        )
+    embeddings.position_embeddings = nn.Parameter(positions.clone())
+    tower.config.image_size = config.image_size
 
 
 def plan_features(config: PreTrainedConfig, options: BuildOptions) -> FeaturePlan:
@@ -127,8 +148,17 @@ def _feature_layers(num_layers: int, options: BuildOptions) -> tuple[int, ...]:
     return (layers[0], half if layers[0] >= 0 else half - states)
 
 
-def load_image_processor(source: Source, config: PreTrainedConfig) -> Any:
-    """Read the image processor and try it on a picture that is not square.
+def resized(config: PreTrainedConfig, side: int) -> PreTrainedConfig:
+    """Return the tower's configuration for pictures of `side` pixels; itself if that is its size."""
+    if side == image_side(config):
+        return config
+    found = copy.deepcopy(config)
+    found.image_size = side if isinstance(config.image_size, int) else [side, side]
+    return found
+
+
+def load_image_processor(source: Source, config: PreTrainedConfig) -> tuple[Any, int]:
+    """Read the image processor, try it on a picture that is not square, and return it and its pictures' size.
 
     Raises:
         ConversionError: unreadable, or its pictures do not have the tower's size.
@@ -140,9 +170,10 @@ def load_image_processor(source: Source, config: PreTrainedConfig) -> Any:
     picture = np.zeros((size // 2 + 3, size + 5, 3), dtype=np.uint8)
     with reading("a picture through the image processor", source):
         made = tuple(processor(images=picture, return_tensors="pt")["pixel_values"].shape)
-    if made != (1, 3, size, size):
+    takes_any = config.model_type in INTERPOLATING and made[-1] >= patch_side(config)
+    if made != (1, 3, size, size) and not (takes_any and made == (1, 3, made[-1], made[-1])):
         raise ConversionError(
             f"{source}: the image processor makes pictures of shape {made[1:]}, but the tower takes {(3, size, size)}. "
             "Give the matching one with --image-processor."
         )
-    return processor
+    return processor, made[-1]

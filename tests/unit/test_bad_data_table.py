@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.apps import check_data
+from llava_mcore.apps.flags.check import add_data_flags
 from llava_mcore.data.assets import Assets, load_assets
 from llava_mcore.data.doctor.report import Report
 from tests.helpers.bad_data import BAD_DATA, FAULTY, SEQ_LENGTH, BadData
@@ -25,7 +26,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
 def examine(path: Path, assets: Assets, *flags: str) -> Report:
     """The report that the command would print, at a rate of skips that one sample in four keeps to."""
     parser = argparse.ArgumentParser()
-    check_data.add_flags(parser)
+    add_data_flags(parser)
     rate = ["--max-skip-rate", "0.3", "--seq-length", str(SEQ_LENGTH)]
     args = parser.parse_args(["--data-path", str(path), "--tokenizer-load-dir", "unused", *rate, *flags])
     return check_data.examine(args, assets)[0]

@@ -24,7 +24,16 @@ from transformers import (
 )
 
 from llava_mcore.apps.build import main
-from tests.helpers.build_parts import VOCAB, load, make_text_tokenizer, save_text, tensors_of
+from llava_mcore.towers import image_side
+from tests.helpers.build_parts import (
+    VOCAB,
+    load,
+    make_text_tokenizer,
+    save_image_processor,
+    save_text,
+    save_vision,
+    tensors_of,
+)
 from tests.helpers.tiny_hf import CORPUS, TEXTS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "convert" / "build_llava_jp.py"
@@ -85,6 +94,26 @@ def test_tower_and_its_tokens(
     states = tower(batch["pixel_values"], output_hidden_states=True).hidden_states[-2]
     expected_features = model.model.multi_modal_projector(states if kind == "siglip" else states[:, 1:])
     assert torch.equal(model.model.get_image_features(batch["pixel_values"]).pooler_output[0], expected_features[0])
+    assert model(**batch).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "side"), [("dinov2", 28), ("dinov2_with_registers", 84), ("internvit", 28)])
+@torch.inference_mode()
+def test_a_tower_with_positions_for_larger_pictures(build_tiny: Any, tmp_path: Path, kind: str, side: int) -> None:
+    """As facebook/dinov2-base is on the hub: config.json says 518 px, the processor makes 224."""
+    source = save_vision(tmp_path / "tower", kind)
+    save_image_processor(source, kind, side)
+    out = build_tiny(vision=source)
+    tower, model, processor = AutoModel.from_pretrained(source), load(out), AutoProcessor.from_pretrained(out)
+    assert (image_side(tower.config), image_side(model.config.vision_config)) == (56, side)
+    batch = processor(images=Image.effect_noise((90, 70), 80).convert("RGB"), text="<image>", return_tensors="pt")
+    assert batch["pixel_values"].shape[-2:] == (side, side)
+    expected = tower(batch["pixel_values"], output_hidden_states=True).hidden_states
+    found = model.model.vision_tower(batch["pixel_values"], output_hidden_states=True).hidden_states
+    assert expected[0].shape[1] == (side // 14) ** 2 + (5 if "registers" in kind else 1)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert (batch["input_ids"] == model.config.image_token_id).sum() == expected[0].shape[1] - 1
     assert model(**batch).logits.isfinite().all()
 
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
 
+from llava_mcore.data.prepare.formats import Format
 from llava_mcore.data.prepare.layouts import Keys
 from llava_mcore.data.prepare.sources.array import LARGEST_ELEMENT, JsonArray
 from llava_mcore.data.prepare.sources.base import SourceFile
@@ -17,8 +17,6 @@ from llava_mcore.data.prepare.sources.lines import BOM, JsonLines
 from llava_mcore.data.prepare.sources.triples import TarShard, TripleFolder, is_part
 from llava_mcore.errors import DataError
 
-Format = Literal["auto", "llava", "sharegpt", "openai", "parquet", "huggingface", "vqa"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 LAYOUTS = {"llava": "conversations", "sharegpt": "messages", "openai": "messages"}
 """Formats whose rows must have this field."""
 JSON_SUFFIXES = (".json", ".jsonl")

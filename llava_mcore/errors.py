@@ -91,4 +91,5 @@ def os_error_text(error: OSError) -> str:
 def _line_of_ours(error: OSError) -> str:
     package = Path(__file__).parent
     frames = [x for x in traceback.extract_tb(error.__traceback__) if Path(x.filename).is_relative_to(package)]
-    return f"llava_mcore/{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno}" if frames else "a file"
+    line = f" (llava_mcore/{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno})" if frames else ""
+    return f"standard output or a file{line}"

@@ -51,11 +51,15 @@ def with_messages(command: Callable[[], int]) -> int:
             return NOBODY_READS
         _say(os_error_text(error))
         return FileError.exit_code
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich's way of ending then
+            return NOBODY_READS
+        raise
 
 
 def _say(message: str) -> None:
     """Print an error behind what was printed before."""
-    with contextlib.suppress(FileError, BrokenPipeError):
+    with contextlib.suppress(OSError, FileError):
         _flush()
     with contextlib.suppress(OSError):
         print(f"error: {message}", file=sys.stderr, flush=True)

@@ -11,21 +11,24 @@ import argparse
 import fnmatch
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.e2e.rough_rows import TRIALS
 from tests.helpers.rough import CannotBeTried, Shared, Trial, try_it
 
 
-def chosen(pattern: str) -> list[Trial]:
+def chosen(patterns: Sequence[str]) -> list[Trial]:
     """Return the trials whose name or row matches a shell pattern."""
-    return [x for x in TRIALS if fnmatch.fnmatch(x.name, pattern) or fnmatch.fnmatch(x.row, pattern)]
+    return [x for x in TRIALS if any(fnmatch.fnmatch(text, p) for text in (x.name, x.row) for p in patterns)]
 
 
 def main() -> int:
     """Run what is asked for and print one line for each."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.rough_trials", description=__doc__)
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="names or rows, such as 'folders/*' or 'S1'")
+    parser.add_argument(
+        "--only", default=["*"], nargs="+", metavar="PATTERN", help="names or rows, such as 'folders/*' or 'S1'"
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a table of what came out")
     parser.add_argument(
         "--patience", type=float, default=1, metavar="X", help="allow X times as long, on a busy machine"

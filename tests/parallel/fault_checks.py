@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,12 +17,14 @@ import torch.distributed as dist
 from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.layout import latest_checkpoint, latest_iteration
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.errors import CheckpointError, TrainingError
+from llava_mcore.errors import CheckpointError, FileError, TrainingError
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.closing import attempt
 from llava_mcore.training.loop import train
-from llava_mcore.training.metrics import FILE
+from llava_mcore.training.metrics import FILE, JsonLines
 from llava_mcore.training.save import Saver
 from llava_mcore.training.setup import Trainer
+from llava_mcore.training.sinks import Sinks
 from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.stop import StopRules
 from llava_mcore.training.watchdog import Watchdog
@@ -86,10 +90,31 @@ def faults(checkpoint: str, save_dir: str) -> dict[str, Any]:
         loop(groups, run("diverging", 30, faults__on_nan="skip", optimizer__lr=1e30), FakeLoader)
     except TrainingError as error:
         found["diverging"] = str(error)
+    with mock.patch.object(JsonLines, "write", full_at(3)), mock.patch.object(Sinks, "close", fails_to_close):
+        try:
+            loop(groups, run("full", 6), FakeLoader)
+        except FileError as error:
+            found["full"] = (str(error), error.on_all_ranks)
     found["metrics"] = {name: Path(save_dir, name, FILE).read_text() for name in ("stop", "skip", "range")}
     dist.barrier(groups.control)  # the other rank removes its file too
     found["stacks"] = [str(path) for path in Path(save_dir).glob("*/stacks/*")]
     return found
+
+
+def full_at(iteration: int) -> Callable[[JsonLines, dict[str, Any]], None]:
+    """Return what stands for JsonLines.write where the disk is full from an iteration on."""
+    write = JsonLines.write
+
+    def until_full(self: JsonLines, record: dict[str, Any]) -> None:
+        if record["iteration"] >= iteration:
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+        write(self, record)
+
+    return until_full
+
+
+def fails_to_close(self: Sinks) -> None:
+    attempt("the plot", mock.Mock(side_effect=ValueError("half a line")))
 
 
 def save_to_a_full_disk(

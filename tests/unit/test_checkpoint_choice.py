@@ -21,7 +21,7 @@ from llava_mcore.checkpoint.complete import (
     remove_leftovers,
     write_run_json,
 )
-from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, write_tracker
+from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_checkpoint, write_tracker
 from llava_mcore.checkpoint.start import StartPoint, start_point
 from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import CheckpointError
@@ -37,6 +37,17 @@ def add(root: Path, *numbers: int, tracker: int | None = None, save_dir: Path | 
         written_by = {} if save_dir is None else {"run": {"checkpoint": {"save_dir": str(save_dir)}}}
         write_run_json(folder, {"iteration": number, **written_by})
     write_tracker(root, numbers[-1] if tracker is None else tracker)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"-3", b"9" * 5000, "٣".encode(), b"3.0", b"[3]", b"0x3"])
+def test_a_tracker_without_a_number_is_told_and_limits_nothing(tmp_path: Path, content: bytes) -> None:
+    add(tmp_path, 3, 4)
+    (tmp_path / TRACKER).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{TRACKER}: expected an iteration number, found ") as caught:
+        latest_checkpoint(tmp_path)
+    assert len(str(caught.value)) < 400
+    choice = newest_complete(tmp_path)
+    assert choice is not None and choice.iteration == 4 and TRACKER in choice.passed_over[0]
 
 
 def test_the_newest_complete_one_and_why_not_the_others(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.e2e.rough_rows import console, contents, folders, servers
+from tests.e2e.rough_rows import console, contents, folders, numbers, others, security, servers
 from tests.helpers.rough import Trial
 
-TRIALS: list[Trial] = [*folders.TRIALS, *contents.TRIALS, *console.TRIALS, *servers.TRIALS]
+PARTS = (folders, contents, console, servers, numbers, security, others)
+TRIALS: list[Trial] = [trial for part in PARTS for trial in part.TRIALS]

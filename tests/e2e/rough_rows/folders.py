@@ -147,7 +147,7 @@ TRIALS = [
     ),
     Trial("folders/stacks-is-a-file", ROW, SAVES, says=("out/run/stacks",), arrange=_file_at("stacks")),
     Trial("folders/metrics-is-a-folder", ROW, SAVES, says=("metrics.jsonl",), arrange=_folder_at("metrics.jsonl")),
-    Trial("folders/hf-copy-is-a-file", ROW, SAVES, code=0, arrange=_file_at("hf")),
+    Trial("folders/hf-copy-is-a-file", ROW, SAVES, says=("out/run/hf",), arrange=_file_at("hf")),
     Trial(
         "folders/saves-log-is-a-folder", ROW, SAVES, code=0, says=("saves.jsonl",), arrange=_folder_at("saves.jsonl")
     ),

@@ -72,10 +72,16 @@ class Run:
 
     def _end(self, number: signal.Signals) -> None:
         self.ended_by = number
-        print(f"ended by {number.name}: no checkpoint was saved, those before are as they were", file=sys.stderr)
         if self._send(signal.SIGINT):
-            time.sleep(_SECONDS_TO_END)
-        os._exit(128 + number)  # the workers that are left are killed with us
+            time.sleep(_SECONDS_TO_END)  # torchrun notices sooner, and `main` ends
+        os._exit(self.end())  # the workers that are left are killed with us
+
+    def end(self) -> int:
+        """Say what ended the run; return its exit code."""
+        assert self.ended_by is not None
+        words = "no checkpoint was saved, those before are as they were"
+        print(f"ended by {self.ended_by.name}: {words}", file=sys.stderr, flush=True)
+        return 128 + self.ended_by
 
     def _send(self, number: signal.Signals) -> bool:
         """Send a signal to all workers, if there are any."""
@@ -137,7 +143,7 @@ def main() -> int:
         run(args)
     except ChildFailedError as error:
         if attended.ended_by is not None:
-            return 128 + attended.ended_by
+            return attended.end()
         first = {rank: x for rank, x in error.failures.items() if x.local_rank in attended.first}
         return _last_word(*cause(first or error.failures))
     return 0

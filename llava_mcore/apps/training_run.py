@@ -18,6 +18,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.data.assets import Assets, load_assets
 from llava_mcore.data.doctor.show import in_words
 from llava_mcore.data.loader import TrainLoader
+from llava_mcore.data.source import noticing_killed_loaders
 from llava_mcore.data.validation import ValidationData
 from llava_mcore.errors import LlavaMcoreError, problems
 from llava_mcore.launch.process import StopSignals
@@ -47,7 +48,8 @@ def run_worker(run: RunConfig, signals: StopSignals, started: float) -> bool:
     minutes = run.faults.exit_duration_in_mins
     stop = StopRules(lambda: signals.asked, None if minutes is None else started + 60 * minutes)
     try:
-        finished = _run(run, stop, watchdog)
+        with noticing_killed_loaders(run.data.path):
+            finished = _run(run, stop, watchdog)
     except (LlavaMcoreError, OSError, KeyboardInterrupt):
         attempt("removing the file for stacks", watchdog.close)
         raise

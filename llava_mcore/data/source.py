@@ -99,12 +99,22 @@ def reading(path: Path | str, timeout: float) -> Iterator[None]:
                 f"{path}: no batch came within data.timeout = {timeout} seconds; see whether its "
                 "storage answers, or raise data.timeout"
             ) from error
+        with noticing_killed_loaders(path):
+            raise
+
+
+@contextlib.contextmanager
+def noticing_killed_loaders(path: Path | str | None) -> Iterator[None]:
+    """Report as DataError that a loader process was killed: torch raises that anywhere, in a signal's handler."""
+    try:
+        yield
+    except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
         raise _killed(path, error) from error
 
 
-def _killed(path: Path | str, error: Exception) -> DataError:
+def _killed(path: Path | str | None, error: Exception) -> DataError:
     return DataError(
         f"{path}: a loader process was killed ({error!r}); if memory ran out, lower data.num_workers, "
         "data.shuffle_buffer_size or data.packing_buffer_size"

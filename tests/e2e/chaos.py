@@ -25,43 +25,18 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from llava_mcore.checkpoint.complete import incomplete, iterations
 from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_iteration
 from tests.e2e.chaos_kinds import KINDS, Expected, ballast, flip_newest, passed_over, wait_for_moment
+from tests.e2e.chaos_outcome import HEADER, Outcome, summary
 from tests.e2e.chaos_run import Ended, Running, is_free
 from tests.e2e.chaos_world import COMMAND_TIMEOUT, INTERVAL, ITERATIONS, LAYOUTS, World, last_line, make_material
 
 ROUNDS_OF_A_RUN = 8
 SECONDS_UNTIL_GONE = 5.0
 DISK_BYTES = 256 << 20
-HEADER = """| round | run | what happened | when | after iteration | exit code | gone after | resumed at | verdict |
-|---|---|---|---|---|---|---|---|---|"""
-
-
-@dataclass
-class Outcome:
-    """One round. `wrong`: what was not as it has to be."""
-
-    number: int
-    run: str
-    kind: str
-    aim: str
-    iteration: int = 0
-    code: int = 0
-    seconds: float = 0.0
-    resumed_at: int = 0
-    wrong: list[str] = field(default_factory=list)
-
-    def row(self) -> str:
-        """Return a row of the table."""
-        verdict = "; ".join(self.wrong) or "ok"
-        return (
-            f"| {self.number} | {self.run} | {self.kind} | {self.aim} | {self.iteration} | {self.code} | "
-            f"{self.seconds:.1f} s | {self.resumed_at} | {verdict} |"
-        )
 
 
 class Disturbed:
@@ -118,7 +93,8 @@ class Disturbed:
 
     def _check_end(self, running: Running, expected: Expected, ports: list[int], outcome: Outcome) -> None:
         left, outcome.code = running.processes(), running.process.poll() or 0
-        line = last_line(running.text())
+        outcome.output = running.text()
+        line = last_line(outcome.output)
         if left:
             outcome.wrong.append(f"{len(left)} processes were left")
         elif outcome.seconds > SECONDS_UNTIL_GONE:
@@ -178,7 +154,7 @@ class Disturbed:
     def _has_ended(self, running: Running, outcome: Outcome) -> None:
         """See that it has ended well, and has trained what the unbroken run has."""
         self.finished = True
-        code = running.process.wait()
+        code, outcome.output = running.process.wait(), running.text()
         self._check_start(running, outcome)
         if code != 0:
             outcome.wrong.append(f"ended by itself with code {code}: {last_line(running.text())[:200]}")
@@ -253,24 +229,13 @@ def said_at_once() -> Iterator[None]:
         raise
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return a table by kind."""
-    lines = ["| what happened | rounds | all right | gone after, longest |", "|---|---|---|---|"]
-    for kind in [*KINDS, "nothing"]:
-        found = [outcome for outcome in outcomes if outcome.kind == kind]
-        if found:
-            right = sum(not outcome.wrong for outcome in found)
-            lines.append(f"| {kind} | {len(found)} | {right} | {max(x.seconds for x in found):.1f} s |")
-    right = sum(not outcome.wrong for outcome in outcomes)
-    return "\n".join([*lines, f"| all | {len(outcomes)} | {right} | {max(x.seconds for x in outcomes):.1f} s |"])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Play as many rounds as asked for and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--processes", type=int, default=1, help="runs at a time; each has two or four ranks")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--logs", type=Path, help="write what was printed in rounds that went wrong to this folder")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file too")
     args = parser.parse_args(argv)
     outcomes: list[Outcome] = []
@@ -281,6 +246,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with lock:
             outcomes.append(outcome)
             print(outcome.row(), flush=True)
+            if outcome.wrong and args.logs is not None:
+                args.logs.mkdir(parents=True, exist_ok=True)
+                (args.logs / f"{outcome.number}.txt").write_text(outcome.output, encoding="utf-8")
             if args.markdown is not None:
                 rows = [outcome.row() for outcome in sorted(outcomes, key=lambda x: x.number or args.rounds + 1)]
                 args.markdown.write_text("\n".join([summary(outcomes), "", HEADER, *rows, ""]), encoding="utf-8")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 from llava_mcore.checkpoint.complete import RUN_JSON
+from llava_mcore.checkpoint.plain_files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def write_id(run_dir: Path, service: str, run_id: str) -> None:
 def adopt_ids(run_dir: Path, checkpoint: Path) -> None:
     """Take over what a checkpoint knows and the run's folder does not: the checkpoint was copied here."""
     record = checkpoint / RUN_JSON
-    stored = json.loads(record.read_text(encoding="utf-8")).get(KEY, {}) if record.is_file() else {}
+    stored = read_json(record).get(KEY, {}) if record.is_file() else {}
     known = read_ids(run_dir)
     for service, run_id in stored.items():
         if service in FILES and service not in known:

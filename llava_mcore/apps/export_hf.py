@@ -22,6 +22,7 @@ from llava_mcore.build.sources import VOCABULARY_FILES
 from llava_mcore.checkpoint import chat_template, hf_files, layout
 from llava_mcore.checkpoint.hf_config import model_dims
 from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.checkpoint.plain_files import read_json
 from llava_mcore.checkpoint.raw import as_bytes, sha256
 from llava_mcore.checkpoint.safetensors_plan import PlannedFile, plan_file
 from llava_mcore.checkpoint.verify import require_undamaged
@@ -199,8 +200,8 @@ def _replaced(tokenizer_dir: Path) -> tuple[str, ...]:
     """
     path = tokenizer_dir / "tokenizer_config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = read_json(path, ConversionError)
+    except ConversionError as error:
         raise ConversionError(f"--tokenizer-dir {tokenizer_dir}: no tokenizer_config.json ({error})") from error
     names = {path.name for path in hf_files.companion_files(tokenizer_dir)}
     has_template = bool(config.get("chat_template")) or not names.isdisjoint(TEMPLATE_FILES)

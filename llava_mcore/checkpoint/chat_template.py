@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from llava_mcore.checkpoint.plain_files import read_json
 from llava_mcore.errors import CheckpointError
 
 FILE = "chat_template.jinja"
@@ -19,7 +20,7 @@ def write_chat_template(folder: Path, template: str) -> None:
     (folder / LEGACY_FILE).unlink(missing_ok=True)
     for name in CONFIGS:
         path = folder / name
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        config = read_json(path) if path.is_file() else {}
         if "chat_template" in config:
             del config["chat_template"]
             path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

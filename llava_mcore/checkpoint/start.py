@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Literal
 
 from llava_mcore.checkpoint.complete import RUN_JSON, Choice, iterations, newest_complete
 from llava_mcore.checkpoint.layout import TRACKER, hf_folder, latest_checkpoint, latest_iteration
+from llava_mcore.checkpoint.plain_files import read_json
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import NON_PERSISTENT, RunConfig
 from llava_mcore.errors import CheckpointError, ConfigError, problems
@@ -114,8 +114,11 @@ def _own_choice(run: RunConfig, unusable: Mapping[Path, str], damaged: Mapping[P
 def _not_of_this_course(run: RunConfig, choice: Choice) -> str | None:
     """Return why a checkpoint is of another run, or of a future that this run was set back from; None if it is ours."""
     if choice.folder.parent not in (run.run_dir, run.run_dir / NON_PERSISTENT):
-        written = json.loads((choice.folder / RUN_JSON).read_text(encoding="utf-8"))
-        save_dir = written["run"]["checkpoint"]["save_dir"]
+        written = read_json(choice.folder / RUN_JSON)
+        try:
+            save_dir = written["run"]["checkpoint"]["save_dir"]
+        except (KeyError, TypeError) as error:
+            return f"{RUN_JSON} does not say of which run it is ({error!r})"
         if save_dir != str(run.checkpoint.save_dir):
             return f"belongs to another run of this name, under {save_dir}"
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, LlavaConfig, PreTrainedTokenizerBase
 
-from llava_mcore.checkpoint.plain_files import why_not_loaded
+from llava_mcore.checkpoint.plain_files import read_json, why_not_loaded
 from llava_mcore.data.chat import ChatFormat
 from llava_mcore.data.images import ImagePreprocessor, load_image_processor, tokens_per_image
 from llava_mcore.data.template_choice import Lang, TemplateChoice, choose_template
@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, StrictDataclassError)
+LOAD_ERRORS = (
+    *(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ImportError, RecursionError),
+    StrictDataclassError,
+)
+"""What transformers ends in when a file is not what it expects."""
 """What transformers raises for files that are missing or make no sense."""
 
 
@@ -115,9 +119,9 @@ def _log_choice(choice: TemplateChoice, chat: ChatFormat) -> None:
 
 def _read_json(file: Path, found: list[str]) -> dict[str, Any] | None:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        found.append(f"{file} is no JSON: {error}")
+        return read_json(file, DataError)
+    except DataError as error:
+        found.append(str(error))
         return None
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.apps.import_hf import import_hf
+from llava_mcore.checkpoint.checksums import of_file
 from tests.helpers.commands import read_metrics, run
+from tests.helpers.exploits import Exploit, torch_saved
 from tests.helpers.shards import jpeg, make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -46,9 +48,32 @@ def test_a_checkpoint_of_another_model(root: Path) -> None:
     config = json.loads(path.read_text())
     config["text_config"]["intermediate_size"] = 192
     path.write_text(json.dumps(config))
-    text = train(root, megatron="other")
+    assert "hf/config.json is damaged: xxh3_64" in train(root, megatron="other")
+    text = train(root, "--no-verify-checkpoint", megatron="other")
     assert "is a checkpoint of another model" in text
     assert "mlp.linear_fc1.weight" in text and "mlp.linear_fc2.weight" in text
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_a_foreign_one_runs_nothing(root: Path) -> None:
+    own = ("--name", "own", "--save-interval", 2, "--save-optim")
+    assert "files have the checksums that they were written with" in train(root, *own, "--train-iters", 4, expect=0)
+    newest = root / "save" / "own" / "iter_0000004"
+    place = newest / "loader" / "dp_00001.pt"
+    whole = place.read_bytes()
+    place.write_bytes(torch_saved({"x": Exploit(root / "proof")}))
+    content = json.loads((newest / "run.json").read_text())
+    content["files"]["loader/dp_00001.pt"] = place.stat().st_size
+    content["checksums"]["files"]["loader/dp_00001.pt"] = of_file(place)
+    (newest / "run.json").write_text(json.dumps(content))
+    text = train(root, *own, "--load-optim", "--train-iters", 6)
+    assert f"{place}: holds the Python object posix.mkdir, which could execute code" in text
+    assert "weights_only" not in text and "Traceback" not in text and not (root / "proof").exists()
+    place.write_bytes(whole[:-100] + b"x" + whole[-99:])
+    content["files"]["loader/dp_00001.pt"] = place.stat().st_size
+    (newest / "run.json").write_text(json.dumps(content))
+    text = train(root, *own, "--load-optim", "--train-iters", 6, expect=0)
+    assert f"{newest}: loader/dp_00001.pt is damaged" in text and "resumed at iteration 2" in text
+    assert [line["iteration"] for line in read_metrics(root / "save" / "own")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_folder_without_tokenizer(root: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from llava_mcore.apps import check, export_hf, inspect_folder
 from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.hf_config import load_hf_config
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
+from llava_mcore.checkpoint.legacy import LegacyTensors
 from llava_mcore.checkpoint.megatron import load_state, load_weights
 from llava_mcore.checkpoint.plain_files import load_tensors
 from llava_mcore.errors import CheckpointError
@@ -121,6 +123,23 @@ def test_files_of_torch_save(tmp_path: Path, mmap: bool) -> None:
     os.mkfifo(path)
     with pytest.raises(CheckpointError, match="not a regular file"):
         load_tensors(path)
+
+
+def test_older_files_run_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "mp_rank_00"
+    folder.mkdir()
+    content = {"model": {"a": torch.ones(2)}, "args": exploits.Exploit(tmp_path / "proof")}
+    (folder / "model_optim_rng.pt").write_bytes(exploits.torch_saved(content))
+    assert list(LegacyTensors.open(tmp_path)) == ["a"] and not (tmp_path / "proof").exists()
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    tests = Path(__file__).parents[1]
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (tests.parent / "docs" / "security.md").read_text("utf-8"))
+    assert len(named) > 10
+    for file, test in named:
+        (path,) = tests.rglob(file)
+        assert f"def {test}(" in path.read_text("utf-8"), (file, test)
 
 
 def test_metadata_that_is_damaged_or_names_other_files(megatron: Path) -> None:

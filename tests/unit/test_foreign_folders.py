@@ -211,6 +211,24 @@ def test_a_folder_s_own_code_is_not_run(
     assert not proof.exists()
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "processor_config.json"])
+@pytest.mark.parametrize("data", [b"[" * 100_000, b"[1]", b'{"a"', b'{"tokenizer_class": 5}', b"\xff\xfe\xfd"])
+def test_tokenizers_and_processors_that_cannot_be_read(name: str, data: bytes, hf: Path) -> None:
+    (hf / name).write_bytes(data)
+    try:
+        load_assets(hf)
+    except DataError as error:
+        assert "cannot prepare data for training" in str(error)
+
+
+def test_pipes_are_not_carried(hf: Path, tmp_path: Path) -> None:
+    os.mkfifo(hf / "notes.txt")
+    (hf / "zero.txt").symlink_to("/dev/zero")
+    import_hf.import_hf(hf, tmp_path / "m")
+    carried = {path.name for path in hf_folder(iteration_folder(tmp_path / "m", 0)).iterdir()}
+    assert CONFIG in carried and not {"notes.txt", "zero.txt"} & carried
+
+
 def test_weights_that_are_no_numbers_are_named(hf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     weights = load_file(hf / WEIGHTS)
     names = sorted(name for name, x in weights.items() if x.is_floating_point())[:3]

@@ -43,6 +43,23 @@ def num_positions(vision: PretrainedConfig) -> int:
     return num_patches(vision) + TOKENS_BEFORE_PATCHES[vision.model_type](vision)
 
 
+def tokens_per_image(hf: PretrainedConfig) -> int:
+    """Return the language-model positions of a picture: the features that Hugging Face's LLaVA makes of it.
+
+    Patches, plus the class token and registers if the tower has them, minus the first feature under the strategy
+    "default" (which drops patch 0 of a tower without class token).
+
+    Raises:
+        ConversionError: a tower that is not known.
+    """
+    vision = hf.vision_config
+    if vision.model_type not in TOKENS_BEFORE_PATCHES:
+        raise ConversionError(
+            f"vision tower {vision.model_type!r} is not known; known are {sorted(TOKENS_BEFORE_PATCHES)}"
+        )
+    return num_positions(vision) - int(hf.vision_feature_select_strategy == "default")
+
+
 def has_class_token(vision: PretrainedConfig) -> bool:
     """Tell whether a token for the whole picture stands before its patches; of a tower that is known."""
     return vision.model_type in TOKENS_BEFORE_PATCHES and TOKENS_BEFORE_PATCHES[vision.model_type](vision) > 0

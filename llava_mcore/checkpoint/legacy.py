@@ -21,17 +21,13 @@ from llava_mcore.checkpoint.plain_files import LOAD_ERRORS, require_regular, why
 from llava_mcore.checkpoint.raw import TensorAt
 from llava_mcore.checkpoint.stored import StoredParameter
 from llava_mcore.conversion.boxes import Box, Shape
+from llava_mcore.conversion.fused_norms import FUSED_NORMS
 from llava_mcore.conversion.sharding import Shard
 from llava_mcore.errors import CheckpointError, problems
 
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _LAYER = re.compile(r"(.*\.layers\.)(\d+)(\..*)")
-# Transformer Engine has the norms inside the linear layers behind them.
-_FUSED = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
 _ALLOWED = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
@@ -85,7 +81,7 @@ class LegacyTensors:
 
     def stored_name(self, name: str) -> str:
         """Return the name that a parameter has here, which depends on whose layers wrote it."""
-        for ours, theirs in _FUSED.items():
+        for ours, theirs in FUSED_NORMS.items():
             if name not in self._slices:
                 name = name.replace(ours, theirs)
         return name

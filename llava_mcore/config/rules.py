@@ -55,8 +55,7 @@ def check_run(
     on the command line (see `check_needs`).
     """
     found = [
-        *check_values(run),
-        *check_needs(run, typed),
+        *check_values(run, typed),
         *check_options(run, device_available),
         *check_batch(run, world_size),
     ]
@@ -109,10 +108,11 @@ def check_batch(run: RunConfig, world_size: int) -> list[str]:
     ]
 
 
-def check_values(run: RunConfig) -> Iterator[str]:
-    """Yield values that are missing, contradict each other or would have no effect."""
+def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
+    """Yield values that are missing, contradict each other or would have no effect. `typed`: see `check_needs`."""
     checkpoint, model, optimizer = run.checkpoint, run.model, run.optimizer
     yield from check_schedule(run.training, run.optimizer)
+    yield from check_needs(run, typed)
     if checkpoint.save_dir is None:
         yield "checkpoint.save_dir is missing: give the folder for the run's outputs with --save-dir"
     elif checkpoint.save_dir.exists() and not checkpoint.save_dir.is_dir():

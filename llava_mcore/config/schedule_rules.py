@@ -36,9 +36,6 @@ def _check_wsd(training: TrainingConfig, optimizer: OptimizerConfig, num_iterati
     }
     names = [name for name, value in given.items() if value is not None]
     if optimizer.lr_decay_style != "WSD":
-        names += ["--lr-wsd-decay-style"] if optimizer.lr_wsd_decay_style != "exponential" else []
-        for name in names:
-            yield f"{name} has no effect without --lr-decay-style WSD: add that, or leave the flag away"
         return
     if len(names) != 1:
         yield "--lr-decay-style WSD needs the length of its decay: one of --lr-wsd-decay-iters and …-samples"

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer, LlavaConfig, PreTrainedTokenizerBase
 
 from llava_mcore.checkpoint.plain_files import read_json, why_not_loaded
 from llava_mcore.data.chat import ChatFormat
-from llava_mcore.data.images import ImagePreprocessor, load_image_processor, tokens_per_image
+from llava_mcore.data.images import ImagePreprocessor, load_image_processor
 from llava_mcore.data.template_choice import Lang, TemplateChoice, choose_template
-from llava_mcore.errors import DataError, LlavaMcoreError, problems
-from llava_mcore.towers import image_side
+from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError, problems
+from llava_mcore.towers import image_side, tokens_per_image
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ def _image_length(folders: list[Path], config: LlavaConfig, found: list[str]) ->
     """Tokens of a picture by the model's config; a processor that would make another number is reported."""
     try:
         length = tokens_per_image(config)
-    except DataError as error:
+    except ConversionError as error:
         found.append(str(error))
         return None
     file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)

@@ -13,12 +13,11 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as F
-from transformers import AutoImageProcessor, BaseImageProcessor, LlavaConfig
+from transformers import AutoImageProcessor, BaseImageProcessor
 from transformers.image_processing_backends import TorchvisionBackend
 
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import NO_SCALE, normalise
-from llava_mcore.towers import TOKENS_BEFORE_PATCHES, num_positions
 
 SEGMENT, FRAME = struct.Struct(">HH"), struct.Struct(">BHHB")
 """Of a JPEG: marker and length of a segment; bits, height, width and components of a frame."""
@@ -209,15 +208,3 @@ def load_image_processor(folder: Path) -> BaseImageProcessor:
     if not isinstance(processor, TorchvisionBackend):
         raise DataError(f"{type(processor).__name__} is not backed by torchvision; install torchvision")
     return processor
-
-
-def tokens_per_image(config: LlavaConfig) -> int:
-    """Number of placeholder ids of a picture, which is the number of features that Hugging Face's model makes.
-
-    Patches, plus the class token and registers if the tower has them, minus the first feature under the strategy
-    "default" (which drops patch 0 of a tower without class token). DataError for a tower that is not known.
-    """
-    vision = config.vision_config
-    if vision.model_type not in TOKENS_BEFORE_PATCHES:
-        raise DataError(f"vision tower {vision.model_type!r} is not known; known are {sorted(TOKENS_BEFORE_PATCHES)}")
-    return num_positions(vision) - (1 if config.vision_feature_select_strategy == "default" else 0)

@@ -7,14 +7,14 @@ from types import ModuleType
 from transformers import LlavaConfig
 
 from llava_mcore.errors import ConversionError, problems
-from llava_mcore.models.language import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
+from llava_mcore.models.language import gemma2, gemma3, llama, phi3, qwen2, qwen3
 from llava_mcore.models.vision import clip, dinov2, internvit, siglip
 
 LANGUAGE_MODELS: dict[str, ModuleType] = {
     "gemma2": gemma2,
     "gemma3_text": gemma3,
     "llama": llama,
-    "mistral": mistral,
+    "mistral": llama,
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,

@@ -10,10 +10,10 @@ from torch.nn import Parameter
 from transformers import LlavaConfig
 
 from llava_mcore.config.model import ModelConfig
+from llava_mcore.conversion.fused_norms import FUSED_NORMS
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.models.names import HfNames, usual_names
 from llava_mcore.models.table import mapping_table
-from llava_mcore.models.vision.transformer import CHECKPOINT_NAMES
 from llava_mcore.models.vlm import VisionLanguageModel
 
 PARTS = ("vision_model", "vision_projection", "language_model")
@@ -90,7 +90,7 @@ def whole_names(model: VisionLanguageModel) -> dict[str, Parameter]:
 
 def _whole_name(model: VisionLanguageModel, name: str) -> str:
     """Count layers from the first stage on, undo Transformer Engine's fused norms and the copy of a tied embedding."""
-    for ours, fused in CHECKPOINT_NAMES.items():
+    for ours, fused in FUSED_NORMS.items():
         name = name.replace(fused, ours)
     if name.startswith(_LAYERS):
         local, _, rest = name.removeprefix(_LAYERS).partition(".")

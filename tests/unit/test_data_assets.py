@@ -17,10 +17,11 @@ from sklearn.datasets import load_sample_images
 from transformers import LlavaProcessor
 
 from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.images import decode_image, tokens_per_image
+from llava_mcore.data.images import decode_image
 from llava_mcore.data.samples import IMAGE_MARK, Turn
-from llava_mcore.errors import DataError
+from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.pixels import normalise
+from llava_mcore.towers import tokens_per_image
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
 from tests.unit.test_data_shards import picture
 
@@ -223,5 +224,5 @@ def test_unknown_tower(assets: Assets) -> None:
         class vision_config:
             model_type = "vit"
 
-    with pytest.raises(DataError, match="vision tower 'vit' is not known"):
+    with pytest.raises(ConversionError, match="vision tower 'vit' is not known"):
         tokens_per_image(Config())

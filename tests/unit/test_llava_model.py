@@ -22,7 +22,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llava_mcore.apps.import_hf import import_hf
-from llava_mcore.models.vision.transformer import CHECKPOINT_NAMES
+from llava_mcore.conversion.fused_norms import FUSED_NORMS
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -69,7 +69,7 @@ def llava_model(hf: LlavaForConditionalGeneration, rows: int, length: int) -> LL
         num_layers=1, hidden_size=width, ffn_hidden_size=width, num_attention_heads=1, activation_func=F.gelu, **COMMON
     )
     encoder = get_vit_layer_with_local_spec()
-    encoder.submodules.sharded_state_dict_keys_map = CHECKPOINT_NAMES  # those of its Transformer Engine layers
+    encoder.submodules.sharded_state_dict_keys_map = FUSED_NORMS  # those of its Transformer Engine layers
     return LLaVAModel(
         language,
         get_gpt_layer_local_spec(normalization="RMSNorm"),

@@ -1,4 +1,7 @@
-"""Llama and everything with its architecture (Llama 2 and 3, Vicuna, llm-jp, SmolLM2)."""
+"""Llama and everything with its architecture: Llama 2 and 3, Vicuna, llm-jp, SmolLM2.
+
+Mistral too; that its sliding window is not shorter than the training sequence is a rule of the configuration.
+"""
 
 from __future__ import annotations
 

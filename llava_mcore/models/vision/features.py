@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from transformers import LlavaConfig
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.towers import num_positions
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,3 @@ def feature_choice(hf: LlavaConfig) -> FeatureChoice:
     if max(layers) == 0:
         raise ConversionError(f"vision_feature_layer = {chosen}: the tower's embedding alone is not supported")
     return FeatureChoice(layers, hf.vision_feature_select_strategy == "default")
-
-
-def tokens_per_image(hf: LlavaConfig) -> int:
-    """Return the number of language-model positions that one picture takes."""
-    return num_positions(hf.vision_config) - (1 if feature_choice(hf).drop_first_token else 0)

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from llava_mcore.conversion.fused_norms import FUSED_NORMS
 from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.names import LayerNames
 from llava_mcore.models.vision import layer_scale
@@ -53,13 +54,6 @@ class VisionShape:
         return (self.image_size // self.patch_size) ** 2
 
 
-# Transformer Engine has the norms inside the linear layers behind them; its names are those of checkpoints.
-CHECKPOINT_NAMES = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-
-
 def layer_spec(config: TransformerConfig, shape: VisionShape) -> ModuleSpec:
     """Return the encoder layer: Transformer Engine's, or torch's for a machine without it."""
     spec = _layer_spec(config)
@@ -78,7 +72,7 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = WrappedTorchNorm
     layer.self_attention.submodules.core_attention = SDPAttention
-    layer.sharded_state_dict_keys_map = CHECKPOINT_NAMES
+    layer.sharded_state_dict_keys_map = FUSED_NORMS
     return spec
 
 

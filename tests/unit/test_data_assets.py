@@ -157,7 +157,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no processor": (lambda p: (p / "processor_config.json").unlink(), "no image processor in"),
     "processor cut off": (
         lambda p: (p / "processor_config.json").write_text("{"),
-        r"processor_config\.json : not valid JSON",
+        r"processor_config\.json: not valid JSON",
     ),
     "no config": (lambda p: (p / "config.json").unlink(), "no usable config.json"),
     "another model": (lambda p: _edit(p / "config.json", lambda c: c.update(model_type="llama")), "expected 'llava'"),

@@ -31,7 +31,7 @@ from llava_mcore.checkpoint.complete import incomplete, iterations
 from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_iteration
 from tests.e2e.chaos_kinds import KINDS, Expected, ballast, flip_newest, passed_over, wait_for_moment
 from tests.e2e.chaos_outcome import HEADER, Outcome, summary
-from tests.e2e.chaos_run import Ended, Running, is_free
+from tests.e2e.chaos_run import Ended, Running, still_open
 from tests.e2e.chaos_world import COMMAND_TIMEOUT, INTERVAL, ITERATIONS, LAYOUTS, World, last_line, make_material
 
 ROUNDS_OF_A_RUN = 8
@@ -103,8 +103,8 @@ class Disturbed:
             outcome.wrong.append(f"exit code {outcome.code}, expected {expected.codes[0]}")
         if re.search(expected.last_line, line) is None:
             outcome.wrong.append(f"last line: {line[:200]}")
-        busy = [port for port in ports if not is_free(port)]
-        if busy and not left:
+        busy = [] if left else still_open(ports, seconds=SECONDS_UNTIL_GONE - outcome.seconds)
+        if busy:
             outcome.wrong.append(f"ports {busy} are still open")
 
     def _check_start(self, running: Running, outcome: Outcome) -> None:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -160,8 +160,15 @@ def rank_of(process: psutil.Process) -> int | None:
         return None
 
 
-def is_free(port: int) -> bool:
-    """Tell whether a port can be listened on."""
+def still_open(ports: Sequence[int], seconds: float) -> list[int]:
+    """Return the ports that cannot be listened on after so long; threads of an ended process may take a moment."""
+    end = time.monotonic() + seconds
+    while (found := [port for port in ports if not _is_free(port)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -21,7 +21,7 @@ from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.complete import incomplete, iterations
 from llava_mcore.checkpoint.start import start_point
 from llava_mcore.config.load import load_run_config
-from tests.e2e.chaos_run import Running, is_free
+from tests.e2e.chaos_run import Running, still_open
 from tests.e2e.chaos_world import last_line
 from tests.helpers.commands import ROOT, command, kill_tree, read_metrics, run
 from tests.helpers.shards import make_dataset
@@ -134,6 +134,6 @@ def test_a_killed_rank_with_loader_processes_ends_the_run_within_seconds(ended: 
         assert read_metrics(folder)[-1]["iteration"] > last, "the first one goes on"
         ranks[0].kill()
         assert running.wait_for_end(20) < 5
-        assert running.process.wait() == 137 and [port for port in ports if not is_free(port)] == []
+        assert running.process.wait() == 137 and still_open(ports, seconds=1) == []
         assert last_line(running.text()) == "error: rank 0 was ended by SIGKILL; all ranks were stopped"
     assert not (folder / ".lock").exists()

@@ -64,7 +64,7 @@ class Shared:
         else:
             assert name == "save", name
             text = f"{TRAIN.replace('{out}', str(path))} --name run --save-interval 2 --save-optim"
-            code, said, _ = _bash(text.format(**{n: self.path(n) for n in ("hf", "data", "megatron")}), {}, 120)
+            code, said, _ = _bash(text.format(**{n: self.path(n) for n in ("hf", "data", "megatron")}), {}, 600)
             assert code == 0, said
 
 

@@ -113,7 +113,7 @@ TRIALS = [
         says=("out/run", "disk full"),
         arrange=_full("4M", 1 << 20),
     ),
-    Trial("folders/file-for-the-name", ROW, SAVES, says=("out/run",), arrange=_file_for_name, quick=True),
+    Trial("folders/file-for-the-name", ROW, SAVES, says=("out/run",), arrange=_file_for_name),
     Trial(
         "folders/parent-is-a-file",
         ROW,
@@ -190,7 +190,6 @@ TRIALS = [
         "llava-mcore import-hf --hf-dir {hf} --megatron-dir {out}/m",
         says=("out", "Read-only"),
         arrange=_read_only,
-        quick=True,
     ),
     Trial(
         "folders/import-to-full",
@@ -259,6 +258,7 @@ TRIALS = [
         says=("/data",),
         arrange=_closed("data"),
         permissions=True,
+        one_message=False,
     ),
     Trial(
         "folders/prepare-to-read-only",

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from llava_mcore.apps.data_flags import add_sample_flags, limits_of
 from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets, load_assets
 from llava_mcore.data.dataset_path import check_dataset
@@ -37,6 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     p.add_argument("--chat-template", help=f"template to train with: {', '.join(NAMES)}, or a .jinja file")
     p.add_argument("--lang", choices=("jp", "en"), help="language of prompts for data without questions")
     p.add_argument("--seq-length", type=int, default=DEFAULTS.seq_length, help="most tokens of a sample (default 2048)")
+    add_sample_flags(p)
     rate = DEFAULTS.max_skip_rate
     p.add_argument("--max-skip-rate", type=float, default=rate, help="part that may be left out (default 0.01)")
     p.add_argument("--full", action="store_true", help="look at every sample, not at some of every shard")
@@ -53,7 +55,13 @@ def run(args: argparse.Namespace) -> int:
         DataError: a tokenizer folder that cannot be used, a report that cannot be written.
     """
     _check_flags(args)
-    assets = load_assets(args.tokenizer_load_dir, chat_template=args.chat_template, lang=args.lang)
+    assets = load_assets(
+        args.tokenizer_load_dir,
+        chat_template=args.chat_template,
+        lang=args.lang,
+        special_tokens_in_text=args.special_tokens_in_text,
+        limits=limits_of(args),
+    )
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160  # in a file or a pipe, not the 80 that rich assumes

@@ -21,6 +21,7 @@ from rich.progress import (
 )
 
 from llava_mcore.apps.cli import conversion_main
+from llava_mcore.apps.data_flags import add_sample_flags, limits_of
 from llava_mcore.data.prepare.journal import Journal
 from llava_mcore.data.prepare.layouts import Keys
 from llava_mcore.data.prepare.listing import BLEND, is_listing, read_listing, write_blend
@@ -84,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--samples-per-shard", type=_positive, default=1000, metavar="N", help="source rows (default 1000)")
     p.add_argument("--val-ratio", type=_ratio, default=0.0, metavar="R", help="part of the shards for validation (0)")
     p.add_argument("--check-images", action="store_true", help="decode every picture (default: read its header)")
+    add_sample_flags(p)
     p.add_argument("--max-skip-rate", type=_ratio, default=0.01, metavar="R", help="allowed skips (default 0.01)")
     p.add_argument("--num-workers", type=int, default=_num_cpus(), metavar="N", help="processes (default: all cores)")
     p.add_argument("--overwrite", action="store_true", help="start anew in a folder that this command has written")
@@ -98,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         counting=_counting(args),
         pack_to=args.pack_to,
         check_images=args.check_images,
+        limits=limits_of(args),
     )
     _check(args)
     console = Console()
@@ -124,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 def _counting(args: argparse.Namespace) -> Counting | None:
     if args.tokenizer_load_dir is None:
         return None
-    return Counting(args.tokenizer_load_dir, args.chat_template, args.lang)
+    return Counting(args.tokenizer_load_dir, args.chat_template, args.lang, args.special_tokens_in_text)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ from llava_mcore.data.prepare.journal import META, Journal, write_whole
 from llava_mcore.data.prepare.plan import Options, Plan, Source, make_plan
 from llava_mcore.data.prepare.records import Segment, Skipped
 from llava_mcore.data.prepare.shard import ShardMaker, Workplace
+from llava_mcore.data.typed_tokens import Handling
 from llava_mcore.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -60,6 +61,7 @@ class Result:
     first_skipped: tuple[Skipped, ...]
     finished: bool
     """False: too many rows were skipped, so the shards are there, but no .nv-meta."""
+    special_tokens_in_text: Handling = "text"
 
 
 def prepare(
@@ -127,7 +129,8 @@ def _finish(
         write_whole(folder / MANIFEST, _manifest(plan, reports, counts))
     rows_made = sum(report.counts.rows for report in reports if report.shard in made)
     seconds = time.perf_counter() - start
-    return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished)
+    handling = "text" if options.counting is None else options.counting.special_tokens_in_text
+    return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished, handling)
 
 
 def _manifest(plan: Plan, reports: Sequence[ShardReport], counts: Counts) -> str:

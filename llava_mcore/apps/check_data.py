@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from llava_mcore.apps.flags.samples import limits_of
 from llava_mcore.config.data import DataConfig
 from llava_mcore.data.assets import Assets, load_assets
 from llava_mcore.data.dataset_path import check_dataset
@@ -36,7 +37,13 @@ def run(args: argparse.Namespace) -> int:
         DataError: a tokenizer folder that cannot be used, a report that cannot be written.
     """
     _check_flags(args)
-    assets = load_assets(args.tokenizer_load_dir, chat_template=args.chat_template, lang=args.lang)
+    assets = load_assets(
+        args.tokenizer_load_dir,
+        chat_template=args.chat_template,
+        lang=args.lang,
+        special_tokens_in_text=args.special_tokens_in_text,
+        limits=limits_of(args),
+    )
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160  # in a file or a pipe, not the 80 that rich assumes

@@ -20,6 +20,7 @@ from rich.progress import (
 
 from llava_mcore.apps.cli import conversion_main
 from llava_mcore.apps.flags.prepare import parser
+from llava_mcore.apps.flags.samples import limits_of
 from llava_mcore.data.prepare.journal import Journal
 from llava_mcore.data.prepare.layouts import Keys
 from llava_mcore.data.prepare.listing import BLEND, is_listing, read_listing, write_blend
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
         counting=_counting(args),
         pack_to=args.pack_to,
         check_images=args.check_images,
+        limits=limits_of(args),
     )
     _check(args)
     console = Console()
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def _counting(args: argparse.Namespace) -> Counting | None:
     if args.tokenizer_load_dir is None:
         return None
-    return Counting(args.tokenizer_load_dir, args.chat_template, args.lang)
+    return Counting(args.tokenizer_load_dir, args.chat_template, args.lang, args.special_tokens_in_text)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -147,6 +147,8 @@ def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bo
         lang=run.data.lang,
         image_token_id=run.data.image_token_id,
         pad_token_id=run.data.pad_token_id,
+        special_tokens_in_text=run.data.special_tokens_in_text,
+        limits=run.data.limits,
     )
     if resuming:
         require_same_template(start.hf_dir, assets.chat.template)

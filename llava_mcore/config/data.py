@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,25 @@ def _path_or_url(value: Any) -> Any:
 
 
 DataPath = Annotated[Path | str, BeforeValidator(_path_or_url)]
+
+
+Handling = Literal["text", "control"]
+"""What becomes of special tokens in the text of a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a sample may take, so that a single one cannot take all memory or time. One that takes more is left out."""
+
+    sample_bytes: int = 1 << 28
+    """Of its json and pictures together, and of each of them."""
+    text_chars: int = 1_000_000
+    """Characters of all turns of a conversation."""
+    picture_pixels: int = 178_956_970
+    """Width times height of a picture before it is made smaller; Pillow decodes no more."""
+
+
+LIMITS = Limits()
 
 
 class DataConfig(Section):
@@ -55,3 +75,17 @@ class DataConfig(Section):
     lang: Literal["jp", "en"] | None = None
     """Language of prompts for data without questions; a tokenizer without a chat template gets llm-jp (jp) or vicuna
     (en)."""
+    special_tokens_in_text: Handling = "text"
+    """What special tokens of the tokenizer are where they stand in the text of a conversation, such as <|im_end|> in an
+    answer: plain text, as somebody typed them, or the tokens themselves, for data that rely on it."""
+    max_sample_bytes: int = Field(LIMITS.sample_bytes, ge=1)
+    """Bytes of a sample, its json and pictures together; a larger one is left out."""
+    max_text_chars: int = Field(LIMITS.text_chars, ge=1)
+    """Characters of a conversation; a longer one is left out before it is tokenised."""
+    max_picture_pixels: int = Field(LIMITS.picture_pixels, ge=1, le=LIMITS.picture_pixels)
+    """Width times height of a picture; a sample with a larger one is left out. By default as many as Pillow decodes."""
+
+    @property
+    def limits(self) -> Limits:
+        """What a sample may take."""
+        return Limits(self.max_sample_bytes, self.max_text_chars, self.max_picture_pixels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,28 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, LlavaConfig, PreTrainedTokenizerBase
 
 from llava_mcore.checkpoint.plain_files import read_json, why_not_loaded
+from llava_mcore.config.data import LIMITS, Handling, Limits
 from llava_mcore.data.chat import ChatFormat
 from llava_mcore.data.images import ImagePreprocessor, load_image_processor
 from llava_mcore.data.template_choice import Lang, TemplateChoice, choose_template
 from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError, problems
+from llava_mcore.read_file import kind_of
 from llava_mcore.towers import image_side, tokens_per_image
 
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+ASSET_FILES = (
+    *(*TOKENIZER_FILES, *PROCESSOR_FILES, "config.json", "chat_template.jinja", "chat_template.json"),
+    *("merges.txt", "added_tokens.json", "special_tokens_map.json"),
+)
+MOST_BYTES = 1 << 28
+"""Of each of these files; the largest tokenizers have some 40 MB."""
 LOAD_ERRORS = (
     *(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ImportError, RecursionError),
     StrictDataclassError,
 )
-"""What transformers ends in when a file is not what it expects."""
 """What transformers raises for files that are missing or make no sense."""
 
 
@@ -45,6 +53,7 @@ class Assets:
     """Height and width of a picture in pixels, as the vision tower takes it."""
     lang: Lang
     """Language of the prompts for data without questions (data.prompts)."""
+    limits: Limits = LIMITS
 
 
 def load_assets(
@@ -55,6 +64,8 @@ def load_assets(
     lang: Lang | None = None,
     image_token_id: int | None = None,
     pad_token_id: int | None = None,
+    special_tokens_in_text: Handling = "text",
+    limits: Limits = LIMITS,
 ) -> Assets:
     """Load tokenizer, chat template and image processor from hf_dir.
 
@@ -65,12 +76,15 @@ def load_assets(
         lang: of the prompts for data without questions, and of the template where there is no other.
         image_token_id: of the placeholder for pictures; None takes the one that the tokenizer names, else <image>.
         pad_token_id: of the token that fills up batches; None takes the tokenizer's.
+        special_tokens_in_text: what becomes of `<|im_end|>` and the like in the text of a conversation.
+        limits: what a sample may take.
 
     Raises:
         DataError: lists everything that is missing or does not fit together.
     """
     found: list[str] = []
     folders = [hf_dir] if checkpoint_hf_dir is None else [hf_dir, checkpoint_hf_dir]
+    refuse_odd_files(folders)
     config = _load_config(folders[-1], found)
     tokenizer = _load_tokenizer(hf_dir, found)
     if tokenizer is not None:
@@ -81,7 +95,7 @@ def load_assets(
             choice = choose_template(tokenizer, folders, chat_template=chat_template, lang=lang)
         except LlavaMcoreError as error:
             found.append(str(error))
-    images = _load_images(folders, config, found)
+    images = _load_images(folders, config, limits, found)
     image_length = None if config is None else _image_length(folders, config, found)
     image_token = None if tokenizer is None else _check_tokenizer(tokenizer, config, found)
     if found:
@@ -89,7 +103,13 @@ def load_assets(
     assert tokenizer is not None and choice is not None and images is not None
     assert image_length is not None and image_token is not None
     try:
-        chat = ChatFormat(tokenizer, choice.text, image_token=image_token, image_length=image_length)
+        chat = ChatFormat(
+            tokenizer,
+            choice.text,
+            image_token=image_token,
+            image_length=image_length,
+            special_tokens_in_text=special_tokens_in_text,
+        )
     except DataError as error:
         raise DataError(problems(f"{hf_dir} cannot prepare data for training", [str(error)])) from error
     _log_choice(choice, chat)
@@ -103,7 +123,22 @@ def load_assets(
         eos_token_id=int(tokenizer.eos_token_id),
         image_size=images.image_size,
         lang=choice.lang,
+        limits=limits,
     )
+
+
+def refuse_odd_files(folders: Sequence[Path]) -> None:
+    """Raise DataError for files that would be waited for, or be read without end."""
+    found = []
+    for file in (folder / name for folder in folders for name in ASSET_FILES):
+        if not file.exists():
+            continue
+        if not file.is_file():
+            found.append(f"{file} is {kind_of(file.stat().st_mode)}, not a regular file")
+        elif file.stat().st_size > MOST_BYTES:
+            found.append(f"{file} has {file.stat().st_size} bytes, allowed are {MOST_BYTES}")
+    if found:
+        raise DataError(problems(f"{folders[0]} cannot prepare data for training", found))
 
 
 def _log_choice(choice: TemplateChoice, chat: ChatFormat) -> None:
@@ -152,14 +187,20 @@ def _load_tokenizer(folder: Path, found: list[str]) -> PreTrainedTokenizerBase |
     return tokenizer
 
 
-def _load_images(folders: list[Path], config: LlavaConfig | None, found: list[str]) -> ImagePreprocessor | None:
+def _load_images(
+    folders: list[Path], config: LlavaConfig | None, limits: Limits, found: list[str]
+) -> ImagePreprocessor | None:
     folder = next((f for f in folders if any((f / name).is_file() for name in PROCESSOR_FILES)), None)
     if folder is None:
         found.append(f"no image processor in {folders[0]}: none of {', '.join(PROCESSOR_FILES)}")
         return None
     try:
         processor = load_image_processor(folder)
-        return None if config is None else ImagePreprocessor(processor, image_side(config.vision_config))
+        return (
+            None
+            if config is None
+            else ImagePreprocessor(processor, image_side(config.vision_config), limits.picture_pixels)
+        )
     except (*LOAD_ERRORS, DataError) as error:
         found.append(f"the image processor in {folder} cannot be used: {why_not_loaded(error)}")
         return None

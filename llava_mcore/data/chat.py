@@ -10,35 +10,26 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from llava_mcore.config.data import Handling
+from llava_mcore.data.chat_render import CONTENT_FORMATS, FLATTENED, render_turns
 from llava_mcore.data.chat_tokens import ChatTokens, TextTokens
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.data.token_spans import Span, tokens_in_span
+from llava_mcore.data.typed_tokens import TypedTokens
 from llava_mcore.errors import DataError
 from llava_mcore.templates import fixed_date
 from llava_mcore.templates.named import flatten_parts
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MARK_WITH_NEWLINES = re.compile(rf"(\n?{re.escape(IMAGE_MARK)}\n?)")
 QUESTION, ANSWER, SYSTEM = "probe-question-q7", "probe-answer-a7", "probe-system-s7"
-CONTENT_FORMATS = (
-    {"system": "list", "user": "list", "assistant": "list"},
-    {"system": "string", "user": "list", "assistant": "list"},
-    {"system": "string", "user": "list", "assistant": "string"},
-    {"system": "string", "user": "string", "assistant": "string"},
-)
-"""What templates take as a message's content: typed parts, or plain text. Tried in this order."""
-TOKENS_FORMAT = 1
+TOKENS_FORMAT = 2
 """Raised when the same turns, template and tokenizer would make other tokens than before."""
-FLATTENED = {"system": "flat", "user": "flat", "assistant": "flat"}
-"""Text as our own preamble makes it of typed parts: a template that begins with it is rendered without."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +47,22 @@ class Closing:
 class ChatFormat:
     """One tokenizer with one chat template. How the template works is found out once, by rendering a probe."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, *, image_token: str, image_length: int):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        *,
+        image_token: str,
+        image_length: int,
+        special_tokens_in_text: Handling = "text",
+    ):
         """`image_token` is the tokenizer's placeholder, of which a picture takes image_length.
+
+        special_tokens_in_text: what becomes of `<|im_end|>` and the like in the text of a turn.
 
         Raises DataError for a template whose answers cannot be told from its prompts.
         """
+        self.special_tokens_in_text = special_tokens_in_text
         self.image_token = image_token
         self.image_length = image_length
         self.image_token_id = int(tokenizer.convert_tokens_to_ids(image_token))
@@ -75,6 +77,8 @@ class ChatFormat:
         self._encoder = tokenizer.backend_tokenizer
         self._encoder.no_truncation()
         self._encoder.no_padding()
+        named = [t for t in tokenizer.special_tokens_map.values() if isinstance(t, str)]
+        self._typed = TypedTokens(self._encoder, [*named, image_token], mark=IMAGE_MARK)
         self._has_marks = GENERATION_MARK.search(template) is not None
         self.content_format = self._find_content_format()
         self._closing = self._probe_marked() if self._has_marks else self._probe_unmarked()
@@ -87,30 +91,15 @@ class ChatFormat:
         return self._render(turns, self.content_format, add_generation_prompt)[0]
 
     def _render(self, turns: Sequence[Turn], formats: dict[str, str], prompt: bool) -> tuple[str, list[Span]]:
-        messages = [{"role": t.role, "content": self._content(t, formats[t.role])} for t in turns]
-        try:
-            texts, spans = render_jinja_template(
-                conversations=[messages],
-                chat_template=self._dated,
-                return_assistant_tokens_mask=self._has_marks,
-                add_generation_prompt=prompt,
-                **fixed_date.VARIABLES,
-                **self._variables,
-            )
-        # A template that expects text and gets a list, or the other way round, fails with a TypeError.
-        except (TemplateError, TypeError) as error:
-            raise DataError(f"the chat template cannot render the conversation: {error}") from error
-        return texts[0], [(int(start), int(end)) for start, end in spans[0]] if spans else []
-
-    def _content(self, turn: Turn, content_format: str) -> str | list[dict[str, str]]:
-        """A turn's text as the template wants it. In typed parts, a line break beside a picture is the template's."""
-        if content_format == "string":
-            return turn.text.replace(IMAGE_MARK, self.image_token)
-        pieces = MARK_WITH_NEWLINES.split(turn.text)
-        if content_format == "flat":
-            return "\n".join(IMAGE_MARK if IMAGE_MARK in p else p for p in pieces if p)
-        parts = [{"type": "image"} if IMAGE_MARK in p else {"type": "text", "text": p} for p in pieces if p]
-        return parts or [{"type": "text", "text": ""}]
+        return render_turns(
+            turns,
+            self._dated,
+            formats,
+            image_token=self.image_token,
+            add_generation_prompt=prompt,
+            has_marks=self._has_marks,
+            variables=self._variables,
+        )
 
     @property
     def adds_eos(self) -> bool:
@@ -256,21 +245,33 @@ class ChatFormat:
         num_marks = sum(turn.text.count(IMAGE_MARK) for turn in turns)
         if num_marks != num_images:
             raise DataError(f"{num_marks} {IMAGE_MARK} in the conversation, but {num_images} pictures")
+        typed = self.typed_in(turns)
+        hidden = bool(typed) and self.special_tokens_in_text == "text"
+        if hidden:
+            turns = [replace(turn, text=self._typed.hide(turn.text)) for turn in turns]
         text, spans = self.segments(turns)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(f"the text holds what is no character: {error}") from error
-        encoding = self._encoder.encode(text, add_special_tokens=self._adds_special_tokens(text))
+        encode = self._typed.encode if hidden else self._encoder.encode
+        encoding = encode(text, add_special_tokens=self._adds_special_tokens(text))
         ids = np.asarray(encoding.ids, dtype=np.int64)
         is_image = ids == self.image_token_id
         num_left = int(is_image.sum())
         if num_left != num_images:
-            raise DataError(f"the chat template leaves {num_left} of {num_images} {self.image_token}: {text!r}")
+            raise DataError(f"the chat template leaves {num_left} of {num_images} {self.image_token}: {text!r:.2000}")
         trained = np.zeros(len(ids), dtype=np.bool_)
         for span in spans:
             trained[tokens_in_span(encoding, span, len(text))] = True
-        return TextTokens(ids, trained & ~is_image)
+        return TextTokens(ids, trained & ~is_image, typed)
+
+    def typed_in(self, turns: Sequence[Turn]) -> tuple[str, ...]:
+        """Return the special tokens that stand in the text of turns, `<image>` aside."""
+        found: set[str] = set()
+        for turn in turns:
+            found |= self._typed.found_in(turn.text)
+        return tuple(sorted(found))
 
     def expand(self, tokens: TextTokens) -> ChatTokens:
         """Let every picture take as many placeholders as it has features."""
@@ -278,13 +279,15 @@ class ChatFormat:
         repeats = np.where(is_image, self.image_length, 1)
         input_ids = np.repeat(tokens.ids, repeats)
         positions = np.flatnonzero(input_ids == self.image_token_id)
-        return ChatTokens(input_ids, np.repeat(tokens.trained, repeats), positions)
+        return ChatTokens(input_ids, np.repeat(tokens.trained, repeats), positions, tokens.typed)
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all that `text_tokens` depends on beside the turns."""
         tokenizer = json.loads(self._encoder.to_str())
         settings = [TOKENS_FORMAT, tokenizer, self.template, self.image_token, self.eos_token, self._variables]
+        if self.special_tokens_in_text != "text":
+            settings.append(self.special_tokens_in_text)
         if fixed_date.asks_for_date(self.template):
             settings.append(str(fixed_date.TODAY))
         text = json.dumps(settings, sort_keys=True, default=str)

@@ -16,6 +16,8 @@ class TextTokens:
     """[m]"""
     trained: NDArray[np.bool_]
     """[m]; True where the token itself (not the one after it) is to be learnt."""
+    typed: tuple[str, ...] = ()
+    """Special tokens that stand in the text of its turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +30,5 @@ class ChatTokens:
     """[n]"""
     image_positions: NDArray[np.int64]
     """[k * N]"""
+    typed: tuple[str, ...] = ()
+    """Special tokens that stand in the text of its turns; none if its tokens were stored."""

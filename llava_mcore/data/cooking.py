@@ -12,9 +12,11 @@ from llava_mcore.data.picture_store import stored_pictures
 from llava_mcore.data.prompts import POOL_KEY
 from llava_mcore.data.samples import IMAGE_MARK, ChatSample, Conversation, Turn
 from llava_mcore.data.stored_tokens import TOKENS_KEY
+from llava_mcore.data.tar_members import NoContents
 from llava_mcore.errors import DataError
 
 ROLES = get_args(get_type_hints(Turn)["role"])
+TEXT_PARTS = ("json", "jsn", "txt", "text")
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
 
 
@@ -32,10 +34,14 @@ class TextDecoder(FileStoreDecoder):
             if kind in ("json", "jsn"):
                 return json.loads(data)
             return data.decode("utf-8") if kind in ("txt", "text") else data
-        except ValueError as error:  # both JSONDecodeError and UnicodeDecodeError
+        except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError too
             raise DataError(f"part {fname!r} cannot be decoded: {error}") from error
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Decode the parts of a sample. DataError if one makes no sense, or has no contents."""
+        empty = [f"part {k!r} has no contents: {v.reason}" for k, v in sample.items() if isinstance(v, NoContents)]
+        if empty:
+            raise DataError("; ".join(empty))
         return {k: self.decode(k, v) if isinstance(v, bytes) else v for k, v in sample.items()}
 
     def config(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shlex
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from llava_mcore.data.energon_names import NamedCodeError, run_no_named_code
 from llava_mcore.data.remote import check_profile, check_remote_shards, locate, reading
 from llava_mcore.data.shard_files import check_shards
 from llava_mcore.errors import DataError, problems
+from llava_mcore.read_file import kind_of
 
 META = ".nv-meta"
 FIELD_MAP = '{"image":"jpg","context":"json[question]","answers":"txt"}'
@@ -35,6 +37,9 @@ BLEND_ERRORS = (
     ryml.ExceptionBasic,
 )
 """What energon raises for a blend: it parses with ryml and checks with assertions and plain look-ups."""
+MOST_NAMES = 10_000_000
+BRACES = re.compile(r"\{(?:(?P<first>-?\d{1,18})\.\.(?P<last>-?\d{1,18})(?:\.\.-?\d+)?|(?P<names>[^{}]*))\}")
+"""What energon expands in the names of shards, all of it before it looks at one of them."""
 URL_HINT = " (in a blend, paths in object stores begin with msc://, see docs/remote_data.md)"
 
 
@@ -73,6 +78,17 @@ def _hashes(location: EPath) -> list[str]:
         parts = [(leaf / META / name).read_bytes() for name in ("index.uuid", "split.yaml", "dataset.yaml")]
         hashes.append(hashlib.sha256(b"\0".join(parts)).hexdigest())
     return hashes
+
+
+def refuse_odd_files(path: Path | str) -> None:
+    """Raise DataError if .nv-meta of a dataset holds what would be waited for, or be read without end."""
+    location = locate(path)
+    metas = [leaf.local_path() / META for leaf in _leaves(location, SPLIT) if leaf.is_local()]
+    files = [file for meta in metas if meta.is_dir() for file in sorted(meta.iterdir()) if file.exists()]
+    odd = [file for file in files if not file.is_file() and not file.is_dir()]
+    if odd:
+        found = [f"{file} is {kind_of(file.stat().st_mode)}, not a regular file" for file in odd]
+        raise DataError(problems(f"{path} cannot be opened", found))
 
 
 def _kind(location: EPath) -> Literal["file", "folder", "nothing"]:
@@ -125,13 +141,28 @@ def _check_leaf(leaf: EPath, split: str) -> list[str]:
         ]
     split_file = leaf / META / "split.yaml"
     try:
-        parts = yaml.safe_load(split_file.read_bytes())["split_parts"]
+        content = yaml.safe_load(split_file.read_bytes())
+        parts = content["split_parts"]
         is_empty = not (parts or {}).get(split)
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        listed = [*((parts or {}).get(split) or ()), *(content.get("exclude") or ())]
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         return [f"{split_file} does not say which shards belong to which part (split_parts): {error}"]
     if is_empty:
         return [f"{leaf} has no shards in its {split!r} part; see {split_file} (ratios count shards)"]
+    number = sum(num_names(pattern) for pattern in listed if isinstance(pattern, str))
+    if number > MOST_NAMES:
+        return [f"{split_file} lists {number} shards for {split!r}, allowed are {MOST_NAMES}; prepare the dataset anew"]
     return found + _check_shards(leaf)
+
+
+def num_names(pattern: str) -> int:
+    """Return how many names a pattern with braces stands for at most, such as 10 for `{0..9}.tar`."""
+    number = 1
+    while (group := BRACES.search(pattern)) is not None:
+        first, last, names = group["first"], group["last"], group["names"]
+        number *= abs(int(last) - int(first)) + 1 if first is not None else (names or "").count(",") + 1
+        pattern = pattern[: group.start()] + pattern[group.end() :]
+    return number
 
 
 def _check_shards(leaf: EPath) -> list[str]:

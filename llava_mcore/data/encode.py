@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from llava_mcore.config.data import Limits
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.chat_tokens import ChatTokens
-from llava_mcore.data.samples import Conversation, TokenConversation
+from llava_mcore.data.samples import Conversation, TokenConversation, Turn
 from llava_mcore.data.stored_tokens import TOKENS_KEY, from_json, is_by
 from llava_mcore.errors import DataError
 
@@ -15,16 +17,32 @@ class TooLongError(DataError):
     """A conversation that does not fit into a sequence."""
 
 
+def check_length(turns: Sequence[Turn], limits: Limits) -> None:
+    """Raise DataError for a conversation of more characters than it may have: tokenising takes time and memory."""
+    num_chars = sum(len(turn.text) for turn in turns)
+    if num_chars > limits.text_chars:
+        raise DataError(
+            f"the conversation has {num_chars} characters, allowed are {limits.text_chars} (max_text_chars)"
+        )
+
+
 def tokenise(conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
     """Return a conversation's tokens, whatever their number: those that are stored, if they are of the same making.
 
     Raises DataError if the template cannot render it, or stored tokens do not belong to it.
     """
+    check_length(conversation.turns, assets.limits)
     tokens = stored_tokens(conversation, assets)
     if tokens is None:
         tokens = assets.chat.encode(conversation.turns, num_images=len(conversation.images))
     return TokenConversation(
-        key, tokens.input_ids, tokens.trained, tokens.image_positions, conversation.images, truncated=False
+        key,
+        tokens.input_ids,
+        tokens.trained,
+        tokens.image_positions,
+        conversation.images,
+        truncated=False,
+        typed=tokens.typed,
     )
 
 

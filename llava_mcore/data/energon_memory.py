@@ -1,6 +1,7 @@
 """Energon 7.4.1 keeps shards open, and Python's tarfile keeps a record of every file that it read of one.
 
-So a loader process grows by some 0.8 KB a sample, 8 GB in ten million. Energon never looks at the records.
+So a loader process grows by some 0.8 KB a sample, 8 GB in ten million. Energon never looks at the records. It also
+reads for ever where a header says that a file has less than no bytes, since tarfile goes back then.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ _read_next = ITarFile.next
 
 
 def _read_next_and_forget(self: ITarFile) -> TarInfo | None:
-    found = _read_next(self)
+    before = self.offset
+    try:
+        found = _read_next(self)
+    except RecursionError as error:
+        raise ValueError("too many headers for one member of the tar file") from error
     self.members.clear()
+    if found is not None and (found.size < 0 or self.offset <= before):
+        raise ValueError(f"the member {found.name!r} of the tar file has {found.size} bytes")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import warnings
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -16,11 +17,16 @@ from torchvision.transforms.v2 import functional as F
 from transformers import AutoImageProcessor, BaseImageProcessor
 from transformers.image_processing_backends import TorchvisionBackend
 
+from llava_mcore.config.data import LIMITS
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import NO_SCALE, normalise
 
+# Pillow would warn of pictures that max_picture_pixels allows.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 SEGMENT, FRAME = struct.Struct(">HH"), struct.Struct(">BHHB")
 """Of a JPEG: marker and length of a segment; bits, height, width and components of a frame."""
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM")
+"""Pillow's names of what cooking.IMAGE_PARTS calls by file endings; JPEG opens MPO as well."""
 START, FRAMES, SCAN = b"\xff\xd8", (0xFFC0, 0xFFC2), 0xFFDA
 PLAIN_SEGMENTS = (0xFFE0, 0xFFFE, 0xFFDB, 0xFFC4, 0xFFDD)
 """JFIF, comment, and tables. EXIF may turn the picture, and Adobe's segment names other colours."""
@@ -33,16 +39,18 @@ DAMAGED = (
 TypeError. Energon would take some of them for a fault of the program, others for one of the whole pack."""
 
 
-def decode_image(data: bytes) -> Image.Image:
+def decode_image(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Image.Image:
     """Decode one picture to RGB, turned upright by its EXIF, exactly as transformers loads a user's picture.
 
     Raises DataError if the bytes are no whole picture.
     """
     with _decoding(data):
-        return _upright(Image.open(BytesIO(data)))
+        image = _opened(data)
+        _check_size(image, most_pixels)
+        return _upright(image)
 
 
-def decode_pixels(data: bytes) -> Tensor:
+def decode_pixels(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Tensor:
     """As `decode_image`, but return uint8 [3, h, w].
 
     Torchvision decodes the usual JPEGs: with the same library and the same bits as Pillow, but a third faster, since
@@ -51,15 +59,16 @@ def decode_pixels(data: bytes) -> Tensor:
     with _decoding(data):
         image = None
         # Pillow's own look at the header takes longer than all else around decoding.
-        is_usual = TORCHVISION_DECODES_ALIKE and is_plain_jpeg(data)
+        is_usual = TORCHVISION_DECODES_ALIKE and is_plain_jpeg(data, most_pixels)
         if not is_usual:
-            image = Image.open(BytesIO(data))
+            image = _opened(data)
+            _check_size(image, most_pixels)
             is_usual = TORCHVISION_DECODES_ALIKE and _is_usual_jpeg(image)
         if is_usual:
             # What it cannot decode, Pillow may, or says why not.
             with contextlib.suppress(RuntimeError):
                 return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
-        return F.pil_to_tensor(_upright(image or Image.open(BytesIO(data))))
+        return F.pil_to_tensor(_upright(image or _opened(data)))
 
 
 @contextlib.contextmanager
@@ -73,20 +82,33 @@ def _decoding(data: bytes) -> Iterator[None]:
         raise DataError(f"the picture cannot be decoded ({len(data)} bytes): {error}") from error
 
 
+def _opened(data: bytes) -> Image.Image:
+    """Open a picture in one of the formats that may be trained on; Pillow hands others to programs (EPS) or plugins."""
+    return Image.open(BytesIO(data), formats=FORMATS)
+
+
+def _check_size(image: Image.Image, most_pixels: int) -> None:
+    width, height = image.size
+    if width * height > most_pixels:
+        raise ValueError(f"it has {width} x {height} pixels, allowed are {most_pixels} (data.max_picture_pixels)")
+
+
 def _upright(image: Image.Image) -> Image.Image:
     ImageOps.exif_transpose(image, in_place=True)
     # convert() would copy what is RGB already.
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def is_plain_jpeg(data: bytes) -> bool:
+def is_plain_jpeg(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> bool:
     """Tell from its segments that a picture is a JPEG which needs no look by Pillow: RGB, upright and not too large."""
     place, is_plain = len(START), False
     while data.startswith(START) and len(data) >= place + SEGMENT.size + FRAME.size:
         marker, length = SEGMENT.unpack_from(data, place)
         if marker in FRAMES:
             bits, height, width, components = FRAME.unpack_from(data, place + SEGMENT.size)
-            is_plain = bits == 8 and components == 3 and 0 < height * width <= (Image.MAX_IMAGE_PIXELS or 0)
+            is_plain = (
+                bits == 8 and components == 3 and 0 < height * width <= min(most_pixels, Image.MAX_IMAGE_PIXELS or 0)
+            )
         elif marker not in PLAIN_SEGMENTS:
             return is_plain and marker == SCAN
         place += 2 + length
@@ -130,8 +152,11 @@ class ImagePreprocessor:
     thirds of the processor's time, and makes four times as much to hand over between processes.
     """
 
-    def __init__(self, processor: BaseImageProcessor, image_size: int) -> None:
+    def __init__(
+        self, processor: BaseImageProcessor, image_size: int, most_pixels: int = LIMITS.picture_pixels
+    ) -> None:
         """Check the processor on a wide picture; DataError if the result is not what the vision tower takes."""
+        self.most_pixels = most_pixels
         self.processor = processor
         self.image_size = image_size
         self.pixel_scale = NO_SCALE
@@ -185,14 +210,14 @@ class ImagePreprocessor:
         DataError for a picture that cannot be decoded.
         """
         if images and not self._is_plain:
-            return self._process([decode_image(data) for data in images])
+            return self._process([decode_image(data, self.most_pixels) for data in images])
         if len(images) == 1:  # a batch of such samples is copied together
-            return self._resize_and_crop(decode_pixels(images[0]))[None]
+            return self._resize_and_crop(decode_pixels(images[0], self.most_pixels))[None]
         shape = (len(images), 3, self.image_size, self.image_size)
         dtype = torch.uint8 if len(self.pixel_scale) else torch.float32
         pixels = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
         for place, data in zip(pixels, images, strict=True):
-            place.copy_(self._resize_and_crop(decode_pixels(data)))
+            place.copy_(self._resize_and_crop(decode_pixels(data, self.most_pixels)))
         return pixels
 
 

@@ -101,6 +101,8 @@ class TrainLoader:
         slot_bytes = most_pictures * assets.images.num_bytes
         self._sources = _serve(streams, num_batches, data, seed, slot_bytes, num_micro_batches)
         self._closed = False
+        self._handling = assets.chat.special_tokens_in_text
+        self._told: set[str] = set()
 
     @property
     def num_streams(self) -> int:
@@ -126,6 +128,7 @@ class TrainLoader:
             raise
         assert delivery.stream == stream
         self._places[stream] = place_behind(self._places[stream], delivery)
+        self._tell_typed(delivery.batch.typed_tokens)
         return delivery.batch
 
     def state(self) -> dict[str, Any]:
@@ -134,6 +137,17 @@ class TrainLoader:
         `torch.save` it, one for each data-parallel rank; `torch.load(…, weights_only=True)` reads it.
         """
         return {"format": FORMAT, "settings": self._settings, "streams": dict(self._places)}
+
+    def _tell_typed(self, found: dict[str, str]) -> None:
+        """Warn of every special token that stands in the text of samples, when the first of them comes."""
+        for token, key in found.items():
+            if token not in self._told:
+                self._told.add(token)
+                what = "kept as plain text" if self._handling == "text" else "taken for the token itself"
+                logger.warning(
+                    "%s: the text of sample %s holds the special token %s; it is %s wherever it stands in the text "
+                    "(data.special_tokens_in_text)", self.path, key, token, what
+                )  # fmt: skip
 
     def close(self) -> None:
         """End the loader processes. Calling it again does nothing."""
@@ -184,6 +198,7 @@ def _settings_to_resume_with(data: DataConfig, path: Path | str, seed: int, micr
         "data.seq_length": data.seq_length if data.packing else None,
         MICRO_BATCH: micro_batch_size,
         "training.seed": seed,
+        "data.special_tokens_in_text": data.special_tokens_in_text,
         "megatron-energon": version("megatron-energon"),
         "data (made by energon prepare)": fingerprint(path),
     }

@@ -17,6 +17,7 @@ from llava_mcore.data.energon_names import NamedCodeError, run_no_named_code
 from llava_mcore.data.energon_repeat import repeat_parts_exactly
 from llava_mcore.data.remote import locate
 from llava_mcore.data.samples import Batch
+from llava_mcore.data.shard_reader import read_shards_directly
 from llava_mcore.data.skips import raise_data_error
 from llava_mcore.data.streams import Stream
 from llava_mcore.data.task_encoder import ChatTaskEncoder
@@ -69,8 +70,17 @@ def open_stream(
     except NamedCodeError as error:
         raise DataError(f"{data.path} is refused, see its .nv-meta/dataset.yaml: {error}") from error
     # What energon finds wrong in dataset.yaml, split.yaml or a blend is mostly found by assertions and look-ups.
-    except (AssertionError, KeyError, TypeError, AttributeError, ImportError, ryml.ExceptionBasic) as error:
+    except (
+        AssertionError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        RecursionError,
+        ryml.ExceptionBasic,
+    ) as error:
         raise DataError(f"{data.path} cannot be opened, see its .nv-meta/dataset.yaml: {error!r}") from error
+    read_shards_directly(dataset, data.max_sample_bytes)
     return Stream(dataset, workers, encoder.skips, name=str(data.path))
 
 

@@ -61,6 +61,8 @@ class TokenConversation:
     images: tuple[bytes, ...]
     truncated: bool
     """Whether the end was cut off."""
+    typed: tuple[str, ...] = ()
+    """Special tokens that stand in the text of its turns; none if its tokens were stored."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -128,5 +130,7 @@ class Batch(EnergonBatch):
     """Pairs of tokens that causal attention looks at: n * (n + 1) / 2 for a conversation of n tokens."""
     num_truncated: int = 0
     """Conversations whose end was cut off."""
+    typed_tokens: dict[str, str] = field(default_factory=dict)
+    """Special tokens that stand in the text of turns -> the key of a conversation with one."""
     skipped: list[Skip] = field(default_factory=list)
     """What was left out between the batch before and this one."""

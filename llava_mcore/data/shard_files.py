@@ -12,11 +12,18 @@ from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
 from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
 
+from llava_mcore.read_file import RefusedFileError, kind_of, read_regular_file
+
 OFFSET = struct.Struct("<Q")
 BLOCK = tarfile.BLOCKSIZE
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
 SHOWN = 20
-META_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, EmptyDatasetError)
+MOST_INDEX = 1 << 32
+"""Bytes of an index, 8 for each sample or line."""
+META_ERRORS = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError),
+    EmptyDatasetError,
+)
 """What energon raises for files in .nv-meta that are missing or make no sense."""
 ADVICE = "copy the file again, or prepare the dataset anew"
 
@@ -52,6 +59,9 @@ def _said(error: Exception) -> str:
 def _check_shard(shard: Path, count: int) -> str | None:
     """Compare one tar with its index; count is the number of samples it was prepared with."""
     index = shard.with_suffix(".tar.idx")
+    odd = [path for path in (shard, index) if path.exists() and not path.is_file()]
+    if odd:
+        return f"{odd[0]} is {kind_of(odd[0].stat().st_mode)}, not a regular file; {ADVICE}"
     try:
         offsets = index.read_bytes() if count < 2 else _tail(index)
         num_offsets = index.stat().st_size // OFFSET.size
@@ -113,8 +123,8 @@ def _check_jsonl(leaf: Path) -> list[str]:
     index = leaf.with_suffix(".jsonl.idx")
     command = f"index it with\nenergon prepare {leaf}"
     try:
-        data = index.read_bytes()[-OFFSET.size :]
-    except OSError:
+        data = read_regular_file(index, MOST_INDEX)[-OFFSET.size :]
+    except (OSError, RefusedFileError):
         return [f"{leaf} has no index {index.name}; {command}"]
     size = leaf.stat().st_size
     if len(data) != OFFSET.size or OFFSET.unpack(data)[0] != size:

@@ -12,7 +12,7 @@ from llava_mcore.data.encode import TooLongError
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
 
-DATA_ERRORS = (OSError, ValueError, KeyError, tarfile.TarError)
+DATA_ERRORS = (OSError, ValueError, KeyError, RecursionError, tarfile.TarError)
 """What bad data raises in energon and the libraries under it. Anything else is a fault of the program."""
 
 

@@ -32,7 +32,6 @@ from llava_mcore.data.samples import (
     TokenConversation,
     TokenSample,
 )
-from llava_mcore.data.shard_reader import read_local_shards_directly
 from llava_mcore.data.skips import Skips
 from llava_mcore.errors import DataError
 
@@ -137,11 +136,6 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             multiple=self.pad_multiple,
             pixel_scale=self.assets.images.pixel_scale,
         )
-
-    def build_cook_crude_sample(self, dataset: SavableDataset[Any], **options: Any) -> SavableDataset[Any]:
-        """Let local shards be read directly (called by energon)."""
-        read_local_shards_directly(dataset)
-        return super().build_cook_crude_sample(dataset, **options)
 
     def build_batch(
         self,

@@ -11,6 +11,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from llava_mcore.errors import DataError
+from llava_mcore.templates.bounded import check_bounds
 from llava_mcore.templates.named import BY_LANG, NAMES, is_name, missing_tokens, named_template, read_file
 from llava_mcore.templates.parts import accept_parts
 
@@ -50,6 +51,7 @@ def choose_template(
         return _named(tokenizer, chat_template, "--chat-template", lang)
     own = _own_template(tokenizer, folders)
     if own is not None:
+        check_bounds(own[0], str(own[1]))
         return TemplateChoice(own[0], str(own[1]), lang or "en")
     if lang is not None:
         return _named(tokenizer, BY_LANG[lang], f"--lang {lang}, as the tokenizer has none", lang)
@@ -76,7 +78,7 @@ def _own_template(tokenizer: PreTrainedTokenizerBase, folders: list[Path]) -> tu
             try:
                 text = file.read_text(encoding="utf-8")
                 return text if file == jinja else json.loads(text)["chat_template"], file
-            except (ValueError, KeyError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise DataError(f"{file} cannot be read as a chat template: {error!r}") from error
         if folder == folders[0] and tokenizer.chat_template is not None:
             return tokenizer.get_chat_template(), folder

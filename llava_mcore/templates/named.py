@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llava_mcore.errors import ConfigError
+from llava_mcore.read_file import RefusedFileError, read_regular_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MOST_TEMPLATE_BYTES = 1 << 20
 NAMES = ("vicuna", "llama-2", "llama-3", "chatml", "llm-jp", "mistral", "plain")
 BY_LANG = {"jp": "llm-jp", "en": "vicuna"}
 """What `--lang` picks for a tokenizer without a template."""
@@ -53,8 +55,8 @@ def is_name(choice: str) -> bool:
 def read_file(choice: str) -> str:
     """Return the text of a template file. Raises ConfigError if it cannot be read."""
     try:
-        return Path(choice).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_regular_file(Path(choice).expanduser(), MOST_TEMPLATE_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError, RefusedFileError) as error:
         raise ConfigError(f"--chat-template {choice}: cannot be read: {error}") from error
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from llava_mcore.errors import ConversionError
+from llava_mcore.templates.bounded import RENDER_ERRORS, check_bounds
 from llava_mcore.templates.named import flatten_parts
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str)
     Raises:
         ConversionError: the template cannot say a question and its answer, with or without a picture.
     """
+    check_bounds(template, origin)
     if understands_parts(tokenizer, template):
         return template
     wrapped = flatten_parts() + template
@@ -37,7 +37,7 @@ def understands_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool
     """Tell whether a template renders typed content, a picture as one `<image>`."""
     try:
         rendered = _render(tokenizer, template, _conversation(as_parts=True))
-    except (TemplateError, TypeError):
+    except RENDER_ERRORS:
         return False
     return rendered.count(PICTURE) == 1 and _is_said(rendered)
 
@@ -48,7 +48,7 @@ def _check_wrapped(tokenizer: PreTrainedTokenizerBase, template: str, wrapped: s
     try:
         expected = _render(tokenizer, template, text)
         made = [_render(tokenizer, wrapped, c) for c in (text, _conversation(as_parts=True))]
-    except (TemplateError, TypeError) as error:
+    except RENDER_ERRORS as error:
         raise ConversionError(
             f"chat template ({origin}): cannot render a question about a picture and its answer: {error}\n"
             "Give another one with --chat-template NAME|FILE."

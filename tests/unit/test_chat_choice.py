@@ -103,7 +103,7 @@ def test_an_eos_that_only_training_adds_is_told(without: Path, caplog: pytest.Lo
         ("gpt", "no such template; known are vicuna, llama-2, llama-3, chatml, llm-jp, mistral, plain"),
         ("nowhere.jinja", "--chat-template nowhere.jinja: cannot be read: .*No such file"),
         ("{tmp}/latin.jinja", "latin.jinja: cannot be read: .*codec"),
-        ("{tmp}", "cannot be read: .*Is a directory"),
+        ("{tmp}", "cannot be read: .*is a folder"),
         ("{tmp}/open.jinja", "open.jinja.*cannot render a question about a picture"),
         ("{tmp}/silent.jinja", "silent.jinja.*the question, its picture or the answer is missing"),
     ],

@@ -13,7 +13,7 @@ from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.flavors.webdataset.structs import FilteredSample, ShardInfo
 
 from llava_mcore.data.shard_files import OFFSET
-from llava_mcore.data.shard_reader import PlainReader, plain_files
+from llava_mcore.data.shard_reader import ShardReader, plain_files
 
 LONG = "a" * 120
 SAMPLES: list[list[tuple[str, bytes]]] = [
@@ -52,7 +52,7 @@ def write(path: Path, kind: int) -> Path:
     return path
 
 
-def readers(folder: Path, number: int = 1) -> tuple[ShardInfosITarReader, PlainReader]:
+def readers(folder: Path, number: int = 1) -> tuple[ShardInfosITarReader, ShardReader]:
     shards = [ShardInfo(name=f"{i}.tar", path=EPath(folder / f"{i}.tar"), count=len(SAMPLES)) for i in range(number)]
     theirs = ShardInfosITarReader(
         EPath(folder),
@@ -61,7 +61,7 @@ def readers(folder: Path, number: int = 1) -> tuple[ShardInfosITarReader, PlainR
         sample_filter=lambda key: "excluded" not in key,
         itar_cache_size=2,
     )
-    return theirs, PlainReader(theirs)
+    return theirs, ShardReader(theirs)
 
 
 def outcome(reader: ShardInfosITarReader, number: int) -> FilteredSample | tuple[Any, str] | None:

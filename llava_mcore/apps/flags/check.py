@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from llava_mcore.apps.flags.conversion import LOGITS_HELP
+from llava_mcore.apps.flags.samples import add_sample_flags
 from llava_mcore.config.data import DataConfig
 from llava_mcore.templates.named import NAMES
 
@@ -40,6 +41,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     p.add_argument("--chat-template", help=f"template to train with: {', '.join(NAMES)}, or a .jinja file")
     p.add_argument("--lang", choices=("jp", "en"), help="language of prompts for data without questions")
     p.add_argument("--seq-length", type=int, default=DEFAULTS.seq_length, help="most tokens of a sample (default 2048)")
+    add_sample_flags(p)
     rate = DEFAULTS.max_skip_rate
     p.add_argument("--max-skip-rate", type=float, default=rate, help="part that may be left out (default 0.01)")
     p.add_argument("--full", action="store_true", help="look at every sample, not at some of every shard")

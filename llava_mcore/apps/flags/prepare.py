@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from llava_mcore.apps.flags.samples import add_sample_flags
 from llava_mcore.data.prepare.formats import FORMATS
 
 EPILOG = """\
@@ -58,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--samples-per-shard", type=_positive, default=1000, metavar="N", help="source rows (default 1000)")
     p.add_argument("--val-ratio", type=_ratio, default=0.0, metavar="R", help="part of the shards for validation (0)")
     p.add_argument("--check-images", action="store_true", help="decode every picture (default: read its header)")
+    add_sample_flags(p)
     p.add_argument("--max-skip-rate", type=_ratio, default=0.01, metavar="R", help="allowed skips (default 0.01)")
     p.add_argument("--num-workers", type=int, default=_num_cpus(), metavar="N", help="processes (default: all cores)")
     p.add_argument("--overwrite", action="store_true", help="start anew in a folder that this command has written")

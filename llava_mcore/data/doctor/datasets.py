@@ -17,8 +17,10 @@ from megatron.energon.flavors.webdataset.base_webdataset import BaseWebdatasetFa
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 
-from llava_mcore.data.dataset_path import SPLIT
+from llava_mcore.data.dataset_path import SPLIT, refuse_odd_files
+from llava_mcore.data.energon_memory import forget_what_was_read
 from llava_mcore.data.energon_names import NamedCodeError, run_no_named_code
+from llava_mcore.data.shard_reader import read_shards_directly
 from llava_mcore.data.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError
 
@@ -31,6 +33,7 @@ OPEN_ERRORS = (
     ImportError,
     KeyError,
     OSError,
+    RecursionError,
     TypeError,
     ValueError,
     ryml.ExceptionBasic,
@@ -99,7 +102,9 @@ def open_datasets(path: Path, encoder: ChatTaskEncoder, on_error: ErrorHandler) 
         DataError: energon cannot open them.
     """
     workers = WorkerConfig(rank=0, world_size=1, num_workers=0, restore_error_handler=on_error)
+    refuse_odd_files(path)
     run_no_named_code()
+    forget_what_was_read()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # energon prints a line for each .jsonl
             loaded = load_dataset(path).get_datasets(
@@ -117,13 +122,15 @@ def _open(loaded: LoadedDataset, encoder: ChatTaskEncoder, workers: WorkerConfig
     cook: Callable[[Any], Any] = _as_it_is
     if factory.__sample_type__ is CrudeSample:
         cook = _Cook(encoder, _cooker(encoder, factory.subflavors or {}), loaded.aux or {})
+    source = factory.build()
+    read_shards_directly(source, encoder.data.max_sample_bytes)
     weight, repetitions = loaded.weight, loaded.repetitions
     return Dataset(
         path=str(factory.path),
         shards=_shards(factory),
         share=f"{weight:.1%}" if weight is not None else f"x {repetitions:g}" if repetitions is not None else "",
         repeats=None if weight is not None else float(repetitions or 1),
-        source=factory.build(),
+        source=source,
         cook=cook,
         workers=workers,
     )

@@ -60,7 +60,7 @@ class Examiner:
         self.assets = assets
         self._skips = Skips(stop_if_too_long=False)
         # With packing, both single conversations and packs written beforehand are accepted.
-        data = DataConfig(path=path, seq_length=seq_length, packing=True)
+        data = DataConfig(path=path, seq_length=seq_length, packing=True, max_sample_bytes=assets.limits.sample_bytes)
         self._encoder = ChatTaskEncoder(data, assets, self._skips, seed=SEED)
         boundless = data.model_copy(update={"seq_length": BOUNDLESS})
         self._measure = ChatTaskEncoder(boundless, assets, self._skips, seed=SEED)
@@ -114,7 +114,12 @@ class Examiner:
         return replace(
             blank,
             **_verdict(differing, encoded, self.assets),
-            remarks=(*_stored(raw, num_tokens), *_remarks(chat, used, self.assets), *_parts_twice(chat)),
+            remarks=(
+                *_stored(raw, num_tokens),
+                *_remarks(chat, used, self.assets),
+                *_typed(chat, self.assets),
+                *_parts_twice(chat),
+            ),
             num_conversations=len(chat.conversations),
             num_tokens=num_tokens,
             num_trained=sum(int(conversation.trained.sum()) for conversation in used),
@@ -189,6 +194,14 @@ def _remarks(chat: ChatSample, used: list[TokenConversation], assets: Assets) ->
         if int(begins.sum()) != num_answers or num_ends < num_answers:
             found.append(f"{num_answers} answers, but {int(begins.sum())} trained stretches with {num_ends} EOS")
     return found
+
+
+def _typed(chat: ChatSample, assets: Assets) -> list[str]:
+    """Special tokens in the text; one remark for each, so that they are counted apart."""
+    found = sorted({token for c in chat.conversations for token in assets.chat.typed_in(c.turns)})
+    is_text = assets.chat.special_tokens_in_text == "text"
+    what = "kept as plain text" if is_text else "taken for the token itself"
+    return [f"its text holds the special token {token}, which is {what} (--special-tokens-in-text)" for token in found]
 
 
 def _parts_twice(chat: ChatSample) -> list[str]:

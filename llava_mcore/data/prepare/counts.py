@@ -68,6 +68,8 @@ class Counts:
     """Longer side of each picture in pixels."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Skipped rows by reason."""
+    typed: Counter[str] = field(default_factory=Counter)
+    """Conversations by the special tokens that stand in their text."""
 
     @property
     def skipped(self) -> int:
@@ -83,6 +85,7 @@ class Counts:
         """Count a conversation that was written."""
         self.conversations += 1
         self.pictures += len(conversation.pictures)
+        self.typed.update(conversation.typed)
         for picture in conversation.pictures:
             self.sides.add(max(picture.size))
         if conversation.num_tokens is not None:
@@ -96,6 +99,7 @@ class Counts:
         self.tokens.merge(other.tokens)
         self.sides.merge(other.sides)
         self.reasons.update(other.reasons)
+        self.typed.update(other.typed)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain containers."""
@@ -104,13 +108,15 @@ class Counts:
             "tokens": self.tokens.to_json(),
             "sides": self.sides.to_json(),
             "reasons": dict(sorted(self.reasons.items())),
+            "typed": dict(sorted(self.typed.items())),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of to_json."""
         histograms = {name: Histogram.from_json(data[name]) for name in ("tokens", "sides")}
-        return cls(**{**data, **histograms, "reasons": Counter(data["reasons"])})
+        counters = {name: Counter(data.get(name, {})) for name in ("reasons", "typed")}
+        return cls(**{**data, **histograms, **counters})
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,12 @@ from llava_mcore.data.prepare.layouts import Keys
 from llava_mcore.data.prepare.plan import Source
 from llava_mcore.data.prepare.sources.detect import Format, Opening
 from llava_mcore.errors import DataError, problems
+from llava_mcore.read_file import RefusedFileError, read_regular_file
 
 BLEND = "blend.yaml"
 SUFFIXES = (".yaml", ".yml")
+MOST_BYTES = 1 << 24
+MOST_VALUES = 1_000_000
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -68,18 +71,33 @@ def is_listing(path: Path) -> bool:
 def read_listing(path: Path) -> Listing:
     """Read and check a list. DataError names everything that is wrong with it."""
     try:
-        listing = Listing.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        content = yaml.safe_load(read_regular_file(path, MOST_BYTES).decode("utf-8"))
+        if _size(content, {}) > MOST_VALUES:
+            raise DataError(f"{path} has more than {MOST_VALUES} values when its aliases (*name) are written out")
+        listing = Listing.model_validate(content)
+    except RefusedFileError as error:
+        raise DataError(str(error)) from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
         found = [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
         raise DataError(problems(f"{path} is no list of sources (see docs/prepare.md)", found)) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path} is no YAML: {error}") from error
     found = _disagreements(listing)
     if found:
         raise DataError(problems(f"{path} cannot be prepared", found))
     return listing
+
+
+def _size(value: Any, known: dict[int, int]) -> int:
+    """Return the number of values within a value. RecursionError for one that holds itself."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in known:
+        inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_size(item, known) for item in inner)
+    return known[id(value)]
 
 
 def _disagreements(listing: Listing) -> list[str]:

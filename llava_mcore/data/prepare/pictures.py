@@ -13,10 +13,12 @@ from urllib.parse import unquote
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from llava_mcore.config.data import LIMITS, Limits
 from llava_mcore.data.cooking import IMAGE_PARTS
 from llava_mcore.data.images import DAMAGED, decode_image
 from llava_mcore.data.prepare.records import BadSample, Picture, Reason
 from llava_mcore.errors import DataError
+from llava_mcore.read_file import RefusedFileError, read_regular_file
 
 EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg"}
 """File endings that are not the format's name; MPO is what many phones write into .jpg files."""
@@ -25,7 +27,7 @@ TURNED = (5, 6, 7, 8)
 """EXIF orientations that swap width and height."""
 
 
-def read_picture(reference: Any, folder: Path, *, decode: bool = False) -> Picture:
+def read_picture(reference: Any, folder: Path, *, decode: bool = False, limits: Limits = LIMITS) -> Picture:
     """Find a picture and read its header.
 
     Args:
@@ -33,10 +35,13 @@ def read_picture(reference: Any, folder: Path, *, decode: bool = False) -> Pictu
         decode: decode all of it, to see whether it is whole.
 
     Raises:
-        BadSample: it is missing, not on disk, of a format that training does not read, or broken.
+        BadSample: it is missing, not on disk, of a format that training does not read, too large, or broken.
     """
-    data = _read(reference, folder)
+    data = _read(reference, folder, limits.sample_bytes)
     extension, size = inspect(data)
+    if size[0] * size[1] > limits.picture_pixels:
+        limit = f"allowed are {limits.picture_pixels} pixels (--max-picture-pixels)"
+        raise BadSample(Reason.TOO_LARGE, f"a picture of {size[0]} x {size[1]}; {limit}")
     if decode:
         try:
             decode_image(data)
@@ -75,7 +80,7 @@ def _orientation(image: Image.Image, data: bytes) -> int | None:
     return image.getexif().get(ExifTags.Base.Orientation)
 
 
-def _read(reference: Any, folder: Path) -> bytes:
+def _read(reference: Any, folder: Path, most_bytes: int) -> bytes:
     if isinstance(reference, Mapping):
         found = reference.get("bytes") or reference.get("path") or reference.get("url")
         reference = reference if found is None else found
@@ -86,10 +91,11 @@ def _read(reference: Any, folder: Path) -> bytes:
     if reference.startswith("data:"):
         return _read_data_uri(reference)
     if reference.startswith("file:"):
-        return _read_file(Path(unquote(reference.removeprefix("file:").removeprefix("//").removeprefix("localhost"))))
+        path = unquote(reference.removeprefix("file:").removeprefix("//").removeprefix("localhost"))
+        return _read_file(Path(path), most_bytes)
     if REMOTE.match(reference):
         raise BadSample(Reason.IMAGE_REMOTE, f"{reference:.120}; download it first")
-    return _read_file(folder / reference)
+    return _read_file(folder / reference, most_bytes)
 
 
 def _read_data_uri(uri: str) -> bytes:
@@ -102,9 +108,11 @@ def _read_data_uri(uri: str) -> bytes:
         raise BadSample(Reason.IMAGE_BROKEN, f"the data URI is no base64: {error}") from error
 
 
-def _read_file(path: Path) -> bytes:
+def _read_file(path: Path, most_bytes: int) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular_file(path, most_bytes)
+    except RefusedFileError as error:
+        raise BadSample(Reason.IMAGE_MISSING, str(error)) from error
     except OSError as error:
         raise BadSample(Reason.IMAGE_MISSING, f"{path}: {error.strerror}") from error
     except ValueError as error:  # a name that no file can have

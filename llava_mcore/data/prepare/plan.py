@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.data.assets import PROCESSOR_FILES, TOKENIZER_FILES, Assets, load_assets
+from llava_mcore.config.data import LIMITS, Handling, Limits
+from llava_mcore.data.assets import ASSET_FILES, Assets, load_assets
 from llava_mcore.data.prepare.records import Segment
 from llava_mcore.data.prepare.sources.base import Cuts, SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
 from llava_mcore.data.template_choice import Lang
 from llava_mcore.errors import DataError
 
-FORMAT = 2
+FORMAT = 3
 """Raised when other shards would be written for the same rows."""
-ASSET_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, "config.json", "chat_template.jinja", "chat_template.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,20 @@ class Counting:
     """A name or a .jinja file; None takes the folder's own."""
     lang: Lang | None = None
     """Picks the template where the folder has none."""
+    special_tokens_in_text: Handling = "text"
 
     def load(self) -> Assets:
         """Load them; every process does so once. LlavaMcoreError if something is missing."""
-        return load_assets(self.hf_dir, chat_template=self.chat_template, lang=self.lang)
+        return load_assets(
+            self.hf_dir,
+            chat_template=self.chat_template,
+            lang=self.lang,
+            special_tokens_in_text=self.special_tokens_in_text,
+        )
 
     def fingerprint(self) -> str:
         """Return a hash of everything that tokens and their number depend on."""
-        sha = hashlib.sha256(f"{self.chat_template} {self.lang}".encode())
+        sha = hashlib.sha256(f"{self.chat_template} {self.lang} {self.special_tokens_in_text}".encode())
         if self.chat_template is not None and Path(self.chat_template).is_file():
             sha.update(Path(self.chat_template).read_bytes())
         for name in ASSET_FILES:
@@ -55,6 +61,7 @@ class Options:
     pack_to: int | None = None
     """Tokens of an offline pack; None: nothing is packed."""
     check_images: bool = False
+    limits: Limits = LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,8 @@ def make_plan(source: Source, options: Options, on_file: Callable[[str], None] =
     Raises:
         DataError: a path is no source, cannot be read, or there are too few shards for a validation part.
     """
-    files = [file for path in source.paths for file in find_files(path, source.how)]
+    how = replace(source.how, most_bytes=options.limits.sample_bytes)
+    files = [file for path in source.paths for file in find_files(path, how)]
     shards: list[list[Segment]] = []
     known, first_row = [], 0
     for number, file in enumerate(files):
@@ -125,7 +133,10 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--captions": how.keys.captions,
         "--samples-per-shard": options.rows_per_shard,
         "--val-ratio": options.val_ratio,
-        "--tokenizer-load-dir, --chat-template, --lang (hash)": counting,
+        "--tokenizer-load-dir, --chat-template, --lang, --special-tokens-in-text (hash)": counting,
         "--pack-to": options.pack_to,
         "--check-images": options.check_images,
+        "--max-sample-bytes": options.limits.sample_bytes,
+        "--max-text-chars": options.limits.text_chars,
+        "--max-picture-pixels": options.limits.picture_pixels,
     }

@@ -29,6 +29,7 @@ class Reason(StrEnum):
     IMAGE_FORMAT = "picture format unknown to training"
     TEMPLATE = "chat template refuses"
     TOO_LONG = "longer than a pack"
+    TOO_LARGE = "more than is allowed"
 
 
 class BadSample(Exception):
@@ -97,6 +98,8 @@ class Conversation:
     """As they stand in the json (see `stored_tokens`)."""
     source: Mapping[str, Any]
     """file, index, id"""
+    typed: tuple[str, ...] = ()
+    """Special tokens that stand in the text of its turns."""
 
 
 @dataclass(frozen=True, slots=True)

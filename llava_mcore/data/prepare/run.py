@@ -17,6 +17,7 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Protocol
 
+from llava_mcore.config.data import Handling
 from llava_mcore.data.assets import Assets
 from llava_mcore.data.prepare.counts import Counts, ShardReport, add_up
 from llava_mcore.data.prepare.finish import write_meta
@@ -61,6 +62,7 @@ class Result:
     first_skipped: tuple[Skipped, ...]
     finished: bool
     """False: too many rows were skipped, so the shards are there, but no .nv-meta."""
+    special_tokens_in_text: Handling = "text"
 
 
 def prepare(
@@ -128,7 +130,8 @@ def _finish(
         write_whole(folder / MANIFEST, _manifest(plan, reports, counts))
     rows_made = sum(report.counts.rows for report in reports if report.shard in made)
     seconds = time.perf_counter() - start
-    return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished)
+    handling = "text" if options.counting is None else options.counting.special_tokens_in_text
+    return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished, handling)
 
 
 def _manifest(plan: Plan, reports: Sequence[ShardReport], counts: Counts) -> str:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llava_mcore.config.data import Limits
 from llava_mcore.data.assets import Assets
+from llava_mcore.data.encode import check_length
 from llava_mcore.data.packing import best_fit
 from llava_mcore.data.prepare.counts import Counts, ShardReport
 from llava_mcore.data.prepare.layouts import check_turns, parse, place_marks
@@ -17,6 +19,7 @@ from llava_mcore.data.prepare.plan import Options
 from llava_mcore.data.prepare.records import BadSample, Conversation, Reason, Row, Segment, Skipped
 from llava_mcore.data.prepare.sources.base import SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening
+from llava_mcore.data.prepare.sources.lines import too_large
 from llava_mcore.data.prepare.write import ShardWriter
 from llava_mcore.data.samples import Turn
 from llava_mcore.data.stored_tokens import to_json
@@ -91,12 +94,19 @@ class ShardMaker:
         how, options = self._place.how, self._place.options
         draft = place_marks(parse(row.data, how.keys, how.layout))
         check_turns(draft.turns)
-        pictures = tuple(read_picture(image, file.folder, decode=options.check_images) for image in draft.images)
-        num_tokens, tokens = _tokens(self._assets, draft.turns, len(pictures))
+        _check_length(draft.turns, options.limits)
+        pictures = tuple(
+            read_picture(image, file.folder, decode=options.check_images, limits=options.limits)
+            for image in draft.images
+        )
+        num_bytes = sum(len(picture.data) for picture in pictures)
+        if num_bytes > options.limits.sample_bytes:
+            raise too_large("pictures", options.limits.sample_bytes)
+        num_tokens, tokens, typed = _tokens(self._assets, draft.turns, len(pictures))
         if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
             raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens, a pack has {options.pack_to}")
         source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
-        return Conversation(number, draft.turns, pictures, num_tokens, tokens, source)
+        return Conversation(number, draft.turns, pictures, num_tokens, tokens, source, typed)
 
 
 def _write_packs(writer: ShardWriter, conversations: list[Conversation], capacity: int) -> None:
@@ -105,18 +115,25 @@ def _write_packs(writer: ShardWriter, conversations: list[Conversation], capacit
         writer.add_pack([conversations[i] for i in pack])
 
 
+def _check_length(turns: Sequence[Turn], limits: Limits) -> None:
+    try:
+        check_length(turns, limits)
+    except DataError as error:
+        raise BadSample(Reason.TOO_LARGE, str(error)) from error
+
+
 def _tokens(
     assets: Assets | None, turns: Sequence[Turn], num_images: int
-) -> tuple[int | None, Mapping[str, Any] | None]:
-    """Return the number of tokens in training, and those of the text as they are stored."""
+) -> tuple[int | None, Mapping[str, Any] | None, tuple[str, ...]]:
+    """Return the number of tokens in training, those of the text as they are stored, and special ones in the text."""
     if assets is None:
-        return None, None
+        return None, None, ()
     try:
         tokens = assets.chat.text_tokens(turns, num_images=num_images)
     except DataError as error:
         raise BadSample(Reason.TEMPLATE, str(error)) from error
     num_tokens = len(tokens.ids) + num_images * (assets.tokens_per_image - 1)
-    return num_tokens, to_json(tokens, assets.chat.fingerprint)
+    return num_tokens, to_json(tokens, assets.chat.fingerprint), tokens.typed
 
 
 def _id_of(row: Row) -> str:

@@ -29,6 +29,15 @@ def show(console: Console, results: Sequence[Result]) -> None:
             table.add_row(result.folder.name, reason, f"{number:,}")
         console.print(table)
     for result in results:
+        for token, number in result.counts.typed.most_common():
+            what = "kept as text" if result.special_tokens_in_text == "text" else "taken for the token"
+            console.print(
+                f"{result.folder.name}: {number:,} samples hold {token} in their text; it is {what} "
+                "(--special-tokens-in-text)",
+                markup=False,
+                soft_wrap=True,
+            )
+    for result in results:
         for histogram, name in ((result.counts.tokens, "tokens"), (result.counts.sides, "sides")):
             if histogram.number:
                 console.print(_bars(histogram, f"{result.folder.name}: {FIGURES[name][1]}"))

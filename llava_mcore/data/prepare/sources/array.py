@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from llava_mcore.config.data import LIMITS
 from llava_mcore.data.prepare.records import Row, Segment
 from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
-from llava_mcore.data.prepare.sources.lines import BOM, decode_row
+from llava_mcore.data.prepare.sources.lines import BOM, decode_row, too_large
 from llava_mcore.errors import DataError
 
 LARGEST_ELEMENT = 1 << 28
@@ -28,6 +29,7 @@ class JsonArray:
     path: Path
     name: str
     folder: Path
+    most_bytes: int = LIMITS.sample_bytes
 
     def scan(self, cuts: Cuts) -> Scan:
         """Find the bytes at which shards begin. DataError if the file is no list or breaks off."""
@@ -53,7 +55,9 @@ class JsonArray:
             file.seek(segment.start)
             elements = _Elements(file, self.path, base=segment.start, stop=segment.stop)
             for index, (begin, end) in enumerate(elements, start=segment.index):
-                yield Row(index, decode_row(elements.text_of(begin, end)))
+                is_large = end - begin > self.most_bytes
+                large = too_large("an element", self.most_bytes)
+                yield Row(index, large if is_large else decode_row(elements.text_of(begin, end)))
 
 
 @dataclass

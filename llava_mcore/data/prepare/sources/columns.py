@@ -11,8 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llava_mcore.data.prepare.records import Row, Segment
+from llava_mcore.config.data import LIMITS
+from llava_mcore.data.prepare.records import BadSample, Row, Segment
 from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
+from llava_mcore.data.prepare.sources.lines import too_large
 from llava_mcore.errors import DataError
 
 ROWS_AT_ONCE = 16
@@ -29,6 +31,7 @@ class ParquetTable:
     name: str
     folder: Path
     columns: frozenset[str]
+    most_bytes: int = LIMITS.sample_bytes
 
     def scan(self, cuts: Cuts) -> Scan:
         """Read the footer, which holds number, place and size of everything, and so changes with the data."""
@@ -49,7 +52,7 @@ class ParquetTable:
                 first = end
             columns = [name for name in table.schema_arrow.names if name in self.columns]
             batches = table.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=columns, use_threads=False)
-            yield from _rows(self.path, batches, segment, skipped or 0)
+            yield from _rows(self.path, batches, segment, skipped or 0, self.most_bytes)
 
     def _open(self) -> pq.ParquetFile:
         # Without pre-buffering and with a read buffer, a row group is not held in memory as a whole.
@@ -64,6 +67,7 @@ class ArrowTable:
     name: str
     folder: Path
     columns: frozenset[str]
+    most_bytes: int = LIMITS.sample_bytes
 
     def scan(self, cuts: Cuts) -> Scan:
         """Count the rows of the record batches without touching what they hold."""
@@ -81,7 +85,7 @@ class ArrowTable:
                 end = min(batch.num_rows, segment.index + segment.count - first)
                 pieces = (wanted.slice(i, min(ROWS_AT_ONCE, end - i)) for i in range(begin, end, ROWS_AT_ONCE))
                 part = Segment(segment.file, 0, first + begin, end - begin)
-                yield from _rows(self.path, pieces, part, 0)
+                yield from _rows(self.path, pieces, part, 0, self.most_bytes)
             first += batch.num_rows
             if first >= segment.index + segment.count:
                 return
@@ -99,17 +103,29 @@ class ArrowTable:
             yield from stream
 
 
-def _rows(path: Path, batches: Iterator[pa.RecordBatch], segment: Segment, skipped: int) -> Iterator[Row]:
+def _rows(
+    path: Path, batches: Iterator[pa.RecordBatch], segment: Segment, skipped: int, most_bytes: int
+) -> Iterator[Row]:
     """Yield the segment's rows of batches, of which `skipped` rows come before it."""
     left = segment.count
     for batch in _guarded(path, batches):
         passed = min(skipped, batch.num_rows)
         skipped -= passed
-        for row in batch.slice(passed, min(left, batch.num_rows - passed)).to_pylist():
+        for row in _as_rows(batch.slice(passed, min(left, batch.num_rows - passed)), most_bytes):
             yield Row(segment.index + segment.count - left, row)
             left -= 1
         if not left:
             return
+
+
+def _as_rows(batch: pa.RecordBatch, most_bytes: int) -> Iterator[dict[str, Any] | BadSample]:
+    """Yield rows as dictionaries, those of too many bytes as the reason to leave them out."""
+    if batch.nbytes <= most_bytes:
+        yield from batch.to_pylist()
+        return
+    for place in range(batch.num_rows):
+        row = batch.slice(place, 1)
+        yield too_large("a row", most_bytes) if row.nbytes > most_bytes else row.to_pylist()[0]
 
 
 def _guarded(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from llava_mcore.config.data import LIMITS
 from llava_mcore.data.prepare.formats import Format
 from llava_mcore.data.prepare.layouts import Keys
 from llava_mcore.data.prepare.sources.array import LARGEST_ELEMENT, JsonArray
@@ -16,6 +17,7 @@ from llava_mcore.data.prepare.sources.columns import ArrowTable, ParquetTable
 from llava_mcore.data.prepare.sources.lines import BOM, JsonLines
 from llava_mcore.data.prepare.sources.triples import TarShard, TripleFolder, is_part
 from llava_mcore.errors import DataError
+from llava_mcore.read_file import kind_of
 
 LAYOUTS = {"llava": "conversations", "sharegpt": "messages", "openai": "messages"}
 """Formats whose rows must have this field."""
@@ -40,6 +42,8 @@ class Opening:
     split: str = "train"
     """The part of a Hugging Face dataset that is taken if it has several."""
     keys: Keys = field(default_factory=Keys)
+    most_bytes: int = LIMITS.sample_bytes
+    """Of a row, its pictures included."""
 
     @property
     def layout(self) -> str | None:
@@ -76,21 +80,24 @@ def _fits(file: SourceFile, wanted: Format) -> bool:
 def _open_file(path: Path, root: Path, how: Opening) -> SourceFile:
     """Open a file, to be named relative to root."""
     name, folder = str(path.relative_to(root)), how.image_dir or path.parent
+    if not path.is_file():
+        found = kind_of(path.stat().st_mode) if path.exists() else "a link to nothing"
+        raise DataError(f"{path} is {found}, not a regular file")
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
-        return JsonLines(path, name, folder)
+        return JsonLines(path, name, folder, how.most_bytes)
     if suffix == ".json":
-        return _open_json(path)(path, name, folder)
+        return _open_json(path)(path, name, folder, how.most_bytes)
     if suffix == ".parquet":
-        return ParquetTable(path, name, folder, how.keys.all())
+        return ParquetTable(path, name, folder, how.keys.all(), how.most_bytes)
     if suffix == ".arrow":
-        return ArrowTable(path, name, folder, how.keys.all())
+        return ArrowTable(path, name, folder, how.keys.all(), how.most_bytes)
     if suffix == ".tar":
-        return TarShard(path, name, folder)
+        return TarShard(path, name, folder, how.most_bytes)
     raise DataError(f"{path} is of no known kind; {ALLOWED}")
 
 
-def _open_json(path: Path) -> Callable[[Path, str, Path], SourceFile]:
+def _open_json(path: Path) -> Callable[[Path, str, Path, int], SourceFile]:
     """Tell a list, which may be one long line, from JSON lines by the first character."""
     with path.open("rb") as file:
         head = file.read(HEAD).removeprefix(BOM).lstrip()
@@ -100,7 +107,7 @@ def _open_json(path: Path) -> Callable[[Path, str, Path], SourceFile]:
         first = file.readline(LARGEST_ELEMENT).removeprefix(BOM)
     try:
         is_row = isinstance(json.loads(first), dict)
-    except ValueError:  # UnicodeDecodeError too
+    except (ValueError, RecursionError):  # UnicodeDecodeError too
         is_row = False
     if not is_row:
         raise DataError(f"{path} is neither a list of objects nor JSON lines; it begins with {head[:60]!r}")
@@ -118,7 +125,7 @@ def _files_of_folder(folder: Path, how: Opening) -> list[SourceFile]:
     with os.scandir(folder) as entries:
         names = {entry.name for entry in entries if entry.name.endswith((".json", ".txt")) and is_part(entry.name)}
     if any(name.endswith(".json") and f"{name.removesuffix('.json')}.txt" in names for name in names):
-        return [TripleFolder(folder, folder.name, how.image_dir or folder)]
+        return [TripleFolder(folder, folder.name, how.image_dir or folder, how.most_bytes)]
     found = _by_suffix(folder)
     data = [suffix for suffix in found if suffix not in JSON_SUFFIXES] or list(found)
     if len(data) != 1:
@@ -158,5 +165,5 @@ def _saved_files(state: Path) -> list[str]:
     """Return the names of the Arrow files of a saved Hugging Face dataset, in their order."""
     try:
         return [str(file["filename"]) for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{state} is not what `datasets` saves: {error!r}") from error

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from llava_mcore.config.data import LIMITS
 from llava_mcore.data.prepare.records import BadSample, Reason, Row, Segment
 from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
 
@@ -24,6 +25,7 @@ class JsonLines:
     path: Path
     name: str
     folder: Path
+    most_bytes: int = LIMITS.sample_bytes
 
     def scan(self, cuts: Cuts) -> Scan:
         """Find the bytes at which shards begin."""
@@ -53,9 +55,18 @@ class JsonLines:
         with self.path.open("rb") as file:
             file.seek(segment.start)
             for index in range(segment.index, segment.index + segment.count):
-                line = file.readline()
-                if line.strip():
+                line = file.readline(self.most_bytes + 1)
+                if len(line) > self.most_bytes:
+                    while not line.endswith(b"\n") and (following := file.readline(BLOCK)):
+                        line = following
+                    yield Row(index, too_large("a line", self.most_bytes))
+                elif line.strip():
                     yield Row(index, decode_row(line.removeprefix(BOM) if index == 0 else line))
+
+
+def too_large(what: str, most_bytes: int) -> BadSample:
+    """Return why a row is left out that has more bytes than it may."""
+    return BadSample(Reason.TOO_LARGE, f"{what} of more than {most_bytes} bytes (--max-sample-bytes)")
 
 
 def decode_row(data: bytes) -> dict[str, Any] | BadSample:

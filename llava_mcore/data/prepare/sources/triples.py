@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llava_mcore.config.data import LIMITS
 from llava_mcore.data.cooking import IMAGE_PARTS
 from llava_mcore.data.prepare.records import BadSample, Reason, Row, Segment
 from llava_mcore.data.prepare.sources.base import Cuts, Scan
 from llava_mcore.data.prepare.sources.lines import decode_row
+from llava_mcore.data.tar_members import LINKS, Link, NoContents, Places, members, open_tar
 from llava_mcore.errors import DataError
+from llava_mcore.read_file import RefusedFileError, open_regular_file, read_regular_file
 
 TEXT_PARTS = ("json", "txt")
 
@@ -28,6 +31,7 @@ class TripleFolder:
     path: Path
     name: str
     folder: Path
+    most_bytes: int = LIMITS.sample_bytes
 
     def scan(self, cuts: Cuts) -> Scan:
         """List the folder; its fingerprint is made of names, sizes and times."""
@@ -37,8 +41,12 @@ class TripleFolder:
         for stem, parts in _listing(self.path):
             num_rows += 1
             for part in parts:
-                stat = (self.path / f"{stem}.{part}").stat()
-                sha.update(f"{stem}.{part}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+                try:
+                    stat = (self.path / f"{stem}.{part}").stat()
+                    size, time = stat.st_size, stat.st_mtime_ns
+                except OSError:  # a link to nothing, which its row is skipped for
+                    size = time = -1
+                sha.update(f"{stem}.{part}\0{size}\0{time}\n".encode("utf-8", "surrogateescape"))
         return Scan(cuts.by_number(num_rows), num_rows, sha.hexdigest())
 
     def read(self, segment: Segment) -> Iterator[Row]:
@@ -47,9 +55,17 @@ class TripleFolder:
         for index, (stem, parts) in enumerate(samples, start=segment.index):
             paths = {part: self.path / f"{stem}.{part}" for part in parts}
             try:
-                texts = {part.lower(): paths[part].read_bytes() for part in parts if part.lower() in TEXT_PARTS}
+                texts = {
+                    p.lower(): read_regular_file(paths[p], self.most_bytes) for p in parts if p.lower() in TEXT_PARTS
+                }
+            except RefusedFileError as error:
+                yield Row(index, BadSample(Reason.NO_CONVERSATION, str(error)))
+                continue
             except OSError as error:
-                raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
+                if not Path(str(error.filename)).is_symlink():
+                    raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
+                yield Row(index, BadSample(Reason.NO_CONVERSATION, f"{error.filename}: {error.strerror}"))
+                continue
             yield Row(index, _sample(stem, texts, [str(paths[p]) for p in parts if p.lower() not in TEXT_PARTS]))
 
 
@@ -72,6 +88,7 @@ class TarShard:
     path: Path
     name: str
     folder: Path
+    most_bytes: int = LIMITS.sample_bytes
 
     def scan(self, cuts: Cuts) -> Scan:
         """Read the headers of all members; the fingerprint is made of these. DataError if the file breaks off."""
@@ -94,8 +111,9 @@ class TarShard:
 
     def read(self, segment: Segment) -> Iterator[Row]:
         """Yield the samples from a segment's first byte on."""
+        places = Places(lambda: open_regular_file(self.path))
         with self._open(segment.start) as tar:
-            index, last, parts = segment.index - 1, "", dict[str, bytes]()
+            index, last, parts = segment.index - 1, "", dict[str, bytes | NoContents]()
             for member in self._members(tar):
                 stem, part = _split(member.name)
                 if stem != last:
@@ -104,9 +122,7 @@ class TarShard:
                     index, last, parts = index + 1, stem, {}
                     if index == segment.index + segment.count:
                         return
-                file = tar.extractfile(member)
-                assert file is not None
-                parts[part] = self._content(file.read(), member)
+                parts[part] = self._content(tar, member, places)
             if last:
                 yield Row(index, _tar_sample(last, parts))
 
@@ -116,22 +132,29 @@ class TarShard:
             try:
                 file = stack.enter_context(self.path.open("rb"))
                 file.seek(start)
-                tar = stack.enter_context(tarfile.open(fileobj=file, mode="r:"))
-            except (OSError, tarfile.TarError) as error:
+                tar = stack.enter_context(open_tar(file))
+            except (OSError, ValueError, tarfile.TarError) as error:
                 raise DataError(f"{self.path} is no tar file that can be read: {error}") from error
             yield tar
 
     def _members(self, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-        """Yield the parts of samples, forgetting what has been passed."""
+        """Yield the parts of samples, links among them."""
         try:
-            while (member := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # else the headers of the whole file pile up
-                if member.isreg() and _split(member.name)[1]:
+            for member in members(tar):
+                if (member.isreg() or member.type in LINKS) and _split(member.name)[1]:
                     yield member
-        except (OSError, tarfile.TarError) as error:
+        except (OSError, ValueError, tarfile.TarError) as error:
             raise DataError(f"{self.path} is broken near byte {tar.offset}: {error}") from error
 
-    def _content(self, data: bytes, member: tarfile.TarInfo) -> bytes:
+    def _content(self, tar: tarfile.TarFile, member: tarfile.TarInfo, places: Places) -> bytes | NoContents:
+        """Return a member's contents; those of an earlier one for a hard link."""
+        if member.type in LINKS:
+            return places.contents(Link(member.type, member.linkname, member.offset), self.most_bytes)
+        if member.size > self.most_bytes:
+            return NoContents(f"it has {member.size} bytes, allowed are {self.most_bytes}")
+        file = tar.extractfile(member)
+        assert file is not None
+        data = file.read()
         if len(data) != member.size:
             raise DataError(f"{self.path} breaks off within {member.name}")
         return data
@@ -149,10 +172,22 @@ def _split(name: str) -> tuple[str, str]:
     return folder + slash + stem, part
 
 
-def _tar_sample(stem: str, parts: Mapping[str, bytes]) -> dict[str, Any] | BadSample:
+def _tar_sample(stem: str, found: Mapping[str, bytes | NoContents]) -> dict[str, Any] | BadSample:
+    parts = {part: data for part, data in found.items() if isinstance(data, bytes)}
+    empty = [
+        f"{stem}.{part}: {data.reason}"
+        for part, data in found.items()
+        if isinstance(data, NoContents) and _is_used(part)
+    ]
+    if empty:
+        return BadSample(Reason.IMAGE_MISSING, "; ".join(empty))
     names = [part for part in parts if part.rpartition(".")[2].lower() in IMAGE_PARTS]
     names.sort(key=lambda part: (int(n) if (n := part.partition(".")[0]).isdecimal() else 0, part))
     return _sample(stem, parts, [parts[name] for name in names])
+
+
+def _is_used(part: str) -> bool:
+    return part.rpartition(".")[2].lower() in (*TEXT_PARTS, *IMAGE_PARTS)
 
 
 def _sample(stem: str, texts: Mapping[str, bytes], pictures: list[Any]) -> dict[str, Any] | BadSample:

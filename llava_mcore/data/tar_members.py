@@ -1,0 +1,133 @@
+"""Members of a tar file that are no plain files: long names, sparse files, links and devices.
+
+GNU tar writes a file as a hard link when an earlier member has the same inode, so a hard link stands for the contents
+of that member. Nothing else is followed: a symbolic link or a device has no contents in the file.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from io import BytesIO
+from typing import BinaryIO
+
+LINKS = {
+    tarfile.LNKTYPE: "a hard link",
+    tarfile.SYMTYPE: "a symbolic link",
+    tarfile.CHRTYPE: "a character device",
+    tarfile.BLKTYPE: "a block device",
+    tarfile.FIFOTYPE: "a named pipe",
+}
+"""Members without contents of their own; folders are not listed, since they are no part of any sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoContents:
+    """What stands for a part of a sample that has no contents."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A member that stands for something else."""
+
+    kind: bytes
+    target: str
+    place: int
+    """Of its header in the file."""
+
+
+def open_tar(file: BinaryIO) -> tarfile.TarFile:
+    """Open a tar from where a file stands. tarfile.TarError, or ValueError for headers that make no sense."""
+    try:
+        return tarfile.open(fileobj=file, mode="r:")
+    except RecursionError as error:
+        raise ValueError("too many headers for one member") from error
+
+
+def members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the members from where the file is opened, forgetting what was passed.
+
+    Raises ValueError for headers that make no sense, such as sizes below zero, which would be read for ever.
+    """
+    try:
+        while (member := tar.next()) is not None:
+            tar.members = []  # type: ignore[attr-defined]  # else the headers of the whole file pile up
+            if member.size < 0 or tar.offset <= member.offset:
+                raise ValueError(f"the member {member.name!r} has {member.size} bytes")
+            yield member
+    except RecursionError as error:
+        raise ValueError("too many headers for one member") from error
+
+
+def read_block(block: bytes, start: int, most_bytes: int) -> list[tuple[str, bytes | Link | NoContents]]:
+    """Return names and contents of a piece of a tar file, folders left out.
+
+    Args:
+        block: whole members; start: its place in the file.
+        most_bytes: of a member; a sparse file may claim any number.
+
+    Raises:
+        ValueError, tarfile.TarError: the piece makes no sense.
+    """
+    found: list[tuple[str, bytes | Link | NoContents]] = []
+    with closing(open_tar(BytesIO(block))) as tar:
+        for member in members(tar):
+            if member.type in LINKS:
+                found.append((member.name, Link(member.type, member.linkname, start + member.offset)))
+            elif member.isfile() and member.size > most_bytes:
+                found.append((member.name, NoContents(f"it has {member.size} bytes, allowed are {most_bytes}")))
+            elif member.isfile():
+                file = tar.extractfile(member)
+                assert file is not None
+                content = file.read()
+                if len(content) != member.size:
+                    raise ValueError(f"the file ends within {member.name!r}")
+                found.append((member.name, content))
+        if tar.offset < len(block):  # tarfile takes a damaged header for the end
+            raise ValueError(f"there is no header at byte {start + tar.offset}")
+    return found
+
+
+class Places:
+    """Where the files of a tar lie. It is read through once, when the first hard link asks."""
+
+    def __init__(self, opened: Callable[[], BinaryIO]) -> None:
+        """opened: opens the tar file from its beginning."""
+        self._opened = opened
+        self._places: dict[str, list[tuple[int, int, int]]] | None = None
+
+    def contents(self, link: Link, most_bytes: int) -> bytes | NoContents:
+        """Return what a link stands for. OSError if the file cannot be read."""
+        if link.kind != tarfile.LNKTYPE:
+            return NoContents(f"it is {LINKS[link.kind]}, which has no contents in the shard")
+        if self._places is None:
+            self._places = self._read()
+        before = [where for where in self._places.get(link.target, ()) if where[0] < link.place]
+        if not before:
+            return NoContents(f"it is a hard link to {link.target!r}, which is no file before it in the same shard")
+        _, start, size = before[-1]
+        if size > most_bytes:
+            return NoContents(f"it has {size} bytes, allowed are {most_bytes}")
+        with self._opened() as file:
+            file.seek(start)
+            return file.read(size)
+
+    def _read(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Return header, first byte and size of all files by their names; up to where the tar makes no sense."""
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        with self._opened() as file:
+            try:
+                with closing(open_tar(file)) as tar:
+                    for member in members(tar):
+                        if member.isreg() and not member.issparse():
+                            found.setdefault(member.name, []).append((member.offset, member.offset_data, member.size))
+                        elif member.islnk() and member.linkname in found:  # a link to a link
+                            _, start, size = found[member.linkname][-1]
+                            found.setdefault(member.name, []).append((member.offset, start, size))
+            except (ValueError, tarfile.TarError):
+                pass
+        return found

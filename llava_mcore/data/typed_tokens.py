@@ -1,0 +1,128 @@
+"""Special tokens that somebody has typed, such as `<|im_end|>` in an answer: text, unless they are wanted as tokens.
+
+A tokenizer finds its special tokens wherever they stand. To let the template's own be tokens and typed ones be text,
+both are told apart before: typed ones go through the template as private characters, and afterwards the template's own
+are private characters instead. These are the special tokens of a second tokenizer, which is the same but for their
+names. All names keep their length, so places in the text stay what they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tokenizers import AddedToken, Encoding, Tokenizer
+
+from llava_mcore.errors import DataError
+
+OWN, TYPED = 0xF0000, 0x100000
+"""First of the private characters that stand for the template's own tokens, and for typed ones."""
+PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
+
+
+class TypedTokens:
+    """Finds special tokens in the text of turns, and tokenises such text."""
+
+    def __init__(self, tokenizer: Tokenizer, named: Iterable[str], *, mark: str) -> None:
+        """Hold a tokenizer.
+
+        Args:
+            named: tokens that count as special whatever the tokenizer says of them, such as EOS and the placeholder.
+            mark: what stands for a picture in the text of a turn, and so is not typed.
+        """
+        self._tokenizer = tokenizer
+        special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        self._tokens = sorted(token for token in special | set(named) if token in vocab)
+        typed = [token for token in self._tokens if token != mark]
+        self._typed = _alternatives(typed)
+        self._normalizer = _normalizer(tokenizer, typed)
+        number = {token: place for place, token in enumerate(self._tokens)}
+        self._own_name = {token: chr(OWN + n) * len(token) for token, n in number.items()}
+        self._typed_name = {token: chr(TYPED + n) * len(token) for token, n in number.items()}
+        swapped = self._own_name | {name: token for token, name in self._typed_name.items()}
+        self._swap = _replacer(swapped)
+        self._hide = _replacer({token: self._typed_name[token] for token in typed})
+        self._renamed: Tokenizer | None = None
+
+    def found_in(self, text: str) -> set[str]:
+        """Return the special tokens that stand in a text, or would after the tokenizer has normalised it."""
+        if self._typed is None:
+            return set()
+        found = set(self._typed.findall(text))
+        if self._normalizer is not None:
+            found |= set(self._typed.findall(self._normalizer(text)))
+        return found
+
+    def hide(self, text: str) -> str:
+        """Return the text of a turn with other names for the tokens typed there. DataError if it has such names."""
+        if PRIVATE.search(text):
+            raise DataError("the text holds special tokens beside private characters (U+F0000 and above)")
+        return self._hide(text)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        """Tokenise a rendered conversation whose turns were hidden: what was typed there becomes plain text."""
+        if self._renamed is None:
+            self._renamed = self._make_renamed()
+        return self._renamed.encode(self._swap(text), add_special_tokens=add_special_tokens)
+
+    def _make_renamed(self) -> Tokenizer:
+        """Return the tokenizer with private names for its special tokens.
+
+        DataError if it is not the same but for these.
+        """
+        about = json.loads(self._tokenizer.to_str())
+        for token in about["added_tokens"]:
+            token["content"] = self._own_name.get(token["content"], token["content"])
+        _rename_model(about["model"], self._own_name)
+        renamed = Tokenizer.from_str(json.dumps(about))
+        for token, name in self._own_name.items():
+            probes = (token, f"a{token}", f"{token}a {token}")
+            expected = [self._tokenizer.encode(p, add_special_tokens=False).ids for p in probes]
+            found = [renamed.encode(p.replace(token, name), add_special_tokens=False).ids for p in probes]
+            if found != expected:
+                raise DataError(f"{_ADVICE}: {token} became {found}, not {expected}")
+        return renamed
+
+
+_ADVICE = (
+    "special tokens in the text cannot be kept apart with this tokenizer; take them out of the text, or let them be "
+    "tokens (data.special_tokens_in_text control, --special-tokens-in-text control)"
+)
+
+
+def _alternatives(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Return what finds any of the texts, the longer one of two that begin alike."""
+    ordered = sorted(texts, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _replacer(names: dict[str, str]) -> Callable[[str], str]:
+    pattern = _alternatives(names)
+    if pattern is None:
+        return lambda text: text
+    return lambda text: pattern.sub(lambda match: names[match[0]], text)
+
+
+def _normalizer(tokenizer: Tokenizer, tokens: Iterable[str]) -> Callable[[str], str] | None:
+    """Return what the tokenizer does to a text before it looks for special tokens; None if it looks before."""
+    added: dict[str, AddedToken] = {t.content: t for t in tokenizer.get_added_tokens_decoder().values()}
+    if tokenizer.normalizer is None or not any(added[token].normalized for token in tokens if token in added):
+        return None
+    return tokenizer.normalizer.normalize_str
+
+
+def _rename_model(model: dict[str, Any], names: dict[str, str]) -> None:
+    """Give tokens of a tokenizer's model other names, in place."""
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(token, token): number for token, number in vocab.items()}
+    else:  # pieces with their scores
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        model["merges"] = [p for p in pairs if not {*p, "".join(p)} & names.keys()]

@@ -1,0 +1,61 @@
+"""Files that others name: regular ones of a bounded size, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from llava_mcore.errors import DataError
+
+
+class RefusedFileError(DataError):
+    """A path that leads to no regular file, or to one that is too large."""
+
+
+def read_regular_file(path: Path, most_bytes: int) -> bytes:
+    """Return the contents of a regular file.
+
+    A named pipe would be waited for without end, and a device such as /dev/zero has no end.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+        ValueError: a name that no file can have.
+        RefusedFileError: it is no regular file, or larger than most_bytes.
+    """
+    with open_regular_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise RefusedFileError(f"{path} has {size} bytes, allowed are {most_bytes}")
+        return file.read(most_bytes)
+
+
+def open_regular_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading, without a buffer. Raises as `read_regular_file` does, whatever its size."""
+    # Looked at before and after opening: opening a device may do something, and a name may stand for another file then.
+    _check(path, os.stat(path))
+    file: BinaryIO = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)
+    try:
+        _check(path, os.fstat(file.fileno()))
+    except RefusedFileError:
+        file.close()
+        raise
+    return file
+
+
+def _check(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise RefusedFileError(f"{path} is {kind_of(found.st_mode)}, not a regular file")
+
+
+def kind_of(mode: int) -> str:
+    """Return what a file's mode says that it is."""
+    kinds = {
+        stat.S_ISDIR: "a folder",
+        stat.S_ISFIFO: "a named pipe",
+        stat.S_ISSOCK: "a socket",
+        stat.S_ISCHR: "a device",
+        stat.S_ISBLK: "a device",
+    }
+    return next((name for is_kind, name in kinds.items() if is_kind(mode)), "something else")

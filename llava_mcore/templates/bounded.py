@@ -1,0 +1,101 @@
+"""A first look at a chat template that somebody else has written, in a process that may take little memory and time.
+
+transformers renders templates in Jinja's sandbox, which keeps them from files and modules and limits range(). It limits
+neither loops in loops nor `'a' * 10 ** 10`, so that a template could take all memory, or never end.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import signal
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+
+from llava_mcore.errors import ConfigError
+
+MOST_MEMORY = 1 << 30
+"""Bytes beside what the process has already."""
+MOST_SECONDS = 10
+"""Of processor time."""
+MOST_CHARS = 1_000_000
+"""Of the text that the template makes of a few words."""
+TOO_MUCH_MEMORY, TOO_MANY_CHARS = 3, 4
+RENDER_ERRORS = (
+    *(TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
+    *(RecursionError, MemoryError),
+)
+"""What templates raise: one that expects text and gets a list fails with a TypeError, one that asks the sandbox for a
+longer range() than it allows with an OverflowError, and one that multiplies a text too often with a MemoryError."""
+MESSAGE_PARTS: tuple[Any, ...] = ("probe", [{"type": "image"}, {"type": "text", "text": "probe"}])
+
+
+def check_bounds(template: str, origin: str) -> None:
+    """Raise ConfigError if rendering a short conversation takes too much. What else is wrong is not looked for here.
+
+    origin: where the template comes from, for the message.
+    """
+    found = _look(template)
+    if found is not None:
+        raise ConfigError(
+            f"chat template ({origin}): rendering a question and its answer takes {found}; such a template is not "
+            "used, choose another with --chat-template"
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _look(template: str) -> str | None:
+    """Return what the template takes too much of."""
+    with warnings.catch_warnings():
+        # Python warns of forks beside threads. The child only renders, and leaves without cleaning up.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        _render_and_leave(template)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        took_time = os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
+        return f"more than {MOST_SECONDS} s" if took_time else f"so much that it ends with signal {os.WTERMSIG(status)}"
+    code = os.WEXITSTATUS(status)
+    if code == TOO_MUCH_MEMORY:
+        return f"more than {MOST_MEMORY >> 30} GiB of memory"
+    return f"more than {MOST_CHARS} characters" if code == TOO_MANY_CHARS else None
+
+
+def _render_and_leave(template: str) -> NoReturn:
+    code = 0
+    try:
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        memory = _address_space() + MOST_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS + 1))
+        code = max(_rendered(template, content, prompt) for content in MESSAGE_PARTS for prompt in (True, False))
+    except MemoryError:
+        code = TOO_MUCH_MEMORY
+    finally:
+        os._exit(code)
+
+
+def _rendered(template: str, content: Any, prompt: bool) -> int:
+    from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds
+
+    turns: Sequence[dict[str, Any]] = [{"role": "user", "content": content}, {"role": "assistant", "content": "probe"}]
+    try:
+        texts, _ = render_jinja_template(
+            conversations=[turns], chat_template=template, add_generation_prompt=prompt, bos_token="", eos_token=""
+        )
+    except MemoryError:
+        raise
+    except RENDER_ERRORS:  # said where the template is used
+        return 0
+    return TOO_MANY_CHARS if len(texts[0]) > MOST_CHARS else 0
+
+
+def _address_space() -> int:
+    """Bytes that the process has reserved."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()

@@ -29,15 +29,11 @@ STAGE_DEFAULTS: dict[int, dict[str, float | int]] = {
 """Values of each training stage that stand where nothing is given."""
 
 NON_PERSISTENT = "non_persistent"
-LONGEST_NAME = 200
-"""Bytes; file systems take 255, and what is being written is called NAME and something more."""
 
 
 def _folder_name(value: str) -> str:
-    if not value.strip() or value.startswith(".") or set(value) & set("/\\"):
+    if not value.strip() or value.startswith(".") or set(value) & set("/\\\n\0"):
         raise ValueError("expected the name of a folder: no '/', not empty, not starting with '.'")
-    if len(value.encode()) > LONGEST_NAME:
-        raise ValueError(f"expected the name of a folder, of at most {LONGEST_NAME} bytes")
     return value
 
 

@@ -221,9 +221,9 @@ def test_stage_sets_what_is_not_given(stage: int, lr: float, batch: int) -> None
     assert (run.optimizer.lr, run.training.global_batch_size) == (0.5, batch)
 
 
-folder_names = st.text(
-    st.characters(exclude_characters="/\\", exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1, max_size=40
-).filter(lambda name: name.strip() and not name.startswith("."))
+folder_names = st.text(st.characters(exclude_characters="/\\\n\0", exclude_categories=["Cs", "Cc"]), min_size=1).filter(
+    lambda name: name.strip() and not name.startswith(".")
+)
 some_values = st.fixed_dictionaries(
     {},
     optional={
@@ -359,7 +359,6 @@ def test_data_imports_no_megatron_core() -> None:
         ("faults.exit_duration_in_mins=1e300", "expected less than or equal to"),
         (f"faults.skip_train_iteration_range=1-{'9' * 30}", "expected ranges of iterations"),
         (f"logging.profile=1:{'9' * 30}", "expected the first and the last iteration"),
-        (f"name={'n' * 201}", "at most 200 bytes"),
         ("name=a\nb", r"expected a line of text without control characters such as '\n'"),
         ("launch.sbatch_options=--comment='a\nid'", "control characters"),
         ("checkpoint.save_dir=/a\x1b[2J", "control characters"),

@@ -31,8 +31,6 @@ STAGE_DEFAULTS: dict[int, dict[str, float | int]] = {
 """Values of each training stage that stand where nothing is given."""
 
 NON_PERSISTENT = "non_persistent"
-LONGEST_NAME = 200
-"""Bytes; file systems take 255, and what is being written is called NAME and something more."""
 
 
 def _folder_name(value: str) -> str:

@@ -34,7 +34,7 @@ class Section(BaseModel):
     def _one_line(cls, value: Any) -> Any:
         """Values end up in job scripts, command lines, environments and messages: a line break in one has no use."""
         for text in value if isinstance(value, list | tuple) else (value,):
-            wrong = [c for c in str(text) if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")]
+            wrong = [c for c in str(text) if unicodedata.category(c) in ("Cc", "Cs")]
             if isinstance(text, str | Path) and wrong:
                 raise ValueError(f"expected a line of text without control characters such as {wrong[0]!r}")
         return value

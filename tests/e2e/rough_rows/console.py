@@ -77,10 +77,14 @@ TRIALS = [
     Trial("console/ascii", ROW, f"llava-mcore inspect '{{out}}/{JAPANESE}'", code=0, arrange=_japanese, environ=LATIN),
     Trial("console/ascii-error", ROW, "llava-mcore inspect '{out}/名'", says=("neither",), environ=LATIN),
     Trial("console/ascii-train", ROW, TRAIN.replace("{out}", "'{out}/名'"), code=0, environ=LATIN),
-    Trial("console/name-without-encoding", ROW, "llava-mcore inspect {out}/$'\\xff\\xfe'", code=0, arrange=_strange),
     Trial(
-        "console/save-without-encoding", ROW, TRAIN.replace("{out}", "{out}/$'\\xff\\xfe'"), says=("save_dir", "UTF-8")
+        "console/name-without-encoding",
+        ROW,
+        "llava-mcore inspect {out}/$'\\xff\\xfe'",
+        says=("not valid UTF-8",),
+        arrange=_strange,
     ),
+    Trial("console/save-without-encoding", ROW, TRAIN.replace("{out}", "{out}/$'\\xff\\xfe'"), code=0),
     Trial("console/tmp-missing", ROW, TRAIN, code=0, environ={"TMPDIR": "/nowhere"}),
     Trial("console/tmp-full", ROW, TRAIN, code=0, arrange=_full_tmp),
     Trial("console/home-missing", ROW, TRAIN + " --tensorboard", code=0, environ={"HOME": "/nowhere"}),

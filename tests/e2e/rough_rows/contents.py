@@ -63,7 +63,6 @@ TRIALS = [
         "contents/wandb-id",
         ROW,
         RESUME,
-        code=0,
         arrange=put("out", "wandb_run_id.txt", b"\xff"),
         says=("wandb_run_id",),
     ),
@@ -72,7 +71,9 @@ TRIALS = [
         ROW,
         RESUME,
         arrange=put("out", "iter_0000004/run.yaml", b"\xff"),
-        says=("run.yaml",),
+        code=0,
+        says=("run.yaml has 1 bytes",),
+        check=_grown,
     ),
     *(
         Trial(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a run at once; the others ask it to save first."""
-_SECONDS_TO_END = 4
+_SECONDS_TO_END = 3
 """What a rank has after another one has failed, then it is killed; its own limit is a little shorter."""
 _SECONDS_TO_LEAVE = 30
 """The same after an early stop: ranks may still be closing their logs."""

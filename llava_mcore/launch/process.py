@@ -24,7 +24,7 @@ STOPPED_EARLY = 75
 """Exit code of a run that ended before its last iteration because it was asked to: EX_TEMPFAIL, "try again"."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as a shell reports it."""
-_LAST_SECONDS = 3.0
+_LAST_SECONDS = 2.5
 
 
 def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, ours: str | None = None) -> int:
@@ -85,8 +85,8 @@ class StopSignals:
     """What a training process does with signals, whatever its main thread is doing.
 
     SIGUSR1 asks it to save and end. torchrun hands a SIGTERM that it got on as SIGUSR1, and itself sends SIGTERM only
-    to the ranks left when one has failed: these end within 3 seconds, but not before the SIGUSR1 that comes when every
-    process was sent a SIGTERM. SIGINT interrupts the main thread, and ends the process after as long.
+    to the ranks left when one has failed: these end within 2.5 seconds, but not before the SIGUSR1 that comes when
+    every process was sent a SIGTERM. SIGINT interrupts the main thread, and ends the process after as long.
 
     As a context it swallows what an interrupted main thread raises; others may be gone before it notices.
     """

@@ -116,8 +116,7 @@ class Running:
         """Wait until no process is left, or the time is over; return the seconds."""
         begin = time.monotonic()
         while time.monotonic() - begin < seconds:
-            self.process.poll()  # else it would be left as a zombie
-            if not self.processes():
+            if self.process.poll() is not None and not self.processes():
                 break
             time.sleep(0.02)
         return time.monotonic() - begin

@@ -33,6 +33,10 @@ STAGE_DEFAULTS: dict[int, dict[str, float | int]] = {
 NON_PERSISTENT = "non_persistent"
 
 
+LONGEST_NAME = 200
+"""Bytes; file systems take 255, and what is being written is called NAME and something more."""
+
+
 def _folder_name(value: str) -> str:
     controls = any(unicodedata.category(letter) == "Cc" for letter in value)
     if not value.strip() or value[0] in ".-" or set(value) & set("/\\") or controls:

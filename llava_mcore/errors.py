@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
+HUNG = 124
+"""Exit code of a process that hung and was ended by its watchdog, as that of timeout(1)."""
+
+
 class LlavaMcoreError(Exception):
     """Base of all errors that are reported as one message, without a traceback.
 

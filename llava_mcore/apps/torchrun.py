@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
+from llava_mcore.errors import HUNG
 from llava_mcore.launch.process import FORWARDED, STOP, STOPPED_EARLY, leave
-from llava_mcore.training.watchdog import EXIT_CODE as HUNG
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext

@@ -8,6 +8,9 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+HUNG = 124
+"""Exit code of a process that hung and was ended by its watchdog, as that of timeout(1)."""
+
 
 class LlavaMcoreError(Exception):
     """Base of all errors that are reported as one message, without a traceback.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psutil
 
 from llava_mcore.apps.cli import with_messages
+from llava_mcore.errors import HUNG
 from llava_mcore.launch.process import FORWARDED, STOP, STOPPED_EARLY, leave
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a run at once; the others ask it to save first."""
 _SECONDS_TO_END = 3
 """What a rank has after another one has failed, then it is killed; its own limit is a little shorter."""
-_SECONDS_TO_LEAVE = 30
-"""The same after an early stop: ranks may still be closing their logs."""
+_OTHER_LIMITS = {STOPPED_EARLY: 30, HUNG: 1}
+"""The same after other exit codes: when a run stops early, ranks may still be closing their logs; when one hangs, they
+have had their time."""
 
 
 class Failure(Protocol):
@@ -106,8 +108,8 @@ class Run:
         def close_soon(self_: Any, death_sig: signal.Signals, timeout: int = 30) -> None:
             if not self.first:
                 self.first.update(self_._failures)
-            stopped = any(failure.exitcode == STOPPED_EARLY for failure in self.first.values())
-            close(self_, death_sig, _SECONDS_TO_LEAVE if stopped else _SECONDS_TO_END)
+            codes = [failure.exitcode for failure in self.first.values()]
+            close(self_, death_sig, max((_OTHER_LIMITS.get(code, _SECONDS_TO_END) for code in codes), default=1))
 
         context._close = close_soon  # type: ignore[method-assign,assignment]
 

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
+from megatron.core.optimizer import Adam, CPUAdam
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
@@ -36,6 +37,8 @@ from llava_mcore.checkpoint.torch_dist_metadata import require_plain
 from llava_mcore.compat.megatron import LoadStrategy, replace_name
 from llava_mcore.errors import CheckpointError, problems
 
+_OPTIMIZER_CLASSES = [Adam, CPUAdam]
+"""What an optimizer that lies on the host names in its parameter groups; making one does nothing to anything else."""
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's format number, read by its own loaders
 
 
@@ -144,7 +147,7 @@ def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
         load_tensors(folder / COMMON_STATE_FNAME)
     try:
         stored = load_sharded_metadata(str(folder), LoadStrategy())
-        with without_objects():
+        with without_objects(), torch.serialization.safe_globals(_OPTIMIZER_CLASSES):
             return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder), LoadStrategy())
     except CheckpointingException as error:
         raise CheckpointError(f"{folder}: dist_checkpointing cannot load it: {error}") from error

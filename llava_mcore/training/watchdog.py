@@ -15,8 +15,8 @@ import threading
 import time
 from pathlib import Path
 
-EXIT_CODE = 124
-"""As that of timeout(1)."""
+from llava_mcore.errors import HUNG
+
 _LAST_RESORT = 15
 """Seconds after which the dump is made without Python's help: a call that hangs may hold the interpreter's lock."""
 
@@ -82,4 +82,4 @@ class Watchdog:
                 file=sys.stderr,
                 flush=True,
             )
-        os._exit(EXIT_CODE)
+        os._exit(HUNG)

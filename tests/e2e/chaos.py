@@ -46,11 +46,13 @@ class Disturbed:
         self.world, self.name, self.save_dir = world, name, save_dir
         self.folder = save_dir / name
         self.flipped: tuple[Path, str] | None = None
+        self.passed_over: set[str] = set()
         self.finished = False
 
     def start(self) -> Running:
         """Start, or resume."""
-        return Running(self.save_dir / f"{self.name}.out", self.folder, self.world.flags(self.name, self.save_dir))
+        output = self.save_dir.with_name(f"{self.save_dir.name}.{self.name}.out")  # not on a disk that gets full
+        return Running(output, self.folder, self.world.flags(self.name, self.save_dir))
 
     def round(self, outcome: Outcome, rng: random.Random) -> bool:
         """Let it happen; return False if the run has come to its end before."""
@@ -117,6 +119,7 @@ class Disturbed:
                 outcome.wrong.append(f"resumed from {checkpoint.name}, of which {file} has flipped bytes")
             elif not passed_over(running.text(), checkpoint, file):
                 outcome.wrong.append(f"no word about {checkpoint.name}, of which {file} has flipped bytes")
+            self.passed_over.add(checkpoint.name)
             self.flipped = None
         self._compare(outcome)
 
@@ -127,9 +130,9 @@ class Disturbed:
             outcome.wrong.append("the losses differ")
 
     def _check_folder(self, outcome: Outcome) -> None:
-        """See that the tracker names a complete checkpoint."""
+        """See that the tracker names a complete checkpoint, or one that was found damaged and is being replaced."""
         newest = latest_iteration(self.folder)
-        if newest is None:
+        if newest is None or iteration_folder(self.folder, newest).name in self.passed_over:
             return
         problem = incomplete(iteration_folder(self.folder, newest))
         if newest not in iterations(self.folder) or problem is not None:
@@ -165,12 +168,12 @@ class Disturbed:
 class Chain:
     """Rounds one after the other, on as many runs as they take."""
 
-    def __init__(self, worlds: Sequence[World], number: int, seed: int, disk: Path) -> None:
-        """worlds: every run is of the next one. disk: folder that the runs write to."""
+    def __init__(self, worlds: Sequence[World], number: int, seed: int, disk: Path, kinds: Sequence[str]) -> None:
+        """worlds: every run is of the next one. disk: folder that the runs write to. kinds: what may happen."""
         first = number % len(worlds)
         self.worlds = itertools.cycle([*worlds[first:], *worlds[:first]])
         self.disk, self.number, self.rng = disk, number, random.Random(f"{seed} {number}")
-        self.deck: list[str] = []
+        self.kinds, self.deck = kinds, list[str]()
 
     def play(self, numbers: Sequence[int]) -> Iterator[Outcome]:
         """Yield an outcome for each round, and one for the end of each run."""
@@ -198,7 +201,7 @@ class Chain:
     def _next_kind(self, world: World) -> str:
         """Deal the kinds out of a shuffled deck; without loader processes their share falls to the ranks."""
         if not self.deck:
-            self.deck = [name for name, kind in KINDS.items() for _ in range(kind.weight)]
+            self.deck = [name for name in self.kinds for _ in range(KINDS[name].weight)]
             self.rng.shuffle(self.deck)
         kind = self.deck.pop()
         return kind if world.layout.loaders else kind.replace("loader", "rank")
@@ -235,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--processes", type=int, default=1, help="runs at a time; each has two or four ranks")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what may happen (default: all)")
     parser.add_argument("--logs", type=Path, help="write what was printed in rounds that went wrong to this folder")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file too")
     args = parser.parse_args(argv)
@@ -261,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def play(number: int) -> None:
             with small_disk(root / f"chain{number}") as disk, said_at_once():
-                chain = Chain(worlds, number, args.seed, disk)
+                chain = Chain(worlds, number, args.seed, disk, args.kinds)
                 for outcome in chain.play(range(number + 1, args.rounds + 1, args.processes)):
                     report(outcome)
 

@@ -104,6 +104,18 @@ def test_entries_that_are_no_tensors_are_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "proof").exists()
 
 
+def test_an_optimizer_may_name_its_own_classes(tmp_path: Path) -> None:
+    """As megatron-core's does that lies on the host, in every group of parameters."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    from llava_mcore.checkpoint.megatron import save_state
+
+    with single_process():
+        state = {"groups": ShardedObject("groups", [{"cpu_optimizer_cls": torch.optim.AdamW}], (1,), (0,))}
+        save_state(dict(state), tmp_path)
+        assert load_state(dict(state), tmp_path)["groups"] == [{"cpu_optimizer_cls": torch.optim.AdamW}]
+
+
 @pytest.mark.parametrize("mmap", [False, True])
 def test_files_of_torch_save(tmp_path: Path, mmap: bool) -> None:
     """The place in the data, and what lies on a node's own disk."""

@@ -1,0 +1,58 @@
+"""Which rank is named when several have failed, and how long the others have."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llava_mcore.apps.torchrun import Run, cause
+
+
+def failures(**codes: int) -> dict[int, Any]:
+    return {int(rank.removeprefix("rank")): SimpleNamespace(exitcode=code) for rank, code in codes.items()}
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (failures(rank0=1, rank1=1, rank2=-9), (2, -9)),
+        (failures(rank0=1, rank3=2), (3, 2)),
+        (failures(rank0=124, rank1=124), (0, 124)),
+        (failures(rank1=1), (1, 1)),
+    ],
+)
+def test_a_rank_that_lost_its_connection_is_not_the_cause(found: dict[int, Any], expected: tuple[int, int]) -> None:
+    assert cause(found) == expected
+
+
+@pytest.mark.parametrize(("code", "seconds"), [(-9, 3), (1, 3), (124, 1), (75, 30)])
+def test_how_long_the_other_ranks_have(code: int, seconds: int) -> None:
+    given: list[float] = []
+
+    class Context:
+        _failures = failures(rank1=code)
+
+        def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+            given.append(timeout)
+            self._failures[0] = SimpleNamespace(exitcode=-15)
+
+    run = Run.__new__(Run)
+    run.first = {}
+    api: Any = SimpleNamespace(SubprocessContext=Context)
+    run.end_soon_after_a_failure(api)
+    context = Context()
+    context._close(signal.SIGTERM)
+    assert given == [seconds] and list(run.first) == [1], "only that one failed by itself"
+
+
+def test_a_torch_that_ends_its_workers_otherwise_is_noticed() -> None:
+    class Context:
+        def _close(self, death_sig: signal.Signals) -> None:
+            """Lacks the time."""
+
+    api: Any = SimpleNamespace(SubprocessContext=Context)
+    with pytest.raises(RuntimeError, match=r"torch has changed .*_close"):
+        Run.__new__(Run).end_soon_after_a_failure(api)

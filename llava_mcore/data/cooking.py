@@ -39,7 +39,7 @@ class TextDecoder(FileStoreDecoder):
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Decode the parts of a sample. DataError if one makes no sense, or has no contents."""
-        empty = [f"part {k!r} has no contents: {v.reason}" for k, v in sample.items() if isinstance(v, NoContents)]
+        empty = [f"part {k!r}: {v.reason}" for k, v in sample.items() if isinstance(v, NoContents)]
         if empty:
             raise DataError("; ".join(empty))
         return {k: self.decode(k, v) if isinstance(v, bytes) else v for k, v in sample.items()}

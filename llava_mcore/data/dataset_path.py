@@ -80,15 +80,32 @@ def _hashes(location: EPath) -> list[str]:
     return hashes
 
 
-def refuse_odd_files(path: Path | str) -> None:
-    """Raise DataError if .nv-meta of a dataset holds what would be waited for, or be read without end."""
+def refuse_endless(path: Path | str) -> None:
+    """Raise DataError if opening a dataset of a path would wait for ever, or take all memory."""
     location = locate(path)
-    metas = [leaf.local_path() / META for leaf in _leaves(location, SPLIT) if leaf.is_local()]
-    files = [file for meta in metas if meta.is_dir() for file in sorted(meta.iterdir()) if file.exists()]
-    odd = [file for file in files if not file.is_file() and not file.is_dir()]
-    if odd:
-        found = [f"{file} is {kind_of(file.stat().st_mode)}, not a regular file" for file in odd]
+    leaves = _leaves(location, SPLIT)
+    found = [
+        problem for leaf, part in leaves.items() if leaf.is_local() for problem in _endless(leaf.local_path(), part)
+    ]
+    if found:
         raise DataError(problems(f"{path} cannot be opened", found))
+
+
+def _endless(leaf: Path, split: str) -> list[str]:
+    meta = leaf / META
+    files = sorted(meta.iterdir()) if meta.is_dir() else []
+    odd = [file for file in files if file.exists() and not file.is_file() and not file.is_dir()]
+    if odd:
+        return [f"{file} is {kind_of(file.stat().st_mode)}, not a regular file" for file in odd]
+    try:
+        content = yaml.safe_load((meta / "split.yaml").read_bytes())
+        listed = [*(content["split_parts"].get(split) or ()), *(content.get("exclude") or ())]
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        return []  # said elsewhere
+    number = sum(num_names(pattern) for pattern in listed if isinstance(pattern, str))
+    if number <= MOST_NAMES:
+        return []
+    return [f"{meta / 'split.yaml'} lists {number} shards, allowed are {MOST_NAMES}; prepare the dataset anew"]
 
 
 def _kind(location: EPath) -> Literal["file", "folder", "nothing"]:
@@ -141,17 +158,15 @@ def _check_leaf(leaf: EPath, split: str) -> list[str]:
         ]
     split_file = leaf / META / "split.yaml"
     try:
-        content = yaml.safe_load(split_file.read_bytes())
-        parts = content["split_parts"]
+        parts = yaml.safe_load(split_file.read_bytes())["split_parts"]
         is_empty = not (parts or {}).get(split)
-        listed = [*((parts or {}).get(split) or ()), *(content.get("exclude") or ())]
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         return [f"{split_file} does not say which shards belong to which part (split_parts): {error}"]
     if is_empty:
         return [f"{leaf} has no shards in its {split!r} part; see {split_file} (ratios count shards)"]
-    number = sum(num_names(pattern) for pattern in listed if isinstance(pattern, str))
-    if number > MOST_NAMES:
-        return [f"{split_file} lists {number} shards for {split!r}, allowed are {MOST_NAMES}; prepare the dataset anew"]
+    endless = _endless(leaf.local_path(), split) if leaf.is_local() else []
+    if endless:
+        return endless
     return found + _check_shards(leaf)
 
 

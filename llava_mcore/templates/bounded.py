@@ -20,7 +20,7 @@ from llava_mcore.errors import ConfigError
 
 MOST_MEMORY = 1 << 30
 """Bytes beside what the process has already."""
-MOST_SECONDS = 10
+MOST_SECONDS = 5
 """Of processor time."""
 MOST_CHARS = 1_000_000
 """Of the text that the template makes of a few words."""

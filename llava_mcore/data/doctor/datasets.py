@@ -17,7 +17,7 @@ from megatron.energon.flavors.webdataset.base_webdataset import BaseWebdatasetFa
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 
-from llava_mcore.data.dataset_path import SPLIT, refuse_odd_files
+from llava_mcore.data.dataset_path import SPLIT, refuse_endless
 from llava_mcore.data.energon_memory import forget_what_was_read
 from llava_mcore.data.energon_names import NamedCodeError, run_no_named_code
 from llava_mcore.data.shard_reader import read_shards_directly
@@ -102,7 +102,7 @@ def open_datasets(path: Path, encoder: ChatTaskEncoder, on_error: ErrorHandler) 
         DataError: energon cannot open them.
     """
     workers = WorkerConfig(rank=0, world_size=1, num_workers=0, restore_error_handler=on_error)
-    refuse_odd_files(path)
+    refuse_endless(path)
     run_no_named_code()
     forget_what_was_read()
     try:

@@ -88,13 +88,15 @@ class StopSignals:
     to the ranks left when one has failed: these end within 2.5 seconds, but not before the SIGUSR1 that comes when
     every process was sent a SIGTERM. SIGINT interrupts the main thread, and ends the process after as long.
 
-    As a context it swallows what an interrupted main thread raises; others may be gone before it notices.
+    As a context it swallows what an interrupted main thread raises; others may be gone before it notices. Before it is
+    entered, SIGINT ends the process at once.
     """
 
     def __init__(self) -> None:
         """Take over the signals, also those that torchrun let us begin with blocked; call it in the main thread."""
         self.asked = False
         self.interrupted = False
+        self._entered = False
         self._numbers, numbers = os.pipe()
         os.set_blocking(numbers, False)
         # Python's own handlers run in the main thread, which may hang in a collective call. These bytes come anyway.
@@ -105,7 +107,7 @@ class StopSignals:
         unblock_signals()
 
     def __enter__(self) -> None:
-        return None
+        self._entered = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -115,6 +117,8 @@ class StopSignals:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             self.interrupted = True
+            if not self._entered:
+                os._exit(INTERRUPTED)
             raise KeyboardInterrupt
 
     def _watch(self) -> None:

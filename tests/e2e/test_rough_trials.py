@@ -1,4 +1,4 @@
-"""The rough trials: a few of the quickest always, all of them with `-m cluster`."""
+"""The quickest of the rough trials; `python -m tests.e2e.rough_trials` tries all of them, for half an hour."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ def test_no_two_trials_have_one_name() -> None:
 
 @pytest.mark.parametrize("trial", [trial for trial in TRIALS if trial.quick], ids=lambda trial: trial.name)
 def test_a_quick_trial(trial: Trial, shared: Shared, tmp_path: Path) -> None:
-    run(trial, shared, tmp_path)
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("trial", [trial for trial in TRIALS if not trial.quick], ids=lambda trial: trial.name)
-def test_a_longer_trial(trial: Trial, shared: Shared, tmp_path: Path) -> None:
     run(trial, shared, tmp_path)
 
 

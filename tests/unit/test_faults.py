@@ -129,9 +129,9 @@ import sys, time
 from llava_mcore.launch import process
 process._LAST_SECONDS = 1.0
 signals = process.StopSignals()
-print("ready", flush=True)
-end = time.monotonic() + 20
 with signals:
+    print("ready", flush=True)
+    end = time.monotonic() + 20
     while not signals.asked and time.monotonic() < end:
         time.sleep(0.05)
     time.sleep(2)

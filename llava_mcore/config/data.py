@@ -78,9 +78,9 @@ class DataConfig(Section):
     special_tokens_in_text: Handling = "text"
     """What special tokens of the tokenizer are where they stand in the text of a conversation, such as <|im_end|> in an
     answer: plain text, as somebody typed them, or the tokens themselves, for data that rely on it."""
-    max_sample_bytes: int = Field(LIMITS.sample_bytes, ge=1)
+    max_sample_bytes: int = Field(LIMITS.sample_bytes, ge=1, le=1 << 40)
     """Bytes of a sample, its json and pictures together; a larger one is left out."""
-    max_text_chars: int = Field(LIMITS.text_chars, ge=1)
+    max_text_chars: int = Field(LIMITS.text_chars, ge=1, le=1 << 40)
     """Characters of a conversation; a longer one is left out before it is tokenised."""
     max_picture_pixels: int = Field(LIMITS.picture_pixels, ge=1, le=LIMITS.picture_pixels)
     """Width times height of a picture; a sample with a larger one is left out. By default as many as Pillow decodes."""

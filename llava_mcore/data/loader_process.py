@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron.energon.wrappers.gc_dataset import gc_init_worker
 
+from llava_mcore.data.open_shards import OPEN_SHARDS
 from llava_mcore.data.remote import renew_connections
 from llava_mcore.parent import die_with_parent
 
@@ -32,6 +33,7 @@ def _start(parent: int, worker: int) -> None:
     _leave_sockets()
     _outlive_stop_signals(parent)
     renew_connections()
+    OPEN_SHARDS.close_all()  # remote ones would go on with the training process's connections
     gc_init_worker(worker)
     # What the training process has made is not searched for garbage, and its pages stay shared.
     gc.freeze()

@@ -92,6 +92,10 @@ class OpenShards:
         if path in self._shards:
             self._shards.pop(path).close()
 
+    def close_all(self) -> None:
+        """Close all shards: what is opened anew may be other data at the same place."""
+        self._close_all_but(0)
+
     def _open(self, path: EPath) -> OpenShard:
         try:
             return OpenShard(path)

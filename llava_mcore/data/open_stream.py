@@ -15,6 +15,7 @@ from llava_mcore.data.dataset_path import SPLIT, VALIDATION
 from llava_mcore.data.energon_memory import forget_what_was_read
 from llava_mcore.data.energon_names import NamedCodeError, run_no_named_code
 from llava_mcore.data.energon_repeat import repeat_parts_exactly
+from llava_mcore.data.open_shards import OPEN_SHARDS
 from llava_mcore.data.remote import locate
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.shard_reader import read_shards_directly
@@ -43,6 +44,7 @@ def open_stream(
     """
     assert data.path is not None
     forget_what_was_read()
+    OPEN_SHARDS.close_all()  # what lies there may be other data by now
     repeat_parts_exactly()
     run_no_named_code()
     workers = WorkerConfig(

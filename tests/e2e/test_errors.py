@@ -16,7 +16,7 @@ from tests.helpers.exploits import Exploit, torch_saved
 from tests.helpers.shards import jpeg, make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 
-SECONDS = 60
+SECONDS = 150
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from llava_mcore.data import images as images_module
 from llava_mcore.data import streams
 from llava_mcore.data.assets import Assets, load_assets
 from llava_mcore.data.images import ImagePreprocessor, decode_image, decode_pixels, is_plain_jpeg
+from llava_mcore.data.open_shards import OPEN_SHARDS
 from llava_mcore.data.pixel_slots import Parked, PixelSlots
 from llava_mcore.data.samples import Batch
 from llava_mcore.errors import DataError
@@ -153,12 +154,13 @@ def test_stopped_anywhere_between_places(
     assert_equal(found, unbroken[: len(found)])
 
 
-def test_open_shards_forget_what_was_read(dataset: Path, assets: Assets) -> None:
+def test_open_shards_keep_no_record_of_what_was_read(dataset: Path, assets: Assets) -> None:
+    """Energon's would, through tarfile's: 8 GB in ten million samples. Ours are read without it."""
     loader = open_loader(dataset, assets)
     take(loader, 40)
     opened = [thing for thing in gc.get_objects() if isinstance(thing, ITarFile) and not thing.closed]
+    assert len(OPEN_SHARDS) and not opened
     loader.close()
-    assert opened and not any(tar.members for tar in opened)
 
 
 @pytest.mark.parametrize(("dtype", "ahead"), [(torch.uint8, 2), (torch.float32, 2), (torch.uint8, 4)])

@@ -21,8 +21,8 @@ from llava_mcore.apps import check, export_hf
 from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.hf_config import load_hf_config
 from llava_mcore.checkpoint.layout import TRACKER, iteration_folder
-from llava_mcore.checkpoint.legacy import _FUSED
 from llava_mcore.checkpoint.megatron import load_weights
+from llava_mcore.conversion.fused_norms import FUSED_NORMS
 from llava_mcore.conversion.sharding import Shard
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.vlm import VisionLanguageModel
@@ -123,7 +123,7 @@ def stage_name(name: str, stage: int, pp: int, per_stage: int) -> str | None:
 
 
 def fuse(name: str) -> str:
-    for ours, theirs in _FUSED.items():
+    for ours, theirs in FUSED_NORMS.items():
         name = name.replace(ours, theirs)
     return name
 

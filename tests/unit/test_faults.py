@@ -175,6 +175,7 @@ for _ in range(2):  # the second time it waits for itself; unlike a sleep, a sig
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_worker_that_hangs_in_a_call_ends_as_well(number: signal.Signals, code: int) -> None:
     process = start(HANGS_IN_A_CALL)
+    time.sleep(1)  # until it hangs
     process.send_signal(number)
     process.communicate(timeout=20)
     assert process.returncode == code

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
+from llava_mcore.files import naming
 from llava_mcore.launch.nodes import Nodes
 from llava_mcore.launch.slurm import job_has_ended
 from llava_mcore.lock import FolderLock
@@ -64,9 +65,11 @@ class RunLock:
         with contextlib.ExitStack() as stack:
             try:
                 for lock in self._looked_at:
-                    lock.require_free()
+                    with naming(lock.path):
+                        lock.require_free()
                 for lock in self._held:
-                    stack.enter_context(lock)
+                    with naming(lock.path):
+                        stack.enter_context(lock)
             except OSError as error:
                 raise ConfigError(f"the run's folder cannot be written to: {error}") from error
             yield

@@ -24,29 +24,28 @@ def read_regular_file(path: Path, most_bytes: int) -> bytes:
         ValueError: a name that no file can have.
         RefusedFileError: it is no regular file, or larger than most_bytes.
     """
-    with open_regular_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most_bytes:
-            raise RefusedFileError(f"{path} has {size} bytes, allowed are {most_bytes}")
+    with open_regular_file(path, most_bytes) as file:
         return file.read(most_bytes)
 
 
-def open_regular_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading, without a buffer. Raises as `read_regular_file` does, whatever its size."""
+def open_regular_file(path: Path, most_bytes: int | None = None) -> BinaryIO:
+    """Open a regular file for reading, without a buffer. Raises as `read_regular_file`; None allows any size."""
     # Looked at before and after opening: opening a device may do something, and a name may stand for another file then.
-    _check(path, os.stat(path))
+    _check(path, os.stat(path), most_bytes)
     file: BinaryIO = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)
     try:
-        _check(path, os.fstat(file.fileno()))
+        _check(path, os.fstat(file.fileno()), most_bytes)
     except RefusedFileError:
         file.close()
         raise
     return file
 
 
-def _check(path: Path, found: os.stat_result) -> None:
+def _check(path: Path, found: os.stat_result, most_bytes: int | None) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise RefusedFileError(f"{path} is {kind_of(found.st_mode)}, not a regular file")
+    if most_bytes is not None and found.st_size > most_bytes:
+        raise RefusedFileError(f"{path} has {found.st_size} bytes, allowed are {most_bytes}")
 
 
 def kind_of(mode: int) -> str:

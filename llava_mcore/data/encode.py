@@ -32,6 +32,11 @@ def tokenise(conversation: Conversation, assets: Assets, key: str) -> TokenConve
     Raises DataError if the template cannot render it, or stored tokens do not belong to it.
     """
     check_length(conversation.turns, assets.limits)
+    num_bytes = sum(map(len, conversation.images))
+    if num_bytes > assets.limits.sample_bytes:
+        raise DataError(
+            f"its pictures have {num_bytes} bytes, allowed are {assets.limits.sample_bytes} (max_sample_bytes)"
+        )
     tokens = stored_tokens(conversation, assets)
     if tokens is None:
         tokens = assets.chat.encode(conversation.turns, num_images=len(conversation.images))

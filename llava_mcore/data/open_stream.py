@@ -12,6 +12,7 @@ from megatron.energon.epathlib import EPath
 
 from llava_mcore.config.data import DataConfig
 from llava_mcore.data.dataset_path import SPLIT, VALIDATION
+from llava_mcore.data.energon_jsonl import leave_out_nested_lines
 from llava_mcore.data.energon_memory import forget_what_was_read
 from llava_mcore.data.energon_names import NamedCodeError, run_no_named_code
 from llava_mcore.data.energon_repeat import repeat_parts_exactly
@@ -45,6 +46,7 @@ def open_stream(
     assert data.path is not None
     forget_what_was_read()
     OPEN_SHARDS.close_all()  # what lies there may be other data by now
+    leave_out_nested_lines()
     repeat_parts_exactly()
     run_no_named_code()
     workers = WorkerConfig(

@@ -6,9 +6,12 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from megatron.energon import FileStore
+from megatron.energon.epathlib import EPath
 
+from llava_mcore.config.data import LIMITS
 from llava_mcore.data.remote import STORAGE_ERRORS
 from llava_mcore.errors import DataError
+from llava_mcore.read_file import RefusedFileError, open_regular_file
 
 
 def stored_pictures(names: Any, store: FileStore[bytes] | None, sample: dict[str, Any]) -> list[bytes]:
@@ -30,9 +33,23 @@ def stored_pictures(names: Any, store: FileStore[bytes] | None, sample: dict[str
     return [_picture(name, store, sample) for name in names]
 
 
+def _check_file(name: str, store: FileStore[bytes]) -> None:
+    """Raise DataError for a file of a folder that would be waited for, or read without end."""
+    folder = EPath(store.get_path())
+    if not folder.is_local():
+        return
+    try:
+        open_regular_file(folder.local_path() / name, LIMITS.sample_bytes).close()
+    except RefusedFileError as error:
+        raise DataError(f"the picture {name!r}: {error}") from error
+    except (OSError, ValueError):
+        pass  # not there: in a tar of the store, or said when it is read
+
+
 def _picture(name: str, store: FileStore[bytes], sample: dict[str, Any]) -> bytes:
     if PurePosixPath(name).is_absolute() or "://" in name or ".." in PurePosixPath(name).parts:
         raise DataError(f"the picture {name!r} lies outside of its store; names must be relative to it")
+    _check_file(name, store)
     try:
         return store.get(name, sample)
     except (FileNotFoundError, KeyError) as error:

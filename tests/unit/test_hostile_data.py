@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import sys
+import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +28,26 @@ from llava_mcore.data.images import decode_image
 from llava_mcore.data.loader import TrainLoader
 from llava_mcore.errors import ConfigError, DataError, LlavaMcoreError
 from llava_mcore.templates.bounded import check_bounds
-from tests.helpers.bad_data_makers import ANSWERED, ASKED, changed, messages, one_sample, picture, pictured, rewritten
+from tests.helpers.bad_data_makers import (
+    ANSWERED,
+    ASKED,
+    FAULTY,
+    NUM_SAMPLES,
+    changed,
+    good,
+    index,
+    messages,
+    one_sample,
+    picture,
+    pictured,
+    rewritten,
+    write_tar,
+)
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_bad_data_table import examine, said
 
+TALK: dict[str, Any] = messages(ASKED, ANSWERED)
+TALK_ONLY: dict[str, Any] = messages(("user", "q"), ANSWERED)
 DEEP = "[" * 15_000
 SMALL = Limits(sample_bytes=20_000, text_chars=500, picture_pixels=10_000)
 
@@ -163,9 +180,57 @@ def test_names_of_a_pattern_are_never_more(pattern: str, number: int) -> None:
     assert num_names(pattern) == number
 
 
-# -- prepare ---------------------------------------------------------------------------------------------------------
+def stored(name: str) -> Callable[[Path], Path]:
+    """Pictures in a folder beside the shards, of which the faulty sample names one that is none."""
 
-TALK: dict[str, Any] = messages(ASKED, ANSWERED)
+    def make(folder: Path) -> Path:
+        pictures = odd_files(folder / "pictures")
+        samples = {
+            f"{n:06d}": {"json": TALK | {"images": [name if n == FAULTY else "good.jpg"]}} for n in range(NUM_SAMPLES)
+        }
+        write_tar(folder / "data" / "000000.tar", samples)
+        index(folder / "data")
+        store = f"aux: {{images: 'filesystem://{pictures}'}}"
+        (folder / "blend.yaml").write_text(
+            f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits: {{train: {{path: ./data, {store}}}}}\n"
+        )
+        return folder / "blend.yaml"
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["pipe.jpg", "zero.jpg", "holes.jpg"])
+def test_pictures_beside_the_shards(name: str, assets: Assets, tmp_path: Path) -> None:
+    path = stored(name)(tmp_path)
+    data = DataConfig(path=path, seq_length=512, num_workers=0, shuffle_buffer_size=0, num_streams=1)
+    loader = TrainLoader(data, assets, micro_batch_size=1, dp_rank=0, dp_size=1, seed=1)
+    reasons = {skip.reason for _ in range(4) for skip in next(loader).skipped}
+    assert len(reasons) == 1 and name in reasons.pop()
+    assert examine(path, assets, "--full").tally.num_left_out == 1
+
+
+def test_a_jsonl_of_somebody_else(assets: Assets, tmp_path: Path) -> None:
+    """Its index is a stranger's as well: energon's own command refuses such lines."""
+    good(tmp_path / "good")
+    lines = [json.dumps(TALK_ONLY), '{"messages": ' + DEEP, json.dumps(TALK_ONLY), "\xff\0"]
+    content, ends = b"", [0]
+    for line in lines:
+        content += line.encode("latin-1") + b"\n"
+        ends.append(len(content))
+    (tmp_path / "lines.jsonl").write_bytes(content)
+    (tmp_path / "lines.jsonl.idx").write_bytes(b"".join(n.to_bytes(8, "little") for n in ends))
+    (tmp_path / "blend.yaml").write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits: {train: {blend: "
+        "[{weight: 1, path: ./good}, {weight: 1, path: ./lines.jsonl}]}}\n"
+    )
+    data = DataConfig(path=tmp_path / "blend.yaml", seq_length=512, num_workers=0, shuffle_buffer_size=0, num_streams=1)
+    loader = TrainLoader(data, assets, micro_batch_size=1, dp_rank=0, dp_size=1, seed=1)
+    skipped = {skip.place for _ in range(12) for skip in next(loader).skipped}
+    assert len(skipped) == 2
+    assert examine(tmp_path / "blend.yaml", assets, "--full").tally.num_left_out == 2
+
+
+# -- prepare ---------------------------------------------------------------------------------------------------------
 
 
 def prepared(source: Path, out: Path, *flags: str) -> list[tuple[str, str]]:
@@ -272,6 +337,19 @@ def test_folders_of_parts(tmp_path: Path) -> None:
         "1099511627776 bytes",
     ]
     assert len(found) == len(texts) and all(text in detail for (_, detail), text in zip(found, texts, strict=True))
+
+
+def test_names_in_other_encodings(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "in.tar", "w") as tar:
+        for name, data in {
+            "caf\udce9.json": b'{"question": "q"}',
+            "caf\udce9.txt": b"a",
+            "caf\udce9.jpg": picture(),
+        }.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    assert prepared(tmp_path / "in.tar", tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "rows.tar", "rows.arrow"])

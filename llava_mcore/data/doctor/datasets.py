@@ -18,8 +18,10 @@ from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDataset
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 
 from llava_mcore.data.dataset_path import SPLIT, refuse_endless
+from llava_mcore.data.energon_jsonl import leave_out_nested_lines
 from llava_mcore.data.energon_memory import forget_what_was_read
 from llava_mcore.data.energon_names import NamedCodeError, run_no_named_code
+from llava_mcore.data.open_shards import OPEN_SHARDS
 from llava_mcore.data.shard_reader import read_shards_directly
 from llava_mcore.data.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError
@@ -104,7 +106,9 @@ def open_datasets(path: Path, encoder: ChatTaskEncoder, on_error: ErrorHandler) 
     workers = WorkerConfig(rank=0, world_size=1, num_workers=0, restore_error_handler=on_error)
     refuse_endless(path)
     run_no_named_code()
+    OPEN_SHARDS.close_all()
     forget_what_was_read()
+    leave_out_nested_lines()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # energon prints a line for each .jsonl
             loaded = load_dataset(path).get_datasets(

@@ -97,7 +97,11 @@ class TarShard:
         cut, last = cuts.next_cut(0), ""
         with self._open() as tar:
             for member in self._members(tar):
-                sha.update(f"{member.name}\0{member.size}\0{member.mtime}\0{member.chksum}\n".encode())
+                sha.update(
+                    f"{member.name}\0{member.size}\0{member.mtime}\0{member.chksum}\n".encode(
+                        "utf-8", "surrogateescape"
+                    )
+                )
                 stem = _split(member.name)[0]
                 if stem != last:
                     if number == cut:

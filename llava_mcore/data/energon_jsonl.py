@@ -1,0 +1,21 @@
+"""Energon 7.4.1 ends the run where a line of a .jsonl is nested too deeply to be read; here it is a broken sample."""
+
+from __future__ import annotations
+
+from megatron.energon import CrudeSample
+from megatron.energon.flavors.jsonl.crude_jsonl_dataset import DefaultCrudeJsonlDatasetFactory
+from megatron.energon.flavors.webdataset.structs import FilteredSample
+
+_load = DefaultCrudeJsonlDatasetFactory._load_sample
+
+
+def _load_or_refuse(self: DefaultCrudeJsonlDatasetFactory, sample: FilteredSample) -> CrudeSample:
+    try:
+        return _load(self, sample)
+    except RecursionError as error:
+        raise ValueError(f"the line is nested too deeply: {error}") from error
+
+
+def leave_out_nested_lines() -> None:
+    """Let such a line be left out and counted. Calling it again changes nothing."""
+    DefaultCrudeJsonlDatasetFactory._load_sample = _load_or_refuse

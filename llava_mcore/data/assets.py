@@ -89,12 +89,7 @@ def load_assets(
     tokenizer = _load_tokenizer(hf_dir, found)
     if tokenizer is not None:
         _choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
-    choice = None
-    if tokenizer is not None:
-        try:
-            choice = choose_template(tokenizer, folders, chat_template=chat_template, lang=lang)
-        except LlavaMcoreError as error:
-            found.append(str(error))
+    choice = _choose_template(tokenizer, folders, chat_template, lang, found)
     images = _load_images(folders, config, limits, found)
     image_length = None if config is None else _image_length(folders, config, found)
     image_token = None if tokenizer is None else _check_tokenizer(tokenizer, config, found)
@@ -125,6 +120,22 @@ def load_assets(
         lang=choice.lang,
         limits=limits,
     )
+
+
+def _choose_template(
+    tokenizer: PreTrainedTokenizerBase | None,
+    folders: list[Path],
+    chat_template: str | None,
+    lang: Lang | None,
+    found: list[str],
+) -> TemplateChoice | None:
+    if tokenizer is None:
+        return None
+    try:
+        return choose_template(tokenizer, folders, chat_template=chat_template, lang=lang)
+    except LlavaMcoreError as error:
+        found.append(str(error))
+        return None
 
 
 def refuse_odd_files(folders: Sequence[Path]) -> None:

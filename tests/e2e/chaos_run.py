@@ -160,11 +160,14 @@ def rank_of(process: psutil.Process) -> int | None:
 
 
 def still_open(ports: Sequence[int], seconds: float) -> list[int]:
-    """Return the ports that cannot be listened on after so long; threads of an ended process may take a moment."""
+    """Return the ports that something listens on after so long; threads of an ended process may take a moment.
+
+    A port that another run has been given since, which its mark shows, is not counted.
+    """
     end = time.monotonic() + seconds
     while (found := [port for port in ports if not _is_free(port)]) and time.monotonic() < end:
         time.sleep(0.05)
-    return found
+    return [port for port in found if not _belongs_to_another_run(port)]
 
 
 def _is_free(port: int) -> bool:
@@ -175,6 +178,20 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def _belongs_to_another_run(port: int) -> bool:
+    """Tell whether all that hold a port are processes of runs, none of which is the one that has ended."""
+    holders = {x.pid for x in psutil.net_connections("tcp") if x.laddr and x.laddr.port == port and x.pid is not None}
+    environments = [_environment(pid) for pid in holders]
+    return bool(environments) and all(MARK in environment for environment in environments)
+
+
+def _environment(pid: int) -> dict[str, str]:
+    try:
+        return psutil.Process(pid).environ()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return {}
 
 
 def send(process: psutil.Process, number: signal.Signals) -> None:

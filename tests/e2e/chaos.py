@@ -130,7 +130,7 @@ class Disturbed:
             outcome.wrong.append("the losses differ")
 
     def _check_folder(self, outcome: Outcome) -> None:
-        """See that the tracker names a complete checkpoint, or one that was found damaged and is being replaced."""
+        """See that the tracker names a complete checkpoint, or one that was found damaged and is deleted or replaced."""
         newest = latest_iteration(self.folder)
         if newest is None or iteration_folder(self.folder, newest).name in self.passed_over:
             return
@@ -149,6 +149,7 @@ class Disturbed:
                 f"beside {checkpoint.name}, of which {file} has flipped bytes: {last_line(text)[:200]}"
             )
         shutil.rmtree(checkpoint)
+        self.passed_over.add(checkpoint.name)
         if not iterations(checkpoint.parent):
             (checkpoint.parent / TRACKER).unlink(missing_ok=True)
         self.flipped = None

@@ -130,7 +130,7 @@ class Disturbed:
             outcome.wrong.append("the losses differ")
 
     def _check_folder(self, outcome: Outcome) -> None:
-        """See that the tracker names a complete checkpoint, or one that was found damaged and is deleted or replaced."""
+        """See that the tracker names a complete checkpoint, or a damaged one that is deleted or replaced."""
         newest = latest_iteration(self.folder)
         if newest is None or iteration_folder(self.folder, newest).name in self.passed_over:
             return

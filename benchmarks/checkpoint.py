@@ -33,10 +33,10 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from llava_mcore.checkpoint.checksums import of_files, write_checksums
-from llava_mcore.checkpoint.durable import move, sync_tree
+from llava_mcore.checkpoint.dist import StateWrite, load_state
 from llava_mcore.checkpoint.layout import write_tracker
-from llava_mcore.checkpoint.megatron import StateWrite, load_state
 from llava_mcore.checkpoint.verify import damage_found_together
+from llava_mcore.files.atomic import move, sync_tree
 from llava_mcore.parallel.groups import Groups, gather_to_all, initialise
 
 TENSOR_MIB = 64

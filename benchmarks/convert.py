@@ -37,9 +37,9 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from llava_mcore.apps.conversion import default_workers
-from llava_mcore.checkpoint.hf_files import write_index
-from llava_mcore.checkpoint.safetensors_plan import plan_file, write_tensors
+from llava_mcore.convert.jobs import default_workers
+from llava_mcore.files.hf_folder import write_index
+from llava_mcore.files.safetensors_writer import plan_file, write_tensors
 
 TEXTS = {
     "0.1B": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,

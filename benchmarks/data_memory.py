@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from llava_mcore.config.data import DataConfig
-from llava_mcore.data.assets import Assets
-from llava_mcore.data.loader import TrainLoader
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.loading.loader import TrainLoader
 
 MIB = 2**20
 

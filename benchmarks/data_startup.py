@@ -31,10 +31,10 @@ def child(options: argparse.Namespace) -> None:
     """Open everything as training does, and print when each step was done."""
     import torch
 
-    from llava_mcore.config.data import DataConfig
-    from llava_mcore.data.assets import load_assets
-    from llava_mcore.data.dataset_path import check_dataset
-    from llava_mcore.data.loader import TrainLoader
+    from llava_mcore.config.sections.data import DataConfig
+    from llava_mcore.data.encoding.assets import load_assets
+    from llava_mcore.data.loading.loader import TrainLoader
+    from llava_mcore.data.storage.dataset_path import check_dataset
 
     torch.set_num_threads(1)
     done = [time.time()]

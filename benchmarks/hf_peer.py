@@ -25,9 +25,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-from llava_mcore.config.data import DataConfig
-from llava_mcore.data.assets import load_assets
-from llava_mcore.data.loader import TrainLoader
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.pixels import normalise
 

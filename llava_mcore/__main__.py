@@ -8,11 +8,11 @@ import os
 import sys
 
 from llava_mcore import log
-from llava_mcore.apps.cli import with_messages
+from llava_mcore.compat.unused_imports import leave_out_unused
 from llava_mcore.errors import FileError
 from llava_mcore.launch.process import INTERRUPTED
 from llava_mcore.launch.singularity import inner_command, requested_image, rerun_in_container
-from llava_mcore.slim import leave_out_unused
+from llava_mcore.run.messages import with_messages
 
 COMMANDS = {
     "build": ("build", "compose a Hugging Face LLaVA folder from a language model and a vision tower"),
@@ -63,14 +63,14 @@ def _run(arguments: list[str]) -> int:
         return rerun_in_container(image, inner_command(name, arguments[1:]), dry_run="--dry-run" in arguments)
     app = COMMANDS[name][0]
     if name in WITH_LIGHT_FLAGS:  # --help and a mistyped flag end here, before torch is imported
-        importlib.import_module(f"llava_mcore.apps.flags.{app}").parser().parse_args(arguments[1:])
+        importlib.import_module(f"llava_mcore.cli.flags.{app}").parser().parse_args(arguments[1:])
     log.quiet_libraries()
     if name == "train":  # this process only checks the run, then waits for those that train
         leave_out_unused("wandb")
     if name in ON_CPU:
         # Exact copies on the CPU: a visible GPU would only be initialised and held. Before torch is imported.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return importlib.import_module(f"llava_mcore.apps.{app}").main(arguments[1:])
+    return importlib.import_module(f"llava_mcore.cli.{app}").main(arguments[1:])
 
 
 def _require_current_folder() -> None:

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_mcore.build.options import Say
 from llava_mcore.errors import ConversionError
+from llava_mcore.templates.content_parts import accept_parts
 from llava_mcore.templates.named import is_name, missing_tokens, named_template, read_file
-from llava_mcore.templates.parts import accept_parts
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, choice: str | Path | None, say: Say) -> str:

@@ -28,9 +28,9 @@ from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import Source, find_source
 from llava_mcore.build.tensor_names import tensors_to_write
-from llava_mcore.checkpoint.hf_files import locked, partial_sibling, publish, require_absent
 from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.towers import image_side, patch_side
+from llava_mcore.files.hf_folder import locked, partial_sibling, publish, require_absent
+from llava_mcore.models.vision.geometry import image_side, patch_side
 
 _SIZE = re.compile(r"[1-9]\d*(KB|MB|GB)")
 _PROBE = f"USER: {IMAGE_TOKEN}\nHow many of the 12 houses, 家, are red?  3."

@@ -12,8 +12,8 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from llava_mcore.checkpoint.plain_files import why_not_loaded
 from llava_mcore.errors import ConfigError, ConversionError, problems
+from llava_mcore.files.torch_files import why_not_loaded
 
 _TAG = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LIBRARY_ERRORS = (StrictDataclassError, SafetensorError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import LlavaForConditionalGeneration
 
-from llava_mcore.towers import WRAPPED
+from llava_mcore.models.vision.geometry import WRAPPED
 
 
 def tensors_to_write(model: LlavaForConditionalGeneration) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from transformers import (
 from llava_mcore.build.options import BuildOptions
 from llava_mcore.build.sources import Source, check_loaded, reading
 from llava_mcore.errors import ConfigError, ConversionError
-from llava_mcore.towers import TOKENS_BEFORE_PATCHES, image_side, num_patches, num_positions, patch_side
+from llava_mcore.models.vision.geometry import TOKENS_BEFORE_PATCHES, image_side, num_patches, num_positions, patch_side
 
 TOWERS: dict[str, type[PreTrainedModel]] = {
     "clip_vision_model": CLIPVisionModel,

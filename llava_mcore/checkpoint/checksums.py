@@ -16,8 +16,9 @@ from typing import Any
 import xxhash
 
 from llava_mcore.checkpoint.complete import RUN_JSON
-from llava_mcore.checkpoint.plain_files import read_json, require_regular
 from llava_mcore.errors import CheckpointError
+from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import require_regular
 
 FILE = "checksums.json"
 """Where an import keeps them; a run's checkpoint has them in run.json."""
@@ -92,10 +93,10 @@ def recorded(folder: Path) -> dict[str, str] | None:
         CheckpointError: the record cannot be read, is of another algorithm, or names files outside of the folder.
     """
     path = folder / RUN_JSON
-    content = read_json(path).get(KEY) if path.is_file() else None
+    content = read_object(path, CheckpointError).get(KEY) if path.is_file() else None
     if content is None and (folder / FILE).is_file():
         path = folder / FILE
-        content = read_json(path)
+        content = read_object(path, CheckpointError)
     if content is None:
         return None
     try:

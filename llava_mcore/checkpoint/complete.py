@@ -18,8 +18,8 @@ from typing import Any
 
 from llava_mcore.checkpoint.deletion import delete
 from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_iteration
-from llava_mcore.checkpoint.plain_files import read_json
 from llava_mcore.errors import CheckpointError, problems
+from llava_mcore.files.json_files import read_object
 
 RUN_JSON = "run.json"
 _FOLDER = re.compile(r"iter_(\d{7,})")
@@ -83,7 +83,7 @@ def incomplete(folder: Path) -> str | None:
     if not (folder / RUN_JSON).is_file():
         return None  # imported, or written before there was a run.json
     try:
-        files: dict[str, int] = dict(read_json(folder / RUN_JSON)["files"])
+        files: dict[str, int] = dict(read_object(folder / RUN_JSON, CheckpointError)["files"])
     except (CheckpointError, KeyError, TypeError, ValueError) as error:
         return f"{RUN_JSON} cannot be read: {error!r}"
     for name, size in files.items():

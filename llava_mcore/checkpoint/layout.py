@@ -16,9 +16,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.checkpoint.durable import sync
-from llava_mcore.checkpoint.plain_files import read_json
 from llava_mcore.errors import CheckpointError
+from llava_mcore.files.atomic import sync
+from llava_mcore.files.json_files import read_object
 
 TRACKER = "latest_checkpointed_iteration.txt"
 UNUSED = "unused.safetensors"
@@ -137,7 +137,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint}: no hf/{RECORD}; it was not written by llava_mcore: "
             "export it with --hf-config, a Hugging Face folder of the same model"
         )
-    record = read_json(path)
+    record = read_object(path, CheckpointError)
     if not isinstance(record.get("tensors"), dict):
         raise CheckpointError(f"{path}: lists no tensors")
     return record

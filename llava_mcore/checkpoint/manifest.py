@@ -14,9 +14,9 @@ from pathlib import Path
 
 from llava_mcore import __version__
 from llava_mcore.checkpoint.layout import MANIFEST
-from llava_mcore.checkpoint.plain_files import read_json
-from llava_mcore.conversion.mapping import MappingTable
 from llava_mcore.errors import CheckpointError
+from llava_mcore.files.json_files import read_object
+from llava_mcore.mapping.table import MappingTable
 
 FORMAT = 1
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -71,7 +71,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
     if not path.is_file():
         return None
-    content = read_json(path)
+    content = read_object(path, CheckpointError)
     found = content.pop("format", None)
     if found != FORMAT:
         raise CheckpointError(f"{path}: format {found}; this version reads {FORMAT}")

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from llava_mcore.checkpoint.plain_files import plain_name, read_json, read_regular, require_regular
 from llava_mcore.compat.torch import accept_newer_metadata
 from llava_mcore.errors import CheckpointError, problems
+from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import plain_name, read_regular, require_regular
 
 FILE = ".metadata"
 _MAX_BYTES = 1 << 30  # those of a model of a thousand layers on a thousand ranks have some ten million
@@ -79,7 +80,7 @@ def require_plain(folder: Path) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _require_plain(folder: Path, *_version: int) -> None:
-    if "sharded_backend" not in read_json(folder / "metadata.json"):
+    if "sharded_backend" not in read_object(folder / "metadata.json", CheckpointError):
         raise CheckpointError(f"{folder / 'metadata.json'}: no description of a checkpoint")
     wrong = [text for name, size in _needed(read_metadata(folder)).items() if (text := _problem(folder / name, size))]
     if wrong:

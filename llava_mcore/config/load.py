@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from llava_mcore.config.documents import read_document
+from llava_mcore.config.rules.trainer_list import translate
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.config.trainer_list import translate
 from llava_mcore.errors import ConfigError, problems
 
 

@@ -13,16 +13,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from llava_mcore.config.checkpoint import CheckpointConfig
-from llava_mcore.config.data import DataConfig
-from llava_mcore.config.faults import FaultConfig
-from llava_mcore.config.launch import LaunchConfig
-from llava_mcore.config.logs import LoggingConfig
-from llava_mcore.config.model import ModelConfig
-from llava_mcore.config.optimizer import OptimizerConfig
-from llava_mcore.config.section import Parts, Section
-from llava_mcore.config.training import TrainingConfig
-from llava_mcore.config.validation import ValidationConfig
+from llava_mcore.config.sections.base import Parts, Section
+from llava_mcore.config.sections.checkpoint import CheckpointConfig
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.config.sections.faults import FaultConfig
+from llava_mcore.config.sections.launch import LaunchConfig
+from llava_mcore.config.sections.logs import LoggingConfig
+from llava_mcore.config.sections.model import ModelConfig
+from llava_mcore.config.sections.optimizer import OptimizerConfig
+from llava_mcore.config.sections.training import TrainingConfig
+from llava_mcore.config.sections.validation import ValidationConfig
 
 STAGE_DEFAULTS: dict[int, dict[str, float | int]] = {
     1: {"optimizer.lr": 1e-3, "training.global_batch_size": 256},

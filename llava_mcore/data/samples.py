@@ -17,6 +17,9 @@ from megatron.energon import Sample, edataclass
 from numpy.typing import NDArray
 from torch import Tensor
 
+TEXT_PARTS = ("json", "jsn", "txt", "text")
+IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
+"""How the names of a sample's parts end."""
 IMAGE_MARK = "<image>"
 """Where a picture stands in a turn's text, whatever the tokenizer calls its placeholder."""
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llava_mcore.config.launch import LaunchConfig
+from llava_mcore.config.sections.launch import LaunchConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.launch.singularity import REPOSITORY
 

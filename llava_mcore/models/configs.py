@@ -11,8 +11,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import LlavaConfig
 
+from llava_mcore.models.connectors import mlp
 from llava_mcore.models.parts import language_part, vision_part
-from llava_mcore.models.projection import mlp
 from llava_mcore.models.vision.features import feature_choice
 
 

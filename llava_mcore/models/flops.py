@@ -15,7 +15,7 @@ from transformers import LlavaConfig
 from llava_mcore.models.language.dense import head_dim
 from llava_mcore.models.parts import vision_part
 from llava_mcore.models.vision.features import feature_choice
-from llava_mcore.towers import num_patches, num_positions, patch_side, tokens_per_image
+from llava_mcore.models.vision.geometry import num_patches, num_positions, patch_side, tokens_per_image
 
 _TERA = 1e12
 

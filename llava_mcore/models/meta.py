@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import LlavaConfig
 
+from llava_mcore.models.architectures.llava import VisionLanguageModel
 from llava_mcore.models.configs import ModelOptions
-from llava_mcore.models.vlm import VisionLanguageModel
 
 
 def meta_model(hf: LlavaConfig, *, num_vocab_rows: int) -> VisionLanguageModel:

@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from llava_mcore.models.names import HfNames, LayerNames
-from llava_mcore.models.vlm import VisionLanguageModel
+from llava_mcore.models.architectures.llava import VisionLanguageModel
+from llava_mcore.models.architectures.llava_names import HfNames, LayerNames
 
 NUM_TOKENS = 32
 """How many tokens of each output are kept: a wrong weight is wrong for every token."""

@@ -9,12 +9,12 @@ from fnmatch import fnmatchcase
 from torch.nn import Parameter
 from transformers import LlavaConfig
 
-from llava_mcore.config.model import ModelConfig
-from llava_mcore.conversion.fused_norms import FUSED_NORMS
+from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError, problems
-from llava_mcore.models.names import HfNames, usual_names
-from llava_mcore.models.table import mapping_table
-from llava_mcore.models.vlm import VisionLanguageModel
+from llava_mcore.mapping.fused_norms import FUSED_NORMS
+from llava_mcore.models.architectures.llava import VisionLanguageModel
+from llava_mcore.models.architectures.llava_names import HfNames, usual_names
+from llava_mcore.models.architectures.llava_table import mapping_table
 
 PARTS = ("vision_model", "vision_projection", "language_model")
 STYLES = (

@@ -4,6 +4,6 @@ megatron-core binds torch functions when it is imported, so the CPU platform is 
 package; the packages that import megatron.core import this one first.
 """
 
-from llava_mcore.parallel.cpu import install
+from llava_mcore.compat.cpu import install
 
 install()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llava_mcore.errors import ConfigError
-from llava_mcore.read_file import RefusedFileError, read_regular_file
+from llava_mcore.files.regular import RefusedFileError, read_regular_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

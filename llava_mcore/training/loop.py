@@ -7,8 +7,8 @@ import logging
 import time
 from pathlib import Path
 
-from llava_mcore.config.faults import parse_ranges
-from llava_mcore.data.validation import ValidationData
+from llava_mcore.config.sections.faults import parse_ranges
+from llava_mcore.data.loading.validation_data import ValidationData
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import wait_for_all
@@ -16,9 +16,9 @@ from llava_mcore.parallel.together import raise_on_all_ranks, together
 from llava_mcore.training.closing import attempt
 from llava_mcore.training.faults import NotFinite, out_of_memory_says_what_to_do
 from llava_mcore.training.fetch import Loader, Remembering, fetch_step
+from llava_mcore.training.logs.report import Reporter
 from llava_mcore.training.optimizer import learning_rates
 from llava_mcore.training.profiling import IterationProfiler
-from llava_mcore.training.report import Reporter
 from llava_mcore.training.save import Saver
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.skipped import SkipBudget

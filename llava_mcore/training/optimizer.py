@@ -19,9 +19,9 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
-from llava_mcore.config.optimizer import OptimizerConfig as OptimizerSection
-from llava_mcore.config.schedule_rules import schedule_samples
+from llava_mcore.config.rules.schedule import schedule_samples
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.sections.optimizer import OptimizerConfig as OptimizerSection
 from llava_mcore.errors import CheckpointError, ConfigError
 from llava_mcore.parallel.groups import Groups
 

@@ -25,7 +25,7 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 
-from llava_mcore.conversion.boxes import boxes_of_stretch
+from llava_mcore.mapping.slices import boxes_of_stretch
 from llava_mcore.parallel.groups import Groups
 
 PARAM_STATE = "param_state"

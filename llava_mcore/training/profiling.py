@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from llava_mcore.config.logs import parse_numbers, parse_span
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.sections.logs import parse_numbers, parse_span
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.closing import attempt
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from llava_mcore.checkpoint import hf_files, layout
+from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import KEY, of_bytes, of_folder
 from llava_mcore.checkpoint.complete import (
     all_but,
@@ -31,13 +31,14 @@ from llava_mcore.checkpoint.complete import (
     write_run_json,
 )
 from llava_mcore.checkpoint.deletion import delete_in_background
-from llava_mcore.checkpoint.durable import move, sync_tree, write_synced
-from llava_mcore.checkpoint.local import LocalWrite
-from llava_mcore.checkpoint.megatron import StateWrite
+from llava_mcore.checkpoint.dist import StateWrite
+from llava_mcore.checkpoint.node_local import LocalWrite
 from llava_mcore.config.load import save_run_config
 from llava_mcore.errors import CheckpointError, problems
+from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.atomic import move, sync_tree, write_synced
 from llava_mcore.parallel.groups import agree, gather_to_all, sum_over_ranks
-from llava_mcore.training.record import run_record
+from llava_mcore.training.logs.record import run_record
 from llava_mcore.training.save_log import SAVES, Saved
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.state import LOADER_FOLDER, RUN_FILE, Progress, loader_file, state_to_save

@@ -14,17 +14,17 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import LlavaConfig
 
-from llava_mcore.checkpoint.hf_config import load_hf_config
-from llava_mcore.checkpoint.local import is_local, load_local_weights
-from llava_mcore.checkpoint.megatron import load_weights
-from llava_mcore.checkpoint.start import StartPoint
-from llava_mcore.config.model import ModelConfig
+from llava_mcore.checkpoint.choose_start import StartPoint
+from llava_mcore.checkpoint.dist import load_weights
+from llava_mcore.checkpoint.node_local import is_local, load_local_weights
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.llava import VisionLanguageModel
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
 from llava_mcore.models.parts import check_families, language_part
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
-from llava_mcore.models.vlm import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups, set_virtual_stages, sum_over_ranks
 from llava_mcore.training.optimizer import build_optimizer, build_scheduler, data_parallel, params_dtype
 

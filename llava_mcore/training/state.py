@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from llava_mcore.checkpoint.local import is_local, load_local
-from llava_mcore.checkpoint.megatron import fill_model, load_state, model_state
-from llava_mcore.checkpoint.plain_files import load_tensors
+from llava_mcore.checkpoint.dist import fill_model, load_state, model_state
+from llava_mcore.checkpoint.node_local import is_local, load_local
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, problems
+from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.random import random_state, set_random_state
 from llava_mcore.training.optimizer import follow_settings, own_rates

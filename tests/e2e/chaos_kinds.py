@@ -18,7 +18,7 @@ import psutil
 
 from llava_mcore.checkpoint.complete import incomplete, iterations
 from llava_mcore.checkpoint.layout import iteration_folder
-from llava_mcore.checkpoint.local import LOCAL
+from llava_mcore.checkpoint.node_local import LOCAL
 from llava_mcore.config.schema import NON_PERSISTENT
 from tests.e2e.chaos_run import Ended, Running, send
 from tests.e2e.chaos_world import HANG_SECONDS, INTERVAL

@@ -17,9 +17,9 @@ import pytest
 
 from benchmarks.async_save import measured
 from benchmarks.runs import read_lines
-from llava_mcore.apps.import_hf import import_hf
+from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.checkpoint.complete import incomplete, iterations
-from llava_mcore.checkpoint.start import start_point
+from llava_mcore.cli.import_hf import import_hf
 from llava_mcore.config.load import load_run_config
 from tests.e2e.chaos_run import Running, still_open
 from tests.e2e.chaos_world import last_line
@@ -46,8 +46,8 @@ def flags(root: Path) -> list[Any]:
 def send_to_all(pid: int, number: signal.Signals) -> int:
     """Send a signal to a process and everything below it, as SLURM does; return the number of loader processes."""
     tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    torchrun = "llava_mcore.apps.torchrun"
-    workers = [x for x in tree if "llava_mcore.apps.worker" in x.cmdline() and torchrun not in x.cmdline()]
+    torchrun = "llava_mcore.run.torchrun"
+    workers = [x for x in tree if "llava_mcore.run.worker" in x.cmdline() and torchrun not in x.cmdline()]
     loaders = [x for x in workers if x.ppid() in {parent.pid for parent in workers}]
     for process in tree:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlavaForConditionalGeneration
 
-from llava_mcore.apps.export_hf import export_hf
-from llava_mcore.apps.import_hf import import_hf
-from llava_mcore.apps.init_folder import write_init_folder
+from llava_mcore.cli.export_hf import export_hf
+from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.run.carried_folder import write_init_folder
 from llava_mcore.templates.named import family_format
 from tests.helpers.commands import read_metrics, run
 from tests.helpers.shards import make_dataset

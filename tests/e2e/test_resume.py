@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.layout import write_tracker
+from llava_mcore.cli.import_hf import import_hf
 from tests.helpers.commands import read_metrics, run, run_and_kill
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava

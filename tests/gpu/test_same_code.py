@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from llava_mcore.apps.export_hf import export_hf
-from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder, write_tracker
+from llava_mcore.cli.export_hf import export_hf
+from llava_mcore.cli.import_hf import import_hf
 from tests.helpers.cases import CASES, hf_logits, make_case, make_inputs
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import LAYOUTS, run_world

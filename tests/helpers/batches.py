@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LlavaConfig
 
+from llava_mcore.models.vision.geometry import image_side, tokens_per_image
 from llava_mcore.pixels import NO_SCALE
-from llava_mcore.towers import image_side, tokens_per_image
 
 LENGTH = 48
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from llava_mcore.towers import image_side, tokens_per_image
+from llava_mcore.models.vision.geometry import image_side, tokens_per_image
 from tests.helpers.tiny_hf import make_hf_llava
 
 LLAMA3_ROPE = {

@@ -2,8 +2,8 @@
 
 import transformers.models.llava.modeling_llava
 
-import llava_mcore.checkpoint.megatron
-import llava_mcore.models.vlm
+import llava_mcore.checkpoint.dist
+import llava_mcore.models.architectures.llava
 import llava_mcore.training.loop
 
 __all__ = ["llava_mcore", "transformers"]

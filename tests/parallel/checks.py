@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from llava_mcore.apps.logits_worker import forward
-from llava_mcore.checkpoint.hf_config import load_hf_config
+from llava_mcore.checkpoint.dist import load_weights, model_state, save_state
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
-from llava_mcore.checkpoint.megatron import load_weights, model_state, save_state
-from llava_mcore.config.model import ModelConfig
+from llava_mcore.config.sections.model import ModelConfig
+from llava_mcore.convert.logits_worker import forward
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.llava import VisionLanguageModel
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.trainable import trained_parameters, whole_names
-from llava_mcore.models.vlm import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups, initialise
 from llava_mcore.parallel.random import seed_everything
 

@@ -20,11 +20,11 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, FileError, TrainingError
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.closing import attempt
+from llava_mcore.training.logs.metrics import FILE, JsonLines
+from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.loop import train
-from llava_mcore.training.metrics import FILE, JsonLines
 from llava_mcore.training.save import Saver
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.sinks import Sinks
 from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.stop import StopRules
 from llava_mcore.training.watchdog import Watchdog

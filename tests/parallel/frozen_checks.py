@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from llava_mcore.checkpoint.dist import load_state
 from llava_mcore.checkpoint.layout import latest_checkpoint
-from llava_mcore.checkpoint.megatron import load_state
 from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.save import save_checkpoint

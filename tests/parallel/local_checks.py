@@ -10,12 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from llava_mcore.apps.training_run import find_start
 from llava_mcore.checkpoint.layout import iteration_folder
-from llava_mcore.checkpoint.local import unusable_here
+from llava_mcore.checkpoint.node_local import unusable_here
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.run.training_run import find_start
 from llava_mcore.training.save import Saver
 from llava_mcore.training.setup import build_trainer
 from llava_mcore.training.state import Progress, resume

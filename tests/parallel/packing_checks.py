@@ -13,9 +13,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
-from llava_mcore.config.data import DataConfig
-from llava_mcore.data.assets import load_assets
-from llava_mcore.data.loader import TrainLoader
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.parallel.batch import share_step
 from llava_mcore.parallel.groups import Groups

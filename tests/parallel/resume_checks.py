@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import load, load_common_state_dict, load_tensors_metadata
 
+from llava_mcore.checkpoint.dist import model_state, save_state
 from llava_mcore.checkpoint.layout import latest_checkpoint
-from llava_mcore.checkpoint.megatron import model_state, save_state
 from llava_mcore.compat.megatron import LoadStrategy
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups

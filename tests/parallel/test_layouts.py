@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llava_mcore.apps.export_hf import export_hf
-from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder, write_tracker
+from llava_mcore.cli.export_hf import export_hf
+from llava_mcore.cli.import_hf import import_hf
 from tests.helpers.cases import CASES, hf_logits, make_case, make_inputs
 from tests.helpers.world import run_world
 

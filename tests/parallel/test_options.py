@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from transformers import LlavaForConditionalGeneration
 
-from llava_mcore.apps.export_hf import export_hf
-from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
+from llava_mcore.cli.export_hf import export_hf
+from llava_mcore.cli.import_hf import import_hf
 from tests.helpers.batches import FakeLoader
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world

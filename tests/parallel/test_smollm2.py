@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlavaForConditionalGeneration
 
-from llava_mcore.apps.export_hf import export_hf
-from llava_mcore.apps.import_hf import import_hf
-from llava_mcore.data.assets import load_assets
+from llava_mcore.cli.export_hf import export_hf
+from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.data.encoding.assets import load_assets
 from tests.helpers.build_parts import load
 from tests.helpers.smollm2 import GGUF_FILE, build_smollm2_llava, smollm2_folder
 from tests.helpers.world import run_world

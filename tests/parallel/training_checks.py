@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from llava_mcore.checkpoint.start import start_point
+from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups

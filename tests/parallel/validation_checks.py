@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
-from llava_mcore.data.assets import load_assets
-from llava_mcore.data.validation import ValidationData
+from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.loading.validation_data import ValidationData
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.loop import fetch_step
 from llava_mcore.training.skipped import SkipBudget

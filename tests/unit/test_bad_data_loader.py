@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llava_mcore.config.data import DataConfig
-from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.loader import TrainLoader
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.errors import DataError
 from tests.helpers.bad_data import BAD_DATA, SEQ_LENGTH, BadData

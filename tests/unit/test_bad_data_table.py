@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llava_mcore.apps import check_data
-from llava_mcore.apps.flags.check import add_data_flags
-from llava_mcore.data.assets import Assets, load_assets
+from llava_mcore.cli import check_data
+from llava_mcore.cli.flags.check import add_data_flags
 from llava_mcore.data.doctor.report import Report
+from llava_mcore.data.encoding.assets import Assets, load_assets
 from tests.helpers.bad_data import BAD_DATA, FAULTY, SEQ_LENGTH, BadData
 from tests.helpers.tiny_hf import make_hf_llava
 

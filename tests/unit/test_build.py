@@ -23,8 +23,8 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from llava_mcore.apps.build import main
-from llava_mcore.towers import image_side
+from llava_mcore.cli.build import main
+from llava_mcore.models.vision.geometry import image_side
 from tests.helpers.build_parts import (
     VOCAB,
     load,

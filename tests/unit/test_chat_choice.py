@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llava_mcore.apps.train import resolve
 from llava_mcore.build.chat import choose_template as build_template
+from llava_mcore.cli.train import resolve
 from llava_mcore.config.flags import parse_command_line
-from llava_mcore.data.assets import load_assets
-from llava_mcore.data.prompts import POOLS, choose_prompt
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encoding.prompts import POOLS, choose_prompt
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.templates.named import NAMES, check_choice, flatten_parts, named_template

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from llava_mcore.data.chat import ChatFormat
-from llava_mcore.data.chat_tokens import ChatTokens
+from llava_mcore.data.encoding.chat import ChatFormat
+from llava_mcore.data.encoding.chat_tokens import ChatTokens
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.templates.named import NAMES, SPECIAL_TOKENS, missing_tokens, named_template

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from transformers import AutoProcessor, AutoTokenizer
 
-from llava_mcore.apps.export_hf import export_hf
-from llava_mcore.apps.import_hf import import_hf
-from llava_mcore.apps.init_folder import write_carried_folder
-from llava_mcore.checkpoint.chat_template import require_same_template, write_chat_template
+from llava_mcore.checkpoint.choose_start import StartPoint, start_point
 from llava_mcore.checkpoint.layout import hf_folder
-from llava_mcore.checkpoint.start import StartPoint, start_point
+from llava_mcore.cli.export_hf import export_hf
+from llava_mcore.cli.import_hf import import_hf
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.data.assets import load_assets
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encoding.chat_template_file import require_same_template, write_chat_template
 from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import single_process
 from llava_mcore.parallel.random import seed_everything
+from llava_mcore.run.carried_folder import write_carried_folder
 from llava_mcore.templates.named import NAMES
 from llava_mcore.training.save import save_checkpoint
 from llava_mcore.training.setup import build_trainer

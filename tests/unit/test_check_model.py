@@ -13,13 +13,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from llava_mcore.apps import check, export_hf, import_hf
-from llava_mcore.apps.compare_logits import compare_logits
 from llava_mcore.checkpoint import checksums, layout
-from llava_mcore.conversion.mapping import Entry, MappingTable
-from llava_mcore.conversion.sharding import ROW
+from llava_mcore.cli import check, export_hf, import_hf
+from llava_mcore.convert.compare_logits import compare_logits
 from llava_mcore.errors import CheckpointError, ConversionError
-from llava_mcore.models.table import mapping_table
+from llava_mcore.mapping.sharding import ROW
+from llava_mcore.mapping.table import Entry, MappingTable
+from llava_mcore.models.architectures.llava_table import mapping_table
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -51,7 +51,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Entry]],
         return replace(table, entries=entries)
 
     monkeypatch.setattr(import_hf, "mapping_table", wrong)
-    monkeypatch.setattr("llava_mcore.apps.checkpoint_weights.mapping_table", wrong)
+    monkeypatch.setattr("llava_mcore.convert.megatron_weights.mapping_table", wrong)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def test_logits_agree_at_a_layout_and_bf16_weights_are_compared_in_fp32(
     def renamed(outputs: dict[str, Tensor], prefix: str, tower: str) -> dict[str, Tensor]:
         return {name.replace("v_proj", "value") if prefix in name else name: x for name, x in outputs.items()}
 
-    monkeypatch.setattr("llava_mcore.apps.compare_logits.tower_names_in_files", renamed)
+    monkeypatch.setattr("llava_mcore.convert.compare_logits.tower_names_in_files", renamed)
     assert check.main(["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m"), "--logits", str(picture)]) == 0
     line = capsys.readouterr().out
     first = "vision_tower.encoder.layers.0.self_attn.v_proj, "

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.checkpoint import deletion
+from llava_mcore.checkpoint.choose_start import StartPoint, start_point
 from llava_mcore.checkpoint.complete import (
     all_but,
     discard,
@@ -22,7 +23,6 @@ from llava_mcore.checkpoint.complete import (
     write_run_json,
 )
 from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_checkpoint, write_tracker
-from llava_mcore.checkpoint.start import StartPoint, start_point
 from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import CheckpointError
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from llava_mcore.apps import check, export_hf
-from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint import checksums
 from llava_mcore.checkpoint.checksums import damaged_files, of_bytes, of_file, recorded, write_checksums
 from llava_mcore.checkpoint.complete import write_run_json
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.checkpoint.verify import require_undamaged
+from llava_mcore.cli import check, export_hf
+from llava_mcore.cli.import_hf import import_hf
 from llava_mcore.errors import CheckpointError
 from tests.helpers.tiny_hf import make_hf_llava
 

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llava_mcore.__main__ import COMMANDS, main
-from llava_mcore.apps import show_config
-from llava_mcore.config.faults import parse_ranges
+from llava_mcore.cli import show_config
 from llava_mcore.config.flag_names import ALL_FLAGS
 from llava_mcore.config.flag_table import flag_table
 from llava_mcore.config.flags import make_parser, parse_command_line
 from llava_mcore.config.load import config_fields, load_run_config, run_config_yaml, save_run_config
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.sections.faults import parse_ranges
 from llava_mcore.errors import ConfigError
 
 # flag as typed -> key -> value it must have; every value differs from the default
@@ -333,7 +333,7 @@ def test_command_line_of_the_package(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_config_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, llava_mcore.config.flags, llava_mcore.config.rules, llava_mcore.apps.train\n"
+    code = "import sys, llava_mcore.config.flags, llava_mcore.config.rules.all_rules, llava_mcore.cli.train\n"
     code += "print([name for name in ('torch', 'transformers', 'megatron') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from llava_mcore.apps import show_config
+from llava_mcore.cli import show_config
 from llava_mcore.config.load import config_fields, load_run_config
-from llava_mcore.config.trainer_list import KEYS, _RefusedError
+from llava_mcore.config.rules.trainer_list import KEYS, _RefusedError
 from llava_mcore.errors import ConfigError
 from tests.unit.test_config import message_of, values_of
 

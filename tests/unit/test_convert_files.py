@@ -16,16 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from llava_mcore.checkpoint import import_jobs, raw, writer
-from llava_mcore.checkpoint.export_jobs import Chunk
-from llava_mcore.checkpoint.runs import runs_of
-from llava_mcore.checkpoint.safetensors_plan import DTYPES, plan_file, read_offsets, write_tensors
-from llava_mcore.checkpoint.writer import Writer
-from llava_mcore.conversion.boxes import Box, Scratch, boxes_of_stretch, read_box
-from llava_mcore.conversion.layouts import Concat, FuseQKV, PadRows, Reshape
-from llava_mcore.conversion.mapping import Entry
-from llava_mcore.conversion.sharding import COLUMN
+from llava_mcore.convert.io import import_jobs
+from llava_mcore.convert.io.byte_ranges import runs_of
+from llava_mcore.convert.io.export_jobs import Chunk
 from llava_mcore.errors import CheckpointError
+from llava_mcore.files.direct_writer import Writer
+from llava_mcore.files.safetensors_writer import DTYPES, plan_file, read_offsets, write_tensors
+from llava_mcore.files.text_files import direct_writer as writer
+from llava_mcore.files.text_files import tensor_bytes as raw
+from llava_mcore.mapping.layouts import Concat, FuseQKV, PadRows, Reshape
+from llava_mcore.mapping.sharding import COLUMN
+from llava_mcore.mapping.slices import Box, Scratch, boxes_of_stretch, read_box
+from llava_mcore.mapping.table import Entry
 
 BLOCK = writer._BLOCK
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -12,18 +12,19 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from llava_mcore.apps import conversion
-from llava_mcore.apps.export_hf import export_hf
-from llava_mcore.apps.import_hf import import_hf
-from llava_mcore.checkpoint import layout, streamed_save
-from llava_mcore.checkpoint.export_jobs import Chunk
-from llava_mcore.checkpoint.hf_config import load_hf_config
-from llava_mcore.checkpoint.hf_files import HfFolder
+from llava_mcore.checkpoint import layout
+from llava_mcore.checkpoint.dist import load_weights, save_state
 from llava_mcore.checkpoint.manifest import read_manifest
-from llava_mcore.checkpoint.megatron import load_weights, save_state
+from llava_mcore.cli.export_hf import export_hf
+from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert import jobs as conversion
+from llava_mcore.convert.io import streamed_save
+from llava_mcore.convert.io.export_jobs import Chunk
 from llava_mcore.errors import ConversionError
+from llava_mcore.files.hf_folder import HfFolder
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.llava import VisionLanguageModel
 from llava_mcore.models.configs import ModelOptions
-from llava_mcore.models.vlm import VisionLanguageModel
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.conversions import convert, peak_growth
 from tests.helpers.tiny_hf import make_hf_llava

@@ -16,12 +16,12 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from transformers import LlavaProcessor
 
-from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.images import decode_image
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.images import decode_image
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import ConversionError, DataError
+from llava_mcore.models.vision.geometry import tokens_per_image
 from llava_mcore.pixels import normalise
-from llava_mcore.towers import tokens_per_image
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
 from tests.unit.test_data_shards import picture
 

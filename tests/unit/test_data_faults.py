@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from llava_mcore.data.assets import Assets, load_assets
+from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
 from llava_mcore.training.skipped import SkipBudget
@@ -158,8 +158,8 @@ def test_fault_of_the_program_is_not_taken_for_bad_data(
     def fails(*_: Any) -> None:
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr("llava_mcore.data.task_encoder.fit", fails)
-    monkeypatch.setattr("llava_mcore.data.task_encoder.tokenise", fails)
+    monkeypatch.setattr("llava_mcore.data.streams.task_encoder.fit", fails)
+    monkeypatch.setattr("llava_mcore.data.streams.task_encoder.tokenise", fails)
     with pytest.raises(DataError, match=r"shard 00000\d.tar, sample .*AttributeError: no such thing") as caught:
         next(open_loader(dataset, assets))
     assert isinstance(caught.value.__cause__, DataError)
@@ -202,7 +202,7 @@ def test_killed_loader_process_is_reported(
         raise error
 
     loader = open_loader(dataset, assets)
-    monkeypatch.setattr("llava_mcore.data.source.Source.next", dies)
+    monkeypatch.setattr("llava_mcore.data.loading.worker.Source.next", dies)
     with pytest.raises(DataError, match=r"a loader process was killed .* lower data\.num_workers"):
         next(loader)
 

@@ -18,9 +18,9 @@ from megatron.energon.cli.main import main as energon
 from megatron.energon.epathlib import EPath
 
 from llava_mcore.config.load import load_run_config, run_config_yaml
-from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.dataset_path import check_dataset, fingerprint
-from llava_mcore.data.remote import renew_connections
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.storage.dataset_path import check_dataset, fingerprint
+from llava_mcore.data.storage.remote import renew_connections
 from llava_mcore.errors import DataError
 from tests.helpers.object_store import ACCESS_KEY, ObjectStore
 from tests.helpers.tiny_hf import make_hf_llava

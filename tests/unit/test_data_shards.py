@@ -15,7 +15,7 @@ from megatron.energon.cli.main import main as energon
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from llava_mcore.data.dataset_path import FIELD_MAP, check_dataset, fingerprint
+from llava_mcore.data.storage.dataset_path import FIELD_MAP, check_dataset, fingerprint
 from llava_mcore.errors import DataError
 
 DIGITS = load_digits()

@@ -21,13 +21,13 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import CLIPImageProcessor, SiglipImageProcessor
 from transformers.image_utils import load_image
 
-from llava_mcore.data import images as images_module
-from llava_mcore.data import streams
-from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.images import ImagePreprocessor, decode_image, decode_pixels, is_plain_jpeg
-from llava_mcore.data.open_shards import OPEN_SHARDS
-from llava_mcore.data.pixel_slots import Parked, PixelSlots
+from llava_mcore.data.encoding import images as images_module
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.images import ImagePreprocessor, decode_image, decode_pixels, is_plain_jpeg
 from llava_mcore.data.samples import Batch
+from llava_mcore.data.storage.open_shards import OPEN_SHARDS
+from llava_mcore.data.streams.pixel_buffers import Parked, PixelSlots
+from llava_mcore.data.streams.streams import streams
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import normalise
 from tests.helpers.tiny_hf import make_hf_llava

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from llava_mcore.apps.check import main
-from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.dataset_path import check_dataset
+from llava_mcore.cli.check import main
 from llava_mcore.data.doctor.samples import Examiner, Finding
 from llava_mcore.data.doctor.scan import choose, scan
 from llava_mcore.data.doctor.show import conversation_text
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from tests.helpers.bad_data_files import BLEND
 from tests.helpers.bad_data_makers import ANSWERED, ASKED, GOOD, good, index, messages, picture, write_tar

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llava_mcore.apps import train
+from llava_mcore.cli import train
 from llava_mcore.config.documents import MAX_BYTES, MAX_DEPTH, MAX_VALUES, read_document
 from llava_mcore.config.load import MAX_PROBLEMS, load_run_config
 from llava_mcore.errors import ConfigError

@@ -13,16 +13,16 @@ import pytest
 import torch
 from transformers import LlavaForConditionalGeneration, Qwen2Config, Siglip2VisionConfig, SiglipConfig
 
-from llava_mcore.apps.compare_logits import compare_logits
-from llava_mcore.apps.export_hf import export_hf
-from llava_mcore.apps.import_hf import import_hf, main
 from llava_mcore.build.sources import Source
 from llava_mcore.build.vision import load_vision_config
-from llava_mcore.checkpoint.hf_config import load_hf_config, model_dims
 from llava_mcore.checkpoint.layout import latest_checkpoint
-from llava_mcore.conversion.layouts import Copy
-from llava_mcore.conversion.mapping import Entry
+from llava_mcore.cli.export_hf import export_hf
+from llava_mcore.cli.import_hf import import_hf, main
+from llava_mcore.convert.compare_logits import compare_logits
 from llava_mcore.errors import ConfigError, ConversionError
+from llava_mcore.mapping.layouts import Copy
+from llava_mcore.mapping.table import Entry
+from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.parts import LANGUAGE_MODELS, VISION_TOWERS
 from llava_mcore.training.setup import transformer_impl
 from tests.helpers.photos import CHINA

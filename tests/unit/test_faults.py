@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from llava_mcore.config.faults import parse_ranges
 from llava_mcore.config.load import load_run_config
-from llava_mcore.config.rules import check_values
+from llava_mcore.config.rules.all_rules import check_values
+from llava_mcore.config.sections.faults import parse_ranges
 from llava_mcore.errors import ConfigError, TrainingError
 from llava_mcore.training.faults import out_of_memory_says_what_to_do
-from llava_mcore.training.record import git_revision, versions
+from llava_mcore.training.logs.record import git_revision, versions
 from llava_mcore.training.spikes import LEAST, WINDOW, SpikeAlert
 
 

@@ -13,7 +13,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 from llava_mcore.models.flops import Flops, TrainedParts, Workload, mfu, model_flops, peak_flops
 from llava_mcore.models.vision.features import feature_choice
-from llava_mcore.towers import ffn_size, tokens_per_image
+from llava_mcore.models.vision.geometry import ffn_size, tokens_per_image
 from tests.helpers.tiny_hf import text_config, vision_config
 
 DOCS = Path(__file__).parents[2] / "docs" / "performance_formulas.md"

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import llava_mcore.parallel  # noqa: F401  isort: skip
-from llava_mcore.apps import check, export_hf, inspect_folder
-from llava_mcore.apps.import_hf import import_hf
 from llava_mcore.checkpoint.checksums import write_checksums
-from llava_mcore.checkpoint.hf_config import load_hf_config
+from llava_mcore.checkpoint.dist import load_state, load_weights
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
-from llava_mcore.checkpoint.legacy import LegacyTensors
-from llava_mcore.checkpoint.megatron import load_state, load_weights
-from llava_mcore.checkpoint.plain_files import load_tensors
+from llava_mcore.cli import check, export_hf, inspect_folder
+from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.io.megatron_lm import LegacyTensors
 from llava_mcore.errors import CheckpointError
+from llava_mcore.files.torch_files import load_tensors
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.llava import VisionLanguageModel
 from llava_mcore.models.configs import ModelOptions
-from llava_mcore.models.vlm import VisionLanguageModel
 from llava_mcore.parallel.groups import single_process
 from tests.helpers import exploits
 from tests.helpers.tiny_hf import make_hf_llava
@@ -90,7 +90,7 @@ def test_nothing_is_run_by_any_command(
 def test_entries_that_are_no_tensors_are_not_run(tmp_path: Path) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    from llava_mcore.checkpoint.megatron import save_state
+    from llava_mcore.checkpoint.dist import save_state
 
     folder = tmp_path / "iter_0000001"
     folder.mkdir()
@@ -108,7 +108,7 @@ def test_an_optimizer_may_name_its_own_classes(tmp_path: Path) -> None:
     """As megatron-core's does that lies on the host, in every group of parameters."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    from llava_mcore.checkpoint.megatron import save_state
+    from llava_mcore.checkpoint.dist import save_state
 
     with single_process():
         state = {"groups": ShardedObject("groups", [{"cpu_optimizer_cls": torch.optim.AdamW}], (1,), (0,))}

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llava_mcore.apps import check, export_hf, import_hf
 from llava_mcore.checkpoint.checksums import write_checksums
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
-from llava_mcore.data.assets import load_assets
+from llava_mcore.cli import check, export_hf, import_hf
+from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.errors import DataError
 from tests.helpers.tiny_hf import make_hf_llava
 

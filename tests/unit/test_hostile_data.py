@@ -20,12 +20,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from llava_mcore.apps import prepare as prepare_app
-from llava_mcore.config.data import DataConfig, Limits
-from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.dataset_path import num_names
-from llava_mcore.data.images import decode_image
-from llava_mcore.data.loader import TrainLoader
+from llava_mcore.cli import prepare as prepare_app
+from llava_mcore.config.sections.data import DataConfig, Limits
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.images import decode_image
+from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.storage.dataset_path import num_names
 from llava_mcore.errors import ConfigError, DataError, LlavaMcoreError
 from llava_mcore.templates.bounded import check_bounds
 from tests.helpers.bad_data_makers import (
@@ -445,7 +445,8 @@ def test_code_of_a_folder_is_not_run(hf: Path, tmp_path: Path) -> None:
             settings["tokenizer_class"] = "A"
         file.write_text(json.dumps(settings))
     script = (
-        "import sys, pathlib\nfrom llava_mcore.data.assets import load_assets\nload_assets(pathlib.Path(sys.argv[1]))"
+        "import sys, pathlib\nfrom llava_mcore.data.encoding.assets import load_assets\n"
+        "load_assets(pathlib.Path(sys.argv[1]))"
     )
     subprocess.run(
         [sys.executable, "-c", script, tmp_path], input=b"y\ny\ny\n", capture_output=True, check=False, timeout=300

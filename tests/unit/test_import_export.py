@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from llava_mcore.apps import check, conversion, export_hf, import_hf
 from llava_mcore.checkpoint.checksums import write_checksums
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder, latest_checkpoint, write_tracker
+from llava_mcore.cli import check, export_hf, import_hf
+from llava_mcore.convert import jobs as conversion
 from llava_mcore.errors import CheckpointError, ConfigError, ConversionError
 from tests.helpers.tiny_hf import make_hf_llava, make_tokenizer
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llava_mcore.apps import inspect_folder
-from llava_mcore.apps.import_hf import import_hf
-from llava_mcore.apps.inventory import Row, of_hf, of_megatron
 from llava_mcore.checkpoint import layout
+from llava_mcore.cli import inspect_folder
+from llava_mcore.cli.import_hf import import_hf
 from llava_mcore.config.load import load_run_config, save_run_config
+from llava_mcore.convert.inventory import Row, of_hf, of_megatron
 from tests.helpers.tiny_hf import make_hf_llava
 
 

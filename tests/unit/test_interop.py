@@ -17,15 +17,15 @@ from transformers import LlavaForConditionalGeneration
 import llava_mcore.parallel  # noqa: F401  isort: skip
 from megatron.core import dist_checkpointing
 
-from llava_mcore.apps import check, export_hf
-from llava_mcore.apps.import_hf import import_hf
-from llava_mcore.checkpoint.hf_config import load_hf_config
+from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.checkpoint.layout import TRACKER, iteration_folder
-from llava_mcore.checkpoint.megatron import load_weights
-from llava_mcore.conversion.fused_norms import FUSED_NORMS
-from llava_mcore.conversion.sharding import Shard
+from llava_mcore.cli import check, export_hf
+from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.mapping.fused_norms import FUSED_NORMS
+from llava_mcore.mapping.sharding import Shard
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.llava import VisionLanguageModel
 from llava_mcore.models.configs import ModelOptions
-from llava_mcore.models.vlm import VisionLanguageModel
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.tiny_hf import make_hf_llava
 

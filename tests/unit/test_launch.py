@@ -27,12 +27,12 @@ from llava_mcore.launch.singularity import (
     rerun_in_container,
     without_image,
 )
-from llava_mcore.launch.torchrun import ALLOCATOR, torchrun_argv, worker_env
+from llava_mcore.launch.torchrun_command import ALLOCATOR, torchrun_argv, worker_env
 
 
 def test_torchrun_command() -> None:
     assert torchrun_argv(4, "some.worker", ["--config", "/a b/run.yaml"])[1:] == [
-        *("-m", "llava_mcore.apps.torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"),
+        *("-m", "llava_mcore.run.torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"),
         *("-m", "some.worker", "--config", "/a b/run.yaml"),
     ]
 

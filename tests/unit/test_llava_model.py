@@ -21,8 +21,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from llava_mcore.apps.import_hf import import_hf
-from llava_mcore.conversion.fused_norms import FUSED_NORMS
+from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.tiny_hf import make_hf_llava
 

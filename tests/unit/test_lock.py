@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from llava_mcore import lock
-from llava_mcore.lock import FolderInUse, FolderLock, Holder
+from llava_mcore.files.lock import FolderInUse, FolderLock, Holder
+from llava_mcore.files.text_files import lock
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from llava_mcore.lock import FolderInUse, FolderLock
+from llava_mcore.files.lock import FolderInUse, FolderLock
 try:
     with FolderLock(Path(sys.argv[1]), what="the folder", advice="wait", say=lambda line: print(line, flush=True)):
         print("held", flush=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from megatron.energon.typed_converter import JsonParser
 
-from llava_mcore.config.data import DataConfig
-from llava_mcore.data import energon_names
-from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.dataset_path import check_dataset
+from llava_mcore.compat import energon_names
+from llava_mcore.compat.energon_names import run_no_named_code
+from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.doctor.samples import Examiner
-from llava_mcore.data.energon_names import run_no_named_code
-from llava_mcore.data.loader import TrainLoader
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from tests.helpers.bad_data_makers import CRUDE, VQA, good
 from tests.helpers.tiny_hf import make_hf_llava

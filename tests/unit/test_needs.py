@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llava_mcore.apps import train
+from llava_mcore.cli import train
 from llava_mcore.config.flags import parse_command_line
 from llava_mcore.config.load import config_fields, load_run_config, save_run_config
 from llava_mcore.config.needs import NEEDS, check_needs, name_of

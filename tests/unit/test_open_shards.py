@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from megatron.energon.epathlib import EPath
 
-from llava_mcore.config.data import DataConfig
-from llava_mcore.data import open_shards
-from llava_mcore.data.assets import load_assets
-from llava_mcore.data.loader import TrainLoader
-from llava_mcore.data.open_shards import OpenShards, allowed_files
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.storage import open_shards
+from llava_mcore.data.storage.open_shards import OpenShards, allowed_files
 from llava_mcore.errors import DataError
 from tests.helpers.bad_data_makers import index, messages, write_tar
 from tests.helpers.tiny_hf import make_hf_llava
@@ -44,7 +44,7 @@ def test_a_blend_keeps_to_what_the_process_may_open(tmp_path: Path, monkeypatch:
     blend = tmp_path / "blend.yaml"
     blend.write_text(BLEND % ", ".join(f"{{weight: 1, path: ./{name}}}" for name in ("a", "b")))
     monkeypatch.setattr(open_shards, "allowed_files", lambda: 80)
-    monkeypatch.setattr("llava_mcore.data.shard_reader.OPEN_SHARDS", OpenShards())
+    monkeypatch.setattr("llava_mcore.data.storage.shard_reader.OPEN_SHARDS", OpenShards())
     data = DataConfig(path=blend, num_workers=0, seq_length=64, shuffle_buffer_size=8, num_streams=8)
     loader = TrainLoader(data, load_assets(tmp_path / "hf"), micro_batch_size=1, dp_rank=0, dp_size=1, seed=1)
     most = 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from llava_mcore.training.outbox import Failed, Outbox, Refused
+from llava_mcore.training.logs.outbox import Failed, Outbox, Refused
 
 NOTHING = (0.0,) * 9
 

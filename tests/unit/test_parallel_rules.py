@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.config.load import load_run_config
-from llava_mcore.config.rules import check_run, pad_multiple
+from llava_mcore.config.rules.all_rules import check_run, pad_multiple
 from tests.unit.test_rules import DIMS
 
 FIRST, LAST = "parallel.num_layers_in_first_pipeline_stage", "parallel.num_layers_in_last_pipeline_stage"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from llava_mcore.__main__ import main
-from llava_mcore.data.dataset_path import check_dataset
 from llava_mcore.data.prepare.plan import Options
 from llava_mcore.data.prepare.records import Reason
+from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from tests.helpers import prepare_cases as cases
 from tests.helpers.prepare_cases import contents, make, picture, read_back, vqa_cases

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from llava_mcore.data.images import decode_image
-from llava_mcore.data.prepare.layouts import Keys, parse
+from llava_mcore.data.encoding.images import decode_image
 from llava_mcore.data.prepare.pictures import inspect, read_picture
 from llava_mcore.data.prepare.plan import Options
+from llava_mcore.data.prepare.record_layouts import Keys, parse
 from llava_mcore.data.prepare.records import BadSample
 from llava_mcore.data.prepare.sources.base import Cuts
 from llava_mcore.data.prepare.sources.detect import Format, Opening, find_files

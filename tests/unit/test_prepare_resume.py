@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-from llava_mcore.data.dataset_path import check_dataset
 from llava_mcore.data.prepare import finish
 from llava_mcore.data.prepare.journal import Journal
 from llava_mcore.data.prepare.plan import Options
@@ -26,6 +25,7 @@ from llava_mcore.data.prepare.shard import ShardMaker
 from llava_mcore.data.prepare.sources.base import Cuts
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
 from llava_mcore.data.prepare.write import ShardWriter
+from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from tests.helpers import prepare_cases as cases
 from tests.helpers.commands import ROOT

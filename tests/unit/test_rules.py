@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llava_mcore.config.dims import ModelDims
 from llava_mcore.config.load import load_run_config
-from llava_mcore.config.rules import check_devices, check_layout, check_run
+from llava_mcore.config.rules.all_rules import check_devices, check_layout, check_run
+from llava_mcore.config.rules.dims import ModelDims
 
 DIMS = ModelDims(
     num_layers=8,

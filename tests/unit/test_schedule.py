@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llava_mcore import parallel  # noqa: F401  before megatron.core
-from llava_mcore.config.batch_size import BatchSizes, Ramp
 from llava_mcore.config.load import load_run_config
-from llava_mcore.config.rules import check_batch, check_values
+from llava_mcore.config.rules.all_rules import check_batch, check_values
+from llava_mcore.config.rules.batch_size import BatchSizes, Ramp
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.training.optimizer import build_scheduler, learning_rates

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from transformers import LlavaForConditionalGeneration
 
-from llava_mcore.apps.export_hf import export_hf
-from llava_mcore.apps.import_hf import import_hf
-from llava_mcore.checkpoint.hf_files import HfFolder
+from llava_mcore.cli.export_hf import export_hf
+from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.files.hf_folder import HfFolder
 
 pytest_plugins = ("tests.helpers.build_fixtures",)
 

@@ -12,8 +12,8 @@ from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.flavors.webdataset.structs import FilteredSample, ShardInfo
 
-from llava_mcore.data.shard_files import OFFSET
-from llava_mcore.data.shard_reader import ShardReader, plain_files
+from llava_mcore.data.storage.shard_files import OFFSET
+from llava_mcore.data.storage.shard_reader import ShardReader, plain_files
 
 LONG = "a" * 120
 SAMPLES: list[list[tuple[str, bytes]]] = [

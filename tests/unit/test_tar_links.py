@@ -15,13 +15,13 @@ from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.flavors.webdataset.structs import ShardInfo
 
-from llava_mcore.apps import prepare as prepare_app
-from llava_mcore.config.data import DataConfig
-from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.energon_memory import forget_what_was_read
-from llava_mcore.data.loader import TrainLoader
+from llava_mcore.cli import prepare as prepare_app
+from llava_mcore.compat.energon_memory import forget_what_was_read
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.samples import Batch
-from llava_mcore.data.shard_reader import ShardReader
+from llava_mcore.data.storage.shard_reader import ShardReader
 from tests.helpers.bad_data_makers import ANSWERED, ASKED, index, messages, picture
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_bad_data_table import examine

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llava_mcore.apps.torchrun import Run, cause
+from llava_mcore.run.torchrun import Run, cause
 
 
 def failures(**codes: int) -> dict[int, Any]:

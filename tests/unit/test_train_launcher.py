@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llava_mcore.apps import train
+from llava_mcore.cli import train
 from llava_mcore.config.load import load_run_config, run_config_yaml
 from tests.helpers.shards import make_dataset
 
@@ -84,7 +84,7 @@ def test_dry_run_shows_the_run_and_writes_nothing(folders: Folders, capsys: pyte
     printed = capsys.readouterr().out
     assert "precision: fp32" in printed
     assert "backend: gloo" in printed
-    assert f"--nproc-per-node 2 -m llava_mcore.apps.worker --config {folders.save}/r/run.yaml" in printed
+    assert f"--nproc-per-node 2 -m llava_mcore.run.worker --config {folders.save}/r/run.yaml" in printed
     assert not folders.save.exists()
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from llava_mcore import parallel  # noqa: F401  before megatron.core
-from llava_mcore.checkpoint.hf_config import load_hf_config
 from llava_mcore.config.load import load_run_config
-from llava_mcore.config.model import ModelConfig
-from llava_mcore.config.optimizer import OptimizerConfig
-from llava_mcore.config.rules import check_values
+from llava_mcore.config.rules.all_rules import check_values
+from llava_mcore.config.sections.model import ModelConfig
+from llava_mcore.config.sections.optimizer import OptimizerConfig
 from llava_mcore.errors import CheckpointError, ConfigError
+from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.trainable import trained_parameters
 from llava_mcore.training.optimizer import follow_settings, part_rates
 from tests.helpers.tiny_hf import make_hf_llava

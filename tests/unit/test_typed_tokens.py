@@ -10,11 +10,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from llava_mcore.apps import prepare as prepare_app
-from llava_mcore.apps.check import main as check
-from llava_mcore.config.data import Handling
-from llava_mcore.data.assets import load_assets
-from llava_mcore.data.chat import ChatFormat
+from llava_mcore.cli import prepare as prepare_app
+from llava_mcore.cli.check import main as check
+from llava_mcore.config.sections.data import Handling
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encoding.chat import ChatFormat
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.templates.named import NAMES, named_template

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from llava_mcore.config.data import DataConfig
 from llava_mcore.config.load import load_run_config
-from llava_mcore.config.rules import check_values
-from llava_mcore.data.assets import Assets, load_assets
-from llava_mcore.data.dataset_path import check_dataset
-from llava_mcore.data.validation import ValidationData, quotas
+from llava_mcore.config.rules.all_rules import check_values
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.loading.validation_data import ValidationData, quotas
+from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from llava_mcore.parallel.batch import fill_rows, without_loss
-from llava_mcore.training.metrics import FILE, VALIDATION_FILE, JsonLines
-from llava_mcore.training.sinks import draw_losses
+from llava_mcore.training.logs.metrics import FILE, VALIDATION_FILE, JsonLines
+from llava_mcore.training.logs.sinks import draw_losses
 from llava_mcore.training.validation import ValidationResult
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_shards import make_vqa

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from llava_mcore.apps.import_hf import import_hf
-from llava_mcore.checkpoint.megatron import load_weights
+from llava_mcore.checkpoint.dist import load_weights
+from llava_mcore.cli.import_hf import import_hf
 from llava_mcore.errors import ConversionError
+from llava_mcore.models.architectures.llava import VisionLanguageModel, place_features
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.vision.features import feature_choice
-from llava_mcore.models.vlm import VisionLanguageModel, place_features
+from llava_mcore.models.vision.geometry import tokens_per_image
 from llava_mcore.parallel.groups import single_process
-from llava_mcore.towers import tokens_per_image
 from tests.helpers.tiny_hf import make_hf_llava
 
 CASES: dict[str, dict[str, Any]] = {

@@ -17,13 +17,13 @@ from megatron.energon.flavors.webdataset.base_webdataset import BaseWebdatasetFa
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 
-from llava_mcore.data.dataset_path import SPLIT, refuse_endless
-from llava_mcore.data.energon_jsonl import leave_out_nested_lines
-from llava_mcore.data.energon_memory import forget_what_was_read
-from llava_mcore.data.energon_names import NamedCodeError, run_no_named_code
-from llava_mcore.data.open_shards import OPEN_SHARDS
-from llava_mcore.data.shard_reader import read_shards_directly
-from llava_mcore.data.task_encoder import ChatTaskEncoder
+from llava_mcore.compat.energon_jsonl import leave_out_nested_lines
+from llava_mcore.compat.energon_memory import forget_what_was_read
+from llava_mcore.compat.energon_names import NamedCodeError, run_no_named_code
+from llava_mcore.data.storage.dataset_path import SPLIT, refuse_endless
+from llava_mcore.data.storage.open_shards import OPEN_SHARDS
+from llava_mcore.data.storage.shard_reader import read_shards_directly
+from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError
 
 ErrorHandler = Callable[[Exception, Any, list[SourceInfo] | None], None]

@@ -11,16 +11,16 @@ import numpy as np
 from megatron.energon import SkipSample, SourceInfo
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 
-from llava_mcore.config.data import DataConfig
-from llava_mcore.config.training import TrainingConfig
-from llava_mcore.data.assets import Assets
-from llava_mcore.data.cooking import chat_from_standard
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.config.sections.training import TrainingConfig
 from llava_mcore.data.doctor.datasets import Dataset, open_datasets
-from llava_mcore.data.encode import TooLongError, stored_tokens
+from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encoding.conversation import chat_from_standard
+from llava_mcore.data.encoding.encode import TooLongError, stored_tokens
+from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
 from llava_mcore.data.samples import ChatSample, EncodedSample, TokenConversation
-from llava_mcore.data.skips import DATA_ERRORS, Skips
-from llava_mcore.data.stored_tokens import TOKENS_KEY
-from llava_mcore.data.task_encoder import ChatTaskEncoder
+from llava_mcore.data.streams.skips import DATA_ERRORS, Skips
+from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError
 
 Status = Literal["used", "left out", "stop", "excluded"]

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.text import Text
 from torch import Tensor
 
-from llava_mcore.data.assets import Assets
+from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.samples import TokenConversation
 
 TRAINED_STYLE = "bold green"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llava_mcore.data.doctor.samples import Finding
-from llava_mcore.data.packing import online_fill
+from llava_mcore.data.packing.best_fit import online_fill
 
 EXAMPLES = 3
 VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")

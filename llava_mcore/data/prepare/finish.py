@@ -28,9 +28,9 @@ from megatron.energon.flavors.webdataset.prepare import (
 from megatron.energon.flavors.webdataset.structs import WebdatasetInfo, WebdatasetSplits
 from megatron.energon.typed_converter import to_json_object
 
+from llava_mcore.data.encoding.stored_tokens import ORIGIN_FILE
 from llava_mcore.data.prepare.counts import ShardReport
 from llava_mcore.data.prepare.journal import META, SCRATCH
-from llava_mcore.data.stored_tokens import ORIGIN_FILE
 from llava_mcore.errors import DataError
 
 DATASET = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}

@@ -13,12 +13,12 @@ from urllib.parse import unquote
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from llava_mcore.config.data import LIMITS, Limits
-from llava_mcore.data.cooking import IMAGE_PARTS
-from llava_mcore.data.images import DAMAGED, decode_image
+from llava_mcore.config.sections.data import LIMITS, Limits
+from llava_mcore.data.encoding.images import DAMAGED, decode_image
 from llava_mcore.data.prepare.records import BadSample, Picture, Reason
+from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.errors import DataError
-from llava_mcore.read_file import RefusedFileError, read_regular_file
+from llava_mcore.files.regular import RefusedFileError, read_regular_file
 
 EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg"}
 """File endings that are not the format's name; MPO is what many phones write into .jpg files."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.config.data import LIMITS, Handling, Limits
-from llava_mcore.data.assets import ASSET_FILES, Assets, load_assets
+from llava_mcore.config.sections.data import LIMITS, Handling, Limits
+from llava_mcore.data.encoding.assets import ASSET_FILES, Assets, load_assets
+from llava_mcore.data.encoding.template_choice import Lang
 from llava_mcore.data.prepare.records import Segment
 from llava_mcore.data.prepare.sources.base import Cuts, SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
-from llava_mcore.data.template_choice import Lang
 from llava_mcore.errors import DataError
 
 FORMAT = 3

@@ -17,8 +17,8 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Protocol
 
-from llava_mcore.config.data import Handling
-from llava_mcore.data.assets import Assets
+from llava_mcore.config.sections.data import Handling
+from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.prepare.counts import Counts, ShardReport, add_up
 from llava_mcore.data.prepare.finish import write_meta
 from llava_mcore.data.prepare.journal import META, Journal, write_whole

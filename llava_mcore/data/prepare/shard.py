@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.config.data import Limits
-from llava_mcore.data.assets import Assets
-from llava_mcore.data.encode import check_length
-from llava_mcore.data.packing import best_fit
+from llava_mcore.config.sections.data import Limits
+from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encoding.encode import check_length
+from llava_mcore.data.encoding.stored_tokens import to_json
+from llava_mcore.data.packing.best_fit import best_fit
 from llava_mcore.data.prepare.counts import Counts, ShardReport
-from llava_mcore.data.prepare.layouts import check_turns, parse, place_marks
 from llava_mcore.data.prepare.pictures import read_picture
 from llava_mcore.data.prepare.plan import Options
+from llava_mcore.data.prepare.record_layouts import check_turns, parse, place_marks
 from llava_mcore.data.prepare.records import BadSample, Conversation, Reason, Row, Segment, Skipped
 from llava_mcore.data.prepare.sources.base import SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening
 from llava_mcore.data.prepare.sources.lines import too_large
 from llava_mcore.data.prepare.write import ShardWriter
 from llava_mcore.data.samples import Turn
-from llava_mcore.data.stored_tokens import to_json
 from llava_mcore.errors import DataError
 
 LONGEST_ID = 200

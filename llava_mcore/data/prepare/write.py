@@ -11,8 +11,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Self
 
+from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
 from llava_mcore.data.prepare.records import Conversation, Picture
-from llava_mcore.data.stored_tokens import TOKENS_KEY
 
 
 class ShardWriter:

@@ -9,12 +9,12 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.conversion.layouts import Concat, FuseQKV, PadRows
-from llava_mcore.conversion.mapping import Entry
-from llava_mcore.conversion.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
 from llava_mcore.errors import ConversionError
+from llava_mcore.mapping.layouts import Concat, FuseQKV, PadRows
+from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
+from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
-from llava_mcore.models.names import TextNames
+from llava_mcore.models.architectures.llava_names import TextNames
 
 
 def head_dim(hf: PretrainedConfig) -> int:

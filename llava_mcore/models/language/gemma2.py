@@ -12,12 +12,12 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RotaryEmbedding
 
-from llava_mcore.conversion.mapping import Entry
-from llava_mcore.conversion.sharding import REPLICATED
 from llava_mcore.errors import ConversionError
+from llava_mcore.mapping.sharding import REPLICATED
+from llava_mcore.mapping.table import Entry
+from llava_mcore.models.architectures.llava_names import TextNames
 from llava_mcore.models.language.dense import expand_layers, projection_entries, transformer_fields
 from llava_mcore.models.language.shape import USUAL_NAMES, DecoderShape, rope_from_hf
-from llava_mcore.models.names import TextNames
 
 LAYER_NAMES = replace(
     USUAL_NAMES,

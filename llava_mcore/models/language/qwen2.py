@@ -6,12 +6,12 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.conversion.layouts import FuseQKV
-from llava_mcore.conversion.mapping import Entry
-from llava_mcore.conversion.sharding import COLUMN
+from llava_mcore.mapping.layouts import FuseQKV
+from llava_mcore.mapping.sharding import COLUMN
+from llava_mcore.mapping.table import Entry
+from llava_mcore.models.architectures.llava_names import TextNames
 from llava_mcore.models.language.dense import expand_layers, layer_entries, transformer_fields
 from llava_mcore.models.language.shape import DecoderShape, rope_from_hf
-from llava_mcore.models.names import TextNames
 
 
 def config_from_hf(hf: PretrainedConfig) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.conversion.layouts import Reshape
-from llava_mcore.conversion.mapping import Entry
-from llava_mcore.conversion.sharding import REPLICATED
+from llava_mcore.mapping.layouts import Reshape
+from llava_mcore.mapping.sharding import REPLICATED
+from llava_mcore.mapping.table import Entry
 from llava_mcore.models.vision.encoder_layers import (
     WEIGHT_BIAS,
     layer_entries,
@@ -16,8 +16,8 @@ from llava_mcore.models.vision.encoder_layers import (
     unused_layers,
     unused_norm,
 )
+from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
-from llava_mcore.towers import image_side, patch_side
 
 
 def config_from_hf(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.conversion.mapping import Entry
-from llava_mcore.conversion.sharding import REPLICATED
+from llava_mcore.mapping.sharding import REPLICATED
+from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
-from llava_mcore.models.names import LayerNames
+from llava_mcore.models.architectures.llava_names import LayerNames
 from llava_mcore.models.vision.encoder_layers import (
     embedding_entries,
     encoder_fields,
@@ -24,8 +24,8 @@ from llava_mcore.models.vision.encoder_layers import (
     unused_layers,
     unused_norm,
 )
+from llava_mcore.models.vision.geometry import ffn_size, image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
-from llava_mcore.towers import ffn_size, image_side, patch_side
 
 _CONV = "embeddings.patch_embeddings.projection"
 _NAMES = LayerNames(

@@ -7,13 +7,13 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.conversion.layouts import FuseQKV, Reshape
-from llava_mcore.conversion.mapping import Entry
-from llava_mcore.conversion.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
 from llava_mcore.errors import ConversionError
+from llava_mcore.mapping.layouts import FuseQKV, Reshape
+from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
+from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
-from llava_mcore.models.names import LayerNames
-from llava_mcore.towers import num_patches
+from llava_mcore.models.architectures.llava_names import LayerNames
+from llava_mcore.models.vision.geometry import num_patches
 
 WEIGHT_BIAS = ("weight", "bias")
 

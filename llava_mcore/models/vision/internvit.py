@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.conversion.mapping import Entry
-from llava_mcore.models.names import LayerNames
+from llava_mcore.mapping.table import Entry
+from llava_mcore.models.architectures.llava_names import LayerNames
 from llava_mcore.models.vision.encoder_layers import (
     embedding_entries,
     layer_entries,
@@ -17,8 +17,8 @@ from llava_mcore.models.vision.encoder_layers import (
     unused_layers,
     unused_norm,
 )
+from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
-from llava_mcore.towers import image_side, patch_side
 
 _CONV = "embeddings.patch_embeddings.projection"
 _NAMES = LayerNames(

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.conversion.mapping import Entry
-from llava_mcore.conversion.sharding import REPLICATED
+from llava_mcore.mapping.sharding import REPLICATED
+from llava_mcore.mapping.table import Entry
 from llava_mcore.models.vision.encoder_layers import (
     WEIGHT_BIAS,
     layer_entries,
@@ -15,8 +15,8 @@ from llava_mcore.models.vision.encoder_layers import (
     unused_layers,
     unused_norm,
 )
+from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
-from llava_mcore.towers import image_side, patch_side
 
 # The attention-pooling head; torch's MultiheadAttention names its input projection with an underscore.
 _HEAD_MODULES = ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")

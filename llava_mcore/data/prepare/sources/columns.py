@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llava_mcore.config.data import LIMITS
+from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.prepare.records import BadSample, Row, Segment
 from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
 from llava_mcore.data.prepare.sources.lines import too_large

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llava_mcore.config.data import LIMITS
+from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.prepare.formats import Format
-from llava_mcore.data.prepare.layouts import Keys
+from llava_mcore.data.prepare.record_layouts import Keys
 from llava_mcore.data.prepare.sources.array import LARGEST_ELEMENT, JsonArray
 from llava_mcore.data.prepare.sources.base import SourceFile
 from llava_mcore.data.prepare.sources.columns import ArrowTable, ParquetTable
 from llava_mcore.data.prepare.sources.lines import BOM, JsonLines
 from llava_mcore.data.prepare.sources.triples import TarShard, TripleFolder, is_part
 from llava_mcore.errors import DataError
-from llava_mcore.read_file import kind_of
+from llava_mcore.files.regular import kind_of
 
 LAYOUTS = {"llava": "conversations", "sharegpt": "messages", "openai": "messages"}
 """Formats whose rows must have this field."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llava_mcore.config.data import LIMITS
+from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.prepare.records import BadSample, Reason, Row, Segment
 from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
 

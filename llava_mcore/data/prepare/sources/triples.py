@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.config.data import LIMITS
-from llava_mcore.data.cooking import IMAGE_PARTS
+from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.prepare.records import BadSample, Reason, Row, Segment
 from llava_mcore.data.prepare.sources.base import Cuts, Scan
 from llava_mcore.data.prepare.sources.lines import decode_row
-from llava_mcore.data.tar_members import LINKS, Link, NoContents, Places, members, open_tar
+from llava_mcore.data.samples import IMAGE_PARTS
+from llava_mcore.data.storage.tar_members import LINKS, Link, NoContents, Places, members, open_tar
 from llava_mcore.errors import DataError
-from llava_mcore.read_file import RefusedFileError, open_regular_file, read_regular_file
+from llava_mcore.files.regular import RefusedFileError, open_regular_file, read_regular_file
 
 TEXT_PARTS = ("json", "txt")
 

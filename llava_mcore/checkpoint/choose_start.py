@@ -1,0 +1,139 @@
+"""Where a run starts: from its own last checkpoint, from another one, or from random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from llava_mcore.checkpoint.complete import RUN_JSON, Choice, iterations, newest_complete
+from llava_mcore.checkpoint.layout import TRACKER, hf_folder, latest_checkpoint, latest_iteration
+from llava_mcore.config.load import load_run_config
+from llava_mcore.config.schema import NON_PERSISTENT, RunConfig
+from llava_mcore.errors import CheckpointError, ConfigError, problems
+from llava_mcore.files.json_files import read_object
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """`checkpoint` is the folder of one iteration, or None for random weights.
+
+    `hf_dir` is the folder whose config.json describes the model: a checkpoint carries its own.
+    `passed_over`: newer checkpoints that were not used, each with the reason.
+    """
+
+    kind: Literal["resume", "load", "init"]
+    checkpoint: Path | None
+    iteration: int
+    hf_dir: Path
+    passed_over: tuple[str, ...] = ()
+
+
+def start_point(
+    run: RunConfig,
+    unusable: Mapping[Path, str] = MappingProxyType({}),
+    damaged: Mapping[Path, str] = MappingProxyType({}),
+) -> StartPoint:
+    """Return where a run starts.
+
+    With `load_optim`, a checkpoint in the run's own folder comes before the load folder. Raises ConfigError if
+    nothing says where to start or another run's checkpoints would be written over, CheckpointError if a
+    checkpoint is not complete.
+
+    Args:
+        unusable: checkpoints that are replaced by the next and cannot be used here, each with the reason.
+        damaged: checkpoints whose files are not what was written, each with the reason; they count as incomplete.
+    """
+    checkpoint = run.checkpoint
+    own = run.run_dir if checkpoint.save_dir is not None else None
+    choice = _own_choice(run, unusable, damaged) if own is not None else None
+    if own is not None and choice is not None:
+        if not checkpoint.load_optim:
+            raise ConfigError(f"{own} already holds a checkpoint: resume it with --load-optim or choose another --name")
+        return StartPoint("resume", choice.folder, choice.iteration, hf_folder(choice.folder), choice.passed_over)
+    if checkpoint.load is not None:
+        return _load(checkpoint.load, damaged)
+    if not checkpoint.init:
+        raise ConfigError("nothing to start from: give --megatron-load-dir, or --init for random weights")
+    if checkpoint.load_optim:
+        raise ConfigError(f"--load-optim has nothing to resume: {own} holds no checkpoint, and --init loads none")
+    if checkpoint.hf_dir is None:
+        raise ConfigError("--init needs the model's config: give its Hugging Face folder with --tokenizer-load-dir")
+    return StartPoint("init", None, 0, checkpoint.hf_dir)
+
+
+def resumes(run: RunConfig, start: StartPoint) -> bool:
+    """Tell whether to continue a run.
+
+    The load folder is continued if it holds the optimizer of the same stage; imported weights and those of an earlier
+    stage are what a run starts from, so that one command line serves the first start and every later one.
+    """
+    if start.kind == "resume":
+        return True
+    if start.kind != "load" or not run.checkpoint.load_optim or start.checkpoint is None:
+        return False
+    written_by = start.checkpoint / "run.yaml"
+    before = load_run_config(written_by, [], {}) if written_by.is_file() else None
+    return before is not None and before.checkpoint.save_optim and before.stage == run.stage
+
+
+def _own_choice(run: RunConfig, unusable: Mapping[Path, str], damaged: Mapping[Path, str]) -> Choice | None:
+    """Return the newest complete checkpoint of the run, be it one that is kept or one that the next replaces."""
+    if not iterations(run.non_persistent_dir):
+        return newest_complete(run.run_dir, damaged)
+    choices: list[Choice] = []
+    passed_over: list[str] = []
+    is_damaged = False
+    for root in (run.run_dir, run.non_persistent_dir):
+        try:
+            choice = newest_complete(root, damaged)
+        except CheckpointError as error:
+            passed_over.append(str(error))
+            is_damaged = True
+            continue
+        if choice is None:
+            continue
+        passed_over += choice.passed_over
+        problem = _not_of_this_course(run, choice)
+        if choice.folder in unusable:
+            passed_over.append(unusable[choice.folder])
+        elif problem is not None:
+            passed_over.append(f"{choice.folder}: {problem}")
+        else:
+            choices.append(choice)
+    if not choices and is_damaged:
+        raise CheckpointError(problems(f"{run.run_dir} holds no complete checkpoint", passed_over))
+    if not choices:
+        return None
+    newest = max(choices, key=lambda choice: choice.iteration)  # the first one, which is kept, if they are equal
+    return Choice(newest.folder, newest.iteration, tuple(passed_over))
+
+
+def _not_of_this_course(run: RunConfig, choice: Choice) -> str | None:
+    """Return why a checkpoint is of another run, or of a future that this run was set back from; None if it is ours."""
+    if choice.folder.parent not in (run.run_dir, run.run_dir / NON_PERSISTENT):
+        written = read_object(choice.folder / RUN_JSON, CheckpointError)
+        try:
+            save_dir = written["run"]["checkpoint"]["save_dir"]
+        except (KeyError, TypeError) as error:
+            return f"{RUN_JSON} does not say of which run it is ({error!r})"
+        if save_dir != str(run.checkpoint.save_dir):
+            return f"belongs to another run of this name, under {save_dir}"
+    try:
+        limit = latest_iteration(run.run_dir)
+    except CheckpointError:
+        return None
+    if limit is not None and limit < max(iterations(run.run_dir), default=0) and choice.iteration > limit:
+        return f"newer than iteration {limit}, which {run.run_dir / TRACKER} names though there are newer ones"
+    return None
+
+
+def _load(folder: Path, damaged: Mapping[Path, str]) -> StartPoint:
+    """Start from another folder. It must have a tracker: without one an import or a copy has not ended."""
+    choice = newest_complete(folder, damaged) if (folder / TRACKER).exists() else None
+    if choice is None:  # says what is missing
+        checkpoint, iteration = latest_checkpoint(folder)
+        return StartPoint("load", checkpoint, iteration, hf_folder(checkpoint))
+    return StartPoint("load", choice.folder, choice.iteration, hf_folder(choice.folder), choice.passed_over)

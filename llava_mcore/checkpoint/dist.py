@@ -1,0 +1,292 @@
+"""Megatron checkpoints through dist_checkpointing (torch_dist): they load at any layout."""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+import queue
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
+from megatron.core.optimizer import Adam, CPUAdam
+from megatron.core.transformer.module import MegatronModule
+from torch.distributed.checkpoint import CheckpointException
+
+from llava_mcore.checkpoint.checksums import of_files
+from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE, take_scales, with_plain_scales
+from llava_mcore.checkpoint.torch_dist_metadata import require_plain
+from llava_mcore.compat.megatron import LoadStrategy, replace_name
+from llava_mcore.errors import CheckpointError, problems
+from llava_mcore.files.torch_files import LOAD_ERRORS, load_tensors, why_refused, without_objects
+
+_OPTIMIZER_CLASSES = [Adam, CPUAdam]
+"""What an optimizer that lies on the host names in its parameter groups; making one does nothing to anything else."""
+CHECKPOINT_VERSION = 3.0  # Megatron-LM's format number, read by its own loaders
+
+
+class StateWrite:
+    """One checkpoint on its way to a folder: `write` may run in a thread, everything else is a collective call.
+
+    `folder` must exist on every rank and be empty. megatron-core plans and finishes the save. Its own ways of writing
+    in the background are processes: a forked one beside running threads and CUDA, or a spawned one that imports the
+    whole program (8 s) and takes the tensors through shared memory. Writing needs no more than a thread: torch
+    releases the interpreter's lock while bytes are written.
+    """
+
+    def __init__(
+        self, state: ShardedStateDict, folder: Path, *, copy: bool = False, replicas: dist.ProcessGroup | None = None
+    ) -> None:
+        """Plan the save and bring the tensors to the host.
+
+        Args:
+            copy: own every tensor, so that training may go on while `write` runs.
+            replicas: ranks that hold the same tensors and share the writing of them.
+        """
+        strategy = TorchDistSaveShardedStrategy()
+        live = {x.data.untyped_storage().data_ptr() for x in sharded_tensors(state) if x.data is not None}
+        # The queue that megatron-core would make lives in a manager process, which imports the program once more.
+        replace_name(filesystem_async, "_results_queue", queue.Queue())
+        self._request = dist_checkpointing.save(
+            {"checkpoint_version": CHECKPOINT_VERSION, **state},
+            str(folder),
+            sharded_strategy=strategy if replicas is None else FullyParallelSaveStrategyWrapper(strategy, replicas),
+            content_metadata={"llava_mcore": 1},
+            async_sharded_save=True,
+            async_strategy="mcore",
+        )
+        self._files: list[Any] = []
+        if self._request.async_fn is not None:  # else this rank has nothing to write
+            on_host = self._request.preload_fn()
+            self._files = [_owned(file, live) for file in on_host] if copy else on_host
+        self.checksums: dict[str, str] = {}
+        """Of the files that this rank has written, by name."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that this rank writes."""
+        return sum(x.nbytes for _, _, (_, tensors) in self._files for _, x in tensors)
+
+    def write(self) -> None:
+        """Write and flush this rank's files, and make their checksums. What goes wrong is reported by `finish`."""
+        if self._request.async_fn is not None:
+            rank, _, results = self._request.async_fn_args
+            self._request.async_fn(rank, self._files, results)
+            # What was just written is still in memory: reading it takes a fraction of the time of writing it.
+            self.checksums = of_files([path for file, _, _ in self._files if (path := Path(file)).is_file()])
+        self._files = []
+
+    def published(self) -> None:
+        """Called when the checkpoint has its name; all there is to delete then is folders."""
+
+    def finish(self) -> None:
+        """Write the metadata, when all ranks have written; a collective call.
+
+        Raises:
+            CheckpointError: on all ranks, when any could not write.
+        """
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except CheckpointException as error:
+            reasons = dict.fromkeys(str(reason[0]) for reason in error.failures.values()) or ["see the other ranks"]
+            # megatron-core keeps the operating system's own words to itself.
+            message = problems("the checkpoint could not be written; is the disk full, or a quota reached?", reasons)
+            raise CheckpointError(message, on_all_ranks=True) from error
+
+
+def _owned(file: Any, live: Container[int]) -> Any:
+    """Return the plan of one file with copies of the tensors that training goes on changing.
+
+    Args:
+        live: addresses of the storages that were asked to be saved. What came from a GPU, and the parts of larger
+            tensors, are copies already.
+    """
+    path, key, (objects, tensors) = file
+    owned = [(item, x.clone() if x.untyped_storage().data_ptr() in live else x) for item, x in tensors]
+    return path, key, (objects, owned)
+
+
+def save_state(state: ShardedStateDict, folder: Path) -> None:
+    """Write one checkpoint folder; a collective call. `folder` must exist on every rank and be empty.
+
+    Raises:
+        CheckpointError: on all ranks, when any could not write.
+    """
+    write = StateWrite(state, folder)
+    write.write()
+    dist.barrier()
+    write.finish()
+
+
+def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
+    """Load what `state` asks for, wherever and however it was cut; a collective call.
+
+    Raises:
+        CheckpointError: on all ranks, when the folder holds another model for any of them; or it is damaged.
+    """
+    _check_on_all_ranks(state, folder)
+    if (folder / COMMON_STATE_FNAME).exists():  # older versions of megatron-core wrote it
+        load_tensors(folder / COMMON_STATE_FNAME)
+    try:
+        stored = load_sharded_metadata(str(folder), LoadStrategy())
+        with without_objects(), torch.serialization.safe_globals(_OPTIMIZER_CLASSES):
+            return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder), LoadStrategy())
+    except CheckpointingException as error:
+        raise CheckpointError(f"{folder}: dist_checkpointing cannot load it: {error}") from error
+    except CheckpointException as error:  # torch's, around what this rank met
+        for cause, _ in error.failures.values():
+            if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, LOAD_ERRORS):
+                raise cause from error
+            raise CheckpointError(f"{folder}: {why_refused(cause)}") from error
+        raise
+
+
+def _check_on_all_ranks(state: ShardedStateDict, folder: Path) -> None:
+    """As `check_model`. A rank that finds nothing wrong must not wait in what the others do not reach."""
+    problem: str | None = None
+    try:
+        check_model(state, folder)
+    except CheckpointError as error:
+        problem = str(error)
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    wrong = dict.fromkeys(text for text in found if text is not None)
+    if wrong:
+        raise CheckpointError("\n".join(wrong), on_all_ranks=True)
+
+
+def without_absent_extra_state(state: Any, stored: Container[str]) -> Any:
+    """Leave out FP8's scales where there are none: in weights that were imported, or trained otherwise."""
+    if not isinstance(state, dict):
+        return state
+
+    def is_absent(value: Any) -> bool:
+        return isinstance(value, ShardedObject) and value.key.endswith(EXTRA_STATE) and value.unique_key not in stored
+
+    return {k: without_absent_extra_state(v, stored) for k, v in state.items() if not is_absent(v)}
+
+
+def fill_model(model: MegatronModule, loaded: dict[str, Any]) -> None:
+    """Give a model its loaded state. CheckpointError if anything but a layer's extra state is missing."""
+    missing, unexpected = model.load_state_dict(take_scales(model, loaded), strict=False)
+    wrong = [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]
+    if wrong:
+        raise CheckpointError(problems("the loaded state does not fit the model", wrong))
+
+
+def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
+    """Return key, global shape and dtype of every tensor in a checkpoint, without reading data.
+
+    Raises:
+        CheckpointError: not a readable torch_dist checkpoint.
+    """
+    require_plain(folder)
+    try:
+        return dist_checkpointing.load_tensors_metadata(str(folder), LoadStrategy())
+    except (CheckpointingException, OSError, EOFError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: not a readable torch_dist checkpoint: {error}") from error
+
+
+def check_model(state: ShardedStateDict, folder: Path) -> None:
+    """Compare what a model asks for with what a checkpoint holds, before anything is read.
+
+    Raises:
+        CheckpointError: lists every tensor that is missing or of another shape.
+    """
+    stored = stored_tensors(folder)
+    found: list[str] = []
+    for wanted in sharded_tensors(state):
+        have = stored.get(wanted.key)
+        if have is None:
+            found.append(f"missing: {wanted.key} {wanted.global_shape}")
+        elif (have.global_shape != wanted.global_shape and not wanted.allow_shape_mismatch) or have.global_shape[
+            1:
+        ] != wanted.global_shape[1:]:
+            found.append(f"other shape: {wanted.key} is {have.global_shape}, the model needs {wanted.global_shape}")
+    if found:
+        unique = sorted(set(found))
+        raise CheckpointError(problems(f"{folder} is a checkpoint of another model", unique))
+
+
+def sharded_tensors(state: ShardedStateDict) -> list[ShardedTensor]:
+    """Return the sharded tensors of a state, factories unfolded."""
+
+    def unfold(value: Any) -> Any:
+        return value.build() if isinstance(value, ShardedTensorFactory) else value
+
+    # A copy of the containers: the caller's state keeps its factories.
+    copied = dict_list_map_inplace(unfold, _copy_containers(state))
+    return list(_flatten(extract_sharded_tensors(copied)[0]))
+
+
+def _copy_containers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy_containers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy_containers(item) for item in value]
+    return value
+
+
+def _flatten(value: Any) -> list[ShardedTensor]:
+    if isinstance(value, dict):
+        return [x for item in value.values() for x in _flatten(item)]
+    if isinstance(value, list):
+        return [x for item in value for x in _flatten(item)]
+    return [value]
+
+
+def model_state(chunks: Sequence[MegatronModule], *, is_loading: bool) -> ShardedStateDict:
+    """Return the sharded state of a rank's model chunks, to save it or to load it."""
+    states = [with_plain_scales(chunk, chunk.sharded_state_dict(), is_loading=is_loading) for chunk in chunks]
+    return {f"model{i}": state for i, state in enumerate(states)}
+
+
+def load_weights(chunks: Sequence[MegatronModule], folder: Path) -> None:
+    """Fill every parameter from a checkpoint; a collective call.
+
+    Every value is first set to NaN, so that nothing can be left as it was: rows that pad the vocabulary are
+    set to zero, all else must have been read.
+
+    Raises:
+        CheckpointError: another model, or a parameter that was not filled completely.
+    """
+    named = [(name, p) for chunk in chunks for name, p in chunk.named_parameters()]
+    with torch.no_grad():
+        for _, p in named:
+            p.fill_(torch.nan)
+    state = model_state(chunks, is_loading=True)
+    padding = [x for x in sharded_tensors(state) if x.allow_shape_mismatch]
+    stored = stored_tensors(folder)
+    loaded = load_state(state, folder)
+    for i, chunk in enumerate(chunks):
+        fill_model(chunk, loaded[f"model{i}"])
+    _zero_padding(padding, stored)
+    unfilled = [name for name, p in named if p.isnan().any()]
+    if unfilled:
+        raise CheckpointError(problems(f"{folder} did not fill the model, or holds NaN", unfilled))
+
+
+def _zero_padding(tensors: Sequence[ShardedTensor], stored: dict[str, ShardedTensor]) -> None:
+    """Zero the rows beyond the stored vocabulary: another tensor-parallel size pads to another multiple."""
+    for x in tensors:
+        if x.key in stored and x.data is not None:
+            rows = stored[x.key].global_shape[0] - x.global_offset[0]
+            x.data.detach()[max(rows, 0) :].zero_()

@@ -1,0 +1,210 @@
+"""A checkpoint whose tensors lie on each node's own disk: every rank writes what it holds, and reads it back.
+
+The iteration's folder, which all nodes see, holds everything else: run.yaml, the places in the data, the Hugging Face
+files, and local.json, which names every rank's file. It serves the same layout, on the same nodes, only.
+"""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+import json
+import logging
+import os
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    apply_factory_merges,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.transformer.module import MegatronModule
+
+from llava_mcore.checkpoint.checksums import KEY, damage, of_file
+from llava_mcore.checkpoint.dist import fill_model, model_state, without_absent_extra_state
+from llava_mcore.errors import CheckpointError, problems
+from llava_mcore.files.atomic import sync
+from llava_mcore.files.json_files import read_object
+from llava_mcore.files.torch_files import load_tensors
+from llava_mcore.parallel.groups import Groups, agree
+
+logger = logging.getLogger(__name__)
+
+LOCAL = "local.json"
+# Where megatron-core looks for who wrote a checkpoint: it refuses this one by that name.
+METADATA = {"sharded_backend": "llava_mcore_local", "sharded_backend_version": 1}
+
+
+class LocalWrite:
+    """This rank's file on its way to the node's disk; `write` may run in a thread, the rest are collective calls."""
+
+    def __init__(self, state: ShardedStateDict, folder: Path, root: Path, groups: Groups, *, copy: bool) -> None:
+        """Bring the tensors to the host.
+
+        Args:
+            folder: that of the iteration, which rank 0 has made, under the name that it has until it is complete.
+            root: this run's folder on the node's disk.
+            copy: own every tensor, so that training may go on while `write` runs.
+        """
+        box = [uuid.uuid4().hex[:8]]  # a file of an abandoned course of the run may be of the same iteration
+        dist.broadcast_object_list(box, src=0, group=groups.control)
+        self._folder, self._groups = folder, groups
+        self.checksums: dict[str, str] = {}  # of files in the iteration's folder: none
+        self._checksum = ""
+        self._path = root / f"{folder.name.strip('.').partition('.')[0]}.{box[0]}.rank_{groups.rank:05d}.pt"
+        sharded, common = save_preprocess(state, validate_access_integrity=False)
+        parts = {_name(value): value.data for value in nested_values(sharded)}
+        tensors = {name: _on_host(x, copy=copy) for name, x in parts.items() if isinstance(x, torch.Tensor)}
+        rest = {name: x for name, x in parts.items() if name not in tensors}
+        self._content = {"common": deepcopy(common), "parts": tensors | deepcopy(rest)}
+        if groups.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that this rank writes."""
+        return sum(x.nbytes for x in self._content["parts"].values() if isinstance(x, torch.Tensor))
+
+    def write(self) -> None:
+        """Write and flush this rank's file.
+
+        Raises:
+            OSError: the disk is full, or the like.
+        """
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                torch.save(self._content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            self._checksum = of_file(partial)
+            partial.rename(self._path)
+            sync(self._path.parent)
+        except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError when a write fails below it
+            raise OSError(f"{self._path}: {error.__context__ or error}") from error
+        self._content = {"common": {}, "parts": {}}
+
+    def finish(self) -> None:
+        """Note every rank's file in the iteration's folder.
+
+        Raises:
+            CheckpointError: on all ranks, when that could not be written.
+        """
+        groups = self._groups
+        files: list[Any] = [None] * groups.world_size
+        mine = [str(self._path), self._path.stat().st_size, self._checksum]
+        dist.all_gather_object(files, mine, group=groups.control)
+        problem = None
+        if groups.rank == 0:
+            content: dict[str, Any] = {"tp": groups.tp_size, "pp": groups.pp_size, "dp": groups.dp_size}
+            content |= {"files": [file[:2] for file in files], KEY: [file[2] for file in files]}
+            try:
+                (self._folder / LOCAL).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+                (self._folder / "metadata.json").write_text(json.dumps(METADATA) + "\n", encoding="utf-8")
+            except OSError as error:
+                problem = f"{self._folder}: {error}"
+        found = agree(groups, problem)
+        if found:
+            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+
+    def published(self) -> None:
+        """Delete this rank's older files, now that all ranks have this one."""
+        own = re.compile(rf"\.?iter_\d+\..*\.rank_{self._groups.rank:05d}\.pt(\.partial)?")
+        for path in self._path.parent.iterdir():
+            if own.fullmatch(path.name) and path != self._path:
+                try:
+                    path.unlink()
+                except OSError as error:  # no reason to stop a training
+                    logger.warning("%s could not be deleted: %s", path, error)
+
+
+def is_local(checkpoint: Path) -> bool:
+    """Tell whether a checkpoint's tensors lie on the nodes' own disks."""
+    return (checkpoint / LOCAL).is_file()
+
+
+def unusable_here(checkpoint: Path, groups: Groups, *, verify: bool = True) -> str | None:
+    """Return why this rank cannot go on from a local checkpoint; None if it can.
+
+    Args:
+        verify: read the file and compare it with its checksum.
+    """
+    content = read_object(checkpoint / LOCAL, CheckpointError)
+    saved, now = (content["tp"], content["pp"], content["dp"]), (groups.tp_size, groups.pp_size, groups.dp_size)
+    if saved != now:
+        return f"{checkpoint}: its tensors lie on the nodes' own disks for tp, pp, dp = {saved}; this run has {now}"
+    name, size = content["files"][groups.rank]
+    path = Path(name)
+    if not path.is_file():
+        return f"{checkpoint}: {path} is not on this node's disk"
+    if path.stat().st_size != size:
+        return f"{checkpoint}: {path} has {path.stat().st_size} bytes, {size} were written"
+    if not verify or KEY not in content:  # written before there were checksums
+        return None
+    wrong = damage(path, str(path), content[KEY][groups.rank])
+    return None if wrong is None else f"{checkpoint}: {wrong}"
+
+
+def load_local(state: ShardedStateDict, checkpoint: Path, rank: int) -> dict[str, Any]:
+    """Load what `state` asks for from this rank's file, as dist_checkpointing.load does from a common folder.
+
+    Raises:
+        CheckpointError: the file holds another model.
+    """
+    name, _ = read_object(checkpoint / LOCAL, CheckpointError)["files"][rank]
+    stored = load_tensors(Path(name), mmap=True)
+    parts: Mapping[str, Any] = stored["parts"]
+    wanted, apart, factories = load_preprocess(without_absent_extra_state(state, parts))
+    sharded, _ = extract_sharded_base(wanted)
+
+    def filled(value: ShardedTensor | ShardedObject) -> Any:
+        if _name(value) not in parts:
+            raise CheckpointError(f"{name} is of another model: it lacks {_name(value)}")
+        data = parts[_name(value)]
+        if isinstance(value, ShardedObject) or value.data is None:
+            return data
+        return value.data.detach().copy_(data)
+
+    dict_list_map_inplace(filled, sharded)
+    loaded: dict[str, Any] = stored["common"]
+    merge(loaded, apart)
+    merge(loaded, sharded)
+    return apply_factory_merges(loaded, factories)
+
+
+def load_local_weights(chunks: Sequence[MegatronModule], checkpoint: Path, rank: int) -> None:
+    """Fill every parameter from this rank's file.
+
+    Raises:
+        CheckpointError: the file holds another model.
+    """
+    loaded = load_local(model_state(chunks, is_loading=True), checkpoint, rank)
+    for i, chunk in enumerate(chunks):
+        fill_model(chunk, loaded[f"model{i}"])
+
+
+def _name(value: ShardedTensor | ShardedObject) -> str:
+    """Return what no other part of this rank's state is called."""
+    if isinstance(value, ShardedObject):
+        return value.unique_key
+    return f"{value.key} {tuple(value.global_offset)} {tuple(value.local_shape)}"
+
+
+def _on_host(tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    """Return a tensor in the host's memory, without whatever else its storage holds."""
+    x = tensor.detach()
+    if x.device.type != "cpu":
+        return x.to("cpu", non_blocking=True)
+    return x.clone() if copy or x.untyped_storage().nbytes() != x.nbytes else x

@@ -1,0 +1,159 @@
+"""Language model + vision tower → Hugging Face LLaVA folder. Works offline on local folders."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llava_mcore.build.options import DEFAULT_FEATURE_LAYERS, DEFAULT_VISION_MODEL, DTYPE_NAMES, BuildOptions
+from llava_mcore.cli.common import conversion_main
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags of build_llava_jp.py: the seed's, and what they left to chance."""
+    p = argparse.ArgumentParser(
+        prog="build_llava_jp.py",
+        allow_abbrev=False,
+        description="Compose a complete Hugging Face LLaVA folder (config, weights, tokenizer with <image> and a pad "
+        "token, image processor, chat template) from a language model and a vision tower (docs/build.md says "
+        "which). Only the projector is new. Nothing is downloaded when folders are given.",
+    )
+    _add_parts(p.add_argument_group("parts"))
+    _add_shape(p.add_argument_group("shape"))
+    _add_output(p.add_argument_group("output"))
+    return p
+
+
+def _add_parts(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--text-model",
+        required=True,
+        metavar="TAG_OR_DIR",
+        help="language model; a folder may hold a GGUF file instead of safetensors",
+    )
+    group.add_argument(
+        "--gguf-file",
+        metavar="FILE",
+        help="GGUF file in the folder of --text-model (default: the only one, if the folder has no other weights)",
+    )
+    group.add_argument(
+        "--vision-model",
+        default=DEFAULT_VISION_MODEL,
+        metavar="TAG_OR_DIR",
+        help="vision tower, or a CLIP or SigLIP model of which the tower is taken (default: %(default)s)",
+    )
+    group.add_argument("--tokenizer", metavar="TAG_OR_DIR", help="tokenizer (default: the text model's)")
+    group.add_argument(
+        "--image-processor",
+        metavar="TAG_OR_DIR",
+        help="folder with preprocessor_config.json (default: the vision model's)",
+    )
+    group.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="NAME|FILE",
+        help="chat template by name (vicuna, llama-2, llama-3, chatml, llm-jp, mistral, plain) or a Jinja file "
+        "(default: the tokenizer's own; if it has none, a plain USER: ASSISTANT: one)",
+    )
+
+
+def _add_shape(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--vocab-size-padding",
+        action="store_true",
+        help="round the vocabulary up to a multiple of 128; nothing is added when it is one already",
+    )
+    group.add_argument(
+        "--expand-projector",
+        action="store_true",
+        help="let the projector read a second layer of the tower, half as deep as the first, so that its input is "
+        "twice as wide (docs/build.md says why it is not the hidden layer that widens)",
+    )
+    group.add_argument(
+        "--vision-feature-layer",
+        type=int,
+        nargs="+",
+        default=list(DEFAULT_FEATURE_LAYERS),
+        metavar="N",
+        help="hidden state of the tower that becomes the picture's tokens: 0 is its embedding, -1 its last layer; "
+        "several are put side by side (default: -2)",
+    )
+    group.add_argument(
+        "--vision-feature-select-strategy",
+        choices=("default", "full"),
+        help="default: all positions but the first, the class token; full: all positions (default: 'default' for "
+        "CLIP, 'full' for SigLIP, which has no class token)",
+    )
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--save-dir", type=Path, required=True, metavar="DIR", help="folder to make; must not exist or be empty"
+    )
+    group.add_argument(
+        "--dtype", choices=DTYPE_NAMES, default="auto", help="of all weights (default: auto, the text model's own)"
+    )
+    group.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
+    group.add_argument(
+        "--seed", type=int, default=1234, metavar="N", help="of the projector's first weights (default: %(default)s)"
+    )
+    group.add_argument("--sif-path", type=Path, metavar="FILE", help="run the same command in this Singularity image")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build as the flags say."""
+    from transformers.utils import logging as transformers_logging
+
+    from llava_mcore.build.folder import build_llava
+
+    transformers_logging.set_verbosity_error()  # its load reports repeat what the lines below say
+    transformers_logging.disable_progress_bar()
+    start = time.perf_counter()
+    options = BuildOptions(
+        save_dir=args.save_dir,
+        text_model=args.text_model,
+        vision_model=args.vision_model,
+        gguf_file=args.gguf_file,
+        tokenizer=args.tokenizer,
+        image_processor=args.image_processor,
+        chat_template=args.chat_template,
+        dtype=args.dtype,
+        vocab_size_padding=args.vocab_size_padding,
+        expand_projector=args.expand_projector,
+        vision_feature_layers=tuple(args.vision_feature_layer),
+        vision_feature_select_strategy=args.vision_feature_select_strategy,
+        seed=args.seed,
+        max_shard_size=args.max_shard_size,
+    )
+    parts = build_llava(options, say=lambda line: print(line, flush=True))
+    _print_table([(p.name, p.shape, p.source, p.parameters) for p in parts])
+    print(f"built {args.save_dir} in {time.perf_counter() - start:.1f} s")
+    return 0
+
+
+def _print_table(rows: Sequence[tuple[str, str, str, int]]) -> None:
+    """Print the parts and their parameter counts."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("part", no_wrap=True)
+    table.add_column("shape", overflow="fold")
+    table.add_column("from", overflow="fold")
+    table.add_column("parameters", justify="right", no_wrap=True)
+    for name, shape, source, parameters in rows:
+        table.add_row(name, shape, source, f"{parameters:,}")
+    table.add_section()
+    table.add_row("total", "", "", f"{sum(row[3] for row in rows):,}")
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120  # in a log, not the 80 that rich assumes
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit code."""
+    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))

@@ -1,0 +1,143 @@
+"""Look a dataset over before training: `python -m llava_mcore check --data-path D --tokenizer-load-dir T`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from llava_mcore.cli.flags.samples import limits_of
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.doctor.remarks import remarks_on
+from llava_mcore.data.doctor.report import Report
+from llava_mcore.data.doctor.samples import Examiner, Finding
+from llava_mcore.data.doctor.scan import Task, choose, scan
+from llava_mcore.data.doctor.show import conversation_text
+from llava_mcore.data.doctor.tables import print_report
+from llava_mcore.data.doctor.tally import DatasetTally, Tally
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.storage.dataset_path import check_dataset
+from llava_mcore.errors import ConfigError, DataError
+
+DEFAULTS = DataConfig()
+NEEDS_TOKENIZER = "--data-path needs --tokenizer-load-dir, the Hugging Face folder that is trained with"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check as the flags say; returns 0 if the data can be trained on, else 2.
+
+    Raises:
+        ConfigError: flags that make no sense.
+        DataError: a tokenizer folder that cannot be used, a report that cannot be written.
+    """
+    _check_flags(args)
+    assets = load_assets(
+        args.tokenizer_load_dir,
+        chat_template=args.chat_template,
+        lang=args.lang,
+        special_tokens_in_text=args.special_tokens_in_text,
+        limits=limits_of(args),
+    )
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160  # in a file or a pipe, not the 80 that rich assumes
+    report, examiner = examine(args, assets)
+    if examiner is not None:
+        _show(examiner, report, assets, console)
+    print_report(report, console)
+    if args.json is not None:
+        _write(args.json, report)
+    return 2 if report.reasons_not_to_train else 0
+
+
+def examine(args: argparse.Namespace, assets: Assets) -> tuple[Report, Examiner | None]:
+    """Look over files and samples; the examiner is None if the data cannot be opened."""
+    stop: list[str] = []
+    examiner = None
+    try:
+        check_dataset(args.data_path)
+    except DataError as error:
+        stop.append(str(error))
+    try:
+        examiner = Examiner(args.data_path, assets, seq_length=args.seq_length)
+    except DataError as error:
+        stop = stop or [str(error)]  # else it has been said better
+    datasets = examiner.datasets if examiner is not None else []
+    tally = Tally([DatasetTally(d.path, d.share, d.repeats, len(d.shards), d.num_samples) for d in datasets])
+    folders = dict.fromkeys(Path(data.path) for data in datasets)
+    remarks = [remark for folder in folders if folder.is_dir() for remark in remarks_on(folder)]
+    tasks = choose(datasets, full=args.full)
+    start = time.perf_counter()
+    if examiner is not None:
+        _scan(examiner, tasks, tally, args)
+    report = Report(
+        data_path=str(args.data_path),
+        tokenizer_dir=str(args.tokenizer_load_dir),
+        seq_length=args.seq_length,
+        packing_buffer_size=DEFAULTS.packing_buffer_size,
+        max_skip_rate=args.max_skip_rate,
+        full=sum(len(numbers) for _, numbers in tasks) == sum(d.num_samples for d in datasets),
+        seconds=time.perf_counter() - start,
+        stop=tuple(stop),
+        remarks=tuple(remarks),
+        tally=tally,
+    )
+    return report, examiner
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    if args.tokenizer_load_dir is None:
+        raise ConfigError(NEEDS_TOKENIZER)
+    lowest = {"seq_length": 1, "num_workers": 0, "show": 0, "max_skip_rate": 0}
+    wrong = [f"--{name.replace('_', '-')} must be at least {least}" for name, least in lowest.items()
+             if vars(args)[name] < least]  # fmt: skip
+    if args.max_skip_rate > 1:
+        wrong.append("--max-skip-rate is a part, from 0 to 1")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+
+
+def _scan(examiner: Examiner, tasks: Sequence[Task], tally: Tally, args: argparse.Namespace) -> None:
+    columns = (
+        TextColumn("looking at samples"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.speed:.0f} samples/s"),
+        TimeRemainingColumn(),
+    )
+    progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    with progress:
+        bar = progress.add_task("", total=sum(len(numbers) for _, numbers in tasks))
+
+        def take(found: Finding) -> None:
+            tally.add(found, num_examples=args.show)
+            progress.advance(bar)
+
+        scan(examiner, tasks, num_workers=args.num_workers, on_finding=take)
+
+
+def _show(examiner: Examiner, report: Report, assets: Assets, console: Console) -> None:
+    for found in report.tally.examples:
+        tokens = examiner.conversation(found)
+        learnt = "coloured" if console.is_terminal else "between « and »"
+        console.print(
+            f"sample {found.key} of {found.shard}: {len(tokens)} tokens, {int(tokens.trained.sum())} of them trained "
+            f"({learnt})",
+            markup=False,
+            soft_wrap=True,
+        )
+        console.print(conversation_text(tokens, assets, coloured=console.is_terminal), soft_wrap=True)
+        console.print()
+
+
+def _write(file: Path, report: Report) -> None:
+    try:
+        file.write_text(json.dumps(report.as_json(), ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"the report cannot be written to {file}: {error.strerror}") from error

@@ -1,0 +1,36 @@
+"""Flags of `export-hf`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from llava_mcore.cli.flags.conversion import add_flags
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags of convert_megatron_to_hf.py (seed names)."""
+    p = argparse.ArgumentParser(
+        prog="convert_megatron_to_hf.py",
+        allow_abbrev=False,
+        description="Convert the newest Megatron checkpoint of a folder into a Hugging Face LLaVA folder.",
+    )
+    p.add_argument("--megatron-dir", type=Path, required=True, help="folder with latest_checkpointed_iteration.txt")
+    p.add_argument("--hf-dir", type=Path, required=True, help="folder to write; must not exist or be empty")
+    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check for (default 1)")
+    p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
+    p.add_argument(
+        "--hf-config", type=Path, metavar="DIR",
+        help="Hugging Face folder of the same model (config.json alone will do), for a checkpoint that llava_mcore has "
+        "not written",
+    )  # fmt: skip
+    p.add_argument("--tokenizer-dir", type=Path, help="take tokenizer and processor files from here")
+    p.add_argument(
+        "--max-shard-size", metavar="SIZE", help="split into files of at most this, such as 5GB (default: as imported)"
+    )
+    p.add_argument(
+        "--no-verify-checkpoint", action="store_true",
+        help="do not compare the checkpoint's files with the checksums that they were written with",
+    )  # fmt: skip
+    add_flags(p, source="in the checkpoint")
+    return p

@@ -1,0 +1,101 @@
+"""Show what a Hugging Face folder or a folder of Megatron checkpoints holds, from headers alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from llava_mcore.checkpoint import layout
+from llava_mcore.cli.flags.inspect_folder import parser
+from llava_mcore.convert.inventory import Inventory, Row, of_hf, of_megatron
+from llava_mcore.errors import ConversionError
+
+WIDE = 160  # columns where there is no terminal: names are not to be cut off
+
+
+def show(inventory: Inventory, console: Console) -> None:
+    """Print what it is, its parts, the shape of every tensor, and what training ignores."""
+    console.print("\n".join(inventory.facts), highlight=False, markup=False)
+    console.print(_parts(inventory.rows))
+    console.print(_shapes([row for row in inventory.rows if not row.ignored]))
+    ignored = [row for row in inventory.rows if row.ignored]
+    if ignored:
+        console.print(_ignored(ignored))
+    else:
+        console.print("training ignores nothing", highlight=False)
+
+
+def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def _parts(rows: Sequence[Row]) -> Table:
+    """One line for each part and what becomes of it."""
+    right = ("tensors", "parameters", "GB")
+    table = _table("\nparts", "part", "training", "dtype", *right, right=right)
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.part, row.state), []).append(row)
+    for (part, state), members in groups.items():
+        dtypes = ", ".join(sorted({x.dtype for x in members}))
+        table.add_row(part, state, dtypes, *_sums(members))
+    table.add_row("all", "", "", *_sums(rows))
+    return table
+
+
+def _sums(rows: Sequence[Row]) -> tuple[str, str, str]:
+    tensors, parameters = sum(x.count for x in rows), sum(x.parameters for x in rows)
+    return f"{tensors:,}", f"{parameters:,}", f"{sum(x.num_bytes for x in rows) / 1e9:.3f}"
+
+
+def _shapes(rows: Sequence[Row]) -> Table:
+    """One line for each kind of tensor."""
+    table = _table("\ntensors", "name", "shape", "dtype", "times", "training", right=("times",))
+    for row in rows:
+        table.add_row(row.name, " x ".join(map(str, row.shape)) or "scalar", row.dtype, str(row.count), row.state)
+    return table
+
+
+def _ignored(rows: Sequence[Row]) -> Table:
+    table = _table("\ntraining ignores", "name", "times", "because", right=("times",))
+    for row in rows:
+        table.add_row(row.name, str(row.count), row.ignored)
+    return table
+
+
+def run(args: argparse.Namespace) -> int:
+    """Find out what it is, and show it.
+
+    Raises:
+        ConversionError: neither a Hugging Face folder nor one of checkpoints.
+    """
+    folder: Path = args.dir
+    if (folder / layout.TRACKER).is_file():
+        checkpoint, iteration = layout.latest_checkpoint(folder)
+        inventory = of_megatron(checkpoint, iteration)
+    elif (folder / "metadata.json").is_file() and (folder / ".metadata").is_file():  # one iteration's folder
+        inventory = of_megatron(folder, None)
+    elif (folder / "config.json").is_file():
+        inventory = of_hf(folder)
+    else:
+        raise ConversionError(
+            f"{folder}: neither a Hugging Face folder (config.json) nor one of Megatron checkpoints ({layout.TRACKER})"
+        )
+    console = Console()
+    show(inventory, console if console.is_terminal else Console(width=WIDE))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit code."""
+    from llava_mcore.cli.common import conversion_main
+
+    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))

@@ -1,0 +1,160 @@
+"""Users' conversations and pictures -> energon shards, ready for --data-path. Needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from llava_mcore.cli.common import conversion_main
+from llava_mcore.cli.flags.prepare import parser
+from llava_mcore.cli.flags.samples import limits_of
+from llava_mcore.data.prepare.journal import Journal
+from llava_mcore.data.prepare.listing import BLEND, is_listing, read_listing, write_blend
+from llava_mcore.data.prepare.plan import Counting, Options, Source
+from llava_mcore.data.prepare.record_layouts import Keys
+from llava_mcore.data.prepare.run import Result, prepare
+from llava_mcore.data.prepare.sources.detect import Opening
+from llava_mcore.data.prepare.summary import draw, failures, show
+from llava_mcore.errors import DataError, problems
+
+LISTED = {"sources": [], "options": {"SRC": "a list of sources"}}
+"""What the folder of a blend is begun with: the list itself may change, its sources are checked one by one."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare as the flags say; print the summary. Returns 2 if too many rows were skipped."""
+    options = Options(
+        rows_per_shard=args.samples_per_shard,
+        val_ratio=args.val_ratio,
+        counting=_counting(args),
+        pack_to=args.pack_to,
+        check_images=args.check_images,
+        limits=limits_of(args),
+    )
+    _check(args)
+    console = Console()
+    is_blend = is_listing(args.sources[0])
+    try:
+        results = _prepare_listed(args, options, console) if is_blend else [_prepare_one(args, options, console)]
+    except OSError as error:
+        hint = "see to the disk and begin again, finished shards are kept; or choose another --out"
+        raise DataError(f"--out {args.out} cannot be written: {error}; {hint}") from error
+    show(console, results)
+    pictures = [path for result in results if result.counts.conversations for path in draw(result)]
+    failed = failures(results, args.max_skip_rate)
+    if failed:
+        raise DataError(problems("the data were not finished", failed))
+    if options.counting is None:
+        console.print("Tokens were not counted: give --tokenizer-load-dir for exact counts.")
+    for path in pictures:
+        console.print(f"histogram: {path}", soft_wrap=True)
+    packed = "" if args.pack_to is None else f" --packing --seq-length {args.pack_to}"
+    console.print(f"train with --data-path {args.out / BLEND if is_blend else args.out}{packed}", soft_wrap=True)
+    return 0
+
+
+def _counting(args: argparse.Namespace) -> Counting | None:
+    if args.tokenizer_load_dir is None:
+        return None
+    return Counting(args.tokenizer_load_dir, args.chat_template, args.lang, args.special_tokens_in_text)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise one DataError for flags that do not go together."""
+    found = []
+    listings = [path for path in args.sources if is_listing(path)]
+    if listings and len(args.sources) > 1:
+        found.append(f"{listings[0]} lists sources, so it must be the only SRC; add the others to it")
+    if listings:
+        own = ("format", "image_dir", "source_split", "image_key", "question_key", "answer_key", "captions")
+        set_anyway = [name for name in own if getattr(args, name) != parser().get_default(name)]
+        found += [f"--{name.replace('_', '-')} belongs to each source in {listings[0]}" for name in set_anyway]
+    needing = {"--pack-to": args.pack_to, "--chat-template": args.chat_template, "--lang": args.lang}
+    if args.tokenizer_load_dir is None:
+        found += [f"{flag} needs --tokenizer-load-dir" for flag, value in needing.items() if value is not None]
+    if args.num_workers < 0:
+        found.append(f"--num-workers is {args.num_workers}; 0 works in this process, N in N others")
+    if found:
+        raise DataError(problems("prepare cannot start", found))
+
+
+def _prepare_one(args: argparse.Namespace, options: Options, console: Console) -> Result:
+    keys = Keys(args.image_key, args.question_key, args.answer_key, args.captions)
+    source = Source(tuple(args.sources), Opening(args.format, args.image_dir, args.source_split, keys))
+    return _prepare(source, args.out, args, options, console)
+
+
+def _prepare_listed(args: argparse.Namespace, options: Options, console: Console) -> list[Result]:
+    listing = read_listing(args.sources[0])
+    root = args.sources[0].parent
+    with Journal(args.out) as journal:
+        journal.begin(LISTED, overwrite=args.overwrite)
+        (args.out / BLEND).unlink(missing_ok=True)  # so that nothing looks finished meanwhile
+        results = [
+            _prepare(listed.source(root), args.out / name, args, options, console)
+            for name, listed in listing.by_name().items()
+        ]
+        if all(result.finished for result in results):
+            write_blend(args.out, listing, has_val=options.val_ratio > 0)
+    return results
+
+
+def _prepare(source: Source, out: Path, args: argparse.Namespace, options: Options, console: Console) -> Result:
+    with _Bar(console) as bar:
+        return prepare(
+            source,
+            out,
+            options,
+            bar,
+            num_workers=args.num_workers,
+            max_skip_rate=args.max_skip_rate,
+            overwrite=args.overwrite,
+        )
+
+
+class _Bar:
+    """A line with bar, rate and remaining time."""
+
+    def __init__(self, console: Console) -> None:
+        rate, columns = TextColumn("{task.fields[rate]}"), (BarColumn(), MofNCompleteColumn())
+        text = TextColumn("{task.description}")
+        self._progress = Progress(SpinnerColumn(), text, *columns, rate, TimeRemainingColumn(), console=console)
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def begin(self, what: str, total: int | None) -> None:
+        """Show a new step instead of the one before."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(what, total=total, rate="")
+
+    def advance(self, number: int) -> None:
+        """Move on."""
+        assert self._task is not None
+        self._progress.update(self._task, advance=number)
+        speed = self._progress.tasks[-1].speed
+        self._progress.update(self._task, rate="" if speed is None else f"{speed:,.0f}/s")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit code."""
+    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))

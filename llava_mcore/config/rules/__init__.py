@@ -1,0 +1,1 @@
+"""What a configuration must keep to."""

@@ -1,0 +1,175 @@
+"""What must hold between the values of a run, its model and its machine. Rules check; they never change a value.
+
+Every function returns all problems as text: where, what was found, what is allowed, what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+
+from llava_mcore.config.needs import check_needs
+from llava_mcore.config.rules.dims import ModelDims
+from llava_mcore.config.rules.operation import check_operations
+from llava_mcore.config.rules.parallel import check_options, check_stages, has_uneven_stages
+from llava_mcore.config.rules.schedule import check_schedule
+from llava_mcore.config.schema import RunConfig
+
+
+def check_layout(dims: ModelDims, tp: int, pp: int, source: str) -> list[str]:
+    """Return why the model cannot be cut into `tp` x `pp` parts. `source` names the model, such as its folder."""
+    sizes = {
+        "attention heads of the language model": dims.num_attention_heads,
+        "key/value heads of the language model": dims.num_query_groups,
+        "MLP width of the language model": dims.ffn_hidden_size,
+        "width of the projection": dims.hidden_size,
+        "attention heads of the vision tower": dims.vision_num_attention_heads,
+        "MLP width of the vision tower": dims.vision_ffn_hidden_size,
+    }
+    fitting = _divisors(math.gcd(*sizes.values()))
+    found = [
+        f"--tp {tp} does not divide the {what}, which is {size} in {source}: this model can use {fitting}"
+        for what, size in sizes.items()
+        if size % tp
+    ]
+    if dims.num_layers % pp:
+        found.append(
+            f"--pp {pp} does not divide the number of layers of the language model, which is {dims.num_layers} "
+            f"in {source}: this model can use {_divisors(dims.num_layers)}"
+        )
+    return found
+
+
+def check_run(
+    run: RunConfig,
+    dims: ModelDims | None,
+    world_size: int,
+    device_available: bool,
+    source: str = "the model",
+    typed: Collection[str] = (),
+) -> list[str]:
+    """Return every problem of a training run that can be seen before it starts, but for its checkpoints and data.
+
+    `dims` is None where the model's config could not be read, which is then a problem reported elsewhere.
+    `world_size` is the number of processes; `device_available` says whether there are GPUs. `typed`: keys of flags
+    on the command line (see `check_needs`).
+    """
+    found = [
+        *check_values(run, typed),
+        *check_options(run, device_available),
+        *check_batch(run, world_size),
+    ]
+    found += check_operations(run, world_size)
+    if run.parallel.backend == "nccl" and not device_available:
+        found.append("--backend nccl needs GPUs and none was found: leave the flag away, or use gloo")
+    if run.model.attention_backend and (not device_available or run.model.transformer_impl == "local"):
+        found.append("--fused-attn and --flash-attn choose Transformer Engine's kernels, on GPUs: leave them away")
+    if run.training.fp8 and not device_available:
+        found.append("--fp8 needs a GPU with FP8 (Hopper or newer) and none was found: leave the flag away")
+    if dims is not None:
+        parallel = run.parallel
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        found += check_layout(dims, tp, 1 if has_uneven_stages(parallel) else pp, source)
+        found += [*check_stages(run, dims, world_size, source), *check_length(run.data.seq_length, dims, source)]
+        if run.model.drop_class_token and dims.keeps_class_token:
+            found.append(
+                f"--no-add-class-token, but {source} hands the class token on (vision_feature_select_strategy full): "
+                "leave the flag away, or build the model with vision_feature_select_strategy default"
+            )
+    return found
+
+
+def check_devices(num_gpus: int, gpu_count: int) -> list[str]:
+    """Return why `num_gpus` processes cannot be had on a machine with `gpu_count` GPUs (0: any number of gloo)."""
+    if gpu_count and num_gpus > gpu_count:
+        return [f"--gpus {num_gpus}: this machine has {gpu_count}: use 1 to {gpu_count}, or -1 for all"]
+    return []
+
+
+def check_batch(run: RunConfig, world_size: int) -> list[str]:
+    """Return why processes and batch sizes do not divide."""
+    tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+    if world_size % (tp * pp):
+        return [
+            f"{world_size} processes (--gpus) cannot be divided into groups of --tp {tp} x --pp {pp} = {tp * pp}: "
+            f"use a multiple of {tp * pp}"
+        ]
+    dp = world_size // (tp * pp)
+    step = run.training.micro_batch_size * dp
+    sizes = {f"--global-batch-size {run.training.global_batch_size}": run.training.global_batch_size}
+    if run.training.ramp is not None:
+        sizes["START of --rampup-batch-size"] = run.training.ramp.start
+        sizes["INCREMENT of --rampup-batch-size"] = run.training.ramp.increment
+    return [
+        f"{what} is not a multiple of {step} = --micro-batch-size {run.training.micro_batch_size} x {dp} "
+        f"data-parallel ranks: use a multiple of {step}"
+        for what, size in sizes.items()
+        if size % step
+    ]
+
+
+def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
+    """Yield values that are missing, contradict each other or would have no effect. `typed`: see `check_needs`."""
+    checkpoint, model, optimizer = run.checkpoint, run.model, run.optimizer
+    yield from check_schedule(run.training, run.optimizer)
+    yield from check_needs(run, typed)
+    if checkpoint.save_dir is None:
+        yield "checkpoint.save_dir is missing: give the folder for the run's outputs with --save-dir"
+    elif checkpoint.save_dir.exists() and not checkpoint.save_dir.is_dir():
+        yield f"--save-dir {checkpoint.save_dir} is not a folder: give another one"
+    if checkpoint.hf_dir is not None and not checkpoint.hf_dir.is_dir():
+        yield f"--tokenizer-load-dir {checkpoint.hf_dir}: no such folder"
+    if checkpoint.init and checkpoint.load is not None:
+        yield "--init starts from random weights and --megatron-load-dir loads some: give one of the two"
+    if run.faults.exit_duration_in_mins is not None and not checkpoint.saves:
+        yield "--exit-duration-in-mins would lose the run without --save or --save-interval: add one of them"
+    if model.frozen_parts() == "language model, vision tower, projection":
+        yield "all three parts are frozen, so nothing would be trained: unfreeze one of model.freeze_*"
+    training = run.training
+    if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):
+        yield "--fp8 goes with Transformer Engine and half precision: leave --precision fp32 and local layers away"
+    if (
+        training.fp8
+        and training.fp8_recipe == "delayed"
+        and (training.fp8_first_layers_bf16 or training.fp8_last_layers_bf16)
+    ):
+        yield "training.fp8_first_layers_bf16 and …_last_… do not work with --fp8-recipe delayed: choose another recipe"
+    if run.data.seq_length % pad_multiple(run) and (training.fp8 or run.parallel.sequence_parallel):
+        flag = "--fp8" if training.fp8 else "--sequence-parallel"
+        yield f"--seq-length {run.data.seq_length} must be a multiple of {pad_multiple(run)} with {flag}: change it"
+    for key, lr, frozen in (
+        ("vision_lr", optimizer.vision_lr, model.freeze_vision_model),
+        ("projection_lr", optimizer.projection_lr, model.freeze_vision_projection),
+    ):
+        if lr is not None and frozen and not model.unfreeze:
+            yield f"optimizer.{key} has no effect on a part that is frozen: leave it away, or train the part"
+    if optimizer.lr_decay_style != "constant" and optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}: lower it"
+
+
+def pad_multiple(run: RunConfig) -> int:
+    """Return what the number of tokens of a micro-batch is padded to: 8, or what FP8's matrix products need.
+
+    With sequence parallelism each tensor-parallel rank's part of the tokens is such a multiple.
+    """
+    multiple = 8
+    if run.training.fp8:
+        multiple = 128 if run.training.fp8_recipe == "blockwise" else 16
+    return multiple * (run.parallel.tensor_model_parallel_size if run.parallel.sequence_parallel else 1)
+
+
+def check_length(seq_length: int, dims: ModelDims, source: str) -> Iterator[str]:
+    """Yield why a sequence is too long for the model."""
+    if seq_length > dims.max_position_embeddings:
+        yield f"--seq-length {seq_length} exceeds the {dims.max_position_embeddings} positions of {source}: lower it"
+    if dims.sliding_window is not None and seq_length > dims.sliding_window:
+        yield (
+            f"--seq-length {seq_length} exceeds the sliding attention window of {dims.sliding_window} in {source}, "
+            "which is not supported yet: lower it to the window"
+        )
+
+
+def _divisors(size: int) -> str:
+    """Return '1, 2 or 4': the divisors of a size up to 16, which are the parts it can be cut into."""
+    fitting = [str(number) for number in range(1, min(size, 16) + 1) if size % number == 0]
+    return " or ".join([", ".join(fitting[:-1]), fitting[-1]]) if len(fitting) > 1 else fitting[0]

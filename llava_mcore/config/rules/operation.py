@@ -1,0 +1,33 @@
+"""What must hold between the options of saving, profiling and reporting. See `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llava_mcore.config.rules.schedule import check_schedule
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.sections.logs import parse_numbers, parse_span
+
+
+def check_operations(run: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield options that cannot work together. Those that would have no effect: see `needs`."""
+    yield from _check_profile(run, world_size)
+    yield from _check_saving(run)
+
+
+def _check_profile(run: RunConfig, world_size: int) -> Iterator[str]:
+    span, ranks = parse_span(run.logging.profile), parse_numbers(run.logging.profile_ranks)
+    has_an_end = not list(check_schedule(run.training, run.optimizer))  # else that is what is said
+    if span and has_an_end and span[-1] > (last := run.training.num_iterations):
+        yield f"--profile {run.logging.profile} reaches beyond the last iteration, {last}: change it, or train longer"
+    if ranks and ranks[-1] >= world_size:
+        yield f"logging.profile_ranks names rank {ranks[-1]}: this run has 0 to {world_size - 1}"
+
+
+def _check_saving(run: RunConfig) -> Iterator[str]:
+    checkpoint = run.checkpoint
+    if checkpoint.non_persistent_save_interval is not None and not checkpoint.save_optim:
+        yield (
+            "--non-persistent-save-interval writes what a run resumes from: add --save-optim, and --save or "
+            "--save-interval for what is kept"
+        )

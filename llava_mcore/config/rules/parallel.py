@@ -1,0 +1,85 @@
+"""What must hold between the options that save memory or time and the rest of a run. See `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llava_mcore.config.rules.dims import ModelDims
+from llava_mcore.config.schema import ParallelConfig, RunConfig
+
+
+def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
+    """Yield options that would have no effect, or cannot work here."""
+    model, parallel = run.model, run.parallel
+    if model.recompute_vision != "none" and model.freeze_vision_model and not model.unfreeze:
+        yield (
+            "model.recompute_vision has no effect on a frozen vision tower, which keeps nothing: leave it away, or "
+            "train the tower with model.freeze_vision_model=false"
+        )
+    yield from _check_optimizer(run, device_available)
+    uneven_too = parallel.num_layers_per_virtual_pipeline_stage is not None and has_uneven_stages(parallel)
+    if uneven_too and parallel.pipeline_model_parallel_size > 1:
+        yield (
+            "parallel.num_layers_per_virtual_pipeline_stage goes with stages of equal size only: leave it away, or "
+            "parallel.num_layers_in_first_pipeline_stage and …_last_…"
+        )
+
+
+def _check_optimizer(run: RunConfig, device_available: bool) -> Iterator[str]:
+    optimizer = run.optimizer
+    key = "optimizer.use_precision_aware_optimizer"
+    if not optimizer.use_precision_aware_optimizer:
+        return
+    if not device_available:
+        yield f"{key} needs GPUs and Transformer Engine, and no GPU was found: leave it away"
+    if not run.parallel.use_distributed_optimizer:
+        yield f"{key} works inside the distributed optimizer only: add --dist-optim"
+    if run.training.precision == "fp32":
+        yield f"{key} keeps fp32 weights beside half-precision ones: leave --precision fp32 away"
+
+
+def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) -> Iterator[str]:
+    """Yield why the language model's layers cannot be divided over the stages as asked for.
+
+    That stages of equal size divide the layers is `check_layout`'s business.
+    """
+    parallel = run.parallel
+    pp, layers = parallel.pipeline_model_parallel_size, dims.num_layers
+    if pp == 1:
+        return
+    if has_uneven_stages(parallel):
+        ends = [parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage]
+        rest, others = layers - sum(n or 0 for n in ends), pp - sum(n is not None for n in ends)
+        if rest < others or (rest % others if others else rest):
+            advice = f"leave {others} or a multiple of it" if others else f"make them {layers} together"
+            yield (
+                f"parallel.num_layers_in_first_pipeline_stage {ends[0]} and …_last_… {ends[1]} leave {rest} of the "
+                f"{layers} layers of {source} to {others} other stages (--pp {pp}): {advice}"
+            )
+        return
+    chunk = parallel.num_layers_per_virtual_pipeline_stage
+    if chunk is None or layers % pp:
+        return
+    fitting = [str(n) for n in range(1, layers // pp) if layers // pp % n == 0]
+    if str(chunk) not in fitting:
+        yield (
+            f"parallel.num_layers_per_virtual_pipeline_stage {chunk} does not divide the {layers // pp} layers of a "
+            f"stage of {source} into several chunks: use {' or '.join(fitting) or 'no interleaving'}"
+        )
+    replicas = max(1, world_size // (parallel.tensor_model_parallel_size * pp))
+    ramp = run.training.ramp
+    for size in (run.training.global_batch_size, *(() if ramp is None else (ramp.start, ramp.increment))):
+        micro_batches = size // (run.training.micro_batch_size * replicas)
+        if micro_batches % pp:
+            yield (
+                f"an interleaved pipeline needs a number of micro-batches that is a multiple of --pp {pp}, not "
+                f"{micro_batches} = {size} / --micro-batch-size / data-parallel ranks: change a batch size"
+            )
+
+
+def has_uneven_stages(parallel: ParallelConfig) -> bool:
+    """Tell whether the first or the last stage has a number of layers of its own."""
+    return (
+        parallel.num_layers_in_first_pipeline_stage is not None
+        or parallel.num_layers_in_last_pipeline_stage is not None
+    )

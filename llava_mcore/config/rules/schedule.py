@@ -1,0 +1,60 @@
+"""What must hold between the length of a run, its batch sizes and its learning-rate schedule. See `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llava_mcore.config.sections.optimizer import OptimizerConfig
+from llava_mcore.config.sections.training import TrainingConfig
+
+
+def check_schedule(training: TrainingConfig, optimizer: OptimizerConfig) -> Iterator[str]:
+    """Yield why the run's length, its ramp-up or its schedule cannot be as given."""
+    if training.train_iters is not None and training.train_samples is not None:
+        yield "--train-iters and --train-samples both say how long the run is: give one of the two"
+    elif training.train_iters is None and training.train_samples is None:
+        yield "training.train_iters is missing: give the number of iterations with --train-iters, or --train-samples"
+    ramp, full = training.ramp, training.global_batch_size
+    if ramp is not None and (ramp.start >= full or (full - ramp.start) % ramp.increment):
+        yield (
+            f"--rampup-batch-size {training.rampup_batch_size}: steps of {ramp.increment} from {ramp.start} on do not "
+            f"come to --global-batch-size {full}: change one of them"
+        )
+        return
+    num_iterations = training.num_iterations
+    if training.train_samples is not None and not num_iterations:
+        first = training.batch_sizes.at(0)
+        yield f"--train-samples {training.train_samples} are less than the first batch, {first}: raise them"
+    elif num_iterations:
+        yield from _check_wsd(training, optimizer, num_iterations)
+
+
+def _check_wsd(training: TrainingConfig, optimizer: OptimizerConfig, num_iterations: int) -> Iterator[str]:
+    given = {
+        "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters,
+        "--lr-wsd-decay-samples": optimizer.lr_wsd_decay_samples,
+    }
+    names = [name for name, value in given.items() if value is not None]
+    if optimizer.lr_decay_style != "WSD":
+        return
+    if len(names) != 1:
+        yield "--lr-decay-style WSD needs the length of its decay: one of --lr-wsd-decay-iters and …-samples"
+        return
+    warmup, total, decay = schedule_samples(training, optimizer)
+    if decay > total - warmup:
+        yield (
+            f"{names[0]} {given[names[0]]}: the decay is longer than the {total - warmup} samples behind the warm-up "
+            f"({num_iterations} iterations in all): lower it"
+        )
+
+
+def schedule_samples(training: TrainingConfig, optimizer: OptimizerConfig) -> tuple[int, int, int]:
+    """Return the samples of the warm-up, of the whole run, and of WSD's decay (0 without one)."""
+    sizes, number = training.batch_sizes, training.num_iterations
+    warmup = sizes.samples_after(round(number * optimizer.lr_warmup_fraction))
+    total = sizes.samples_after(number)
+    decay = optimizer.lr_wsd_decay_samples or 0
+    if optimizer.lr_wsd_decay_iters is not None:
+        decay = total - sizes.samples_after(max(0, number - optimizer.lr_wsd_decay_iters))
+        decay += training.global_batch_size * max(0, optimizer.lr_wsd_decay_iters - number)
+    return warmup, total, decay

@@ -1,0 +1,47 @@
+"""What a run does when something goes wrong, or when its time is up."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from llava_mcore.config.sections.base import Seconds, Section
+
+_RANGE = re.compile(r"(\d{1,10})-(\d{1,10})")
+
+
+def parse_ranges(text: str | None) -> tuple[range, ...]:
+    """Return the iterations that `A-B[,C-D]` or `A-B C-D` names, ends included. ValueError for anything else."""
+    ranges = []
+    for part in (text or "").replace(",", " ").split():
+        match = _RANGE.fullmatch(part)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ValueError(f"expected ranges of iterations such as 100-110 300-300, found {part!r}")
+        ranges.append(range(int(match[1]), int(match[2]) + 1))
+    return tuple(ranges)
+
+
+def _ranges_text(text: str) -> str:
+    parse_ranges(text)
+    return text
+
+
+class FaultConfig(Section):
+    """Hangs, broken numbers, spikes of the loss, the end of a job's time."""
+
+    timeout: Seconds = 1200
+    """Seconds that one iteration, a save or a part of the start may take before the job ends with the stacks of every
+    rank."""
+    exit_duration_in_mins: float | None = Field(None, gt=0, le=10**7)
+    """Minutes after which the run saves and ends with exit code 75, at the end of an iteration."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """When loss or gradients are not finite: end the run, or leave the update out and go on (at most 10 in a row). The
+    weights stay as they were and the batch is written to SAVE_DIR/NAME/faults."""
+    alert_spike: bool = False
+    """Warn of a loss far above those before it, and suggest which iterations to skip."""
+    spike_thr: float = Field(2.0, gt=1)
+    """A spike is a loss above this times the median of the last 32."""
+    skip_train_iteration_range: Annotated[str, AfterValidator(_ranges_text)] | None = None
+    """Iterations whose data are read and not trained on, such as 100-110 300-300 (both ends included)."""

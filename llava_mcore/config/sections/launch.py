@@ -1,0 +1,60 @@
+"""The configuration of a start: machines, GPUs, container, SLURM."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from llava_mcore.config.sections.base import Parts, Section, UserPath
+
+
+def _gpu_count(value: int) -> int:
+    if value == 0:
+        raise ValueError("expected -1 (all GPUs) or a number of processes from 1")
+    return value
+
+
+def _gpu_ids(value: str) -> str:
+    """Return '0,2' for '0, 2'."""
+    ids = [part.strip() for part in value.split(",")]
+    if not all(part.isdecimal() for part in ids) or len({int(part) for part in ids}) != len(ids):
+        raise ValueError("expected numbers of GPUs such as 0,1,3, each once")
+    return ",".join(ids)
+
+
+GpuCount = Annotated[int, Field(ge=-1, le=1024), AfterValidator(_gpu_count)]
+
+
+class LaunchConfig(Section):
+    """How the processes are started."""
+
+    num_gpus: GpuCount = -1
+    """GPUs to use on each node, one process each; -1 means all. On a machine without GPUs: gloo processes, and -1 means
+    1."""
+    gpu_ids: Annotated[str, AfterValidator(_gpu_ids)] | None = None
+    """Which GPUs to use, as 0,1,3, counted as run.py sees them; not given: the first ones."""
+    num_nodes: Parts | None = None
+    """Machines of the run, each of which starts the same command; not given: SLURM's, else 1."""
+    node_rank: int | None = Field(None, ge=0, le=10**5)
+    """Number of this machine, from 0; not given: SLURM's."""
+    master_addr: str | None = None
+    """Name or address of the first machine; not given: that of SLURM's first node."""
+    master_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the first machine at which all meet; two runs on one machine need two. Not given: any free one on one
+    machine, 20000 + job number modulo 10000 under SLURM, else 29500."""
+    interface: str | None = None
+    """Network interface for communication, such as eth0; not given: NCCL's and gloo's own choice."""
+    slurm_job_id: str | None = None
+    """Number of the SLURM job, which names the meeting and chooses its port; not given: SLURM's."""
+    slurm_output_name: str | None = None
+    """File for the output of a job that --submit makes; not given: SAVE_DIR/NAME/slurm-%j.out."""
+    sbatch_options: str | None = None
+    """Further sbatch options of a job that --submit makes, such as '--partition=gpu --time=24:00:00'."""
+    sif_path: UserPath | None = None
+    """Singularity/Apptainer image inside which the same command is run."""
+
+    @property
+    def chosen_gpus(self) -> tuple[int, ...]:
+        """Return the numbers of `gpu_ids`, empty if not given."""
+        return tuple(int(part) for part in self.gpu_ids.split(",")) if self.gpu_ids else ()

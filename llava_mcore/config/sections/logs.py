@@ -1,0 +1,64 @@
+"""Configuration of what is reported, and where."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from llava_mcore.config.sections.base import Iterations, Section
+
+
+def parse_span(text: str | None) -> range:
+    """Return the iterations that `START:END` names, both included; none for None. ValueError for anything else."""
+    if text is None:
+        return range(0)
+    match = re.fullmatch(r"(\d{1,10}):(\d{1,10})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError("expected the first and the last iteration, such as 10:12")
+    return range(int(match[1]), int(match[2]) + 1)
+
+
+def parse_numbers(text: str | None) -> tuple[int, ...]:
+    """Return the numbers of `0,3`, in rising order; none for None. ValueError for anything else."""
+    parts = text.split(",") if text is not None else []
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError("expected numbers divided by commas, such as 0,3")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _span_text(text: str) -> str:
+    parse_span(text)
+    return text
+
+
+def _numbers_text(text: str) -> str:
+    parse_numbers(text)
+    return text
+
+
+class LoggingConfig(Section):
+    """What is reported."""
+
+    log_interval: Iterations = 1
+    """Iterations between two lines on the console; metrics.jsonl gets every iteration."""
+    tensorboard: bool = False
+    """Also write TensorBoard's event files, in SAVE_DIR/NAME/tensorboard."""
+    wandb: bool = False
+    """Also log to Weights & Biases; a resumed run goes on in the same one. WANDB_MODE=offline needs no network."""
+    wandb_project: str = "llava_mcore"
+    """Project of Weights & Biases that the run belongs to."""
+    mlflow: bool = False
+    """Also log to MLflow, to the server that MLFLOW_TRACKING_URI names, else into SAVE_DIR/NAME/mlruns; a resumed run
+    goes on in the same one."""
+    mlflow_experiment: str = "llava_mcore"
+    """Experiment of MLflow that the run belongs to."""
+    debug: bool = False
+    """Print the first batch in words, trained parts marked, and the shapes that enter and leave each part of the model
+    on every pipeline stage."""
+    profile: Annotated[str, AfterValidator(_span_text)] | None = None
+    """Iterations START:END (both included) of which every rank writes torch's profile, and on a GPU a snapshot of its
+    memory, into SAVE_DIR/NAME/profile."""
+    profile_ranks: Annotated[str, AfterValidator(_numbers_text)] | None = None
+    """Ranks that write a profile, such as 0,8; not given: all."""

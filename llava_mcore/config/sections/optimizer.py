@@ -1,0 +1,56 @@
+"""The optimizer's section of the configuration. The text under each field is its documentation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from llava_mcore.config.sections.base import Iterations, Samples, Section
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = Field(gt=0)
+    """Highest learning rate."""
+    vision_lr: float | None = Field(None, gt=0)
+    """Highest learning rate of the vision tower; not given: lr. Its schedule has the same shape, its lowest rate the
+    same ratio to the highest."""
+    projection_lr: float | None = Field(None, gt=0)
+    """The same of the projection."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the schedule."""
+    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
+    """Shape of the schedule after the warm-up; WSD: constant, then a decay at the end."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the decay at the end of WSD."""
+    lr_wsd_decay_iters: Iterations | None = None
+    """Iterations of the decay at the end of WSD; this or lr_wsd_decay_samples is needed for it."""
+    lr_wsd_decay_samples: Samples | None = None
+    """Samples of the decay at the end of WSD."""
+    lr_warmup_fraction: float = Field(0.03, ge=0, lt=1)
+    """Part of the iterations over which the learning rate rises from 0."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    decay_norms_and_biases: bool = False
+    """Let weight decay act on norms and biases too, not only on matrices and embeddings."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the mean of the gradients."""
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the mean of the squared gradients."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """Added to the denominator of the update."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 clips nothing."""
+    use_precision_aware_optimizer: bool = False
+    """On GPUs with the distributed optimizer: keep the state as exp_avg_dtype and exp_avg_sq_dtype say; fp32 weights
+    stay."""
+    exp_avg_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of the mean of the gradients, with use_precision_aware_optimizer."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of the mean of the squared gradients, with use_precision_aware_optimizer."""
+    cpu_offload: bool = False
+    """With use_precision_aware_optimizer: keep the optimizer's state in host memory and update there; slow."""
+    cpu_offload_fraction: float = Field(1.0, gt=0, le=1)
+    """Part of the state that cpu_offload moves."""

@@ -1,0 +1,1 @@
+"""Hugging Face folders to Megatron checkpoints and back."""

@@ -1,0 +1,190 @@
+"""fp32 logits of a checkpoint, computed by several processes over gloo, beside those of Hugging Face on a picture.
+
+Hugging Face's model runs first, in this process; then the parallel one, in its own. Where logits differ, the first
+module that computes otherwise is named.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.distributed import TCPStore
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+from transformers.utils.logging import disable_progress_bar
+
+from llava_mcore.checkpoint import layout
+from llava_mcore.compat.transformers import tower_names_in_files
+from llava_mcore.convert.logits_worker import run_rank
+from llava_mcore.errors import CheckpointError, ConversionError, problems
+from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.torch_files import why_not_loaded
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.llava_names import HfNames, detect_names
+from llava_mcore.models.probes import Recorder, watch_hf
+
+TOLERANCE = 1e-4
+"""Of the largest number of a module's output: fp32 sums in another order differ by less."""
+_PROMPT = "Describe this picture."
+_PROCESS_BYTES = 1_000_000_000  # Python with torch, transformers and megatron-core, and activations
+_ATTENTION, _CAPPED_ATTENTION = "sdpa", "eager"  # "sdpa" leaves out Gemma 2's cap of attention scores
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What was compared. `difference` and `largest`: of logits, absolute; `not_compared`: modules found on one side."""
+
+    difference: float
+    largest: float
+    num_tokens: int
+    num_modules: int
+    not_compared: tuple[str, ...] = ()
+
+
+def check_logits(hf_dir: Path, megatron_dir: Path, picture: Path, *, tp: int, pp: int) -> str:
+    """Compare fp32 logits on a real picture with Hugging Face's; return a summary.
+
+    Raises:
+        CheckpointError, ConversionError: logits differ, or the comparison is not possible; says why.
+    """
+    checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
+    got = compare_logits(hf_dir, checkpoint, picture, tp=tp, pp=pp)
+    return (
+        f"{megatron_dir}: iteration {iteration} computes the logits of {hf_dir} at tp {tp} x pp {pp}: max abs "
+        f"difference {got.difference:.2g}, largest logit {got.largest:.3g} ({got.num_tokens} tokens with "
+        f"{picture.name}, outputs of {got.num_modules} modules compared{_left_out(got.not_compared)})"
+    )
+
+
+def _left_out(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"; {len(names)} not, as transformers {version('transformers')} has no modules of these names: {shown}"
+
+
+def compare_logits(hf_dir: Path, checkpoint: Path, picture: Path, *, tp: int, pp: int) -> Agreement:
+    """Run both models on a question about a picture.
+
+    Args:
+        checkpoint: folder of one iteration.
+
+    Raises:
+        ConversionError: logits differ, or the picture, the folder's processor or the machine's memory do not serve.
+        CheckpointError: the parallel model could not run.
+    """
+    folder = hf_files.HfFolder.open(hf_dir)
+    require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=tp * pp)
+    names = detect_names(folder.tensors, source=str(hf_dir))
+    inputs = _inputs(hf_dir, picture)
+    with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
+        job = Path(name)
+        expected, modules, inputs["image_positions"] = _hugging_face(hf_dir, inputs, names)
+        torch.save(
+            {"checkpoint": str(checkpoint), "tp": tp, "pp": pp, "inputs": inputs, "names": names}, job / "job.pt"
+        )
+        _run_world(job, tp * pp)
+        stages: list[dict[str, Any]] = [torch.load(job / f"stage{i}.pt", weights_only=True) for i in range(pp)]
+    found = {key: x for stage in stages for key, x in stage["modules"].items()}
+    shared = [key for key in found if key in modules]
+    wrong = _differences(shared, found, modules)
+    difference = (stages[-1]["logits"] - expected).abs().max().item()
+    largest = expected.abs().max().item()
+    if not difference <= TOLERANCE * largest or wrong:
+        raise ConversionError(_report(difference, largest, wrong, folder, checkpoint, hf_dir))
+    not_compared = tuple(key for key in found if key not in modules)
+    return Agreement(difference, largest, expected.shape[1], len(shared), not_compared)
+
+
+def require_memory(num_numbers: int, *, num_processes: int) -> None:
+    """Refuse what the machine cannot hold: one fp32 model at a time, beside the processes.
+
+    Raises:
+        ConversionError: says how much is needed and how much there is.
+    """
+    needed = 4 * num_numbers + (1 + num_processes) * _PROCESS_BYTES
+    available = psutil.virtual_memory().available
+    if available < needed:
+        raise ConversionError(
+            f"comparing logits needs about {needed / 1e9:.1f} GB of memory (the model in fp32 and {num_processes} "
+            f"processes), {available / 1e9:.1f} GB are available: leave --logits out, or run it on a larger machine"
+        )
+
+
+def _inputs(hf_dir: Path, picture: Path) -> dict[str, Tensor]:
+    """Return input_ids [1, s] and pixel_values of one question, by the folder's own processor."""
+    try:
+        processor = AutoProcessor.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
+        image = Image.open(picture).convert("RGB")
+    except (UnidentifiedImageError, OSError, ValueError, KeyError) as error:
+        raise ConversionError(
+            f"comparing logits needs a picture and a processor in {hf_dir}: {why_not_loaded(error)}"
+        ) from error
+    text = f"{processor.image_token}\n{_PROMPT}"
+    if processor.chat_template is not None:
+        content = [{"type": "image"}, {"type": "text", "text": _PROMPT}]
+        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    made = processor(images=image, text=text, return_tensors="pt")
+    return {name: made[name] for name in ("input_ids", "pixel_values")}
+
+
+def _hugging_face(
+    hf_dir: Path, inputs: dict[str, Tensor], shown_as: HfNames
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Return logits [1, s, vocabulary], what the modules gave, and where the picture is [n]; the model is gone then."""
+    disable_progress_bar()
+    capped = "attn_logit_softcapping" in load_hf_config(hf_dir).text_config.to_dict()
+    model = LlavaForConditionalGeneration.from_pretrained(
+        hf_dir, dtype=torch.float32, attn_implementation=_CAPPED_ATTENTION if capped else _ATTENTION
+    )
+    recorder = Recorder()
+    names = detect_names(model.state_dict(), source=str(hf_dir))
+    watch_hf(recorder, model.eval(), names, shown_as)
+    with torch.no_grad():
+        logits = model(**inputs).logits.float()
+    modules = tower_names_in_files(recorder.found, shown_as.vision, model.config.vision_config.model_type)
+    return logits, modules, (inputs["input_ids"][0] == model.config.image_token_id).nonzero().flatten()
+
+
+def _run_world(job: Path, num_processes: int) -> None:
+    # What all processes import is imported once.
+    multiprocessing.set_forkserver_preload(["llava_mcore.run.preload", run_rank.__module__])
+    # Open as long as they need it: no other program can take the port before they do.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        start_processes(run_rank, (num_processes, store.port, job), nprocs=num_processes, start_method="forkserver")
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        raise CheckpointError(f"the parallel model could not run: {error}") from error
+
+
+def _differences(keys: Iterable[str], found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[tuple[str, float]]:
+    """Return the modules that differ, in the order of execution, and by how much."""
+    pairs = [(key, (found[key] - expected[key]).abs().max().item(), expected[key].abs().max().item()) for key in keys]
+    return [(key, difference) for key, difference, largest in pairs if not difference <= TOLERANCE * largest]
+
+
+def _report(
+    difference: float,
+    largest: float,
+    wrong: list[tuple[str, float]],
+    folder: hf_files.HfFolder,
+    checkpoint: Path,
+    hf_dir: Path,
+) -> str:
+    """Name the first module that differs and its tensors, then the next few."""
+    lines = [f"logits: max abs difference {difference:.3g} (the largest logit is {largest:.3g})"]
+    for i, (key, x) in enumerate(wrong[:6]):
+        tensors = ", ".join(name for name in folder.tensors if name.rpartition(".")[0] == key) or key
+        lines.append(f"{'first difference' if i == 0 else 'then'}: {tensors}: max abs difference {x:.3g}")
+    return problems(f"{checkpoint} does not compute what {hf_dir} does", lines)

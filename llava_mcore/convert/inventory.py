@@ -1,0 +1,220 @@
+"""Every tensor of a Hugging Face folder or a Megatron checkpoint, layers of one shape on one line."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlavaConfig
+
+from llava_mcore.checkpoint import layout
+from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.config.load import load_run_config
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.convert.io.torch_dist_index import StoredTensors
+from llava_mcore.errors import CheckpointError
+from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.json_files import read_object
+from llava_mcore.files.safetensors_writer import DTYPES
+from llava_mcore.mapping.table import MappingTable
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.llava_names import HfNames, detect_names
+from llava_mcore.models.architectures.llava_table import mapping_table
+from llava_mcore.models.parts import check_families
+from llava_mcore.models.vision.geometry import image_side, patch_side
+
+RUN_FILE = "run.yaml"
+VISION, PROJECTION, LANGUAGE, OTHER = "vision tower", "projection", "language model", "optimizer and others"
+_MEGATRON_PARTS = {"vision_model.": VISION, "vision_projection.": PROJECTION, "language_model.": LANGUAGE}
+
+
+@dataclass(frozen=True)
+class Row:
+    """`count` tensors that differ in their layer number only.
+
+    `state`: trainable, frozen, unused, copy, or empty for what is no parameter. `ignored`: why training does not look
+    at it; empty for all else.
+    """
+
+    name: str
+    part: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    state: str
+    ignored: str = ""
+    itemsize: int = 1
+
+    @property
+    def parameters(self) -> int:
+        return self.count * math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.parameters * self.itemsize
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """`facts`: lines about the whole."""
+
+    facts: list[str]
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    name: str
+    part: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    state: str
+    ignored: str = ""
+
+
+def of_hf(folder: Path) -> Inventory:
+    """Look a Hugging Face folder over.
+
+    Raises:
+        ConversionError: not a LLaVA of known families, or unreadable weights.
+    """
+    hf = load_hf_config(folder)
+    check_families(hf, source=str(folder))
+    weights = hf_files.HfFolder.open(folder)
+    names = detect_names(weights.tensors, source=str(folder))
+    table = mapping_table(hf, names, hf_tensors=weights.tensors, padded_vocab_size=hf.text_config.vocab_size)
+    files = {x.file for x in weights.tensors.values()}
+    facts = [f"{folder}: a Hugging Face LLaVA in {len(files)} weight file(s)", *_model_facts(hf)]
+    tensors = [
+        _hf_tensor(name, info.shape, DTYPES[info.dtype], names, table) for name, info in sorted(weights.tensors.items())
+    ]
+    return Inventory(facts, _rows(tensors))
+
+
+def _hf_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, names: HfNames, table: MappingTable) -> _Tensor:
+    part = VISION if name.startswith(names.vision) else PROJECTION if name.startswith(names.projection) else LANGUAGE
+    if name in table.unused:
+        return _Tensor(name, part, shape, dtype, "unused", table.unused[name])
+    if name in table.copies:
+        return _Tensor(name, part, shape, dtype, "copy", f"the same as {table.copies[name]}")
+    if name not in table.hf_to_entry():
+        return _Tensor(name, part, shape, dtype, "unknown", "no such tensor in this model: an import refuses it")
+    return _Tensor(name, part, shape, dtype, "trainable")
+
+
+def of_megatron(checkpoint: Path, iteration: int | None) -> Inventory:
+    """Look one iteration of a Megatron checkpoint over. `iteration`: what the tracker says.
+
+    Raises:
+        CheckpointError: not readable.
+    """
+    stored = StoredTensors.open(checkpoint)
+    run_file = checkpoint / RUN_FILE
+    run = load_run_config(run_file, [], {}) if run_file.is_file() else None
+    companions = layout.hf_folder(checkpoint)
+    number = checkpoint.name if iteration is None else f"iteration {iteration}"
+    facts = [f"{checkpoint}: a Megatron checkpoint, {number}"]
+    if (companions / "config.json").is_file():
+        facts += _model_facts(load_hf_config(companions))
+    facts += _origin(checkpoint, run)
+    frozen = _frozen(run)
+    tensors = [_stored_tensor(stored, key, frozen) for key in sorted(stored)]
+    return Inventory(facts, _rows(tensors) + _carried(companions))
+
+
+def _stored_tensor(stored: StoredTensors, key: str, frozen: Mapping[str, bool]) -> _Tensor:
+    part = next((part for prefix, part in _MEGATRON_PARTS.items() if key.startswith(prefix)), OTHER)
+    state = "" if part == OTHER else "frozen" if frozen[part] else "trainable"
+    return _Tensor(key, part, stored.shape(key), stored.dtype(key), state)
+
+
+def _frozen(run: RunConfig | None) -> dict[str, bool]:
+    """Return which parts the run that wrote the checkpoint did not train; none without a run."""
+    if run is None:
+        return dict.fromkeys(_MEGATRON_PARTS.values(), False)
+    model = run.model
+    return {
+        VISION: model.freeze_vision_model,
+        PROJECTION: model.freeze_vision_projection,
+        LANGUAGE: model.freeze_language_model,
+    }
+
+
+def _carried(companions: Path) -> list[Row]:
+    """Return the tensors that travel along for the export."""
+    path = companions / layout.UNUSED
+    if not path.is_file():
+        return []
+    reasons: Mapping[str, str] = read_object(companions / layout.RECORD, CheckpointError).get("unused", {})
+    weights = hf_files.HfFolder.of_file(path)
+    return _rows(
+        _Tensor(name, VISION, info.shape, DTYPES[info.dtype], "unused", reasons.get(name, ""))
+        for name, info in sorted(weights.tensors.items())
+    )
+
+
+def _origin(checkpoint: Path, run: RunConfig | None) -> list[str]:
+    """Say who wrote the checkpoint, and at which layout: it loads at any other."""
+    facts = []
+    manifest = read_manifest(layout.hf_folder(checkpoint))
+    if run is not None:
+        sizes = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+        kind = "with optimizer state" if run.checkpoint.save_optim else "weights only"
+        facts.append(f"written by run {run.name} (stage {run.stage}) at tp {sizes[0]} x pp {sizes[1]}, {kind}")
+        if run.model.freeze or run.model.unfreeze:
+            facts.append(f"frozen by name, which the states below do not show: {run.model.frozen_parts()}")
+    if manifest is not None:
+        cast = "" if manifest.dtype is None else f", cast to {manifest.dtype}"
+        facts.append(f"imported from {manifest.source} for tp {manifest.tp} x pp {manifest.pp}{cast}")
+    return facts
+
+
+def _model_facts(hf: LlavaConfig) -> list[str]:
+    text, vision = hf.text_config, hf.vision_config
+    tied = ", tied embeddings" if hf.tie_word_embeddings else ""
+    heads = f"{text.num_attention_heads} heads, {text.num_key_value_heads} key/value heads"
+    side, patch = image_side(vision), patch_side(vision)
+    return [
+        f"language model: {text.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, {heads}, "
+        f"vocabulary {text.vocab_size:,}{tied}",
+        f"vision tower: {vision.model_type}, {vision.num_hidden_layers} layers of {vision.hidden_size}, "
+        f"{side} x {side} pixels in patches of {patch}, features of layer {hf.vision_feature_layer}",
+    ]
+
+
+def _rows(tensors: Iterable[_Tensor]) -> list[Row]:
+    """Put tensors that differ in their first number only on one line: layers.{0-31}.mlp…"""
+    groups: dict[tuple[object, ...], list[_Tensor]] = {}
+    for x in tensors:
+        pattern = re.sub(r"\.\d+\.", ".{}.", x.name, count=1)
+        groups.setdefault((pattern, x.part, x.shape, x.dtype, x.state, x.ignored), []).append(x)
+    return [_row(str(key[0]), members) for key, members in groups.items()]
+
+
+def _row(pattern: str, members: list[_Tensor]) -> Row:
+    first = members[0]
+    name = first.name
+    if len(members) > 1:
+        name = pattern.replace("{}", "{" + _ranges(_layer(x.name) for x in members) + "}")
+    dtype = str(first.dtype).removeprefix("torch.")
+    return Row(
+        name, first.part, first.shape, dtype, len(members), first.state, first.ignored, itemsize=first.dtype.itemsize
+    )
+
+
+def _layer(name: str) -> int:
+    found = re.search(r"\.(\d+)\.", name)
+    assert found is not None
+    return int(found[1])
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return 0-3,7 for 0, 1, 2, 3, 7."""
+    runs = itertools.groupby(enumerate(sorted(numbers)), key=lambda x: x[1] - x[0])
+    ends = [(x[0][1], x[-1][1]) for x in (list(run) for _, run in runs)]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)

@@ -1,0 +1,205 @@
+"""Chunks of a Megatron checkpoint (torch_dist) → Hugging Face tensors, entry by entry. Runs in worker threads."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Buffer, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llava_mcore.convert.io.byte_ranges import runs_of
+from llava_mcore.errors import CheckpointError
+from llava_mcore.files.direct_writer import Writer
+from llava_mcore.files.tensor_bytes import HASHERS, Data, TensorAt, as_bytes, sha256
+from llava_mcore.files.torch_files import LOAD_ERRORS, why_refused
+from llava_mcore.mapping.slices import Box, Scratch, Shape, read_box
+from llava_mcore.mapping.table import Entry
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One tensor that torch.save wrote into the middle of a file. In bytes."""
+
+    path: Path
+    offset: int
+    length: int
+
+    def locate(self) -> TensorAt:
+        """Return what a pickle says of the tensor, and where its numbers lie.
+
+        Raises:
+            CheckpointError: damaged, or not written as megatron-core does.
+        """
+        try:
+            with self.path.open("rb") as file:
+                window: Any = _Window(file, self.offset, self.length)
+                tensor = torch.load(window, map_location="meta", weights_only=True)
+        except LOAD_ERRORS as error:
+            raise CheckpointError(f"{self.path}: at byte {self.offset}: {why_refused(error)}") from error
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{self.path}: at byte {self.offset}: a {type(tensor).__name__}, expected a tensor")
+        storage: Any = tensor.untyped_storage()
+        begin = int(storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize)
+        if not tensor.is_contiguous():
+            raise CheckpointError(f"{self.path}: the tensor at byte {self.offset} is not contiguous")
+        return TensorAt(self.path, self.offset + begin, tensor.dtype, tuple(tensor.shape))
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
+        self.file, self.offset, self.length, self.position = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
+        return self.position
+
+    def readinto(self, buffer: Buffer) -> int:
+        wanted = memoryview(buffer)[: max(self.length - self.position, 0)]
+        self.file.seek(self.offset + self.position)
+        count = self.file.readinto(wanted)
+        self.position += count
+        return count
+
+
+@dataclass(frozen=True)
+class EntryRead:
+    """One parameter: it is `box` of a stored tensor, whose chunks (in the same coordinates) are given.
+
+    `shape` is the parameter's own; a stored tensor may count layers in a dim before. `dtype`: what is written.
+    `targets`: where each Hugging Face tensor goes, a tied copy in its original's list; empty to only read.
+    """
+
+    entry: Entry
+    shape: Shape
+    box: Box
+    chunks: tuple[tuple[Box, Chunk | TensorAt], ...]
+    stored_dtype: torch.dtype
+    dtype: torch.dtype
+    targets: tuple[tuple[TensorAt, ...], ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Export:
+    """Some entries, and whether their tensors are to be hashed."""
+
+    entries: tuple[EntryRead, ...]
+    hashed: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.num_bytes for x in self.entries)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """SHA-256 of each Hugging Face tensor, if asked for; `paths`: files that were written to."""
+
+    digests: dict[str, str]
+    num_bytes: int
+    paths: frozenset[Path] = frozenset()
+
+
+def hf_tensors(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Tensor]]:
+    """Yield an entry's Hugging Face tensors, one in memory at a time where the layout allows it.
+
+    Each is valid until the next is asked for.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold the whole parameter.
+    """
+    boxes = job.entry.hf_boxes(job.shape)
+    if boxes is None:
+        yield from job.entry.to_hf(_read(job, Box.whole(job.shape), scratch)).items()
+        return
+    for name, box in zip(job.entry.hf_names, boxes, strict=True):
+        yield name, _read(job, box, scratch)
+
+
+def _hf_data(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Data]]:
+    """Do what `hf_tensors` does, but leave in its files what can be copied from them."""
+    boxes = job.entry.hf_boxes(job.shape)
+    if boxes is None or job.dtype != job.stored_dtype:
+        yield from hf_tensors(job, scratch)
+        return
+    for name, box in zip(job.entry.hf_names, boxes, strict=True):
+        runs = runs_of(_stored_box(job, box), job.chunks, lambda x: x.locate())
+        if runs is None or any(run.dtype != job.dtype for run in runs):
+            yield name, _read(job, box, scratch)
+        else:
+            yield name, runs
+
+
+def _stored_box(job: EntryRead, box: Box) -> Box:
+    """Return a part of the parameter in the coordinates of the stored tensor."""
+    layers = len(job.box.size) - len(job.shape)
+    first = tuple(a + b for a, b in zip(job.box.start, (0,) * layers + box.start, strict=True))
+    return Box(first, (1,) * layers + box.size)
+
+
+def _read(job: EntryRead, box: Box, scratch: Scratch) -> Tensor:
+    """Return one part of the parameter."""
+    wanted = _stored_box(job, box)
+    data, held = read_box(wanted, job.chunks, lambda x: x.locate().map(), job.stored_dtype, scratch)
+    if held != wanted.numel:
+        raise CheckpointError(f"{job.entry.megatron}: the checkpoint holds {held} of {wanted.numel} numbers")
+    return data.reshape(box.size).to(job.dtype)
+
+
+def export_entries(job: Export) -> Exported:
+    """Write and hash the tensors of some entries.
+
+    Raises:
+        OSError: the disk is full, or the like.
+        CheckpointError: the checkpoint does not hold a whole parameter.
+    """
+    digests: dict[str, str] = {}
+    scratch = Scratch()
+    with ThreadPoolExecutor(1) as hasher, Writer() as writer:
+        for entry in job.entries:
+            order = {name: i for i, name in enumerate(entry.entry.hf_names)}
+            for name, data in _hf_data(entry, scratch):
+                hashing = hasher.submit(sha256, data) if job.hashed else None
+                for target in entry.targets[order[name]] if entry.targets else ():
+                    writer.write(target.path, target.offset, as_bytes(data))
+                if hashing is not None:
+                    digests[name] = hashing.result()
+    return Exported(digests, job.num_bytes, writer.paths)
+
+
+@dataclass(frozen=True)
+class HashTensors:
+    """Tensors in files."""
+
+    tensors: tuple[tuple[str, TensorAt], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.num_bytes for _, x in self.tensors)
+
+
+def hash_tensors(job: HashTensors) -> Exported:
+    """Hash tensors as the files hold them."""
+    with ThreadPoolExecutor(HASHERS) as hashers:
+        digests = {name: hashers.submit(sha256, (x,)) for name, x in job.tensors}
+        return Exported({name: x.result() for name, x in digests.items()}, job.num_bytes)

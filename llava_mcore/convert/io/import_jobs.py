@@ -1,0 +1,212 @@
+"""Hugging Face tensors → one file of a Megatron checkpoint (torch_dist), entry by entry. Runs in worker threads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llava_mcore.checkpoint.checksums import Checksum
+from llava_mcore.convert.io.byte_ranges import runs_of
+from llava_mcore.files.direct_writer import Writer
+from llava_mcore.files.tensor_bytes import HASHERS, Data, TensorAt, as_bytes, is_finite, sha256
+from llava_mcore.mapping.slices import Box, Scratch, Shape, read_box
+from llava_mcore.mapping.table import Entry
+
+_CHECKSUMS = threading.Lock()  # whether torch.save makes them is the same for all threads
+_ALIGNMENT = 64  # bytes; lets an export use the numbers where they lie
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One chunk of the stored tensor `key`: at `offset`, of `shape`; `box` says which part of the parameter it is."""
+
+    key: str
+    offset: Shape
+    shape: Shape
+    box: Box
+
+
+@dataclass(frozen=True)
+class EntryWrite:
+    """One parameter: its Hugging Face tensors, the dtype and full shape it gets, and the pieces that are stored."""
+
+    entry: Entry
+    sources: tuple[TensorAt, ...]
+    dtype: torch.dtype
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return Box.whole(self.shape).numel * self.dtype.itemsize
+
+    @property
+    def located(self) -> dict[str, TensorAt]:
+        """Each Hugging Face tensor and where it is."""
+        return dict(zip(self.entry.hf_names, self.sources, strict=True))
+
+    @property
+    def is_cast(self) -> bool:
+        return any(at.dtype != self.dtype for at in self.sources)
+
+
+@dataclass(frozen=True)
+class FileWrite:
+    """The entries of one file."""
+
+    path: Path
+    entries: tuple[EntryWrite, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.num_bytes for x in self.entries)
+
+
+@dataclass(frozen=True)
+class FileWritten:
+    """Where in `path` each piece (key, offset) begins and how long it is, in bytes; SHA-256 of each HF tensor.
+
+    `checksum`: of the file. `not_finite`: HF tensors with NaN or infinite values.
+    """
+
+    path: Path
+    pieces: dict[tuple[str, Shape], tuple[int, int]]
+    digests: dict[str, str]
+    num_bytes: int
+    checksum: str
+    not_finite: tuple[str, ...]
+
+    @property
+    def paths(self) -> frozenset[Path]:
+        """What is to be synced."""
+        return frozenset([self.path])
+
+
+def write_file(job: FileWrite) -> FileWritten:
+    """Write one file, while its tensors are hashed beside it; those of one entry are in memory at a time.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
+    job.path.touch(exist_ok=False)
+    with ThreadPoolExecutor(HASHERS) as hashers, Writer() as writer:
+        content = _Content(job, hashers)
+        checksum = Checksum()
+        writer.write(job.path, 0, _summed(content, checksum))
+        digests = {name: future.result() for name, future in content.hashing.items()}
+        not_finite = tuple(name for name, future in content.looking.items() if not future.result())
+    return FileWritten(job.path, content.written, digests, job.num_bytes, checksum.text(), not_finite)
+
+
+def _summed(parts: Iterable[Tensor], checksum: Checksum) -> Iterator[Tensor]:
+    """Yield bytes, and make their checksum while they are in memory."""
+    for part in parts:
+        checksum.update(part.numpy().data)
+        yield part
+
+
+class _Content:
+    """A file's bytes, begin to end. Notes where pieces come to lie, and has tensors hashed when their turn comes."""
+
+    def __init__(self, job: FileWrite, hashers: ThreadPoolExecutor) -> None:
+        self.written: dict[tuple[str, Shape], tuple[int, int]] = {}
+        self.hashing: dict[str, Future[str]] = {}
+        self.looking: dict[str, Future[bool]] = {}
+        self._job, self._hashers = job, hashers
+
+    def __iter__(self) -> Iterator[Tensor]:
+        scratch = Scratch()
+        position = 0
+        for entry in self._job.entries:
+            tensors = {name: at.map().to(entry.dtype) for name, at in entry.located.items()}
+            to_hash: Mapping[str, Data] = tensors if entry.is_cast else {n: (at,) for n, at in entry.located.items()}
+            hashing = {name: self._hashers.submit(sha256, x) for name, x in to_hash.items()}
+            looking = {name: self._hashers.submit(is_finite, x, tensors[name].dtype) for name, x in to_hash.items()}
+            for piece, data in _cut(entry, tensors, scratch):
+                gap = -position % _ALIGNMENT
+                yield torch.zeros(gap, dtype=torch.uint8)
+                begin = position = position + gap
+                for part in as_saved(data, piece.shape, entry.dtype):
+                    yield part
+                    position += len(part)
+                self.written[piece.key, piece.offset] = begin, position - begin
+            if entry.is_cast:
+                wait(hashing.values())
+                wait(looking.values())  # it leaves the memory before the next entry comes
+            self.hashing |= hashing
+            self.looking |= looking
+
+
+def as_saved(data: Data, shape: Shape, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield the bytes that torch.save makes of a tensor, as torch.distributed.checkpoint has it do."""
+    before, after = _around(shape, dtype)
+    yield before
+    yield from as_bytes(data)
+    yield after
+
+
+@functools.cache
+def _around(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return what torch.save writes before and after the numbers."""
+    file: Any = _Gap()
+    with _CHECKSUMS, without_checksums(), torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), file)  # its memory is never touched
+    before, after = (torch.from_numpy(np.frombuffer(x, np.uint8)) for x in (file.before, file.after))
+    return before, after
+
+
+class _Gap:
+    """A file for torch.save under `skip_data`: keeps what comes before and after the numbers that are left out."""
+
+    def __init__(self) -> None:
+        self.before, self.after = bytearray(), bytearray()
+        self._now = self.before
+
+    def write(self, data: bytes) -> int:
+        self._now += data
+        return len(data)
+
+    def seek(self, offset: int, whence: int) -> None:
+        assert whence == os.SEEK_CUR and self._now is self.before
+        self._now = self.after
+
+    def flush(self) -> None:
+        pass
+
+
+def _cut(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Iterator[tuple[Piece, Data]]:
+    """Yield every piece with its numbers, valid until the next; the full tensor is made only where it must be."""
+    boxes = entry.entry.hf_boxes(entry.shape)
+    located: list[tuple[Box, TensorAt]] = []
+    if boxes is None:
+        parts = [(Box.whole(entry.shape), entry.entry.to_megatron(tensors))]
+    else:
+        parts = list(zip(boxes, tensors.values(), strict=True))
+        located = [] if entry.is_cast else list(zip(boxes, entry.sources, strict=True))
+    for piece in entry.pieces:
+        data: Data | None = runs_of(piece.box, located, lambda at: at)
+        if data is None:
+            data, _ = read_box(piece.box, parts, lambda x: x, entry.dtype, scratch)
+        yield piece, data
+
+
+@contextlib.contextmanager
+def without_checksums() -> Iterator[None]:
+    """Let torch.save leave out the zip format's CRC-32, which torch.load never looks at; in all threads."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)

@@ -1,0 +1,181 @@
+"""Megatron-LM's older checkpoints (`--ckpt-format torch`): one mp_rank_TT[_PPP]/model_optim_rng.pt a model rank.
+
+Only read, for an export. Files are mapped, and nothing that their pickles name is imported or run: beside tensors they
+hold Megatron-LM's arguments, whose classes are not here.
+"""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llava_mcore.convert.io.torch_dist_index import StoredParameter
+from llava_mcore.errors import CheckpointError, problems
+from llava_mcore.files.regular import require_regular
+from llava_mcore.files.tensor_bytes import TensorAt
+from llava_mcore.files.torch_files import LOAD_ERRORS, why_refused
+from llava_mcore.mapping.fused_norms import FUSED_NORMS
+from llava_mcore.mapping.sharding import Shard
+from llava_mcore.mapping.slices import Box, Shape
+
+FILE = "model_optim_rng.pt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_LAYER = re.compile(r"(.*\.layers\.)(\d+)(\..*)")
+_ALLOWED = {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): lambda data, requires_grad, hooks: data,
+}
+
+
+def is_legacy(folder: Path) -> bool:
+    """Tell whether an iteration's folder is of this kind."""
+    return any(_FOLDER.fullmatch(path.name) for path in folder.iterdir())
+
+
+class LegacyTensors:
+    """Where the tensor-parallel slices of each parameter are: by Megatron's name, in rank order."""
+
+    def __init__(self, folder: Path, slices: Mapping[str, Sequence[TensorAt]]) -> None:
+        self.folder, self._slices = folder, slices
+
+    @classmethod
+    def open(cls, folder: Path) -> LegacyTensors:
+        """Read what the files say about their tensors.
+
+        Raises:
+            CheckpointError: ranks are missing, or a file is damaged or of another kind.
+        """
+        ranks = _ranks(folder)
+        slices: dict[str, list[TensorAt]] = {}
+        before: collections.Counter[str] = collections.Counter()  # layers of earlier stages, for each block of layers
+        for stage in ranks:
+            found: collections.Counter[str] = collections.Counter()
+            for path in stage:
+                for name, at in _read(path).items():
+                    layer = _LAYER.fullmatch(name)
+                    if layer is not None:
+                        block, number = layer[1], int(layer[2])
+                        found[block] = max(found[block], number + 1)
+                        name = f"{block}{before[block] + number}{layer[3]}"
+                    slices.setdefault(name, []).append(at)
+            before += found
+        return cls(folder, slices)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slices)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._slices
+
+    def num_rows(self, name: str) -> int:
+        """Return the rows of a parameter that is cut along dim 0."""
+        return sum(at.shape[0] for at in self._slices[name])
+
+    def stored_name(self, name: str) -> str:
+        """Return the name that a parameter has here, which depends on whose layers wrote it."""
+        for ours, theirs in FUSED_NORMS.items():
+            if name not in self._slices:
+                name = name.replace(ours, theirs)
+        return name
+
+    def parameter(self, name: str, shape: Shape, shard: Shard) -> StoredParameter:
+        """Return where the parts of one parameter are. `shape`: of the whole.
+
+        Raises:
+            CheckpointError: it is missing, or a slice has another shape.
+        """
+        slices = self._slices.get(self.stored_name(name), ())
+        size = len(slices)
+        if not size:
+            raise CheckpointError(f"{self.folder}: missing: {name} {shape}")
+        expected = tuple(n // size if dim == shard.dim else n for dim, n in enumerate(shape))
+        wrong = [at.shape for at in slices if at.shape != (shape if shard.dim is None else expected)]
+        if wrong:
+            raise CheckpointError(f"{self.folder}: {name}: a slice is {wrong[0]}, expected {expected} of {shape}")
+        chunks = [(Box.whole(shape), slices[0])]
+        if shard.dim is not None:
+            chunks = [part for rank, at in enumerate(slices) for part in _parts(at, shape, shard, rank)]
+        return StoredParameter(Box.whole(shape), tuple(chunks), slices[0].dtype)
+
+
+def _parts(at: TensorAt, shape: Shape, shard: Shard, rank: int) -> Iterator[tuple[Box, TensorAt]]:
+    """Yield the places in the whole parameter of what one rank has: a part of each block."""
+    assert shard.dim is not None and (shard.blocks == 1 or shard.dim == 0), "blocks are rows"
+    size = at.shape[shard.dim] // shard.blocks
+    part = tuple(size if dim == shard.dim else n for dim, n in enumerate(at.shape))
+    num_bytes = at.num_bytes // shard.blocks
+    for block in range(shard.blocks):
+        start = block * shape[shard.dim] // shard.blocks + rank * size
+        box = Box(tuple(start if dim == shard.dim else 0 for dim in range(len(shape))), part)
+        yield box, TensorAt(at.path, at.offset + block * num_bytes, at.dtype, part)
+
+
+def _ranks(folder: Path) -> list[list[Path]]:
+    """Return the files of each pipeline stage, in the order of the tensor-parallel ranks."""
+    found: dict[tuple[int, int], Path] = {}
+    for path in folder.iterdir():
+        match = _FOLDER.fullmatch(path.name)
+        if match is not None:
+            found[int(match[2] or 0), int(match[1])] = path / FILE
+        elif path.name.startswith("mp_rank_"):
+            raise CheckpointError(f"{path}: expert parallelism is not supported")
+    num_stages, size = (max(x) + 1 for x in zip(*found, strict=True))
+    wanted = [(stage, rank) for stage in range(num_stages) for rank in range(size)]
+    missing = [f"tensor rank {rank}, stage {stage}" for stage, rank in wanted if (stage, rank) not in found]
+    missing += [str(path) for path in found.values() if not path.is_file()]
+    if missing:
+        raise CheckpointError(problems(f"{folder} is not complete", missing))
+    return [[found[stage, rank] for rank in range(size)] for stage in range(num_stages)]
+
+
+def _read(path: Path) -> dict[str, TensorAt]:
+    """Return where the weights of one rank are."""
+    try:
+        require_regular(path)
+        content = torch.load(path, map_location="meta", weights_only=False, pickle_module=_PICKLE)
+    except LOAD_ERRORS as error:
+        raise CheckpointError(f"{path}: {why_refused(error)}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        raise CheckpointError(
+            f"{path}: holds no 'model' (an interleaved pipeline's model0, model1, … are not supported)"
+        )
+    return {name: _place(path, x) for name, x in content["model"].items() if isinstance(x, Tensor)}
+
+
+def _place(path: Path, tensor: Tensor) -> TensorAt:
+    if not tensor.is_contiguous():
+        raise CheckpointError(f"{path}: a tensor of shape {tuple(tensor.shape)} is not contiguous")
+    storage: Any = tensor.untyped_storage()
+    begin = int(storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize)
+    return TensorAt(path, begin, tensor.dtype, tuple(tensor.shape))
+
+
+class _Unknown:
+    """Stands for any object of a class that is not a tensor's: it holds nothing and does nothing."""
+
+    def __init__(self, *_args: object, **_options: object) -> None: ...
+
+    def __setstate__(self, _state: object) -> None: ...
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        if module in ("torch", "torch.storage") and (name.endswith("Storage") or name.endswith("DType")):
+            return vars(torch.storage if module == "torch.storage" else torch)[name]
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        return _Unknown
+
+
+_PICKLE = types.SimpleNamespace(Unpickler=_Unpickler, __name__="pickle")

@@ -1,0 +1,144 @@
+"""Mapping table and megatron-core: under which key, at which place and in which pieces each parameter is stored.
+
+A model built without memory (meta device, tp 1, pp 1) says it; nothing here touches data. All tensors are on the meta
+device.
+"""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from llava_mcore.convert.io.import_jobs import EntryWrite, Piece
+from llava_mcore.errors import ConversionError, problems
+from llava_mcore.files.tensor_bytes import TensorAt
+from llava_mcore.mapping.sharding import Shard
+from llava_mcore.mapping.slices import Box, Shape
+from llava_mcore.mapping.table import MappingTable
+
+SharedState = dict[str, Any]
+
+
+def parameter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the full shape of every parameter of a model built at tp 1, pp 1."""
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def check_shard_rules(table: MappingTable, model: torch.nn.Module) -> None:
+    """Compare the table's shard rules with what the model's own layers say.
+
+    Raises:
+        ConversionError: lists every parameter that the model cuts along another dim.
+    """
+    wrong = []
+    for name, p in model.named_parameters():
+        marks = vars(p)  # megatron-core's layers leave their cut on the parameter; whole ones may carry no mark
+        cut = marks.get("tensor_model_parallel", False)
+        expected = Shard(marks["partition_dim"], marks["partition_stride"]) if cut else Shard(None)
+        if table.entries[name].shard != expected:
+            wrong.append(f"{name}: the table says {table.entries[name].shard}, the model {expected}")
+    if wrong:
+        raise ConversionError(problems("the mapping table cuts tensors otherwise than the model", wrong))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter is `box` of the tensor stored under `key`, which may count layers in dims before its own."""
+
+    key: str
+    box: Box
+
+
+def places(model_state: SharedState, shapes: Mapping[str, Shape]) -> dict[str, Place]:
+    """Return where megatron-core stores each parameter of the given shapes."""
+    return {name: _place(_with_data(model_state[name], _meta(shape)), shape) for name, shape in shapes.items()}
+
+
+def planned_weights(
+    table: MappingTable,
+    model_state: SharedState,
+    sources: Mapping[str, TensorAt],
+    *,
+    tp_size: int,
+    dtype: torch.dtype | None = None,
+) -> tuple[SharedState, list[EntryWrite]]:
+    """Return the sharded state of a Hugging Face folder, cut for `tp_size` ranks, and what is in each of its pieces.
+
+    Args:
+        model_state: `sharded_state_dict()` of a model on the meta device at tp 1, pp 1.
+        sources: where each Hugging Face tensor is.
+        dtype: cast to this, or keep each tensor's own.
+
+    The state holds no data; megatron-core makes a checkpoint's metadata from it.
+    """
+    state: SharedState = {}
+    writes: list[EntryWrite] = []
+    for name, sharded in model_state.items():
+        entry = table.entries.get(name)
+        if entry is None:
+            state[name] = sharded  # a layer's extra state, which holds nothing here
+            continue
+        tensors = tuple(sources[x] for x in entry.hf_names)
+        wanted = tensors[0].dtype if dtype is None else dtype
+        meta = {x: _meta(at.shape, wanted) for x, at in zip(entry.hf_names, tensors, strict=True)}
+        full = entry.to_megatron(meta)
+        whole = _with_data(sharded, full)
+        origin = _place(whole, tuple(full.shape)).box.start
+        state[name] = [cut for block in whole for cut in _cut(block, entry.shard, tp_size)]
+        pieces = tuple(_piece(cut, origin) for cut in state[name])
+        writes.append(EntryWrite(entry, tensors, wanted, tuple(full.shape), pieces))
+    return state, writes
+
+
+def _meta(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _place(pieces: list[ShardedTensor], shape: Shape) -> Place:
+    """Return the box around the blocks of a whole parameter."""
+    origin = tuple(min(starts) for starts in zip(*(x.global_offset for x in pieces), strict=True))
+    return Place(pieces[0].key, Box(origin, (1,) * pieces[0].prepend_axis_num + shape))
+
+
+def _piece(cut: ShardedTensor, origin: Shape) -> Piece:
+    layers = cut.prepend_axis_num
+    stored = Box(tuple(cut.global_offset), (1,) * layers + tuple(cut.local_shape))
+    seen = stored.seen_from(origin)
+    return Piece(cut.key, stored.start, stored.size, Box(seen.start[layers:], seen.size[layers:]))
+
+
+def _with_data(sharded: ShardedTensor | ShardedTensorFactory, full: Tensor) -> list[ShardedTensor]:
+    """Put data under a parameter's key; a factory (SwiGLU) stores its blocks apart."""
+    if isinstance(sharded, ShardedTensorFactory):
+        return list(replace(sharded, data=full).build())
+    return [replace(sharded, data=full, dtype=full.dtype)]
+
+
+def _cut(whole: ShardedTensor, shard: Shard, tp_size: int) -> list[ShardedTensor]:
+    """Store one chunk a tensor-parallel rank, so that each rank later reads only its own."""
+    if shard.dim is None or tp_size == 1:
+        return [whole]
+    assert whole.data is not None and whole.axis_fragmentations is not None
+    axis = shard.dim + whole.prepend_axis_num
+    layer_offsets = [(a, whole.global_offset[a], whole.global_shape[a]) for a in range(whole.prepend_axis_num)]
+    fragments = whole.axis_fragmentations[axis] * tp_size
+    first = whole.global_offset[axis] * tp_size // whole.local_shape[shard.dim]
+    return [
+        ShardedTensor.from_rank_offsets(
+            whole.key,
+            chunk.contiguous(),
+            *layer_offsets,
+            (axis, first + rank, fragments),
+            replica_id=whole.replica_id,
+            prepend_axis_num=whole.prepend_axis_num,
+            allow_shape_mismatch=whole.allow_shape_mismatch,
+        )
+        for rank, chunk in enumerate(whole.data.chunk(tp_size, shard.dim))
+    ]

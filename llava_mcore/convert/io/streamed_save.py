@@ -1,0 +1,137 @@
+"""dist_checkpointing.save of a model whose tensors are read only when they are written.
+
+megatron-core sees tensors without data: it lays out the checkpoint and makes its metadata as ever. Only the bytes are
+ours: file after file is filled from the Hugging Face tensors, by worker threads.
+"""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from llava_mcore.checkpoint.dist import CHECKPOINT_VERSION
+from llava_mcore.convert.io.import_jobs import EntryWrite, FileWrite, FileWritten
+
+FILE_BYTES = 512 << 20
+"""A file is closed when it has grown to this: files do not depend on the number of workers."""
+
+Run = Callable[[Sequence[FileWrite]], Iterable[FileWritten]]
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """SHA-256 of each Hugging Face tensor, and the checksums of the files that hold them, by name.
+
+    `not_finite`: tensors with NaN or infinite values.
+    """
+
+    digests: dict[str, str] = field(default_factory=dict)
+    checksums: dict[str, str] = field(default_factory=dict)
+    not_finite: list[str] = field(default_factory=list)
+
+
+def save_streamed(state: ShardedStateDict, entries: Sequence[EntryWrite], folder: Path, run: Run) -> Streamed:
+    """Write one checkpoint folder. Process groups of one must exist.
+
+    Args:
+        state: sharded tensors without data, and whatever else the checkpoint is to hold.
+        entries: what is in them.
+        run: writes files and returns what was written, in order.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
+    strategy = _StreamedSave(entries, run)
+    dist_checkpointing.save(
+        {"checkpoint_version": CHECKPOINT_VERSION, **state},
+        str(folder),
+        sharded_strategy=strategy,
+        content_metadata={"llava_mcore": 1},
+    )
+    return strategy.streamed
+
+
+class _StreamedSave(TorchDistSaveShardedStrategy):
+    def __init__(self, entries: Sequence[EntryWrite], run: Run) -> None:
+        super().__init__()
+        self.entries, self.run = entries, run
+        self.streamed = Streamed()
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+        """Do what torch.distributed.checkpoint.save does, on one rank, with our own writing of tensors."""
+        folder = Path(checkpoint_dir)
+        by_key = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)[0]
+        planner = MCoreSavePlanner(
+            dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+        )
+        planner.set_up_planner(mcore_to_pyt_state_dict(by_key, False), is_coordinator=True)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        writer = FileSystemWriter(folder)
+        writer.set_up_storage_writer(is_coordinator=True)
+        objects = self._write_objects(planner, plans[0], folder / "__0_0.distcp")
+        writer.finish(metadata, [objects, self._write_tensors(plans[0], folder)])
+
+    def _write_objects(self, planner: MCoreSavePlanner, plan: SavePlan, path: Path) -> list[WriteResult]:
+        results = []
+        with path.open("xb") as file:
+            for item in plan.items:
+                if item.type == WriteItemType.BYTE_IO:
+                    data: Any = planner.resolve_data(item)
+                    start, length = file.tell(), file.write(data.getbuffer())
+                    results.append(_result(item, path, start, length))
+            file.flush()
+            os.fsync(file.fileno())
+        return results
+
+    def _write_tensors(self, plan: SavePlan, folder: Path) -> list[WriteResult]:
+        items = {
+            (item.index.fqn, tuple(item.index.offset)): item
+            for item in plan.items
+            if item.type != WriteItemType.BYTE_IO and item.index.offset is not None
+        }
+        results = []
+        for written in self.run(list(_files(self.entries, folder))):
+            self.streamed.digests.update(written.digests)
+            self.streamed.not_finite.extend(written.not_finite)
+            self.streamed.checksums[written.path.name] = written.checksum
+            results += [
+                _result(items.pop(key), written.path, start, length) for key, (start, length) in written.pieces.items()
+            ]
+        assert not items, f"megatron-core planned tensors that nobody wrote: {sorted(items)}"
+        return results
+
+
+def _result(item: WriteItem, path: Path, start: int, length: int) -> WriteResult:
+    return WriteResult(index=item.index, size_in_bytes=length, storage_data=_StorageInfo(path.name, start, length))
+
+
+def _files(entries: Iterable[EntryWrite], folder: Path) -> Iterator[FileWrite]:
+    """Deal the entries out to files, in order."""
+    waiting: list[EntryWrite] = []
+    number, num_bytes = 1, 0
+    for entry in entries:
+        waiting.append(entry)
+        num_bytes += entry.num_bytes
+        if num_bytes >= FILE_BYTES:
+            yield FileWrite(folder / f"__0_{number}.distcp", tuple(waiting))
+            waiting, number, num_bytes = [], number + 1, 0
+    if waiting:
+        yield FileWrite(folder / f"__0_{number}.distcp", tuple(waiting))

@@ -1,0 +1,116 @@
+"""What import and export share: dtypes, a progress bar, jobs over workers, and comparing digests."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from llava_mcore.convert.io.export_jobs import EntryRead, Export, Exported, HashTensors, export_entries, hash_tensors
+from llava_mcore.errors import ConversionError, problems
+from llava_mcore.files.atomic import sync
+from llava_mcore.files.tensor_bytes import TensorAt
+from llava_mcore.files.thread_pool import run_jobs
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+JOB_BYTES = 128 << 20
+"""What a worker is handed at a time."""
+
+
+class Sized(Protocol):
+    """A job, an entry or a result, with how many bytes of weights it is."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class Done(Sized, Protocol):
+    """A result, with the files that a job wrote to."""
+
+    @property
+    def paths(self) -> frozenset[Path]: ...
+
+
+def run_with_progress[Job: Sized, Result: Done](
+    title: str, function: Callable[[Job], Result], jobs: Sequence[Job], *, workers: int
+) -> Iterator[Result]:
+    """Yield `function(job)` for every job, with a progress bar (bytes, speed, time left) on a terminal.
+
+    What jobs wrote goes to the disk meanwhile, so that little is left to wait for at the end.
+    """
+    syncing: Future[None] = Future()
+    syncing.set_result(None)
+    with ThreadPoolExecutor(1) as syncer, _bar(title, sum(x.num_bytes for x in jobs)) as advance:
+        for result in run_jobs(function, jobs, workers=workers):
+            advance(result.num_bytes)
+            if syncing.done():
+                syncing.result()
+                syncing = syncer.submit(_sync, result.paths)
+            yield result
+        syncing.result()
+
+
+def _sync(paths: Iterable[Path]) -> None:
+    for path in paths:
+        sync(path)
+
+
+@contextlib.contextmanager
+def _bar(title: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=num_bytes)
+        yield lambda n: bar.update(task, advance=n)
+
+
+def batches[Item: Sized](items: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
+    """Deal items out, in order, until a job has enough bytes."""
+    waiting: list[Item] = []
+    for item in items:
+        waiting.append(item)
+        if sum(x.num_bytes for x in waiting) >= JOB_BYTES:
+            yield tuple(waiting)
+            waiting = []
+    if waiting:
+        yield tuple(waiting)
+
+
+def export_all(title: str, reads: Sequence[EntryRead], *, hashed: bool, workers: int) -> dict[str, str]:
+    """Write every entry to its targets and return the SHA-256 of each Hugging Face tensor, if `hashed`."""
+    jobs = [Export(batch, hashed) for batch in batches(reads)]
+    return _digests(run_with_progress(title, export_entries, jobs, workers=workers))
+
+
+def hash_files(title: str, tensors: Mapping[str, TensorAt], *, workers: int) -> dict[str, str]:
+    """Return the SHA-256 of tensors as their files hold them."""
+    names = {at: name for name, at in tensors.items()}
+    jobs = [HashTensors(tuple((names[at], at) for at in batch)) for batch in batches(list(tensors.values()))]
+    return _digests(run_with_progress(title, hash_tensors, jobs, workers=workers))
+
+
+def _digests(results: Iterator[Exported]) -> dict[str, str]:
+    return {name: digest for result in results for name, digest in result.digests.items()}
+
+
+def compare_digests(found: Mapping[str, str], expected: Mapping[str, str], *, title: str) -> None:
+    """Compare the SHA-256 of tensors.
+
+    Raises:
+        ConversionError: lists every tensor that differs, is missing, or is there but should not be.
+    """
+    wrong = [f"{name}: is missing" for name in sorted(expected.keys() - found.keys())]
+    wrong += [f"{name}: is not expected" for name in sorted(found.keys() - expected.keys())]
+    wrong += [
+        f"{name}: SHA-256 {found[name][:12]}…, expected {expected[name][:12]}…"
+        for name in sorted(found.keys() & expected.keys())
+        if found[name] != expected[name]
+    ]
+    if wrong:
+        raise ConversionError(problems(title, wrong))

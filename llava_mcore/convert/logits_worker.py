@@ -1,0 +1,106 @@
+"""One process of `check --logits`: a part of the parallel model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from llava_mcore import log
+from llava_mcore.checkpoint.dist import load_weights
+from llava_mcore.checkpoint.layout import hf_folder
+from llava_mcore.errors import LlavaMcoreError
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.llava import VisionLanguageModel
+from llava_mcore.models.architectures.llava_names import HfNames
+from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.probes import Recorder, watch_ours
+from llava_mcore.parallel.groups import Groups, initialise, shut_down
+from llava_mcore.parallel.random import seed_everything
+
+
+def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
+    """Compute one rank's part of what job.pt asks for, and leave it in the folder; exit code 2 after a message.
+
+    Args:
+        port: of a store on this machine, through which the processes meet.
+    """
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    # torch's name for a store that is there already, as torchrun's is; rank 0 opens none.
+    os.environ |= {"WORLD_SIZE": str(num_processes), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    log.set_up(rank)
+    torch.set_num_threads(max(len(os.sched_getaffinity(0)) // num_processes, 1))
+    with torch.serialization.safe_globals([HfNames]):
+        given = torch.load(job / "job.pt", weights_only=True)
+    groups = initialise(
+        backend="gloo", tensor_model_parallel_size=given["tp"], pipeline_model_parallel_size=given["pp"]
+    )
+    seed_everything(0)
+    try:
+        model = _load(groups, Path(given["checkpoint"]))
+    except LlavaMcoreError as error:
+        print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    recorder = Recorder()
+    watch_ours(recorder, model, given["names"], lambda x: _gather(groups, x))
+    result: dict[str, Any] = {"logits": forward(model, given["inputs"]), "modules": recorder.found}
+    if groups.tp_rank == 0:
+        torch.save(result, job / f"stage{groups.pp_rank}.pt")
+    shut_down()
+
+
+def _load(groups: Groups, checkpoint: Path) -> VisionLanguageModel:
+    """Build this rank's part in fp32 and fill it."""
+    options = ModelOptions(
+        tensor_model_parallel_size=groups.tp_size,
+        pipeline_model_parallel_size=groups.pp_size,
+        initialise=False,
+        on_cpu=True,
+    )
+    hf = load_hf_config(hf_folder(checkpoint))
+    model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)
+    load_weights([model], checkpoint)
+    return model.eval()
+
+
+def _gather(groups: Groups, x: Tensor) -> Tensor:
+    """Put the features [..., f / tp] of the tensor-parallel ranks together."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(groups.tp_size)]
+    dist.all_gather(parts, x.contiguous(), group=groups.tensor_parallel)
+    return torch.cat(parts, dim=-1)
+
+
+def forward(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor | None:
+    """Run one micro-batch through the pipeline; the last stage returns logits [b, s, vocabulary]."""
+    ids = inputs["input_ids"]
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    out: list[Tensor] = []
+
+    def step(batch: Any, stage: VisionLanguageModel) -> Any:
+        y = stage(ids, positions, inputs["pixel_values"], inputs["image_positions"])
+
+        def collect(x: Tensor, non_loss_data: bool = False) -> Any:
+            out.append(x.detach())
+            return x.sum(), torch.tensor(1, device=x.device), {}
+
+        return y, collect
+
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter([None]),
+            model=[model],
+            num_microbatches=1,
+            seq_length=ids.shape[1],
+            micro_batch_size=ids.shape[0],
+            forward_only=True,
+        )
+    return out[0] if model.post_process else None

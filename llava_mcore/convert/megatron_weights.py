@@ -1,0 +1,221 @@
+"""The weights of a Megatron checkpoint as the Hugging Face tensors they came from, one in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlavaConfig
+
+from llava_mcore.checkpoint import layout
+from llava_mcore.checkpoint.dist import check_model
+from llava_mcore.convert.io.export_jobs import EntryRead, hf_tensors
+from llava_mcore.convert.io.megatron_lm import LegacyTensors, is_legacy
+from llava_mcore.convert.io.parameters import check_shard_rules, parameter_shapes, places
+from llava_mcore.convert.io.torch_dist_index import StoredParameter, StoredTensors
+from llava_mcore.convert.jobs import export_all, hash_files
+from llava_mcore.errors import CheckpointError, ConversionError, problems
+from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.tensor_bytes import TensorAt
+from llava_mcore.mapping.slices import Scratch, Shape
+from llava_mcore.mapping.table import MappingTable
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.llava import VisionLanguageModel
+from llava_mcore.models.architectures.llava_names import detect_names, usual_names
+from llava_mcore.models.architectures.llava_table import mapping_table
+from llava_mcore.models.meta import meta_model
+from llava_mcore.models.parts import check_families
+from llava_mcore.parallel.groups import single_process
+
+EMBEDDING = "language_model.embedding.word_embeddings.weight"
+OUTPUT = "language_model.output_layer.weight"
+PARTS = ("language_model.", "vision_model.", "vision_projection.")
+
+
+@dataclass(frozen=True)
+class HfSide:
+    """What a checkpoint's weights become: the model's config, every tensor's file, dtype and shape.
+
+    `unused` has the data of those that training does not use; `files` is the folder with config, tokenizer, processor.
+    """
+
+    hf: LlavaConfig
+    infos: dict[str, hf_files.TensorInfo]
+    unused: hf_files.HfFolder
+    files: Path
+
+    @classmethod
+    def carried(cls, checkpoint: Path) -> HfSide:
+        """Take what travels inside a checkpoint of ours.
+
+        Raises:
+            CheckpointError, ConversionError: it has none, or what it has is damaged.
+        """
+        folder = layout.hf_folder(checkpoint)
+        hf_files.require_own_files(folder)
+        infos = hf_files.infos_from_record(layout.read_record(checkpoint)["tensors"], folder / layout.RECORD)
+        unused = hf_files.HfFolder.of_file(folder / layout.UNUSED)
+        return cls(load_hf_config(folder), infos, unused, folder)
+
+    @classmethod
+    def given(cls, folder: Path) -> HfSide:
+        """Take a Hugging Face folder for a checkpoint that carries none.
+
+        Without weights in the folder, names are the usual ones, and nothing that training does not use is known.
+
+        Raises:
+            ConversionError: no config, or weights that cannot be read.
+        """
+        hf = load_hf_config(folder)
+        if any((folder / name).is_file() for name in (hf_files.INDEX, hf_files.SINGLE)):
+            weights = hf_files.HfFolder.open(folder)
+            return cls(hf, weights.tensors, weights, folder)
+        check_families(hf, source=str(folder))
+        return cls(hf, tensors_of_config(hf), hf_files.HfFolder(folder, {}), folder)
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Path, otherwise: Path) -> HfSide:
+        """Take what travels inside a checkpoint of ours; for one of others, a Hugging Face folder."""
+        if (layout.hf_folder(checkpoint) / layout.RECORD).is_file():
+            return cls.carried(checkpoint)
+        return cls.given(otherwise)
+
+
+def tensors_of_config(hf: LlavaConfig) -> dict[str, hf_files.TensorInfo]:
+    """Return the tensors that a model's parameters become, under their usual names, in one file."""
+    rows = hf.text_config.vocab_size
+    table = mapping_table(hf, usual_names(hf.vision_config.model_type), hf_tensors=(), padded_vocab_size=rows)
+    with single_process():
+        shapes = parameter_shapes(meta_model(hf, num_vocab_rows=rows))
+    found = {}
+    for name, entry in table.entries.items():
+        for hf_name, x in entry.to_hf(torch.empty(shapes[name], device="meta")).items():
+            found[hf_name] = hf_files.TensorInfo(hf_files.SINGLE, "F32", tuple(x.shape))
+    return found
+
+
+class CheckpointWeights:
+    """One iteration's weights, from its metadata; nothing is read until a tensor is asked for.
+
+    Process groups of one must exist. `tp_size`: only checked, every parameter must divide.
+
+    Raises:
+        CheckpointError: not a readable checkpoint of this model.
+        ConversionError: lists every tensor that could not be written back.
+    """
+
+    def __init__(self, side: HfSide, checkpoint: Path, tp_size: int) -> None:
+        self.checkpoint, self.infos, self.unused = checkpoint, side.infos, side.unused
+        stored = LegacyTensors.open(checkpoint) if is_legacy(checkpoint) else StoredTensors.open(checkpoint)
+        if EMBEDDING not in stored:
+            raise CheckpointError(f"{checkpoint}: holds no {EMBEDDING}; not a checkpoint of a LLaVA")
+        rows = stored.num_rows(EMBEDDING)
+        model = meta_model(side.hf, num_vocab_rows=rows)
+        self.shapes = parameter_shapes(model)
+        names = detect_names(side.infos, source=str(checkpoint))
+        self.table: MappingTable = mapping_table(side.hf, names, hf_tensors=side.infos, padded_vocab_size=rows)
+        check_shard_rules(self.table, model)
+        self._check_complete(tp_size)
+        if isinstance(stored, LegacyTensors):
+            self.parameters = legacy_parameters(stored, self.table, self.shapes)
+        else:
+            self.parameters = parameters(stored, model, self.shapes)
+
+    def _check_complete(self, tp_size: int) -> None:
+        covered = self.table.hf_to_entry().keys() | self.table.unused.keys() | self.table.copies.keys()
+        lost = sorted(self.infos.keys() - covered)
+        if lost:
+            raise ConversionError(problems(f"{self.checkpoint}: tensors that cannot be written back", lost))
+        for name, entry in self.table.entries.items():
+            entry.shard.split(torch.empty(self.shapes[name], device="meta"), tp_size)
+
+    def trained_names(self) -> set[str]:
+        """Return the Hugging Face tensors that come from Megatron parameters."""
+        return set(self.table.hf_to_entry())
+
+    def dtypes(self, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
+        """Return the dtype of every tensor of `infos`, what comes from Megatron parameters cast to `dtype`."""
+        stored = {
+            name: dtype or self.parameters[entry.megatron].dtype for name, entry in self.table.hf_to_entry().items()
+        }
+        copies = {copy: stored[original] for copy, original in self.table.copies.items()}
+        unused = {name: self.unused.where(name).dtype for name in self.table.unused}
+        return {name: x for name, x in (stored | copies | unused).items() if name in self.infos}
+
+    def reads(self, dtype: torch.dtype | None = None, targets: Mapping[str, TensorAt] | None = None) -> list[EntryRead]:
+        """Return how to read each entry, in the table's order.
+
+        Args:
+            dtype: cast to this; None keeps the checkpoint's.
+            targets: where each Hugging Face tensor is to be written.
+        """
+        found = []
+        for name, entry in self.table.entries.items():
+            stored = self.parameters[name]
+            goals = tuple(self._goals(x, targets) for x in entry.hf_names) if targets else ()
+            read = EntryRead(
+                entry, self.shapes[name], stored.box, stored.chunks, stored.dtype, dtype or stored.dtype, goals
+            )
+            found.append(read)
+        return found
+
+    def _goals(self, name: str, targets: Mapping[str, TensorAt]) -> tuple[TensorAt, ...]:
+        """Return every place that gets a tensor: its own and those of its tied copies."""
+        return tuple(targets[x] for x in (name, *self.copies_of(name)) if x in targets)
+
+    def copies_of(self, name: str) -> Sequence[str]:
+        """Return the tensors that repeat one."""
+        return [copy for copy, original in self.table.copies.items() if original == name]
+
+    def digests(self, title: str, *, workers: int) -> dict[str, str]:
+        """Read every tensor of `infos` and return its SHA-256. `title`: of the progress bar."""
+        found = export_all(title, self.reads(), hashed=True, workers=workers)
+        found |= {copy: found[original] for copy, original in self.table.copies.items()}
+        return found | hash_files(title, {name: self.unused.where(name) for name in self.table.unused}, workers=1)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and data of every tensor of `infos`, each valid until the next is asked for."""
+        scratch = Scratch()
+        for read in self.reads():
+            for name, x in hf_tensors(read, scratch):
+                yield from ((same, x) for same in (name, *self.copies_of(name)) if same in self.infos)
+        for name in self.table.unused:
+            yield name, self.unused.get(name)
+
+
+def parameters(
+    stored: StoredTensors, model: VisionLanguageModel, shapes: Mapping[str, Shape]
+) -> dict[str, StoredParameter]:
+    """Return where a torch_dist checkpoint keeps each parameter of a model.
+
+    Raises:
+        CheckpointError: lists everything that is missing, of another shape, or unknown to the model.
+    """
+    state = model.sharded_state_dict()
+    check_model(state, stored.folder)
+    found = places(state, shapes)
+    _refuse_extra(set(stored) - {place.key for place in found.values()}, stored.folder)
+    return {name: stored.parameter(place.key, place.box) for name, place in found.items()}
+
+
+def legacy_parameters(
+    stored: LegacyTensors, table: MappingTable, shapes: Mapping[str, Shape]
+) -> dict[str, StoredParameter]:
+    """Return where an mp_rank_XX checkpoint keeps each parameter of a model.
+
+    Raises:
+        CheckpointError: something is missing, of another shape, or unknown to the model.
+    """
+    extra = set(stored) - {stored.stored_name(name) for name in table.entries}
+    extra -= {OUTPUT}  # tied: the last stage keeps a copy of the embedding
+    _refuse_extra(extra, stored.folder)
+    return {name: stored.parameter(name, shapes[name], entry.shard) for name, entry in table.entries.items()}
+
+
+def _refuse_extra(keys: set[str], folder: Path) -> None:
+    lost = sorted(key for key in keys if key.startswith(PARTS))
+    if lost:
+        raise CheckpointError(problems(f"{folder} holds weights that the model of the config does not have", lost))

@@ -1,0 +1,280 @@
+"""Everything of a Hugging Face folder that turns samples into model inputs, loaded and checked once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoTokenizer, LlavaConfig, PreTrainedTokenizerBase
+
+from llava_mcore.config.sections.data import LIMITS, Handling, Limits
+from llava_mcore.data.encoding.chat import ChatFormat
+from llava_mcore.data.encoding.images import ImagePreprocessor, load_image_processor
+from llava_mcore.data.encoding.template_choice import Lang, TemplateChoice, choose_template
+from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError, problems
+from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import kind_of
+from llava_mcore.files.torch_files import why_not_loaded
+from llava_mcore.models.vision.geometry import image_side, tokens_per_image
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+ASSET_FILES = (
+    *(*TOKENIZER_FILES, *PROCESSOR_FILES, "config.json", "chat_template.jinja", "chat_template.json"),
+    *("merges.txt", "added_tokens.json", "special_tokens_map.json"),
+)
+MOST_BYTES = 1 << 28
+"""Of each of these files; the largest tokenizers have some 40 MB."""
+LOAD_ERRORS = (
+    *(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ImportError, RecursionError),
+    StrictDataclassError,
+)
+"""What transformers raises for files that are missing or make no sense."""
+
+
+@dataclass(frozen=True)
+class Assets:
+    """What the data pipeline needs of a checkpoint; loader processes inherit it."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+    images: ImagePreprocessor
+    image_token_id: int
+    tokens_per_image: int
+    pad_token_id: int
+    eos_token_id: int
+    image_size: int
+    """Height and width of a picture in pixels, as the vision tower takes it."""
+    lang: Lang
+    """Language of the prompts for data without questions (data.prompts)."""
+    limits: Limits = LIMITS
+
+
+def load_assets(
+    hf_dir: Path,
+    *,
+    checkpoint_hf_dir: Path | None = None,
+    chat_template: str | None = None,
+    lang: Lang | None = None,
+    image_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    special_tokens_in_text: Handling = "text",
+    limits: Limits = LIMITS,
+) -> Assets:
+    """Load tokenizer, chat template and image processor from hf_dir.
+
+    Args:
+        checkpoint_hf_dir: the Hugging Face part of the checkpoint that is trained: its config.json counts, and it
+            supplies the image processor or chat template that a folder with only a tokenizer lacks.
+        chat_template: a name or a .jinja file; None takes the folder's own.
+        lang: of the prompts for data without questions, and of the template where there is no other.
+        image_token_id: of the placeholder for pictures; None takes the one that the tokenizer names, else <image>.
+        pad_token_id: of the token that fills up batches; None takes the tokenizer's.
+        special_tokens_in_text: what becomes of `<|im_end|>` and the like in the text of a conversation.
+        limits: what a sample may take.
+
+    Raises:
+        DataError: lists everything that is missing or does not fit together.
+    """
+    found: list[str] = []
+    folders = [hf_dir] if checkpoint_hf_dir is None else [hf_dir, checkpoint_hf_dir]
+    refuse_odd_files(folders)
+    config = _load_config(folders[-1], found)
+    tokenizer = _load_tokenizer(hf_dir, found)
+    if tokenizer is not None:
+        _choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
+    choice = _choose_template(tokenizer, folders, chat_template, lang, found)
+    images = _load_images(folders, config, limits, found)
+    image_length = None if config is None else _image_length(folders, config, found)
+    image_token = None if tokenizer is None else _check_tokenizer(tokenizer, config, found)
+    if found:
+        raise DataError(problems(f"{hf_dir} cannot prepare data for training", found))
+    assert tokenizer is not None and choice is not None and images is not None
+    assert image_length is not None and image_token is not None
+    try:
+        chat = ChatFormat(
+            tokenizer,
+            choice.text,
+            image_token=image_token,
+            image_length=image_length,
+            special_tokens_in_text=special_tokens_in_text,
+        )
+    except DataError as error:
+        raise DataError(problems(f"{hf_dir} cannot prepare data for training", [str(error)])) from error
+    _log_choice(choice, chat)
+    return Assets(
+        tokenizer=tokenizer,
+        chat=chat,
+        images=images,
+        image_token_id=chat.image_token_id,
+        tokens_per_image=image_length,
+        pad_token_id=int(tokenizer.pad_token_id),
+        eos_token_id=int(tokenizer.eos_token_id),
+        image_size=images.image_size,
+        lang=choice.lang,
+        limits=limits,
+    )
+
+
+def _choose_template(
+    tokenizer: PreTrainedTokenizerBase | None,
+    folders: list[Path],
+    chat_template: str | None,
+    lang: Lang | None,
+    found: list[str],
+) -> TemplateChoice | None:
+    if tokenizer is None:
+        return None
+    try:
+        return choose_template(tokenizer, folders, chat_template=chat_template, lang=lang)
+    except LlavaMcoreError as error:
+        found.append(str(error))
+        return None
+
+
+def refuse_odd_files(folders: Sequence[Path]) -> None:
+    """Raise DataError for files that would be waited for, or be read without end."""
+    found = []
+    for file in (folder / name for folder in folders for name in ASSET_FILES):
+        if not file.exists():
+            continue
+        if not file.is_file():
+            found.append(f"{file} is {kind_of(file.stat().st_mode)}, not a regular file")
+        elif file.stat().st_size > MOST_BYTES:
+            found.append(f"{file} has {file.stat().st_size} bytes, allowed are {MOST_BYTES}")
+    if found:
+        raise DataError(problems(f"{folders[0]} cannot prepare data for training", found))
+
+
+def _log_choice(choice: TemplateChoice, chat: ChatFormat) -> None:
+    logger.info("chat template: %s; prompts for data without questions: %s", choice.reason, choice.lang)
+    if chat.adds_eos:
+        logger.info("it does not end answers with %s: training adds that, apply_chat_template will not", chat.eos_token)
+    if chat.several_turns is not None:
+        logger.warning(
+            "conversations of several questions will be left out, since %s; give another template with --chat-template",
+            chat.several_turns,
+        )
+
+
+def _read_json(file: Path, found: list[str]) -> dict[str, Any] | None:
+    try:
+        return read_object(file, DataError)
+    except DataError as error:
+        found.append(str(error))
+        return None
+
+
+def _load_config(folder: Path, found: list[str]) -> LlavaConfig | None:
+    try:
+        config_dict = read_object(folder / "config.json", DataError)
+        if config_dict.get("model_type") != "llava":
+            found.append(f"{folder / 'config.json'}: model_type is {config_dict.get('model_type')!r}, expected 'llava'")
+            return None
+        return LlavaConfig.from_pretrained(folder, local_files_only=True)
+    except (*LOAD_ERRORS, DataError) as error:
+        found.append(f"no usable config.json in {folder}: {error}")
+        return None
+
+
+def _load_tokenizer(folder: Path, found: list[str]) -> PreTrainedTokenizerBase | None:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        found.append(f"no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)}; see --tokenizer-load-dir")
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except LOAD_ERRORS as error:
+        found.append(f"the tokenizer in {folder} cannot be loaded: {why_not_loaded(error)}")
+        return None
+    if not tokenizer.is_fast:
+        found.append(f"{type(tokenizer).__name__} in {folder} knows no offsets; save it with a tokenizer.json")
+        return None
+    return tokenizer
+
+
+def _load_images(
+    folders: list[Path], config: LlavaConfig | None, limits: Limits, found: list[str]
+) -> ImagePreprocessor | None:
+    folder = next((f for f in folders if any((f / name).is_file() for name in PROCESSOR_FILES)), None)
+    if folder is None:
+        found.append(f"no image processor in {folders[0]}: none of {', '.join(PROCESSOR_FILES)}")
+        return None
+    try:
+        processor = load_image_processor(folder)
+        return (
+            None
+            if config is None
+            else ImagePreprocessor(processor, image_side(config.vision_config), limits.picture_pixels)
+        )
+    except (*LOAD_ERRORS, DataError) as error:
+        found.append(f"the image processor in {folder} cannot be used: {why_not_loaded(error)}")
+        return None
+
+
+def _image_length(folders: list[Path], config: LlavaConfig, found: list[str]) -> int | None:
+    """Tokens of a picture by the model's config; a processor that would make another number is reported."""
+    try:
+        length = tokens_per_image(config)
+    except ConversionError as error:
+        found.append(str(error))
+        return None
+    file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
+    if file is None:
+        return length
+    settings = _read_json(file, found)
+    if settings is None or settings.get("patch_size") is None:
+        return length  # without: written before processors expanded the placeholder
+    side = image_side(config.vision_config) // int(settings["patch_size"])
+    served = side**2 + int(settings.get("num_additional_image_tokens") or 0)
+    served -= 1 if settings.get("vision_feature_select_strategy") == "default" else 0
+    if served != length:
+        found.append(
+            f"{file}: patch_size, num_additional_image_tokens and vision_feature_select_strategy make {served} tokens "
+            f"a picture, but the model's config.json makes {length} features; correct the processor's settings"
+        )
+    return length
+
+
+def _choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int | None], found: list[str]) -> None:
+    """Make tokens that are given by id the tokenizer's own. `ids`: special token's name -> id, None leaves it."""
+    for name, number in ids.items():
+        if number is None:
+            continue
+        token = tokenizer.convert_ids_to_tokens(number) if number < len(tokenizer) else None
+        if token is None:
+            found.append(f"--{name.replace('_', '-')}-id {number}: the tokenizer has tokens 0 to {len(tokenizer) - 1}")
+        else:
+            tokenizer.add_special_tokens({name: token})
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: LlavaConfig | None, found: list[str]) -> str:
+    """Check the special tokens and that every id has a row in the embedding. Returns the picture's placeholder."""
+    image_token = tokenizer.special_tokens_map.get("image_token", "<image>")
+    vocab = tokenizer.get_vocab()
+    image_id = vocab.get(image_token)
+    if tokenizer.pad_token_id is None:
+        found.append("the tokenizer has no pad token; build the folder with build_llava_jp.py or set pad_token")
+    if tokenizer.eos_token_id is None:
+        found.append("the tokenizer has no EOS token; set eos_token")
+    if image_id is None:
+        found.append(f"the tokenizer has no {image_token}; build the folder with build_llava_jp.py or add it")
+    elif image_id == tokenizer.pad_token_id:
+        found.append(f"the pad token and {image_token} are the same token ({image_id}); pads would count as pictures")
+    elif tokenizer.backend_tokenizer.encode(image_token, add_special_tokens=False).ids != [image_id]:
+        found.append(f"the tokenizer does not keep {image_token} as one token; add it as a special token")
+    if config is None:
+        return image_token
+    if image_id is not None and image_id != config.image_token_id:
+        found.append(f"image_token_id is {config.image_token_id} in config.json, but {image_token} is token {image_id}")
+    rows = config.text_config.vocab_size
+    beyond = sorted((i, token) for token, i in vocab.items() if i >= rows)
+    if beyond:
+        shown = ", ".join(f"{token} = {i}" for i, token in beyond[:5])
+        found.append(f"{len(beyond)} tokens have ids beyond the model's vocab_size {rows}: {shown}")
+    return image_token

@@ -1,0 +1,302 @@
+"""Conversations -> token ids and the mask of what is learnt, by the chat template of the checkpoint.
+
+Where an assistant's answer begins and ends comes from the template: from its `{% generation %}` marks if it has them,
+else from the difference between the prompt and the whole conversation. Ids are never searched for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from llava_mcore.config.sections.data import Handling
+from llava_mcore.data.encoding.chat_render import CONTENT_FORMATS, FLATTENED, render_turns
+from llava_mcore.data.encoding.chat_tokens import ChatTokens, TextTokens
+from llava_mcore.data.encoding.token_spans import Span, tokens_in_span
+from llava_mcore.data.encoding.typed_tokens import TypedTokens
+from llava_mcore.data.samples import IMAGE_MARK, Turn
+from llava_mcore.errors import DataError
+from llava_mcore.templates import fixed_date
+from llava_mcore.templates.named import flatten_parts
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+QUESTION, ANSWER, SYSTEM = "probe-question-q7", "probe-answer-a7", "probe-system-s7"
+TOKENS_FORMAT = 2
+"""Raised when the same turns, template and tokenizer would make other tokens than before."""
+
+
+@dataclass(frozen=True)
+class Closing:
+    """What the template writes after an answer."""
+
+    text: str
+    """Everything after the answer; with generation marks, only what is learnt after the marked part."""
+    num_trained: int
+    """Characters of text that are learnt."""
+    has_eos: bool
+    """False: the EOS has to be added."""
+
+
+class ChatFormat:
+    """One tokenizer with one chat template. How the template works is found out once, by rendering a probe."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        *,
+        image_token: str,
+        image_length: int,
+        special_tokens_in_text: Handling = "text",
+    ):
+        """`image_token` is the tokenizer's placeholder, of which a picture takes image_length.
+
+        special_tokens_in_text: what becomes of `<|im_end|>` and the like in the text of a turn.
+
+        Raises DataError for a template whose answers cannot be told from its prompts.
+        """
+        self.special_tokens_in_text = special_tokens_in_text
+        self.image_token = image_token
+        self.image_length = image_length
+        self.image_token_id = int(tokenizer.convert_tokens_to_ids(image_token))
+        self.eos_token = str(tokenizer.eos_token)
+        self._bos_token = tokenizer.bos_token
+        self._variables = tokenizer.special_tokens_map
+        self.template = template
+        self._body = template.removeprefix(flatten_parts())
+        self._dated = fixed_date.with_fixed_date(self._body)
+        # The bare tokenizer: it neither truncates nor pads, and encodes one text without starting threads,
+        # which must not be running when loader processes are forked.
+        self._encoder = tokenizer.backend_tokenizer
+        self._encoder.no_truncation()
+        self._encoder.no_padding()
+        named = [t for t in tokenizer.special_tokens_map.values() if isinstance(t, str)]
+        self._typed = TypedTokens(self._encoder, [*named, image_token], mark=IMAGE_MARK)
+        self._has_marks = GENERATION_MARK.search(template) is not None
+        self.content_format = self._find_content_format()
+        self._closing = self._probe_marked() if self._has_marks else self._probe_unmarked()
+        self._check_tokens()
+
+    # -- rendering ---------------------------------------------------------------------------------------------
+
+    def render(self, turns: Sequence[Turn], *, add_generation_prompt: bool = False) -> str:
+        """Return the template's text of the turns, one placeholder a picture; with the answer's header if asked."""
+        return self._render(turns, self.content_format, add_generation_prompt)[0]
+
+    def _render(self, turns: Sequence[Turn], formats: dict[str, str], prompt: bool) -> tuple[str, list[Span]]:
+        return render_turns(
+            turns,
+            self._dated,
+            formats,
+            image_token=self.image_token,
+            add_generation_prompt=prompt,
+            has_marks=self._has_marks,
+            variables=self._variables,
+        )
+
+    @property
+    def adds_eos(self) -> bool:
+        """Whether answers get an EOS that the template itself does not write."""
+        return not self._closing.has_eos
+
+    # -- finding out how the template works ---------------------------------------------------------------------
+
+    def _find_content_format(self) -> dict[str, str]:
+        possible, reasons = [], []
+        for formats in CONTENT_FORMATS if self._body == self.template else (FLATTENED,):
+            try:
+                text, _ = self._render(_probe(), formats, False)
+            except DataError as error:
+                reasons.append(str(error))
+                continue
+            once = all(text.count(part) == 1 for part in (self.image_token, QUESTION, ANSWER))
+            if once and "'type':" not in text:  # a list where text was expected is written out as Python would
+                possible.append(formats)
+            else:
+                reasons.append(f"typed or plain content {formats} renders as {text!r}")
+        if possible:
+            return next(filter(self._says_system, possible), possible[0])
+        raise DataError(
+            f"the chat template renders a question with a picture neither from typed parts nor from text with "
+            f"{self.image_token}: " + "; ".join(dict.fromkeys(reasons))
+        )
+
+    def _says_system(self, formats: dict[str, str]) -> bool:
+        """Whether a system prompt comes out as it is; a template may know none."""
+        try:
+            text, _ = self._render([Turn("system", SYSTEM), *_probe()], formats, False)
+        except DataError:
+            return False
+        return text.count(SYSTEM) == 1 and "'type':" not in text
+
+    @cached_property
+    def several_turns(self) -> str | None:
+        """Why conversations of several questions cannot be used with this template; None: they can."""
+        try:
+            self.segments([*_probe(), Turn("user", QUESTION), Turn("assistant", ANSWER)])
+        except DataError as error:
+            return str(error)
+        return None
+
+    def _probe_unmarked(self) -> Closing:
+        text, spans = self._difference_spans(_probe())
+        _, found, closing = text[slice(*spans[0])].partition(ANSWER)
+        if not found:
+            raise DataError(f"the chat template ends its prompt behind the answer; add {{% generation %}}: {text!r}")
+        before, eos, _ = closing.partition(self.eos_token)
+        trained = before + eos if eos else closing.rstrip()
+        return Closing(closing, len(trained), bool(eos))
+
+    def _probe_marked(self) -> Closing:
+        text, spans = self._render(_probe(), self.content_format, False)
+        if len(spans) != 1 or ANSWER not in text[slice(*spans[0])]:
+            raise DataError(f"the chat template's {{% generation %}} does not hold the answer: {text!r}")
+        start, end = spans[0]
+        if self.eos_token in text[start:end].partition(ANSWER)[2]:
+            return Closing("", 0, True)
+        before, eos, _ = text[end:].partition(self.eos_token)
+        closing = before + eos if eos else ""
+        return Closing(closing, len(closing), bool(eos))
+
+    def _check_tokens(self) -> None:
+        """The special tokens must be tokens, and a text must end where it ends."""
+        found = self.encode(_probe(), num_images=1)
+        eos_id = self._encoder.token_to_id(self.eos_token)
+        if eos_id not in found.input_ids[found.trained]:
+            raise DataError(f"the tokenizer does not turn {self.eos_token} after an answer into its EOS id {eos_id}")
+        if self._adds_special_tokens(self.render(_probe())):
+            added = self._encoder.encode("a", add_special_tokens=True)
+            if added.special_tokens_mask[-1]:
+                raise DataError(
+                    f"the tokenizer ends every text, so every prompt too, with {added.tokens[-1]}; "
+                    "take it out of post_processor in tokenizer.json, or begin the chat template with bos_token"
+                )
+
+    # -- conversations ------------------------------------------------------------------------------------------
+
+    def _marked_spans(self, turns: Sequence[Turn]) -> tuple[str, list[Span]]:
+        text, spans = self._render(turns, self.content_format, False)
+        num_answers = sum(turn.role == "assistant" for turn in turns)
+        if len(spans) != num_answers:
+            raise DataError(f"the chat template marks {len(spans)} answers of a conversation with {num_answers}")
+        closing = self._closing.text
+        if not all(text.startswith(closing, end) for _, end in spans):
+            raise DataError(f"the chat template does not close every answer with {closing!r}")
+        return text, [(start, end + len(closing)) for start, end in spans]
+
+    def _difference_spans(self, turns: Sequence[Turn]) -> tuple[str, list[Span]]:
+        """Spans from the end of each answer's prompt to the end of its turn."""
+        text = self.render(turns)
+        spans = []
+        for index, turn in enumerate(turns):
+            if turn.role != "assistant":
+                continue
+            prompt = self.render(turns[:index], add_generation_prompt=True)
+            upto = self.render(turns[: index + 1])
+            if not (upto.startswith(prompt) and text.startswith(upto)):
+                raise DataError(
+                    "the chat template does not begin a conversation with its prompt; add {% generation %} to it "
+                    f"(prompt {prompt!r}, conversation {text!r})"
+                )
+            spans.append((len(prompt), len(upto)))
+        return text, spans
+
+    def _unmarked_spans(self, turns: Sequence[Turn]) -> tuple[str, list[Span]]:
+        text, spans = self._difference_spans(turns)
+        closing = self._closing
+        if not all(text[start:end].endswith(closing.text) for start, end in spans):
+            raise DataError(f"the chat template does not close every answer with {closing.text!r}")
+        num_dropped = len(closing.text) - closing.num_trained
+        return text, [(start, end - num_dropped) for start, end in spans]
+
+    def segments(self, turns: Sequence[Turn]) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, every EOS included, and the spans of it that are learnt.
+
+        An EOS that the template lacks is put behind the last visible character of the answer's turn.
+        """
+        text, spans = self._marked_spans(turns) if self._has_marks else self._unmarked_spans(turns)
+        if self._closing.has_eos:
+            return text, spans
+        result, done, moved = "", 0, []
+        for start, end in spans:
+            end = start + len(text[start:end].rstrip())
+            shift = len(result) - done
+            result += text[done:end] + self.eos_token
+            moved.append((start + shift, len(result)))
+            done = end
+        return result + text[done:], moved
+
+    def encode(self, turns: Sequence[Turn], *, num_images: int) -> ChatTokens:
+        """Tokenise a conversation as Hugging Face's processor does and mark the answers with their EOS.
+
+        Raises DataError if marks and pictures do not match or the template cannot render the turns.
+        """
+        return self.expand(self.text_tokens(turns, num_images=num_images))
+
+    def text_tokens(self, turns: Sequence[Turn], *, num_images: int) -> TextTokens:
+        """As `encode`, but with one placeholder a picture."""
+        num_marks = sum(turn.text.count(IMAGE_MARK) for turn in turns)
+        if num_marks != num_images:
+            raise DataError(f"{num_marks} {IMAGE_MARK} in the conversation, but {num_images} pictures")
+        typed = self.typed_in(turns)
+        hidden = bool(typed) and self.special_tokens_in_text == "text"
+        if hidden:
+            turns = [replace(turn, text=self._typed.hide(turn.text)) for turn in turns]
+        text, spans = self.segments(turns)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"the text holds what is no character: {error}") from error
+        encode = self._typed.encode if hidden else self._encoder.encode
+        encoding = encode(text, add_special_tokens=self._adds_special_tokens(text))
+        ids = np.asarray(encoding.ids, dtype=np.int64)
+        is_image = ids == self.image_token_id
+        num_left = int(is_image.sum())
+        if num_left != num_images:
+            raise DataError(f"the chat template leaves {num_left} of {num_images} {self.image_token}: {text!r:.2000}")
+        trained = np.zeros(len(ids), dtype=np.bool_)
+        for span in spans:
+            trained[tokens_in_span(encoding, span, len(text))] = True
+        return TextTokens(ids, trained & ~is_image, typed)
+
+    def typed_in(self, turns: Sequence[Turn]) -> tuple[str, ...]:
+        """Return the special tokens that stand in the text of turns, `<image>` aside."""
+        found: set[str] = set()
+        for turn in turns:
+            found |= self._typed.found_in(turn.text)
+        return tuple(sorted(found))
+
+    def expand(self, tokens: TextTokens) -> ChatTokens:
+        """Let every picture take as many placeholders as it has features."""
+        is_image = tokens.ids == self.image_token_id
+        repeats = np.where(is_image, self.image_length, 1)
+        input_ids = np.repeat(tokens.ids, repeats)
+        positions = np.flatnonzero(input_ids == self.image_token_id)
+        return ChatTokens(input_ids, np.repeat(tokens.trained, repeats), positions, tokens.typed)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that `text_tokens` depends on beside the turns."""
+        tokenizer = json.loads(self._encoder.to_str())
+        settings = [TOKENS_FORMAT, tokenizer, self.template, self.image_token, self.eos_token, self._variables]
+        if self.special_tokens_in_text != "text":
+            settings.append(self.special_tokens_in_text)
+        if fixed_date.asks_for_date(self.template):
+            settings.append(str(fixed_date.TODAY))
+        text = json.dumps(settings, sort_keys=True, default=str)
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+    def _adds_special_tokens(self, text: str) -> bool:
+        """Hugging Face's processors add BOS and the like unless the template has written BOS itself."""
+        return self._bos_token is None or not text.startswith(self._bos_token)
+
+
+def _probe() -> list[Turn]:
+    return [Turn("user", f"{IMAGE_MARK}\n{QUESTION}"), Turn("assistant", ANSWER)]

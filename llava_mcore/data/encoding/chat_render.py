@@ -1,0 +1,73 @@
+"""Turns -> text, by a chat template as transformers renders it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from llava_mcore.data.encoding.token_spans import Span
+from llava_mcore.data.samples import IMAGE_MARK, Turn
+from llava_mcore.errors import DataError
+from llava_mcore.templates import fixed_date
+from llava_mcore.templates.bounded import RENDER_ERRORS
+
+MARK_WITH_NEWLINES = re.compile(rf"(\n?{re.escape(IMAGE_MARK)}\n?)")
+CONTENT_FORMATS = (
+    {"system": "list", "user": "list", "assistant": "list"},
+    {"system": "string", "user": "list", "assistant": "list"},
+    {"system": "string", "user": "list", "assistant": "string"},
+    {"system": "string", "user": "string", "assistant": "string"},
+)
+"""What templates take as a message's content: typed parts, or plain text. Tried in this order."""
+FLATTENED = {"system": "flat", "user": "flat", "assistant": "flat"}
+"""Text as our own preamble makes it of typed parts: a template that begins with it is rendered without."""
+
+
+def render_turns(
+    turns: Sequence[Turn],
+    template: str,
+    formats: Mapping[str, str],
+    *,
+    image_token: str,
+    add_generation_prompt: bool,
+    has_marks: bool,
+    variables: Mapping[str, Any],
+) -> tuple[str, list[Span]]:
+    """Return the text of turns, and the spans that the template marks as generated (none without marks).
+
+    Args:
+        template: from `fixed_date.with_fixed_date`.
+        formats: how each role's content is given, see CONTENT_FORMATS.
+        variables: of the tokenizer, such as its bos_token.
+
+    Raises:
+        DataError: the template cannot render them.
+    """
+    messages = [{"role": t.role, "content": content(t, formats[t.role], image_token)} for t in turns]
+    try:
+        texts, spans = render_jinja_template(
+            conversations=[messages],
+            chat_template=template,
+            return_assistant_tokens_mask=has_marks,
+            add_generation_prompt=add_generation_prompt,
+            **fixed_date.VARIABLES,
+            **variables,
+        )
+    except RENDER_ERRORS as error:
+        said = str(error) or type(error).__name__
+        raise DataError(f"the chat template cannot render the conversation: {said}") from error
+    return texts[0], [(int(start), int(end)) for start, end in spans[0]] if spans else []
+
+
+def content(turn: Turn, content_format: str, image_token: str) -> str | list[dict[str, str]]:
+    """A turn's text as the template wants it. In typed parts, a line break beside a picture is the template's."""
+    if content_format == "string":
+        return turn.text.replace(IMAGE_MARK, image_token)
+    pieces = MARK_WITH_NEWLINES.split(turn.text)
+    if content_format == "flat":
+        return "\n".join(IMAGE_MARK if IMAGE_MARK in p else p for p in pieces if p)
+    parts = [{"type": "image"} if IMAGE_MARK in p else {"type": "text", "text": p} for p in pieces if p]
+    return parts or [{"type": "text", "text": ""}]

@@ -1,0 +1,207 @@
+"""Raw parts of a shard's sample -> its conversations. Pictures stay undecoded here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args, get_type_hints
+
+from megatron.energon import FileStore, FileStoreDecoder, TextSample, VQASample, basic_sample_keys, stateless
+
+from llava_mcore.data.encoding.prompts import POOL_KEY
+from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
+from llava_mcore.data.samples import IMAGE_MARK, IMAGE_PARTS, ChatSample, Conversation, Turn
+from llava_mcore.data.storage.picture_store import stored_pictures
+from llava_mcore.data.storage.tar_members import NoContents
+from llava_mcore.errors import DataError
+
+ROLES = get_args(get_type_hints(Turn)["role"])
+
+
+class TextDecoder(FileStoreDecoder):
+    """Decodes the json and txt parts of a sample and leaves everything else as bytes.
+
+    Energon's own decoder would decode pictures before the shuffle buffer, which makes the buffer several times larger
+    and the first batch wait for all of it; it would also unpickle parts such as `.pkl`.
+    """
+
+    def decode(self, fname: str, data: bytes) -> Any:
+        """Decode one part by the end of its name. DataError if it is not what its name says."""
+        kind = fname.rsplit(".", 1)[-1].lower()
+        try:
+            if kind in ("json", "jsn"):
+                return json.loads(data)
+            return data.decode("utf-8") if kind in ("txt", "text") else data
+        except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError too
+            raise DataError(f"part {fname!r} cannot be decoded: {error}") from error
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Decode the parts of a sample. DataError if one makes no sense, or has no contents."""
+        empty = [f"part {k!r}: {v.reason}" for k, v in sample.items() if isinstance(v, NoContents)]
+        if empty:
+            raise DataError("; ".join(empty))
+        return {k: self.decode(k, v) if isinstance(v, bytes) else v for k, v in sample.items()}
+
+    def config(self) -> dict[str, Any]:
+        """What energon records of a decoder."""
+        return {"type": type(self).__qualname__}
+
+
+@stateless
+def cook_chat(sample: dict[str, Any], *, images: FileStore[bytes] | None = None) -> ChatSample:
+    """Cook a sample of a CrudeWebdataset or of a jsonl file.
+
+    Its json part holds "messages", or "pack" (several conversations), each with `<image>` where a picture stands and
+    the pictures as parts in that order (`0.jpg`, `1.png`, …); or "question", with the answer in a txt part and at
+    most one picture. Where the dataset has a prompt pool, the question may be missing: an empty one stands for it.
+    Instead of picture parts, "images" in the json may list names in the dataset's store of pictures (`aux: {images: …}`
+    in a blend), which are read only here.
+
+    Raises:
+        DataError: something is missing or of a wrong kind; the sample is left out.
+        RuntimeError: the store of pictures cannot be reached; the run ends.
+    """
+    has_pool = POOL_KEY in (sample.get("__subflavors__") or {})
+    parts = _pictures(sample)
+    about = sample.get("json")
+    if not isinstance(about, dict):
+        raise DataError(f"a part .json with an object is needed, found {_kind(about)}")
+    forms = [form for form in ("messages", "pack", "question") if form in about]
+    if len(forms) != 1:
+        raise DataError(f'the json must have one of "messages", "pack" and "question", found {forms or sorted(about)}')
+    pictures = [sample[part] for part in parts]
+    if not parts and about.get("images"):
+        pictures = stored_pictures(about["images"], images, sample)
+    conversations: tuple[Conversation, ...]
+    if forms == ["question"]:
+        conversations = (_question(about["question"], sample, pictures, has_pool=has_pool),)
+    else:
+        members = [about] if forms == ["messages"] else about["pack"]
+        conversations = _share_pictures(members, pictures, has_pool=has_pool)
+    return ChatSample(**basic_sample_keys(sample), conversations=conversations)
+
+
+def _pictures(sample: dict[str, Any]) -> list[str]:
+    """Return the names of the picture parts, numbered ones in the order of their numbers."""
+    names = [key for key in sample if not key.startswith("__") and key.rsplit(".", 1)[-1].lower() in IMAGE_PARTS]
+    if len(names) < 2:
+        return names
+    numbers = [name.partition(".")[0] for name in names]
+    if not all(number.isdecimal() for number in numbers) or len(set(numbers)) != len(numbers):
+        raise DataError(f"several pictures must be numbered (0.jpg, 1.png, …), found the parts {names}")
+    return sorted(names, key=lambda name: int(name.partition(".")[0]))
+
+
+def _question(question: Any, sample: dict[str, Any], pictures: Sequence[bytes], *, has_pool: bool) -> Conversation:
+    if len(pictures) > 1:
+        raise DataError(f'with "question", one picture at most is allowed, found {len(pictures)}')
+    if "txt" not in sample:
+        raise DataError("a part .txt with the answer is needed")
+    turns = vqa_turns(question, sample["txt"], has_image=bool(pictures), has_pool=has_pool)
+    return Conversation(turns, tuple(pictures))
+
+
+def _share_pictures(members: Any, pictures: list[bytes], *, has_pool: bool) -> tuple[Conversation, ...]:
+    """Return the conversations of a sample, each with as many of its pictures as it has marks."""
+    if not isinstance(members, list) or not members or not all(isinstance(member, dict) for member in members):
+        raise DataError('"pack" must be a list of objects with "messages"')
+    conversations, used = [], 0
+    for member in members:
+        turns = chat_turns(member.get("messages"), has_pool=has_pool)
+        if has_pool and len(members) == 1:
+            turns = _place_pictures(turns, len(pictures))
+        num_marks = sum(turn.text.count(IMAGE_MARK) for turn in turns)
+        images = tuple(pictures[used : used + num_marks])
+        # With a pool the words of a question are not known before training.
+        conversations.append(Conversation(turns, images, None if has_pool else member.get(TOKENS_KEY)))
+        used += num_marks
+    if used != len(pictures):
+        raise DataError(f"{used} {IMAGE_MARK} in the conversation, but {len(pictures)} pictures")
+    return tuple(conversations)
+
+
+def _place_pictures(turns: tuple[Turn, ...], num_pictures: int) -> tuple[Turn, ...]:
+    """Put all pictures into an empty question, unless the conversation places them."""
+    if any(IMAGE_MARK in turn.text for turn in turns):
+        return turns
+    first = next(place for place, turn in enumerate(turns) if turn.role == "user")
+    if turns[first].text.strip():
+        return turns
+    return (*turns[:first], Turn("user", "\n".join([IMAGE_MARK] * num_pictures)), *turns[first + 1 :])
+
+
+def with_prompt(turns: Sequence[Turn], prompt: str) -> tuple[Turn, ...]:
+    """Return the turns with the prompt as question where the first one is empty but for its pictures."""
+    first = next(place for place, turn in enumerate(turns) if turn.role == "user")
+    marks = turns[first].text.strip()
+    if marks.replace(IMAGE_MARK, "").strip():
+        return tuple(turns)
+    return (*turns[:first], Turn("user", f"{marks}\n{prompt}".strip()), *turns[first + 1 :])
+
+
+def chat_turns(messages: Any, *, has_pool: bool = False) -> tuple[Turn, ...]:
+    """Return the turns of a list of `{"role": …, "content": text}`; with a pool, an answer may come first.
+
+    DataError unless there is an answer and users and assistants take turns, after at most one system message.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'"messages" must be a list that is not empty, found {_kind(messages)}')
+    turns = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise DataError(f'message {number} must have a "role" and a text as "content", found {message!r:.200}')
+        if message.get("role") not in ROLES:
+            raise DataError(f"message {number}: the role is {message.get('role')!r}, allowed are {', '.join(ROLES)}")
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise DataError(f"message {number}: the answer is empty")
+        turns.append(Turn(message["role"], message["content"]))
+    start = 1 if turns and turns[0].role == "system" else 0
+    if has_pool and turns[start:] and turns[start].role == "assistant":
+        turns.insert(start, Turn("user", ""))
+    spoken = [turn.role for turn in turns if turn.role != "system"]
+    if any(role != ("user", "assistant")[place % 2] for place, role in enumerate(spoken)):
+        raise DataError(f"user and assistant must take turns, the user first; found {', '.join(spoken)}")
+    if "assistant" not in spoken or any(turn.role == "system" for turn in turns[1:]):
+        raise DataError(f"an answer is needed, and a system message only at the beginning; found {_roles(turns)}")
+    return tuple(turns)
+
+
+def _roles(turns: Sequence[Turn]) -> str:
+    return ", ".join(turn.role for turn in turns)
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {value!r:.80}"
+
+
+def chat_from_standard(sample: Any) -> ChatSample:
+    """Turn a sample of a type that energon itself makes into a conversation. DataError for other types."""
+    if isinstance(sample, ChatSample):
+        return sample
+    if not isinstance(sample, VQASample):
+        hint = "; prepare text-only samples as CrudeWebdataset" if isinstance(sample, TextSample) else ""
+        raise DataError(f"a {type(sample).__name__} cannot be trained on, only VQASample and crude samples{hint}")
+    if not isinstance(sample.image, bytes):
+        raise DataError(f"the field image is {type(sample.image).__name__}, not a picture such as jpg; see field_map")
+    answers = [sample.answers] if isinstance(sample.answers, str) else sample.answers
+    if not answers:
+        raise DataError("the sample has no answer; map the field answers, for example to txt")
+    has_pool = POOL_KEY in (sample.__subflavors__ or {})
+    turns = vqa_turns(sample.context, answers[0], has_image=True, has_pool=has_pool)
+    return ChatSample.derive_from(sample, conversations=(Conversation(turns, (sample.image,)),))
+
+
+def vqa_turns(question: Any, answer: Any, *, has_image: bool, has_pool: bool = False) -> tuple[Turn, ...]:
+    """Return question and answer without white space around; the picture goes first unless the question places it.
+
+    With a pool the question may be empty or None.
+    """
+    if has_pool and question is None:
+        question = ""
+    for name, text, may_be_empty in (("question", question, has_pool), ("answer", answer, False)):
+        if not isinstance(text, str) or not (text.strip() or may_be_empty):
+            raise DataError(f"the {name} must be text that is not empty, found {text!r}")
+    question = question.strip()
+    if has_image and IMAGE_MARK not in question:
+        question = f"{IMAGE_MARK}\n{question}".strip()
+    return (Turn("user", question), Turn("assistant", answer.strip()))

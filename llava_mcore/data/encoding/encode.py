@@ -1,0 +1,97 @@
+"""A conversation -> tokens, no longer than a sequence. Pictures stay undecoded: packing only needs lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from llava_mcore.config.sections.data import Limits
+from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encoding.chat_tokens import ChatTokens
+from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, from_json, is_by
+from llava_mcore.data.samples import Conversation, TokenConversation, Turn
+from llava_mcore.errors import DataError
+
+
+class TooLongError(DataError):
+    """A conversation that does not fit into a sequence."""
+
+
+def check_length(turns: Sequence[Turn], limits: Limits) -> None:
+    """Raise DataError for a conversation of more characters than it may have: tokenising takes time and memory."""
+    num_chars = sum(len(turn.text) for turn in turns)
+    if num_chars > limits.text_chars:
+        raise DataError(
+            f"the conversation has {num_chars} characters, allowed are {limits.text_chars} (max_text_chars)"
+        )
+
+
+def tokenise(conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
+    """Return a conversation's tokens, whatever their number: those that are stored, if they are of the same making.
+
+    Raises DataError if the template cannot render it, or stored tokens do not belong to it.
+    """
+    check_length(conversation.turns, assets.limits)
+    num_bytes = sum(map(len, conversation.images))
+    if num_bytes > assets.limits.sample_bytes:
+        raise DataError(
+            f"its pictures have {num_bytes} bytes, allowed are {assets.limits.sample_bytes} (max_sample_bytes)"
+        )
+    tokens = stored_tokens(conversation, assets)
+    if tokens is None:
+        tokens = assets.chat.encode(conversation.turns, num_images=len(conversation.images))
+    return TokenConversation(
+        key,
+        tokens.input_ids,
+        tokens.trained,
+        tokens.image_positions,
+        conversation.images,
+        truncated=False,
+        typed=tokens.typed,
+    )
+
+
+def stored_tokens(conversation: Conversation, assets: Assets) -> ChatTokens | None:
+    """Return the tokens that were stored with a conversation; None without, or if others would be made now.
+
+    Raises DataError if they are damaged.
+    """
+    if not is_by(conversation.tokens, assets.chat.fingerprint):
+        return None
+    tokens = assets.chat.expand(from_json(conversation.tokens))
+    num_images = len(conversation.images)
+    if len(tokens.image_positions) != num_images * assets.tokens_per_image:
+        raise DataError(f"its {TOKENS_KEY} are not those of {num_images} pictures; prepare the data again")
+    return tokens
+
+
+def fit(tokens: TokenConversation, seq_length: int, truncate: bool) -> TokenConversation:
+    """Return the conversation if it fits, else its beginning if it may be truncated.
+
+    Raises:
+        TooLongError: it may not be truncated, or nothing that is learnt would be left.
+    """
+    if len(tokens) <= seq_length:
+        return tokens
+    found = f"the sample has {len(tokens)} tokens (pictures included), but data.seq_length is {seq_length}"
+    if not truncate:
+        raise TooLongError(f"{found}; raise data.seq_length (--seq-length), or choose --on-too-long drop or truncate")
+    shorter = cut(tokens, seq_length)
+    if not shorter.trained.any():
+        raise TooLongError(f"{found}; nothing to learn is left of it if it is truncated")
+    return shorter
+
+
+def cut(tokens: TokenConversation, seq_length: int) -> TokenConversation:
+    """Return at most the first seq_length tokens, without a picture whose placeholders would be cut in two."""
+    placeholders = tokens.image_positions.reshape(max(1, len(tokens.images)), -1)  # [k, N]; [1, 0] without pictures
+    whole = [bool(place[-1] < seq_length) for place in placeholders if len(place)]
+    end = seq_length if all(whole) else min(seq_length, int(placeholders[whole.index(False), 0]))
+    return replace(
+        tokens,
+        input_ids=tokens.input_ids[:end],
+        trained=tokens.trained[:end],
+        image_positions=placeholders[: sum(whole)].reshape(-1),
+        images=tokens.images[: sum(whole)],
+        truncated=True,
+    )

@@ -1,0 +1,235 @@
+"""Pictures: bytes -> what the checkpoint's own image processor makes of them, and how many tokens that is."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import warnings
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from pathlib import Path
+
+import torch
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.transforms.v2 import functional as F
+from transformers import AutoImageProcessor, BaseImageProcessor
+from transformers.image_processing_backends import TorchvisionBackend
+
+from llava_mcore.config.sections.data import LIMITS
+from llava_mcore.errors import DataError
+from llava_mcore.pixels import NO_SCALE, normalise
+
+# Pillow would warn of pictures that max_picture_pixels allows.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+SEGMENT, FRAME = struct.Struct(">HH"), struct.Struct(">BHHB")
+"""Of a JPEG: marker and length of a segment; bits, height, width and components of a frame."""
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM")
+"""Pillow's names of what samples.IMAGE_PARTS calls by file endings; JPEG opens MPO as well."""
+START, FRAMES, SCAN = b"\xff\xd8", (0xFFC0, 0xFFC2), 0xFFDA
+PLAIN_SEGMENTS = (0xFFE0, 0xFFFE, 0xFFDB, 0xFFC4, 0xFFDD)
+"""JFIF, comment, and tables. EXIF may turn the picture, and Adobe's segment names other colours."""
+
+DAMAGED = (
+    *(ArithmeticError, AttributeError, LookupError, OSError, SyntaxError, TypeError, ValueError),
+    *(EOFError, struct.error, Image.DecompressionBombError),
+)
+"""What Pillow raises for bytes that make no sense to it: a damaged PNG is a SyntaxError, a mistyped EXIF tag a
+TypeError. Energon would take some of them for a fault of the program, others for one of the whole pack."""
+
+
+def decode_image(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Image.Image:
+    """Decode one picture to RGB, turned upright by its EXIF, exactly as transformers loads a user's picture.
+
+    Raises DataError if the bytes are no whole picture.
+    """
+    with _decoding(data):
+        image = _opened(data)
+        _check_size(image, most_pixels)
+        return _upright(image)
+
+
+def decode_pixels(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Tensor:
+    """As `decode_image`, but return uint8 [3, h, w].
+
+    Torchvision decodes the usual JPEGs: with the same library and the same bits as Pillow, but a third faster, since
+    the pixels need not be copied out of it.
+    """
+    with _decoding(data):
+        image = None
+        # Pillow's own look at the header takes longer than all else around decoding.
+        is_usual = TORCHVISION_DECODES_ALIKE and is_plain_jpeg(data, most_pixels)
+        if not is_usual:
+            image = _opened(data)
+            _check_size(image, most_pixels)
+            is_usual = TORCHVISION_DECODES_ALIKE and _is_usual_jpeg(image)
+        if is_usual:
+            # What it cannot decode, Pillow may, or says why not.
+            with contextlib.suppress(RuntimeError):
+                return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
+        return F.pil_to_tensor(_upright(image or _opened(data)))
+
+
+@contextlib.contextmanager
+def _decoding(data: bytes) -> Iterator[None]:
+    """Report what is wrong with a picture as DataError."""
+    try:
+        yield
+    except UnidentifiedImageError as error:
+        raise DataError(f"the picture cannot be decoded ({len(data)} bytes): no known format") from error
+    except DAMAGED as error:
+        raise DataError(f"the picture cannot be decoded ({len(data)} bytes): {error}") from error
+
+
+def _opened(data: bytes) -> Image.Image:
+    """Open a picture in one of the formats that may be trained on; Pillow hands others to programs (EPS) or plugins."""
+    return Image.open(BytesIO(data), formats=FORMATS)
+
+
+def _check_size(image: Image.Image, most_pixels: int) -> None:
+    width, height = image.size
+    if width * height > most_pixels:
+        raise ValueError(f"it has {width} x {height} pixels, allowed are {most_pixels} (data.max_picture_pixels)")
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    ImageOps.exif_transpose(image, in_place=True)
+    # convert() would copy what is RGB already.
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def is_plain_jpeg(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> bool:
+    """Tell from its segments that a picture is a JPEG which needs no look by Pillow: RGB, upright and not too large."""
+    place, is_plain = len(START), False
+    while data.startswith(START) and len(data) >= place + SEGMENT.size + FRAME.size:
+        marker, length = SEGMENT.unpack_from(data, place)
+        if marker in FRAMES:
+            bits, height, width, components = FRAME.unpack_from(data, place + SEGMENT.size)
+            is_plain = (
+                bits == 8 and components == 3 and 0 < height * width <= min(most_pixels, Image.MAX_IMAGE_PIXELS or 0)
+            )
+        elif marker not in PLAIN_SEGMENTS:
+            return is_plain and marker == SCAN
+        place += 2 + length
+    return False
+
+
+def _is_usual_jpeg(image: Image.Image) -> bool:
+    """Tell from the header; EXIF is only read where there is some."""
+    if image.format != "JPEG" or image.mode != "RGB":
+        return False
+    return "exif" not in image.info or image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+
+
+def _torchvision_decodes_alike() -> bool:
+    """Torchvision may be built without libjpeg, or with another one than Pillow."""
+    for subsampling, progressive in ((0, False), (2, False), (2, True)):
+        buffer = BytesIO()
+        _probe(83, 61).save(buffer, "JPEG", quality=85, subsampling=subsampling, progressive=progressive)
+        data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        try:
+            pixels = decode_jpeg(data, mode=ImageReadMode.RGB)
+        except RuntimeError:
+            return False
+        if not torch.equal(pixels, F.pil_to_tensor(Image.open(buffer))):
+            return False
+    return True
+
+
+def _probe(width: int, height: int) -> Image.Image:
+    """A picture with all values of a byte in it."""
+    return Image.effect_noise((width, height), 200).convert("RGB")
+
+
+TORCHVISION_DECODES_ALIKE = _torchvision_decodes_alike()
+
+
+class ImagePreprocessor:
+    """The checkpoint's image processor: pictures as bytes -> pixels of one fixed square size.
+
+    Rescaling and normalising are left to the device (`llava_mcore.pixels`) where that gives the same bits: it is two
+    thirds of the processor's time, and makes four times as much to hand over between processes.
+    """
+
+    def __init__(
+        self, processor: BaseImageProcessor, image_size: int, most_pixels: int = LIMITS.picture_pixels
+    ) -> None:
+        """Check the processor on a wide picture; DataError if the result is not what the vision tower takes."""
+        self.most_pixels = most_pixels
+        self.processor = processor
+        self.image_size = image_size
+        self.pixel_scale = NO_SCALE
+        probe = [_probe(image_size + 17, image_size // 2 + 5)]
+        expected = self._process(probe)
+        found = tuple(expected.shape[1:])
+        if found != (3, image_size, image_size):
+            raise DataError(
+                f"the image processor makes pictures of {' x '.join(map(str, found))}, but the vision tower takes "
+                f"3 x {image_size} x {image_size}; correct size and crop_size in the processor's configuration"
+            )
+        if processor.do_rescale and processor.do_normalize:
+            self.pixel_scale = torch.tensor([processor.image_mean, processor.image_std]) * (
+                1.0 / processor.rescale_factor
+            )
+            pixels = self._process(probe)
+            if pixels.dtype != torch.uint8 or not torch.equal(normalise(pixels, self.pixel_scale), expected):
+                self.pixel_scale = NO_SCALE
+        self._is_plain = bool(len(self.pixel_scale)) and self._resizes_and_crops_only()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a picture's pixels."""
+        return 3 * self.image_size**2 * (1 if len(self.pixel_scale) else 4)
+
+    def _process(self, images: list[Image.Image]) -> Tensor:
+        leave_out = {"do_rescale": False, "do_normalize": False} if len(self.pixel_scale) else {}
+        return self.processor(images=images, return_tensors="pt", **leave_out)["pixel_values"]
+
+    def _resizes_and_crops_only(self) -> bool:
+        """Tell whether the processor's two steps give what all of it gives, for pictures of every proportion."""
+        side = self.image_size
+        sizes = [(side + 17, side // 2 + 5), (side // 2 + 5, 2 * side + 1), (side, side), (side // 3 + 1, side // 3)]
+        probes = [_probe(*size) for size in sizes]
+        return all(
+            torch.equal(self._resize_and_crop(F.pil_to_tensor(probe)), self._process([probe])[0]) for probe in probes
+        )
+
+    def _resize_and_crop(self, pixels: Tensor) -> Tensor:
+        """What `_process` does without rescaling, spared the checks of its arguments: they take half as long."""
+        if self.processor.do_resize:
+            pixels = self.processor.resize(pixels, self.processor.size, resample=self.processor.resample)
+        if self.processor.do_center_crop:
+            pixels = self.processor.center_crop(pixels, self.processor.crop_size)
+        return pixels
+
+    def __call__(self, images: Sequence[bytes]) -> Tensor:
+        """Return [k, 3, h, w]; k may be 0. uint8 that `pixel_scale` normalises, or float32 where that is empty.
+
+        The channels of a pixel may lie next to each other in memory (channels_last), as decoders and resizing like it.
+        DataError for a picture that cannot be decoded.
+        """
+        if images and not self._is_plain:
+            return self._process([decode_image(data, self.most_pixels) for data in images])
+        if len(images) == 1:  # a batch of such samples is copied together
+            return self._resize_and_crop(decode_pixels(images[0], self.most_pixels))[None]
+        shape = (len(images), 3, self.image_size, self.image_size)
+        dtype = torch.uint8 if len(self.pixel_scale) else torch.float32
+        pixels = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
+        for place, data in zip(pixels, images, strict=True):
+            place.copy_(self._resize_and_crop(decode_pixels(data, self.most_pixels)))
+        return pixels
+
+
+def load_image_processor(folder: Path) -> BaseImageProcessor:
+    """Load the processor, backed by torchvision whatever the folder names.
+
+    The Pillow-backed classes differ from it by up to 0.015 a value, so the choice is not left to what is installed.
+    Raises OSError or ValueError if the folder has none, DataError without torchvision.
+    """
+    processor = AutoImageProcessor.from_pretrained(
+        folder, backend="torchvision", local_files_only=True, trust_remote_code=False
+    )
+    if not isinstance(processor, TorchvisionBackend):
+        raise DataError(f"{type(processor).__name__} is not backed by torchvision; install torchvision")
+    return processor

@@ -1,0 +1,68 @@
+"""Tokens that `prepare` writes into a sample's json, for training to take over instead of tokenising again."""
+
+from __future__ import annotations
+
+import json
+import logging
+from base64 import b64decode, b64encode
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron.energon.epathlib import EPath
+
+from llava_mcore.data.encoding.chat_tokens import TextTokens
+from llava_mcore.errors import DataError
+
+TOKENS_KEY = "prepared_tokens"
+"""Of a conversation's json."""
+ORIGIN_FILE = "tokens.json"
+"""In .nv-meta: what made the tokens of the shards that were written last."""
+
+logger = logging.getLogger(__name__)
+
+
+def to_json(tokens: TextTokens, fingerprint: str) -> dict[str, Any]:
+    """Return what stands in the json.
+
+    "by" is the fingerprint of the tokenizer and template that made them, "ids" are little-endian uint32 in base64,
+    "trained" lists the ends of the stretches that are learnt: [start, end, start, end, …].
+    """
+    ends = np.flatnonzero(np.diff(tokens.trained, prepend=False, append=False))
+    ids = b64encode(tokens.ids.astype("<u4").tobytes()).decode("ascii")
+    return {"by": fingerprint, "ids": ids, "trained": ends.tolist()}
+
+
+def is_by(stored: Any, fingerprint: str) -> bool:
+    """Tell whether these are tokens that the tokenizer and template of that fingerprint have made."""
+    return isinstance(stored, dict) and stored.get("by") == fingerprint
+
+
+def from_json(stored: dict[str, Any]) -> TextTokens:
+    """The inverse of `to_json`. DataError if something has changed them."""
+    try:
+        ids = np.frombuffer(b64decode(stored["ids"]), "<u4").astype(np.int64)
+        trained = np.zeros(len(ids), dtype=np.bool_)
+        ends = iter(stored["trained"])
+        for start, end in zip(ends, ends, strict=True):
+            trained[start:end] = True
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"its {TOKENS_KEY} cannot be read ({error!r}); prepare the data again") from error
+    return TextTokens(ids, trained)
+
+
+def log_origin(datasets: Iterable[Path | EPath], fingerprint: str) -> None:
+    """Say of every dataset with stored tokens whether they are taken over."""
+    for dataset in datasets:
+        file = dataset / ".nv-meta" / ORIGIN_FILE
+        if not file.is_file():
+            continue
+        if is_by(json.loads(file.read_text()), fingerprint):
+            logger.info("%s: tokens are taken over as they were prepared", dataset)
+        else:
+            logger.info(
+                "%s: tokens were prepared with another tokenizer or chat template, so they are made anew while "
+                "training, which takes processor time; prepare the data again to save it",
+                dataset,
+            )

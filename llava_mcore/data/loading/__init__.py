@@ -1,0 +1,1 @@
+"""Batches, from processes of their own."""

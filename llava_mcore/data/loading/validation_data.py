@@ -1,0 +1,161 @@
+"""The validation part of the data, each sample once, divided so that no number of ranks changes what is read."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
+
+from torch.utils.data import IterableDataset
+
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.loading.worker import Source, reading
+from llava_mcore.data.samples import Batch
+from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
+from llava_mcore.data.streams.open_stream import open_stream
+from llava_mcore.data.streams.skips import Skips
+from llava_mcore.data.streams.streams import LEAST_SAMPLES, Delivery, Stream, share
+from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
+from llava_mcore.errors import DataError
+
+MOST_STREAMS = 64
+"""Parts that the data are divided into, whatever the number of ranks; so many ranks at most have something to read."""
+
+
+class ValidationData:
+    """The validation part. Packs are made within a stream, so they too are the same for every number of ranks."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        assets: Assets,
+        *,
+        micro_batch_size: int,
+        seed: int,
+        pad_multiple: int = 8,
+        most_samples: int | None = None,
+    ) -> None:
+        """Look at the data; nothing is read of them.
+
+        Args:
+            seed: chooses prompts where a dataset has a pool of them.
+            pad_multiple: what the tokens of a micro-batch are padded to a multiple of.
+            most_samples: samples of one pass; None: all.
+
+        Raises:
+            DataError: data that are not prepared, or without a validation part.
+        """
+        check_dataset(data.path, VALIDATION)
+        assert data.path is not None
+        self._data, self._assets, self._seed, self._pad_multiple = data, assets, seed, pad_multiple
+        self._micro_batch_size = micro_batch_size
+        with reading(data.path, data.timeout):
+            lengths = self._lengths(1)
+            if not lengths[0]:
+                raise DataError(f"the validation part of {data.path} holds no sample")
+            num_streams = max(1, min(MOST_STREAMS, lengths[0] // LEAST_SAMPLES))
+            lengths = self._lengths(num_streams)
+        wanted = sum(lengths) if most_samples is None else most_samples
+        self._quotas = dict(enumerate(quotas(lengths, wanted)))
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one pass over all ranks, broken ones included unless only a part is read."""
+        return sum(self._quotas.values())
+
+    def open(self, dp_rank: int, dp_size: int) -> ValidationPass:
+        """Begin a pass: the micro-batches of one data-parallel rank, always the same ones."""
+        numbers = [n for n, quota in self._quotas.items() if n % dp_size == dp_rank and quota]
+        return ValidationPass(self._data, self._open_stream, numbers, self._seed)
+
+    def _lengths(self, num_streams: int) -> list[int]:
+        """Return the samples of every stream; energon counts batches, so they are of one sample here."""
+        return [self._open(n, num_streams, None, batch_size=1).dataset.len_worker(0) for n in range(num_streams)]
+
+    def _open_stream(self, number: int) -> Stream:
+        return self._open(number, len(self._quotas), self._quotas[number], batch_size=self._micro_batch_size)
+
+    def _open(self, number: int, num_streams: int, most_samples: int | None, *, batch_size: int) -> Stream:
+        encoder = ChatTaskEncoder(
+            self._data,
+            self._assets,
+            Skips(stop_if_too_long=self._data.on_too_long == "error"),
+            seed=self._seed,
+            pad_multiple=self._pad_multiple,
+            most_samples=most_samples,
+        )
+        return open_stream(number, num_streams, self._data, encoder, batch_size, validation=True)
+
+
+class ValidationPass:
+    """One rank's micro-batches of one pass; the last one of a stream may have fewer rows than the others."""
+
+    def __init__(self, data: DataConfig, open_one: Callable[[int], Stream], numbers: Sequence[int], seed: int) -> None:
+        """numbers: the streams of this rank."""
+        assert data.path is not None
+        self._path, self._timeout = data.path, data.timeout
+        in_process = data.num_workers == 0
+        shares = share(numbers, max(1, data.num_workers)) if numbers else []
+        self._sources = deque(
+            Source(_Server(open_one, part), in_process=in_process, seed=seed, timeout=data.timeout) for part in shares
+        )
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        """Return the next micro-batch. DataError if the data cannot be read; the pass is closed then."""
+        while self._sources:
+            source = self._sources[0]
+            try:
+                with reading(self._path, self._timeout):
+                    delivery = source.next()
+            except StopIteration:
+                source.close()
+                self._sources.popleft()
+            except DataError:
+                self.close()
+                raise
+            else:
+                self._sources.rotate(-1)
+                return delivery.batch
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the loader processes. Calling it again does nothing."""
+        while self._sources:
+            self._sources.popleft().close()
+
+
+class _Server(IterableDataset[Delivery]):
+    """What one loader process reads: one stream after the other."""
+
+    def __init__(self, open_one: Callable[[int], Stream], numbers: Sequence[int]) -> None:
+        self._open_one, self._numbers = open_one, list(numbers)
+
+    def __iter__(self) -> Iterator[Delivery]:
+        for number in self._numbers:
+            stream = self._open_one(number)
+            batch = next(stream, None)
+            while batch is not None:
+                following = next(stream, None)
+                if following is None:
+                    batch.skipped += stream.take_skips()  # what was left out behind the last sample
+                yield Delivery(number, batch, None)
+                batch = following
+
+
+def quotas(lengths: Sequence[int], wanted: int) -> list[int]:
+    """Divide `wanted` samples over streams of these lengths as evenly as they go; all, if there are fewer."""
+
+    def filled_to(level: int) -> int:
+        return sum(min(length, level) for length in lengths)
+
+    level = bisect.bisect_right(range(max(lengths) + 1), wanted, key=filled_to) - 1
+    found = [min(length, level) for length in lengths]
+    longer = [n for n, length in enumerate(lengths) if length > level]
+    for n in longer[: wanted - sum(found)]:
+        found[n] += 1
+    return found

@@ -1,0 +1,130 @@
+"""Deliveries out of a loader process, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from llava_mcore.data.loading.loader_process import loader_process_init
+from llava_mcore.data.storage.remote import storage_message
+from llava_mcore.data.streams.pixel_buffers import PixelSlots
+from llava_mcore.data.streams.streams import Delivery
+from llava_mcore.errors import DataError
+
+LEAST_AHEAD = 2
+"""Deliveries that a loader process is asked for in advance, however few a step takes."""
+WORKER_ERROR = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback")
+
+
+class Source:
+    """Deliveries of one loader process, or of this process."""
+
+    def __init__(
+        self,
+        server: IterableDataset[Delivery],
+        *,
+        in_process: bool,
+        seed: int,
+        timeout: float,
+        slots: PixelSlots | None = None,
+    ) -> None:
+        """timeout: seconds that a loader process may take for a delivery. slots: where the server puts pixels."""
+        self._slots = slots
+        num_ahead = LEAST_AHEAD if slots is None else slots.num_ahead
+        # A generator of its own: starting would else draw from the global one, and a resumed run go on differently.
+        self._loader = DataLoader(
+            server,
+            batch_size=None,
+            num_workers=0 if in_process else 1,
+            # Forked, whatever Python's default is: the streams that are open go along.
+            multiprocessing_context=None if in_process else "fork",
+            worker_init_fn=loader_process_init(),
+            prefetch_factor=None if in_process else num_ahead,
+            timeout=0 if in_process else timeout,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(seed),
+        )
+        self._iterator: Any = None
+
+    def next(self) -> Delivery:
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        delivery = next(self._iterator)
+        if self._slots is not None and delivery.parked is not None:
+            pixels = self._slots.take(delivery.parked, pinned=torch.cuda.is_available())
+            delivery.batch.pixel_values, delivery.parked = pixels, None
+        return delivery
+
+    def close(self) -> None:
+        """End the process at once. Left to the garbage collector, it would be waited for five seconds."""
+        if self._loader.num_workers > 0 and self._iterator is not None:
+            self._iterator._shutdown_workers()
+        self._iterator = None
+
+
+@contextlib.contextmanager
+def reading(path: Path | str, timeout: float) -> Iterator[None]:
+    """Report what reading raises as DataError, and keep what energon prints away from stdout.
+
+    Loader processes are forked inside, so their output goes to stderr too.
+
+    Args:
+        path: of the data, for messages.
+        timeout: seconds that a loader process may take for a batch, for a message too.
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except DataError as error:
+        raise DataError(_own_message(error)) from error
+    # A dead loader process is noticed by a signal's handler, or by torch on its pipe.
+    except (ConnectionError, EOFError) as error:
+        raise _killed(path, error) from error
+    except (OSError, ValueError, tarfile.TarError) as error:
+        raise DataError(f"{path} cannot be read: {type(error).__name__}: {_own_message(error)}") from error
+    except RuntimeError as error:
+        message = storage_message(error)
+        if message is not None:
+            raise DataError(f"{path} cannot be read: {message}") from error
+        if str(error).startswith("DataLoader timed out"):
+            raise DataError(
+                f"{path}: no batch came within data.timeout = {timeout} seconds; see whether its "
+                "storage answers, or raise data.timeout"
+            ) from error
+        with noticing_killed_loaders(path):
+            raise
+
+
+@contextlib.contextmanager
+def noticing_killed_loaders(path: Path | str | None) -> Iterator[None]:
+    """Report as DataError that a loader process was killed: torch raises that anywhere, in a signal's handler."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise _killed(path, error) from error
+
+
+def _killed(path: Path | str | None, error: Exception) -> DataError:
+    return DataError(
+        f"{path}: a loader process was killed ({error!r}); if memory ran out, lower data.num_workers, "
+        "data.shuffle_buffer_size or data.packing_buffer_size"
+    )
+
+
+def _own_message(error: Exception) -> str:
+    """An error from a loader process arrives as the text of its traceback; return the message at its end."""
+    text = str(error)
+    if not WORKER_ERROR.match(text):
+        return text
+    name = type(error).__qualname__
+    return text.rpartition(f"{name}: ")[2].strip()

@@ -1,0 +1,74 @@
+"""Packing while training: energon's samples in, packs of them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.energon import SavableDataset, WorkerConfig
+from megatron.energon.wrappers.base import BaseWrapperDataset, SampleIndex
+from megatron.energon.wrappers.buffer import SavableSampleBuffer
+
+from llava_mcore.data.packing.best_fit import fullest_pack
+from llava_mcore.data.samples import TokenSample
+
+
+class PackingDataset(BaseWrapperDataset[TokenSample, TokenSample]):
+    """Keeps a buffer of samples and always makes the fullest pack around its oldest one.
+
+    Energon's own packing empties its buffer before it reads on, so the last packs of each buffer are made of what is
+    left and stay half empty; a buffer that is refilled after every pack reaches the same fill at a tenth of the size.
+    """
+
+    _savable_fields = ("_waiting", "_pack_index")
+
+    def __init__(
+        self, dataset: SavableDataset[TokenSample], *, buffer_size: int, capacity: int, worker_config: WorkerConfig
+    ) -> None:
+        """buffer_size: samples that wait to be packed; capacity: tokens of a pack."""
+        super().__init__(dataset, worker_config=worker_config)
+        self.buffer_size = buffer_size
+        self.capacity = capacity
+        self.reset_state_own()
+
+    def reset_state_own(self) -> None:
+        """Forget the buffer."""
+        self._waiting = SavableSampleBuffer(self.dataset, worker_config=self.worker_config)
+        self._pack_index = SampleIndex(self.worker_config, src=self)
+
+    def len_worker(self, worker_idx: int | None = None) -> int:
+        """The number of packs is not known beforehand; that of the samples bounds it."""
+        return self.dataset.len_worker(worker_idx)
+
+    def __iter__(self) -> Iterator[TokenSample]:
+        self._waiting.worker_start()
+        source = self._waiting.append_iter()
+        while True:
+            while self._waiting.len_worker() < self.buffer_size and next(source, None) is not None:
+                pass
+            if not self._waiting.len_worker():
+                return
+            yield self._next_pack()
+
+    def _next_pack(self) -> TokenSample:
+        chosen = fullest_pack([sample.num_tokens for sample in self._waiting.buffer], self.capacity)
+        samples = [self._waiting.buffer[index] for index in chosen]
+        for index in reversed(chosen):
+            self._waiting.pop(index)
+        keys = tuple(sample.__restore_key__ for sample in samples)
+        return TokenSample(
+            __key__="+".join(sample.__key__ for sample in samples),
+            __restore_key__=(type(self).__name__, self._pack_index.get_next(), *keys),
+            __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
+            conversations=[conversation for sample in samples for conversation in sample.conversations],
+            num_tokens=sum(sample.num_tokens for sample in samples),
+        )
+
+    def config(self) -> dict[str, Any]:
+        """What energon records of a dataset."""
+        return {
+            "type": type(self).__qualname__,
+            "buffer_size": self.buffer_size,
+            "capacity": self.capacity,
+            "dataset": self.dataset.config(),
+        }

@@ -1,0 +1,1 @@
+"""Shards and pictures, on disks and in object stores."""

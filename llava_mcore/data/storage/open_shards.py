@@ -1,0 +1,135 @@
+"""The shards that a process has open: each once, whichever stream or dataset reads it, and not too many at a time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections import OrderedDict
+from typing import BinaryIO
+
+from megatron.energon.epathlib import EPath
+
+from llava_mcore.data.storage.shard_files import MOST_INDEX, OFFSET
+from llava_mcore.data.storage.tar_members import Places
+from llava_mcore.errors import DataError
+from llava_mcore.files.regular import open_regular_file, read_regular_file
+
+MOST_FILES = 65536
+"""As many files as a process asks the system to let it open, if that allows so many."""
+PART_FOR_SHARDS = 4
+"""Shards take up at most one of so many: sockets, pipes and libraries need the others."""
+FEWEST = 16
+TOO_MANY = (errno.EMFILE, errno.ENFILE)
+
+
+class OpenShard:
+    """An open tar file with its index in memory."""
+
+    def __init__(self, path: EPath) -> None:
+        """Open it.
+
+        OSError if that fails, and what the storage client raises for a remote one; RefusedFileError for what is no
+        regular file.
+        """
+        index = path.with_suffix(".tar.idx")
+        self._is_local = path.is_local()
+        self._offsets = read_regular_file(index.local_path(), MOST_INDEX) if self._is_local else index.read_bytes()
+        self._file = _opened(path)
+        self.places = Places(lambda: _opened(path))
+
+    def ends(self, number: int) -> tuple[int, int] | None:
+        """Return the bytes [start, end) of a sample; None if the index does not say so."""
+        if not 0 <= number < len(self._offsets) // OFFSET.size - 1:
+            return None
+        start: int = OFFSET.unpack_from(self._offsets, number * OFFSET.size)[0]
+        end: int = OFFSET.unpack_from(self._offsets, (number + 1) * OFFSET.size)[0]
+        return (start, end) if start <= end else None
+
+    def read(self, start: int, end: int) -> bytes | None:
+        """Return the bytes [start, end), None if they are not all there."""
+        if self._is_local:
+            # Asked for in vain, a gigabyte would be reserved all the same.
+            if end > os.fstat(self._file.fileno()).st_size:
+                return None
+            block = os.pread(self._file.fileno(), end - start, start)
+        else:
+            self._file.seek(start)
+            block = self._file.read(end - start)
+        return block if len(block) == end - start else None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _opened(path: EPath) -> BinaryIO:
+    return open_regular_file(path.local_path()) if path.is_local() else path.open("rb")
+
+
+class OpenShards:
+    """The shards that are open, the ones used last at the end."""
+
+    def __init__(self) -> None:
+        self._shards: OrderedDict[EPath, OpenShard] = OrderedDict()
+        self._most: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def get(self, path: EPath) -> OpenShard:
+        """Return a shard, opened if it is not. DataError if the system lets the process open no more files."""
+        if path not in self._shards:
+            if self._most is None:
+                self._most = max(FEWEST, allowed_files() // PART_FOR_SHARDS)
+            self._close_all_but(self._most - 1)
+            self._shards[path] = self._open(path)
+        self._shards.move_to_end(path)
+        return self._shards[path]
+
+    def close(self, path: EPath) -> None:
+        """Close a shard if it is open."""
+        if path in self._shards:
+            self._shards.pop(path).close()
+
+    def close_all(self) -> None:
+        """Close all shards: what is opened anew may be other data at the same place."""
+        self._close_all_but(0)
+
+    def _open(self, path: EPath) -> OpenShard:
+        try:
+            return OpenShard(path)
+        except OSError as error:
+            if error.errno not in TOO_MANY:
+                raise
+        # Others use up what the system allows: do with fewer from now on.
+        self._most = max(FEWEST, len(self) // 2)
+        self._close_all_but(self._most - 1)
+        try:
+            return OpenShard(path)
+        except OSError as error:
+            if error.errno not in TOO_MANY:
+                raise
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise DataError(
+                f"{path} cannot be opened: {error.strerror}; this process may open {soft} files (at most {hard}); "
+                "raise the limit with `ulimit -n` before the start, or lower data.num_streams"
+            ) from error
+
+    def _close_all_but(self, number: int) -> None:
+        while len(self._shards) > number:
+            self._shards.popitem(last=False)[1].close()
+
+
+def allowed_files() -> int:
+    """Let this process open as many files as the system allows it without asking, and return their number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+OPEN_SHARDS = OpenShards()
+"""Of this process."""

@@ -1,0 +1,200 @@
+"""Samples out of shards, one read each.
+
+Energon reads a sample by several calls through its storage client and Python's tarfile, which takes about as long as
+resizing a picture, and passes over links without a word. Here the bytes of a sample come in one piece and plain
+headers are read directly. What makes no sense is left to energon's own reader, so that the errors are the same.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from bisect import bisect_right
+from tarfile import BLOCKSIZE
+from typing import Any
+
+from megatron.energon import SavableDataset
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.config import skip_meta_re, split_name_re
+from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
+from megatron.energon.flavors.webdataset.structs import FilteredSample
+from megatron.energon.source_info import SourceInfo
+from megatron.energon.wrappers.base import BaseWrapperDataset
+
+from llava_mcore.config.sections.data import LIMITS
+from llava_mcore.data.samples import IMAGE_PARTS, TEXT_PARTS
+from llava_mcore.data.storage.open_shards import OPEN_SHARDS, OpenShard
+from llava_mcore.data.storage.tar_members import LINKS, Link, NoContents, read_block
+
+NAME, SIZE, CHECKSUM, KIND, PREFIX = slice(0, 100), slice(124, 136), slice(148, 156), 156, 345
+"""Where the fields of a tar header (POSIX ustar) lie; prefix is only used by long names."""
+PLAIN_KINDS = b"0\0"
+"""Of regular files."""
+LINK_KINDS = b"".join(LINKS)
+File = tuple[str, bytes | Link | NoContents]
+
+
+def read_shards_directly(dataset: SavableDataset[Any], most_bytes: int) -> None:
+    """Give the readers of shards under energon's wrappers their faster form. Others stay as they are.
+
+    most_bytes: of a sample; a larger one is not read.
+    """
+    if isinstance(dataset, WebdatasetSampleLoaderDataset):
+        dataset.join_readers = [
+            ShardReader(r, most_bytes) if type(r) is ShardInfosITarReader else r for r in dataset.join_readers
+        ]
+    elif isinstance(dataset, BaseWrapperDataset):
+        for inner in dataset.datasets:
+            read_shards_directly(inner, most_bytes)
+
+
+class ShardReader(ShardInfosITarReader):
+    """Energon's reader of indexed shards, with a short way for samples that make sense."""
+
+    def __init__(self, reader: ShardInfosITarReader, most_bytes: int = LIMITS.sample_bytes) -> None:
+        """Take over what `reader` reads."""
+        super().__init__(
+            reader.base_path,
+            reader.shard_infos,
+            part_filter=reader.part_filter,
+            sample_filter=reader.sample_filter,
+            itar_cache_size=reader.itar_cache_size,
+        )
+        self._most_bytes = most_bytes
+        self._used: set[EPath] = set()
+
+    def __getitem__(self, idx: int) -> FilteredSample | None:
+        """Return a sample by its number; None if split.yaml excludes it. Raises as energon's reader does.
+
+        A part without contents, such as a symbolic link, stands there as `NoContents`.
+        """
+        number = bisect_right(self.shard_count_cumsum, idx) - 1
+        if not 0 <= number < len(self.shard_infos):
+            return super().__getitem__(idx)
+        info = self.shard_infos[number]
+        self._used.add(info.path)
+        shard = OPEN_SHARDS.get(info.path)
+        files = self._files(shard, idx - self.shard_count_cumsum[number])
+        found = None if files is None else self._parts(shard, files)
+        if found is None:
+            return super().__getitem__(idx)
+        key, parts, names = found
+        if self.sample_filter is not None and not self.sample_filter(f"{info.name}/{key}"):
+            return None
+        source = SourceInfo(dataset_path=self.base_path, index=idx, shard_name=info.name, file_names=tuple(names))
+        about = {
+            "__key__": key,
+            "__shard__": info.name,
+            "__restore_key__": ("Webdataset", idx),
+            "__sources__": (source,),
+        }
+        return FilteredSample(**about, **parts)
+
+    def close(self) -> None:
+        """Close all files."""
+        super().close()
+        for path in self._used:
+            OPEN_SHARDS.close(path)
+        self._used.clear()
+
+    def _files(self, shard: OpenShard, number: int) -> list[File] | None:
+        """Return the members of a sample. None if energon has to judge."""
+        ends = shard.ends(number)
+        if ends is None:
+            return None
+        start, end = ends
+        if end - start > self._most_bytes:
+            return self._too_large(shard, start, end)
+        block = shard.read(start, end)
+        if block is None:
+            return None
+        files: list[File] | None = plain_files(block)  # type: ignore[assignment]
+        try:
+            if files is None:
+                files = read_block(block, start, self._most_bytes)
+            files = [*self._links_before(shard, number, start), *files]
+        except (ValueError, tarfile.TarError):
+            return None
+        return files
+
+    def _links_before(self, shard: OpenShard, number: int, start: int) -> list[File]:
+        """Return links in front of a sample. The index begins a sample at its first regular file."""
+        before = shard.ends(number - 1)
+        begin = 0 if before is None else before[0]
+        if start - begin < BLOCKSIZE or start - begin > self._most_bytes:
+            return []
+        header = shard.read(start - BLOCKSIZE, start)
+        if header is None or header[KIND] not in LINK_KINDS or not _is_header(header):
+            return []
+        block = shard.read(begin, start) or b""
+        files = read_block(block, begin, self._most_bytes)
+        while files and not isinstance(files[0][1], Link):
+            files = files[1:]
+        return [(name, file) for name, file in files if isinstance(file, Link)]
+
+    def _too_large(self, shard: OpenShard, start: int, end: int) -> list[File] | None:
+        """Return the first member's name, so that the sample is left out under its own key."""
+        header = shard.read(start, start + BLOCKSIZE)
+        if header is None or not _is_header(header) or header[KIND] not in PLAIN_KINDS or header[PREFIX]:
+            return None
+        name = header[NAME].rstrip(b"\0").decode("utf-8", "replace")
+        return [(name, NoContents(f"the sample has {end - start} bytes, allowed are {self._most_bytes}"))]
+
+    def _parts(self, shard: OpenShard, files: list[File]) -> tuple[str, dict[str, Any], list[str]] | None:
+        """Return key, parts and file names of a sample. None if energon has to judge: files of several samples."""
+        named = [(*found, name, data) for name, data in files if (found := _split(name)) is not None]
+        # The links in front of the next sample lie behind this one, so they do not say whose sample it is.
+        keys = {key for key, _, _, data in named if not isinstance(data, Link)}
+        if len(keys) != 1:
+            return None
+        parts: dict[str, Any] = {}
+        names = []
+        for key, part, name, data in named:
+            if key not in keys:
+                continue
+            if isinstance(data, Link):
+                data = shard.places.contents(data, self._most_bytes)
+            if _is_needed(part) if isinstance(data, NoContents) else self.part_filter is None or self.part_filter(part):
+                parts[part] = data
+                names.append(name)
+        return keys.pop(), parts, names
+
+
+def _split(name: str) -> tuple[str, str] | None:
+    """Return key and part of a member's name; None if it belongs to no sample."""
+    found = split_name_re.match(name)
+    return None if found is None or skip_meta_re.match(name) else (found[1], found[2])
+
+
+def _is_needed(part: str) -> bool:
+    return part.rsplit(".", 1)[-1].lower() in (*IMAGE_PARTS, *TEXT_PARTS)
+
+
+def _is_header(header: bytes) -> bool:
+    """Tell by its checksum whether a block is a header."""
+    try:
+        checksum = int(header[CHECKSUM].strip(b"\0 "), 8)
+    except ValueError:
+        return False
+    # The checksum counts its own field as eight blanks.
+    return sum(header) - sum(header[CHECKSUM]) + 8 * ord(" ") == checksum
+
+
+def plain_files(block: bytes) -> list[tuple[str, bytes]] | None:
+    """Return names and contents of a piece of a tar file, None if it holds anything but regular files."""
+    files, place = [], 0
+    while place < len(block):
+        header = block[place : place + BLOCKSIZE]
+        start = place + BLOCKSIZE
+        try:
+            size = int(header[SIZE].strip(b"\0 "), 8)
+            name = header[NAME].rstrip(b"\0").decode("utf-8")
+        except ValueError:
+            return None
+        if size < 0 or not _is_header(header) or len(block) < start + size:
+            return None
+        if header[KIND] not in PLAIN_KINDS or header[PREFIX] or "\0" in name or name.endswith("/"):
+            return None
+        files.append((name, block[start : start + size]))
+        place = start + -(-size // BLOCKSIZE) * BLOCKSIZE
+    return files

@@ -1,0 +1,1 @@
+"""A run's streams of samples, on energon."""

@@ -1,0 +1,97 @@
+"""One stream of a run's data, opened as energon opens a rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ryml
+from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, get_val_dataset
+from megatron.energon.epathlib import EPath
+
+from llava_mcore.compat.energon_jsonl import leave_out_nested_lines
+from llava_mcore.compat.energon_memory import forget_what_was_read
+from llava_mcore.compat.energon_names import NamedCodeError, run_no_named_code
+from llava_mcore.compat.energon_repeat import repeat_parts_exactly
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.samples import Batch
+from llava_mcore.data.storage.dataset_path import SPLIT, VALIDATION
+from llava_mcore.data.storage.open_shards import OPEN_SHARDS
+from llava_mcore.data.storage.remote import locate
+from llava_mcore.data.storage.shard_reader import read_shards_directly
+from llava_mcore.data.streams.skips import raise_data_error
+from llava_mcore.data.streams.streams import Stream
+from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
+from llava_mcore.errors import DataError
+
+SAMPLES_PER_SLICE = 100
+"""Samples that are read one after the other before another place of the data is drawn, when shuffling."""
+
+
+def open_stream(
+    number: int,
+    num_streams: int,
+    data: DataConfig,
+    encoder: ChatTaskEncoder,
+    batch_size: int,
+    *,
+    validation: bool = False,
+) -> Stream:
+    """Open one stream: to energon it is a rank of its own.
+
+    Args:
+        validation: read every sample of the validation part once, in the order in which they lie there.
+    """
+    assert data.path is not None
+    forget_what_was_read()
+    OPEN_SHARDS.close_all()  # what lies there may be other data by now
+    leave_out_nested_lines()
+    repeat_parts_exactly()
+    run_no_named_code()
+    workers = WorkerConfig(
+        rank=number,
+        world_size=num_streams,
+        num_workers=1,
+        seed_offset=encoder.seed,
+        global_error_handler=encoder.skips,
+        restore_error_handler=raise_data_error,
+    )
+    shuffles = data.shuffle_buffer_size > 1
+    common: dict[str, Any] = {"worker_config": workers, "batch_size": batch_size, "task_encoder": encoder}
+    dataset: SavableDataset[Batch]
+    try:
+        if validation:
+            dataset = get_val_dataset(locate(data.path), split_part=VALIDATION, **common)
+        else:
+            dataset = get_train_dataset(
+                locate(data.path),
+                split_part=SPLIT,
+                shuffle_buffer_size=data.shuffle_buffer_size if shuffles else None,
+                max_samples_per_sequence=SAMPLES_PER_SLICE if shuffles else None,
+                **common,
+            )
+    except NamedCodeError as error:
+        raise DataError(f"{data.path} is refused, see its .nv-meta/dataset.yaml: {error}") from error
+    # What energon finds wrong in dataset.yaml, split.yaml or a blend is mostly found by assertions and look-ups.
+    except (
+        AssertionError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        RecursionError,
+        ryml.ExceptionBasic,
+    ) as error:
+        raise DataError(f"{data.path} cannot be opened, see its .nv-meta/dataset.yaml: {error!r}") from error
+    read_shards_directly(dataset, data.max_sample_bytes)
+    return Stream(dataset, workers, encoder.skips, name=str(data.path))
+
+
+def check_streams(streams: dict[int, Stream], num_streams: int, leaves: Sequence[Path | EPath]) -> None:
+    """Every stream needs a sample: one without would end and let the other ranks wait for it."""
+    if any(stream.dataset.len_worker(0) == 0 for stream in streams.values()):
+        raise DataError(
+            f"{', '.join(map(str, leaves))}: fewer samples than the {num_streams} streams that they are divided into; "
+            "lower data.num_streams"
+        )

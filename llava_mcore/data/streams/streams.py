@@ -1,0 +1,220 @@
+"""The streams that the data are divided into, and the order in which ranks and loader processes serve them.
+
+A run divides its data over a fixed number S of streams. Each has its own part of every dataset, shuffle buffer and
+packing buffer, and a place that can be saved. Of n data-parallel ranks, rank r serves the streams s with s mod n = r,
+always the one that has given the fewest batches. So the micro-batches of all ranks together come from stream
+0, 1, …, S - 1, 0, … whatever n is, and which process of a rank serves a stream changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from megatron.energon import SavableDataset, WorkerConfig
+from megatron.energon.cache import NoCachePool
+from megatron.energon.errors import FatalSampleError
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from llava_mcore.data.samples import Batch, Skip
+from llava_mcore.data.storage.remote import STORAGE_ERRORS, storage_message
+from llava_mcore.data.streams.energon_state import from_plain, to_plain
+from llava_mcore.data.streams.pixel_buffers import Parked, PixelSlots
+from llava_mcore.data.streams.skips import Skips
+from llava_mcore.errors import DataError, problems
+
+LEAST_STREAMS = 16
+"""So that a run that begins on one rank may continue on up to 16."""
+STREAMS_PER_RANK = 2
+"""So that a run may continue on twice as many ranks."""
+LEAST_SAMPLES = 8
+"""Samples of a stream, so that a broken one does not leave it with nothing."""
+SHOWN_SKIPS = 10
+PLACE_EVERY = 16
+"""Batches from one place of a stream to the next. To take one costs about as much as to decode a picture; a resumed
+stream makes the batches since the last one again and drops them."""
+
+
+def default_num_streams(dp_size: int, num_workers: int, num_samples: int) -> int:
+    """Return a multiple of dp_size that every loader process of a rank can serve equally many of.
+
+    Of few samples fewer streams are made, but never fewer than ranks.
+    """
+    per_rank = max(STREAMS_PER_RANK, math.ceil(LEAST_STREAMS / dp_size))
+    workers = max(1, num_workers)
+    wanted = dp_size * workers * math.ceil(per_rank / workers)
+    return max(dp_size, min(wanted, num_samples // LEAST_SAMPLES // dp_size * dp_size))
+
+
+def streams_of_rank(num_streams: int, dp_rank: int, dp_size: int) -> list[int]:
+    """Return the streams that a rank serves. DataError if there are fewer streams than ranks."""
+    if num_streams < dp_size:
+        raise DataError(
+            f"the data are divided into {num_streams} streams, which {dp_size} data-parallel ranks cannot share; "
+            f"continue with {num_streams} ranks at most, or begin a run with a larger data.num_streams"
+        )
+    return list(range(dp_rank, num_streams, dp_size))
+
+
+def place_behind(before: dict[str, Any] | None, delivery: Delivery) -> dict[str, Any]:
+    """Return the place behind a delivery: its own, or the one before with a batch more to make again.
+
+    Args:
+        before: the place before the delivery; None at the beginning.
+    """
+    if delivery.place is not None:
+        return delivery.place
+    before = before or {"dataset": None, "num_batches": 0, "further": 0}
+    return before | {"further": before["further"] + 1}
+
+
+def num_given(place: dict[str, Any]) -> int:
+    """Return how many batches a stream has given up to a place."""
+    return place["num_batches"] + place["further"]
+
+
+def scaled(place: dict[str, Any] | None, times: int) -> dict[str, Any] | None:
+    """Return a place for micro-batches of which so many make up one that it was counted in."""
+    if place is None:
+        return None
+    return {name: value * times if name in ("num_batches", "further") else value for name, value in place.items()}
+
+
+class Turns:
+    """Whose turn it is: the stream that has given the fewest batches, the first of several."""
+
+    def __init__(self, num_batches: dict[int, int]) -> None:
+        """num_batches: what each stream has given already."""
+        self._num_batches = dict(num_batches)
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            stream = min(self._num_batches, key=lambda s: (self._num_batches[s], s))
+            self._num_batches[stream] += 1
+            yield stream
+
+
+@dataclass
+class Delivery:
+    """A batch of a stream, and with some of them the stream's place behind it as plain containers."""
+
+    stream: int
+    batch: Batch
+    place: dict[str, Any] | None
+    parked: Parked | None = None
+    """Where the batch's pixels lie, if they do not travel with it."""
+
+    def pin_memory(self) -> Self:
+        """Copy the tensors to pinned memory (called by torch)."""
+        self.batch = self.batch.pin_memory()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tensors but the pixels travel as bytes in the pipe: a new piece of shared memory for each costs more."""
+        fields = {f.name: getattr(self.batch, f.name) for f in dataclasses.fields(self.batch)}
+        fields["pixel_values"] = fields["pixel_values"].permute(0, 2, 3, 1).contiguous()  # as they lie in memory
+        arrays = {name: value.numpy() for name, value in fields.items() if isinstance(value, Tensor)}
+        own = {"stream": self.stream, "place": self.place, "parked": self.parked}
+        return own | {"fields": fields | arrays, "arrays": list(arrays)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        fields = state["fields"]
+        fields |= {name: torch.from_numpy(fields[name]) for name in state["arrays"]}
+        fields["pixel_values"] = fields["pixel_values"].permute(0, 3, 1, 2)
+        self.stream, self.place, self.parked = state["stream"], state["place"], state["parked"]
+        self.batch = Batch(**fields)
+
+
+class Stream:
+    """One stream: a dataset of energon's with a place, endless in training."""
+
+    def __init__(self, dataset: SavableDataset[Batch], workers: WorkerConfig, skips: Skips, *, name: str) -> None:
+        """name: of the data, for messages."""
+        self.dataset = dataset
+        self._name = name
+        self._workers = workers
+        self._skips = skips
+        self._cache = NoCachePool()
+        self._num_batches = 0
+        self._num_known = 0
+        self._batches: Iterator[Batch] | None = None
+
+    def restore(self, place: dict[str, Any]) -> None:
+        """Continue behind a place, before the first batch. KeyError or TypeError for one that is not known."""
+        assert self._batches is None, "restore() comes before the first batch"
+        if place["dataset"] is not None:
+            self.dataset.restore_state(from_plain(place["dataset"]))
+        self._num_batches = place["num_batches"]
+        self._num_known = num_given(place)
+
+    def place(self) -> dict[str, Any] | None:
+        """Return the place behind the last batch if one is due."""
+        if self._num_batches % PLACE_EVERY:
+            return None
+        return {"dataset": to_plain(self.dataset.save_state()), "num_batches": self._num_batches, "further": 0}
+
+    def __next__(self) -> Batch:
+        """Return the next batch. DataError if one sample after the other is broken, or the storage fails for good."""
+        while self._num_batches < self._num_known:
+            self._take()
+        return self._take()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def take_skips(self) -> list[Skip]:
+        """Return what was left out since the last batch, once a stream has ended."""
+        return self._skips.take()
+
+    def _take(self) -> Batch:
+        self._workers.worker_activate(self._num_batches, cache_pool=self._cache)
+        try:
+            if self._batches is None:
+                self._batches = iter(self.dataset)
+            batch = next(self._batches)
+        except FatalSampleError as error:
+            found = self._skips.take()
+            shown = [str(skip) for skip in found[-SHOWN_SKIPS:]]
+            raise DataError(problems(f"{len(found)} samples in a row cannot be used; the last ones", shown)) from error
+        except STORAGE_ERRORS as error:
+            message = storage_message(error)
+            if message is None:
+                raise
+            raise DataError(f"{self._name} cannot be read: {message}") from error
+        finally:
+            self._workers.worker_deactivate()
+        self._num_batches += 1
+        batch.skipped = self._skips.take()
+        return batch
+
+
+class StreamServer(IterableDataset[Delivery]):
+    """What one loader process serves: its streams, whenever it is their turn among all those of the rank."""
+
+    def __init__(self, streams: dict[int, Stream], turns: Turns, slots: PixelSlots | None) -> None:
+        """streams: those of this process; turns: of all streams of the rank; slots: None in the training process."""
+        self.streams = streams
+        self.slots = slots
+        self._turns = turns
+
+    def __iter__(self) -> Iterator[Delivery]:
+        for number in self._turns:
+            if number in self.streams:
+                stream = self.streams[number]
+                delivery = Delivery(number, next(stream), stream.place())
+                if self.slots is not None:
+                    delivery.parked = self.slots.put(delivery.batch.pixel_values)
+                if delivery.parked is not None:
+                    delivery.batch.pixel_values = delivery.batch.pixel_values[:0]
+                yield delivery
+
+
+def share(streams: Sequence[int], num_processes: int) -> list[list[int]]:
+    """Divide a rank's streams over loader processes, as evenly as they go; none stays without one."""
+    processes = min(num_processes, len(streams))
+    return [list(streams[process::processes]) for process in range(processes)]

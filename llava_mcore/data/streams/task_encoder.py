@@ -1,0 +1,169 @@
+"""The thin layer between energon and the pure functions of this package."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.energon import (
+    Cooker,
+    LimitDataset,
+    Sample,
+    SavableDataset,
+    SkipSample,
+    TaskEncoder,
+    WorkerConfig,
+    stateless,
+)
+
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encoding.conversation import TextDecoder, chat_from_standard, cook_chat, with_prompt
+from llava_mcore.data.encoding.encode import fit, tokenise
+from llava_mcore.data.encoding.prompts import POOL_KEY, choose_prompt
+from llava_mcore.data.packing.packed_dataset import PackingDataset
+from llava_mcore.data.samples import (
+    Batch,
+    ChatSample,
+    Conversation,
+    EncodedSample,
+    TokenConversation,
+    TokenSample,
+)
+from llava_mcore.data.streams.collate import collate
+from llava_mcore.data.streams.skips import Skips
+from llava_mcore.errors import DataError
+
+
+class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
+    """Tokenises samples, packs them if asked to, decodes pictures and batches.
+
+    Every step is stateless, so the place in the data can be restored exactly. Pictures are decoded last: the buffers
+    for shuffling and packing hold them as files.
+    """
+
+    decoder = TextDecoder()
+    cookers = (Cooker(cook_chat),)
+
+    def __init__(
+        self,
+        data: DataConfig,
+        assets: Assets,
+        skips: Skips,
+        *,
+        seed: int = 0,
+        pad_multiple: int = 8,
+        most_samples: int | None = None,
+    ) -> None:
+        """Hold what the steps need.
+
+        Args:
+            seed: chooses a sample's prompt where its dataset has a pool of them.
+            pad_multiple: see `collate`.
+            most_samples: samples to read of the stream, before packing; None: all.
+        """
+        self.most_samples = most_samples
+        self.data = data
+        self.seed = seed
+        self.pad_multiple = pad_multiple
+        self.assets = assets
+        self.skips = skips
+
+    @stateless
+    def preencode_sample(self, sample: Sample) -> TokenSample:
+        """Tokenise one sample. DataError if it is broken or does not fit."""
+        chat = chat_from_standard(sample)
+        single = len(chat.conversations) == 1
+        if not single and not self.data.packing:
+            raise DataError("the sample was packed when it was written; train with --packing")
+        keys = [chat.__key__ if single else f"{chat.__key__}#{i}" for i in range(len(chat.conversations))]
+        truncate = self.data.on_too_long == "truncate"
+        found = [
+            fit(tokenise(self._prompted(chat, conversation, key), self.assets, key), self.data.seq_length, truncate)
+            for key, conversation in zip(keys, chat.conversations, strict=True)
+        ]
+        tokens = TokenSample.derive_from(chat, conversations=found, num_tokens=sum(map(len, found)))
+        if tokens.num_tokens > self.data.seq_length:
+            raise DataError(
+                f"a pack of {tokens.num_tokens} tokens was written, but data.seq_length is {self.data.seq_length}; "
+                "train with the sequence length (--pack-to) and the tokenizer that the data were prepared with"
+            )
+        return tokens
+
+    def _prompted(self, chat: ChatSample, conversation: Conversation, key: str) -> Conversation:
+        """Return the conversation with a question from its dataset's prompt pool, if that has one."""
+        pool = (chat.__subflavors__ or {}).get(POOL_KEY)
+        if pool is None:
+            return conversation
+        prompt = choose_prompt(pool, self.assets.lang, key, self.seed)
+        return replace(conversation, turns=with_prompt(conversation.turns, prompt))
+
+    @stateless
+    def postencode_sample(self, sample: TokenSample) -> EncodedSample:
+        """Decode the pictures. Of a pack, a conversation with a broken one is left out. DataError if none is left."""
+        images = [image for conversation in sample.conversations for image in conversation.images]
+        try:
+            pixel_values = self.assets.images(images)
+        except DataError:
+            if len(sample.conversations) == 1:
+                raise
+            return self._without_broken(sample)
+        return EncodedSample.derive_from(sample, conversations=sample.conversations, pixel_values=pixel_values)
+
+    def _without_broken(self, sample: TokenSample) -> EncodedSample:
+        kept: list[TokenConversation] = []
+        pixels: list[torch.Tensor] = []
+        for conversation in sample.conversations:
+            try:
+                pixels.append(self.assets.images(conversation.images))
+                kept.append(conversation)
+            except DataError as error:
+                sources = [s for s in sample.__sources__ or () if _made_of(s.file_names, conversation.key)]
+                self.skips.note(conversation.key, sources, error)
+        if not kept:
+            raise SkipSample
+        return EncodedSample.derive_from(sample, conversations=kept, pixel_values=torch.cat(pixels))
+
+    @stateless
+    def batch(self, samples: list[EncodedSample]) -> Batch:
+        """Make one micro-batch."""
+        return collate(
+            samples,
+            seq_length=self.data.seq_length,
+            pad_token_id=self.assets.pad_token_id,
+            packed=self.data.packing,
+            multiple=self.pad_multiple,
+            pixel_scale=self.assets.images.pixel_scale,
+        )
+
+    def build_batch(
+        self,
+        dataset: SavableDataset[Any],
+        *,
+        batch_size: int | None,
+        batch_drop_last: bool = False,
+        packing_buffer_size: int | None = None,
+        worker_config: WorkerConfig,
+    ) -> SavableDataset[Any]:
+        """Put packing between tokenising and decoding (called by energon; packing_buffer_size is its own packing's)."""
+        if self.most_samples is not None:
+            dataset = LimitDataset(dataset, self.most_samples, worker_config=worker_config)
+        if self.data.packing:
+            dataset = PackingDataset(
+                dataset,
+                buffer_size=self.data.packing_buffer_size,
+                capacity=self.data.seq_length,
+                worker_config=worker_config,
+            )
+        return super().build_batch(
+            dataset,
+            batch_size=batch_size,
+            batch_drop_last=batch_drop_last,
+            packing_buffer_size=packing_buffer_size,
+            worker_config=worker_config,
+        )
+
+
+def _made_of(file_names: tuple[str, ...], key: str) -> bool:
+    return any(name.partition(".")[0] == key.partition("#")[0] for name in file_names)

@@ -1,0 +1,279 @@
+"""Weights in a Hugging Face folder: headers first, tensors one at a time (mapped safetensors)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from llava_mcore.errors import ConversionError, problems
+from llava_mcore.files.atomic import sync, sync_tree
+from llava_mcore.files.json_files import read_object
+from llava_mcore.files.lock import FolderLock
+from llava_mcore.files.regular import plain_name, require_regular
+from llava_mcore.files.safetensors_writer import DTYPES, read_offsets
+from llava_mcore.files.tensor_bytes import TensorAt
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_LISTED = 20  # names of a damaged index in one message
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a folder, from the header alone. `dtype` in safetensors' spelling."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class HfFolder:
+    """Lazy reader of a folder's safetensors files."""
+
+    def __init__(self, path: Path, tensors: dict[str, TensorInfo]) -> None:
+        self.path, self.tensors = path, tensors
+        self._offsets: dict[str, dict[str, int]] = {}
+
+    @classmethod
+    def open(cls, path: Path) -> HfFolder:
+        """Read the headers.
+
+        Raises:
+            ConversionError: no safetensors, a file of the index is missing, damaged or lacks a tensor (all listed).
+        """
+        index = path / INDEX
+        if index.is_file():
+            expected = _read_index(index)
+            files = sorted(set(expected.values()))
+        else:
+            expected, files = {}, [SINGLE]
+        tensors: dict[str, TensorInfo] = {}
+        found: list[str] = []
+        for file in files:
+            try:
+                tensors |= _read_header(path, file)
+            except (OSError, SafetensorError) as error:
+                found.append(f"{file}: {error}")
+        found += [f"{name}: in {INDEX}, but not in {file}" for name, file in expected.items()
+                  if name not in tensors and (path / file).is_file()]  # fmt: skip
+        found += [f"{name}: dtype {x.dtype} is not supported" for name, x in tensors.items() if x.dtype not in DTYPES]
+        if found:
+            hint = "expected model.safetensors or model.safetensors.index.json and its files (no .bin weights)"
+            raise ConversionError(problems(f"{path}: the weights cannot be read; {hint}", found))
+        return cls(path, tensors)
+
+    @classmethod
+    def of_file(cls, path: Path) -> HfFolder:
+        """Read the header of one file, as if the folder had no other.
+
+        Raises:
+            ConversionError: not a readable safetensors file.
+        """
+        try:
+            return cls(path.parent, _read_header(path.parent, path.name))
+        except (OSError, SafetensorError) as error:
+            raise ConversionError(f"{path} cannot be read: {error}") from error
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: info.shape for name, info in self.tensors.items()}
+
+    def where(self, name: str) -> TensorAt:
+        """Return where one tensor's bytes are."""
+        info = self.tensors[name]
+        if info.file not in self._offsets:
+            self._offsets[info.file] = read_offsets(self.path / info.file)
+        return TensorAt(self.path / info.file, self._offsets[info.file][name], DTYPES[info.dtype], info.shape)
+
+    def get(self, name: str) -> Tensor:
+        """Return one tensor, mapped."""
+        return self.where(name).map()
+
+    def record(self) -> dict[str, Any]:
+        """Return what is needed to write the same files again (JSON)."""
+        return to_record(self.tensors)
+
+
+def _read_header(folder: Path, file: str) -> dict[str, TensorInfo]:
+    require_regular(folder / file, ConversionError)
+    with safe_open(folder / file, framework="pt") as handle:
+        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  (not a dict)
+        return {name: TensorInfo(file, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+
+
+def to_record(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Return names, files, dtypes and shapes as JSON."""
+    return {name: asdict(info) for name, info in tensors.items()}
+
+
+def infos_from_record(record: Mapping[str, Any], source: Path) -> dict[str, TensorInfo]:
+    """Inverse of `to_record`.
+
+    Raises:
+        ConversionError: not made by it: an export would write where these files say.
+    """
+    try:
+        infos = {name: TensorInfo(x["file"], x["dtype"], tuple(map(int, x["shape"]))) for name, x in record.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConversionError(f"{source}: no list of tensors ({error!r})") from error
+    require_weight_files({x.file for x in infos.values()}, source)
+    unknown = sorted({str(x.dtype) for x in infos.values() if x.dtype not in DTYPES})
+    if unknown:
+        raise ConversionError(f"{source}: unknown dtypes: {', '.join(unknown)}")
+    return infos
+
+
+def require_weight_files(names: Iterable[object], source: Path) -> None:
+    """Refuse what an index names, but for safetensors files beside it: they are read, and written by an export.
+
+    Raises:
+        ConversionError: lists every other name.
+    """
+    wrong = sorted({repr(name) for name in names if not plain_name(name) or not str(name).endswith(".safetensors")})
+    if wrong:
+        title = f"{source} names files that are not beside it, or no safetensors"
+        raise ConversionError(problems(title, wrong[:_LISTED]))
+
+
+def is_weight_file(path: Path) -> bool:
+    """Tell weights (and their index) from config, tokenizer and processor files."""
+    suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
+    return path.name.endswith(suffixes)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        files = dict(read_object(index, ConversionError)["weight_map"])
+    except (ConversionError, ValueError, KeyError, TypeError) as error:
+        raise ConversionError(f"{index}: no index of weight files, copy it again ({error!r})") from error
+    require_weight_files(files.values(), index)
+    return files
+
+
+def companion_files(folder: Path) -> list[Path]:
+    """Return the files that travel with the weights: config, tokenizer, processor, templates, licences."""
+    return sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".") and not is_weight_file(p))
+
+
+def require_own_files(folder: Path) -> None:
+    """Refuse links and pipes among the Hugging Face files of a checkpoint: what they lead to would be copied on.
+
+    Nobody who writes a checkpoint makes any. A Hugging Face folder may hold links: the hub's cache consists of them.
+
+    Raises:
+        ConversionError: lists them.
+    """
+    paths = sorted(folder.rglob("*"))
+    wrong = [f"{path.name} is a link to {os.readlink(path)}" for path in paths if path.is_symlink()]
+    wrong += [f"{path.name} is no file" for path in paths if not (path.is_symlink() or path.is_file() or path.is_dir())]
+    if wrong:
+        raise ConversionError(problems(f"{folder} is to hold files only; put them there if they belong to it", wrong))
+
+
+def copy_companions(source: Path, target: Path, *, skip: Iterable[str] = ()) -> None:
+    """Copy config, tokenizer and processor files, byte for byte."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in companion_files(source):
+        if path.name not in skip:
+            shutil.copyfile(path, target / path.name)
+
+
+def write_index(folder: Path, files: Mapping[str, str], total_size: int) -> None:
+    """Write the index of a folder with several weight files. `files`: tensor name to file name."""
+    content = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(files.items()))}
+    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def partial_sibling(target: Path) -> Path:
+    """Return an empty folder beside `target` to write into; `publish` moves it into place."""
+    partial = target.parent / f".{target.name}.partial"
+    if partial.exists():
+        shutil.rmtree(partial)  # left by an interrupted run; nothing else writes this name
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Move a finished folder into place, so that a half-written one is never taken for finished."""
+    sync_tree(partial)
+    if target.exists():
+        target.rmdir()  # only ever an empty one: `require_absent` came first
+    os.rename(partial, target)
+    sync(target.parent)
+
+
+def locked(target: Path, *, what: str) -> FolderLock:
+    """Return the lock on what is being written to `target`: two at once would delete each other's files."""
+    path = target.parent / f".{target.name}.lock"
+    return FolderLock(path, what=f"{what} to {target}", advice="wait for it or end it, or choose another folder")
+
+
+@contextlib.contextmanager
+def written_beside(target: Path, *, num_bytes: int, what: str) -> Iterator[Path]:
+    """Give an empty folder to write into, which becomes `target` at the end, or leaves nothing after an error.
+
+    Args:
+        num_bytes: how much is going to be written.
+        what: "the import", for messages.
+
+    Raises:
+        ConversionError: the disk has not enough room or refuses the folder, before anything is written; or writing
+            failed.
+        FolderInUse: another process is writing to the target.
+    """
+    require_room(target, num_bytes, what=what)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(target, what=what))
+            partial = partial_sibling(target)
+        except OSError as error:
+            raise ConversionError(f"{what} cannot be written to {target}: {error}") from error
+        stack.enter_context(_published(partial, target, num_bytes, what))
+        yield partial
+
+
+@contextlib.contextmanager
+def _published(partial: Path, target: Path, num_bytes: int, what: str) -> Iterator[None]:
+    """Move `partial` into place at the end; nothing is left of it after an error."""
+    try:
+        yield
+        publish(partial, target)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = f"; it needs {num_bytes / 1e9:.2f} GB, free some or choose another folder" if full else ""
+        raise ConversionError(f"{what} to {target} stopped, nothing is left of it: {error}{hint}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def require_room(target: Path, num_bytes: int, *, what: str) -> None:
+    """Refuse to begin what the disk cannot hold.
+
+    Raises:
+        ConversionError: says how much is needed and how much there is.
+    """
+    existing = next(p for p in (target.absolute(), *target.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
+        needed = f"{num_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free"
+        raise ConversionError(f"{target}: {what} needs {needed} there; free some or choose another folder")
+
+
+def require_absent(target: Path, *, what: str) -> None:
+    """Refuse to write over anything.
+
+    Raises:
+        ConversionError: `target` exists and is not an empty folder.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConversionError(f"{target} exists and is not empty; {what} never overwrites: choose another folder")

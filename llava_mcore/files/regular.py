@@ -1,0 +1,100 @@
+"""Files that others name: regular ones of a bounded size, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from llava_mcore.errors import CheckpointError, DataError, LlavaMcoreError
+
+_LONGEST_NAME = 255  # bytes, of Linux' file systems
+
+
+class RefusedFileError(DataError):
+    """A path that leads to no regular file, or to one that is too large."""
+
+
+def read_regular_file(path: Path, most_bytes: int) -> bytes:
+    """Return the contents of a regular file.
+
+    A named pipe would be waited for without end, and a device such as /dev/zero has no end.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+        ValueError: a name that no file can have.
+        RefusedFileError: it is no regular file, or larger than most_bytes.
+    """
+    with open_regular_file(path, most_bytes) as file:
+        return file.read(most_bytes)
+
+
+def open_regular_file(path: Path, most_bytes: int | None = None) -> BinaryIO:
+    """Open a regular file for reading, without a buffer. Raises as `read_regular_file`; None allows any size."""
+    # Looked at before and after opening: opening a device may do something, and a name may stand for another file then.
+    _check(path, os.stat(path), most_bytes)
+    file: BinaryIO = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)
+    try:
+        _check(path, os.fstat(file.fileno()), most_bytes)
+    except RefusedFileError:
+        file.close()
+        raise
+    return file
+
+
+def _check(path: Path, found: os.stat_result, most_bytes: int | None) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise RefusedFileError(f"{path} is {kind_of(found.st_mode)}, not a regular file")
+    if most_bytes is not None and found.st_size > most_bytes:
+        raise RefusedFileError(f"{path} has {found.st_size} bytes, allowed are {most_bytes}")
+
+
+def kind_of(mode: int) -> str:
+    """Return what a file's mode says that it is."""
+    kinds = {
+        stat.S_ISDIR: "a folder",
+        stat.S_ISFIFO: "a named pipe",
+        stat.S_ISSOCK: "a socket",
+        stat.S_ISCHR: "a device",
+        stat.S_ISBLK: "a device",
+    }
+    return next((name for is_kind, name in kinds.items() if is_kind(mode)), "something else")
+
+
+def read_regular(path: Path, most: int, kind: type[LlavaMcoreError] = CheckpointError) -> bytes:
+    """Return a file's bytes.
+
+    Args:
+        most: bytes that it may have.
+        kind: the error to raise.
+
+    Raises:
+        LlavaMcoreError: no such file, no regular file (a pipe would never end), or too large.
+    """
+    try:
+        size = require_regular(path, kind).st_size
+        if size > most:
+            raise kind(f"{path}: {size:,} bytes, at most {most:,} are read")
+        return path.read_bytes()
+    except OSError as error:
+        raise kind(f"{path} cannot be read: {error.strerror}") from error
+
+
+def require_regular(path: Path, kind: type[LlavaMcoreError] = CheckpointError) -> os.stat_result:
+    """Return a file's status, links followed.
+
+    Raises:
+        OSError: no such file.
+        LlavaMcoreError: a folder, a pipe or a device.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise kind(f"{path}: not a regular file")
+    return status
+
+
+def plain_name(name: object) -> bool:
+    """Tell whether this is the name of a file in a folder, not of one elsewhere."""
+    is_text = isinstance(name, str) and name not in ("", ".", "..") and len(name.encode()) <= _LONGEST_NAME
+    return is_text and not {"/", "\\", "\0"} & set(str(name))

@@ -1,0 +1,162 @@
+"""The mapping table: one `Entry` names one Megatron tensor and the Hugging Face tensors it is made of.
+
+Import, export, every tensor-parallel size and the completeness check all read the same table.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from llava_mcore.errors import ConversionError, problems
+from llava_mcore.mapping.layouts import Copy, Layout
+from llava_mcore.mapping.sharding import Shard
+from llava_mcore.mapping.slices import Box, Shape
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Megatron tensor.
+
+    `megatron` and `hf` may hold placeholders ({layer}, {wb}) until `expand` fills them; names are always
+    spelled out, never matched by a pattern.
+    """
+
+    megatron: str
+    hf: tuple[str, ...] | str
+    shard: Shard
+    layout: Layout = field(default_factory=Copy)
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return (self.hf,) if isinstance(self.hf, str) else self.hf
+
+    def expand(self, **values: Iterable[object]) -> Iterator[Entry]:
+        """Yield one concrete entry for each combination of the placeholders that this entry uses."""
+        used = [key for key in values if f"{{{key}}}" in self.megatron]
+        for combination in itertools.product(*(values[key] for key in used)):
+            filled = dict(zip(used, combination, strict=True))
+            hf = tuple(name.format(**filled) for name in self.hf_names)
+            yield replace(self, megatron=self.megatron.format(**filled), hf=hf)
+
+    def to_megatron(self, hf: Mapping[str, Tensor]) -> Tensor:
+        """Return the full Megatron tensor."""
+        return self.layout.to_megatron(*(hf[name] for name in self.hf_names))
+
+    def to_hf(self, megatron: Tensor) -> dict[str, Tensor]:
+        """Return the Hugging Face tensors of one full Megatron tensor."""
+        return dict(zip(self.hf_names, self.layout.to_hf(megatron), strict=True))
+
+    def hf_boxes(self, megatron_shape: Shape) -> tuple[Box, ...] | None:
+        """Return which part of the full Megatron tensor each Hugging Face tensor is, in the order of `hf_names`.
+
+        None where the layout does more than put rows below each other: then the whole tensor is needed at once.
+        """
+        full = torch.empty(megatron_shape, device="meta")
+        boxes = []
+        for part in self.layout.to_hf(full):
+            same_rows = part.shape[1:] == full.shape[1:] and part.stride() == full.stride()
+            if not same_rows or (part is not full and part._base is not full):
+                return None
+            first = part.storage_offset() // full.stride(0)
+            boxes.append(Box((first,) + (0,) * (full.ndim - 1), tuple(part.shape)))
+        return tuple(boxes)
+
+
+@dataclass(frozen=True)
+class MappingTable:
+    """All entries of one model.
+
+    `unused` names Hugging Face tensors that training does not use, with the reason; they are carried along
+    and written back. `copies` names Hugging Face tensors that repeat another one (a tied lm_head on disk).
+    """
+
+    entries: Mapping[str, Entry]
+    unused: Mapping[str, str]
+    copies: Mapping[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        entries: Iterable[Entry],
+        *,
+        unused: Mapping[str, str] | None = None,
+        copies: Mapping[str, str] | None = None,
+    ) -> MappingTable:
+        """Build a table.
+
+        Raises:
+            ConversionError: a Megatron or a Hugging Face tensor is named more than once.
+        """
+        entries = list(entries)
+        seen: set[str] = set()
+        twice: list[str] = []
+        claimed = itertools.chain(
+            (f"Megatron {e.megatron}" for e in entries),
+            (f"Hugging Face {name}" for e in entries for name in e.hf_names),
+            (f"Hugging Face {name}" for name in itertools.chain(unused or (), copies or ())),
+        )
+        for name in claimed:
+            if name in seen:
+                twice.append(f"{name} is named twice")
+            seen.add(name)
+        if twice:
+            raise ConversionError(problems("the mapping table is wrong", twice))
+        return cls({e.megatron: e for e in entries}, dict(unused or {}), dict(copies or {}))
+
+    def hf_to_entry(self) -> dict[str, Entry]:
+        """Return the entry that each Hugging Face tensor belongs to."""
+        return {name: entry for entry in self.entries.values() for name in entry.hf_names}
+
+
+def check_coverage(
+    table: MappingTable, *, hf_shapes: Mapping[str, Shape], megatron_shapes: Mapping[str, Shape], source: str
+) -> None:
+    """Compare table, Hugging Face folder and model, from names and shapes alone.
+
+    Args:
+        hf_shapes: shape of every tensor in the Hugging Face folder.
+        megatron_shapes: full (unsharded) shape of every parameter of the model.
+        source: the Hugging Face folder, for the message.
+
+    Raises:
+        ConversionError: lists everything that is missing, extra or of another shape, in both directions.
+    """
+    entries = table.entries
+    by_hf = table.hf_to_entry()
+    known = by_hf.keys() | table.unused.keys() | table.copies.keys()
+    found: list[str] = []
+    found += [
+        f"tensor without an entry (unknown to this model): {n} {hf_shapes[n]}" for n in sorted(hf_shapes.keys() - known)
+    ]
+    found += [f"tensor is missing: {n}" for n in sorted(by_hf.keys() - hf_shapes.keys())]
+    found += [f"Megatron parameter without an entry: {n}" for n in sorted(megatron_shapes.keys() - entries.keys())]
+    found += [f"entry without a Megatron parameter: {n}" for n in sorted(entries.keys() - megatron_shapes.keys())]
+    for name in sorted(entries.keys() & megatron_shapes.keys()):
+        found += _shape_problems(entries[name], hf_shapes, megatron_shapes[name])
+    if found:
+        raise ConversionError(problems(f"{source} does not fit the model its config.json describes", found))
+
+
+def _shape_problems(entry: Entry, hf_shapes: Mapping[str, Shape], expected: Shape) -> list[str]:
+    """Run the layout on meta tensors: shapes are checked without reading a byte."""
+    if any(name not in hf_shapes for name in entry.hf_names):
+        return []
+    described = ", ".join(f"{name} {hf_shapes[name]}" for name in entry.hf_names)
+    try:
+        meta = {name: torch.empty(hf_shapes[name], device="meta") for name in entry.hf_names}
+        full = entry.to_megatron(meta)
+        back = entry.to_hf(full)
+    except (RuntimeError, ValueError) as error:
+        return [f"wrong shape: {described} cannot become {entry.megatron} {expected} ({error})"]
+    if tuple(full.shape) != expected:
+        return [f"wrong shape: {described} gives {tuple(full.shape)}, but {entry.megatron} is {expected}"]
+    return [
+        f"wrong shape: {name} is {hf_shapes[name]}, expected {tuple(x.shape)}"
+        for name, x in back.items()
+        if tuple(x.shape) != hf_shapes[name]
+    ]

@@ -1,0 +1,101 @@
+"""Hugging Face's config.json as transformers understands it, defaults filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import LlavaConfig, PretrainedConfig
+
+from llava_mcore.config.rules.dims import ModelDims
+from llava_mcore.errors import ConversionError, problems
+from llava_mcore.files.json_files import read_object
+from llava_mcore.models.vision.geometry import ffn_size, has_class_token
+
+_WINDOWS_COMPUTED = ("gemma2", "gemma3_text")
+"""Families whose sliding windows are computed as they are; others must not meet sequences longer than theirs."""
+_LARGEST = {
+    "num_hidden_layers": 2_000,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "head_dim": 1 << 16,
+    "vocab_size": 1 << 26,
+    "max_position_embeddings": 1 << 32,
+    "image_size": 1 << 15,
+    "patch_size": 1 << 15,
+    "num_channels": 1 << 10,
+}
+"""Far beyond every model that there is."""
+
+
+def load_hf_config(folder: Path) -> LlavaConfig:
+    """Read `folder`/config.json.
+
+    Raises:
+        ConversionError: no config.json, not JSON, or not of a LLaVA model.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConversionError(
+            f"{folder}: no config.json; expected a Hugging Face LLaVA folder (build one with build_llava_jp.py)"
+        )
+    values = read_object(path, ConversionError)
+    kind = values.get("model_type")
+    if kind != "llava":
+        raise ConversionError(
+            f"{path}: model_type is {kind!r}, expected 'llava'; a text model becomes one with build_llava_jp.py"
+        )
+    try:
+        hf = LlavaConfig.from_dict(values)
+    except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        raise ConversionError(f"{path}: transformers cannot read it ({error!r})") from error
+    wrong = [*_wrong_sizes("text_config", hf.text_config), *_wrong_sizes("vision_config", hf.vision_config)]
+    wrong += _wrong_rope("text_config.rope_parameters", hf.text_config.to_dict().get("rope_parameters"))
+    if wrong:
+        raise ConversionError(problems(f"{path}: values that no model has", wrong))
+    return hf
+
+
+def _wrong_rope(key: str, value: Any) -> Iterator[str]:
+    """Yield texts where numbers are expected."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _wrong_rope(f"{key}.{name}", item)
+    elif isinstance(value, str) and not key.endswith("type"):
+        yield f"{key} is {value!r}, expected a number"
+
+
+def _wrong_sizes(section: str, config: PretrainedConfig) -> Iterator[str]:
+    """Yield what is no size, or so large that building the model would not end."""
+    values = config.to_dict()
+    for key, largest in _LARGEST.items():
+        for value in values[key] if isinstance(values.get(key), list | tuple) else [values.get(key)]:
+            is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
+            if key in values and value is not None and not is_size:
+                yield f"{section}.{key} is {value!r}, expected a whole number from 1 to {largest:,}"
+
+
+def model_dims(hf: LlavaConfig) -> ModelDims:
+    """Return the sizes that decide which layouts are possible."""
+    text, vision = hf.text_config, hf.vision_config
+    values = text.to_dict()
+    limited_by_window = values.get("use_sliding_window", True) and text.model_type not in _WINDOWS_COMPUTED
+    return ModelDims(
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        ffn_hidden_size=text.intermediate_size,
+        num_attention_heads=text.num_attention_heads,
+        num_query_groups=text.num_key_value_heads,
+        vocab_size=text.vocab_size,
+        vision_num_layers=vision.num_hidden_layers,
+        vision_hidden_size=vision.hidden_size,
+        vision_ffn_hidden_size=ffn_size(vision),
+        vision_num_attention_heads=vision.num_attention_heads,
+        max_position_embeddings=text.max_position_embeddings,
+        sliding_window=values.get("sliding_window") if limited_by_window else None,
+        keeps_class_token=has_class_token(vision) and hf.vision_feature_select_strategy != "default",
+    )

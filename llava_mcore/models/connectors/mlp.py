@@ -1,0 +1,48 @@
+"""LLaVA-1.5's projector: two linear layers with an activation between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.vision.multimodal_projector import MultimodalProjector
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import LlavaConfig
+
+from llava_mcore.mapping.sharding import COLUMN, REPLICATED, ROW
+from llava_mcore.mapping.table import Entry
+from llava_mcore.models.activations import activation
+
+
+def config_from_hf(hf: LlavaConfig) -> dict[str, Any]:
+    """Return megatron-core TransformerConfig fields; its hidden size is the language model's."""
+    width = hf.text_config.hidden_size
+    return {
+        "num_layers": 1,
+        "hidden_size": width,
+        "ffn_hidden_size": width,
+        "num_attention_heads": 1,
+        "activation_func": activation(hf.projector_hidden_act, where="projector_hidden_act"),
+        "add_bias_linear": hf.multimodal_projector_bias,
+        "hidden_dropout": 0.0,
+    }
+
+
+def build(config: TransformerConfig, *, input_size: int) -> MultimodalProjector:
+    """Build the projector for features of width `input_size`."""
+    layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return MultimodalProjector(config, layers, projector_type="mlp", input_size=input_size)
+
+
+def weight_entries(hf: LlavaConfig, *, megatron: str, prefix: str) -> list[Entry]:
+    """Return the projector's entries."""
+    m, h = megatron + "encoder.", prefix
+    entries = [
+        Entry(m + "linear_fc1.weight", h + "linear_1.weight", COLUMN),
+        Entry(m + "linear_fc2.weight", h + "linear_2.weight", ROW),
+    ]
+    if hf.multimodal_projector_bias:
+        entries.append(Entry(m + "linear_fc1.bias", h + "linear_1.bias", COLUMN))
+        entries.append(Entry(m + "linear_fc2.bias", h + "linear_2.bias", REPLICATED))
+    return entries

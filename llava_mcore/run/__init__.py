@@ -1,0 +1,1 @@
+"""A training process, from its configuration to the loop."""

@@ -1,0 +1,80 @@
+"""The Hugging Face files that travel inside every checkpoint of a run, so that it can be exported."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+from llava_mcore.checkpoint import layout
+from llava_mcore.checkpoint.choose_start import StartPoint
+from llava_mcore.data.encoding.chat_template_file import write_chat_template
+from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.llava_names import detect_names
+from llava_mcore.models.architectures.llava_table import mapping_table
+
+_DTYPE = "F32"
+
+
+def write_carried_folder(start: StartPoint, target: Path, *, seed: int, chat_template: str) -> Path:
+    """Write what the run's checkpoints carry to `target`, in place of what is there, and return it.
+
+    The files are those of the checkpoint that the run starts from, or, from random weights, of the folder that
+    describes the model; the chat template is the one that is trained with.
+    """
+    if target.exists():
+        shutil.rmtree(target)
+    if start.kind == "init":
+        write_init_folder(start.hf_dir, target, seed)
+    else:
+        hf_files.require_own_files(start.hf_dir)
+        shutil.copytree(start.hf_dir, target)
+    write_chat_template(target, chat_template)
+    return target
+
+
+def write_init_folder(hf_dir: Path, target: Path, seed: int) -> Path:
+    """Write config, tokenizer and processor files, the tensors' names, and random unused tensors to `target`.
+
+    A folder with weights gives its own names and unused tensors; one without gets those transformers would use.
+    """
+    hf = load_hf_config(hf_dir)
+    hf_files.copy_companions(hf_dir, target)
+    has_weights = (hf_dir / hf_files.SINGLE).is_file() or (hf_dir / hf_files.INDEX).is_file()
+    folder = hf_files.HfFolder.open(hf_dir) if has_weights else None
+    infos = _planned_tensors(hf) if folder is None else folder.tensors
+    names = detect_names(infos, source=str(hf_dir))
+    table = mapping_table(hf, names, hf_tensors=infos, padded_vocab_size=hf.text_config.vocab_size)
+    generator = torch.Generator().manual_seed(seed)
+    unused = {
+        name: folder.get(name) if folder is not None else _initial(name, infos[name].shape, generator)
+        for name in table.unused
+    }
+    save_file(unused, target / layout.UNUSED, metadata={"format": "pt"})
+    tensors: dict[str, Any] = hf_files.to_record(infos)
+    layout.write_record_file(target, {"unused": dict(table.unused), "tensors": tensors})
+    return target
+
+
+def _planned_tensors(hf: LlavaConfig) -> dict[str, hf_files.TensorInfo]:
+    """Return names and shapes of the model that transformers would build, without memory."""
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(hf)
+    tied = {"lm_head.weight"} if hf.tie_word_embeddings else set()
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in tied}
+    return {name: hf_files.TensorInfo(hf_files.SINGLE, _DTYPE, shape) for name, shape in shapes.items()}
+
+
+def _initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return a usual first value: ones for norms, zeros for biases, else a small normal one."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "norm" in name and len(shape) == 1:
+        return torch.ones(shape)
+    return 0.02 * torch.randn(shape, generator=generator)

@@ -1,0 +1,77 @@
+"""A run has its folders to itself: two of one name would overwrite each other's checkpoints and metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import ConfigError
+from llava_mcore.files.lock import FolderLock
+from llava_mcore.files.text_files import naming
+from llava_mcore.launch.nodes import Nodes
+from llava_mcore.launch.slurm import job_has_ended
+
+FILE = ".lock"
+ADVICE = "wait for it or end it, or give this run another --name"
+
+
+class RunLock:
+    """The locks of a run's folders, held by the launcher of the first node, those of a node's own disk by its own.
+
+    The other nodes look whether the first node's run may begin, so that they end with the same message if not.
+    """
+
+    def __init__(self, run: RunConfig, nodes: Nodes) -> None:
+        """Nothing is done before it is entered."""
+        self._lost: list[str] = []
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+        self._group = f"{nodes.run_id} {restarts} {nodes.master_addr}:{nodes.port}" if nodes.count > 1 else None
+        shared = [run.run_dir]
+        if run.checkpoint.non_persistent_dir is not None:
+            shared.append(run.non_persistent_dir)
+        mine = [self._of(folder / FILE) for folder in shared]
+        self._looked_at, self._held = ([], mine) if nodes.rank == 0 else (mine, [])
+        if run.checkpoint.non_persistent_local_dir is not None:
+            folder = run.checkpoint.non_persistent_local_dir / run.name
+            self._held.append(self._of(folder / f"{FILE}-node{nodes.rank}"))
+
+    def _of(self, path: Path) -> FolderLock:
+        return FolderLock(
+            path,
+            what=str(path.parent),
+            advice=ADVICE,
+            group=self._group,
+            say=lambda line: print(line, flush=True),
+            lost=self._end,
+            job_has_ended=job_has_ended,
+        )
+
+    def _end(self, line: str) -> None:
+        self._lost.append(line)
+        os.kill(os.getpid(), signal.SIGQUIT)  # handed on to torchrun, which ends all ranks
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the locks.
+
+        Raises:
+            FolderInUse: another run is in one of the folders.
+            ConfigError: a folder cannot be written to; or, at the end, another run has taken a lock over.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                for lock in self._looked_at:
+                    with naming(lock.path):
+                        lock.require_free()
+                for lock in self._held:
+                    with naming(lock.path):
+                        stack.enter_context(lock)
+            except OSError as error:
+                raise ConfigError(f"the run's folder cannot be written to: {error}") from error
+            yield
+        if self._lost:
+            raise ConfigError(f"{self._lost[0]}; this run was ended")

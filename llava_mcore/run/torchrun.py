@@ -1,0 +1,166 @@
+"""torchrun that ends a run within seconds, and whose last word is ours.
+
+torchrun's own report of a failed worker would bury the worker's message, and it gives the ranks that are left half a
+minute to end: one that hangs, or is stopped, takes all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import psutil
+
+from llava_mcore.errors import HUNG
+from llava_mcore.launch.process import FORWARDED, STOP, STOPPED_EARLY, leave
+from llava_mcore.run.messages import with_messages
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a run at once; the others ask it to save first."""
+_SECONDS_TO_END = 3
+"""What a rank has after another one has failed, then it is killed; its own limit is a little shorter."""
+_OTHER_LIMITS = {STOPPED_EARLY: 30, HUNG: 1}
+"""The same after other exit codes: when a run stops early, ranks may still be closing their logs; when one hangs, they
+have had their time."""
+
+
+class Failure(Protocol):
+    """What torchrun knows of a process that has failed. `exitcode`: -n if signal n ended it."""
+
+    @property
+    def exitcode(self) -> int: ...
+
+
+class Run:
+    """The workers of this machine, and what became of them."""
+
+    def __init__(self) -> None:
+        """Attend to signals from here on, in a thread of its own: torchrun may be importing, or waiting."""
+        self.module = ""
+        self.ended_by: signal.Signals | None = None
+        self.first: dict[int, Failure] = {}
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # of all threads that begin after this; workers unblock
+        threading.Thread(target=self._attend, name="signals", daemon=True).start()
+
+    def workers(self) -> list[psutil.Process]:
+        """Return the ranks on this machine that are still running."""
+        found = []
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if self.module in child.cmdline():
+                    found.append(child)
+        return found
+
+    def _attend(self) -> None:
+        while True:
+            number = signal.Signals(signal.sigwait(FORWARDED))
+            if number in ENDING:
+                self._end(number)
+            elif not self._send(STOP):
+                os._exit(STOPPED_EARLY)  # nothing has begun
+
+    def _end(self, number: signal.Signals) -> None:
+        self.ended_by = number
+        if self._send(signal.SIGINT):
+            time.sleep(_SECONDS_TO_END)  # torchrun notices sooner, and `main` ends
+        os._exit(self.end())  # the workers that are left are killed with us
+
+    def end(self) -> int:
+        """Say what ended the run; return its exit code."""
+        assert self.ended_by is not None
+        words = "no checkpoint was saved, those before are as they were"
+        print(f"ended by {self.ended_by.name}: {words}", file=sys.stderr, flush=True)
+        return 128 + self.ended_by
+
+    def _send(self, number: signal.Signals) -> bool:
+        """Send a signal to all workers, if there are any."""
+        found = self.workers() if self.module else []
+        for worker in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.send_signal(number)
+        return bool(found)
+
+    def end_soon_after_a_failure(self, api: ModuleType) -> None:
+        """Patch torchrun: when a rank has failed, note which were first, and give the others little time.
+
+        Raises:
+            RuntimeError: this torch ends its workers in another way.
+        """
+        context: type[SubprocessContext] = api.SubprocessContext
+        close = context._close
+        if list(inspect.signature(close).parameters) != ["self", "death_sig", "timeout"]:
+            raise RuntimeError(f"torch has changed {close.__qualname__}: llava_mcore/run/torchrun.py has to follow")
+
+        @functools.wraps(close)
+        def close_soon(self_: Any, death_sig: signal.Signals, timeout: int = 30) -> None:
+            if not self.first:
+                self.first.update(self_._failures)
+            codes = [failure.exitcode for failure in self.first.values()]
+            close(self_, death_sig, max((_OTHER_LIMITS.get(code, _SECONDS_TO_END) for code in codes), default=1))
+
+        context._close = close_soon  # type: ignore[method-assign,assignment]
+
+
+def cause(failures: Mapping[int, Failure]) -> tuple[int, int]:
+    """Return rank and exit code of the failure that the others follow from.
+
+    Ranks that lose their connection to one that was killed fail too, with code 1, perhaps before torchrun looks.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        code = failures[rank].exitcode
+        return code >= 0, code == 1, rank
+
+    rank = min(failures, key=order)
+    return rank, failures[rank].exitcode
+
+
+def main() -> int:
+    """Run torchrun's command line; return 0, or the exit code of the first worker that failed (128 + n: signal n)."""
+    attended = Run()
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    args = parse_args(sys.argv[1:])
+    args.signals_to_handle = ",".join(number.name for number in ENDING)  # never come: they are blocked
+    args.training_script_args += ["--parent", str(os.getpid())]
+    attended.end_soon_after_a_failure(api)
+    attended.module = args.training_script
+    try:
+        run(args)
+    except ChildFailedError as error:
+        if attended.ended_by is not None:
+            return attended.end()
+        first = {rank: x for rank, x in error.failures.items() if x.local_rank in attended.first}
+        return _last_word(*cause(first or error.failures))
+    return 0
+
+
+def _last_word(rank: int, code: int) -> int:
+    """Say which rank ended the run and how; return the run's exit code."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        print(f"error: rank {rank} was ended by {name}; all ranks were stopped", file=sys.stderr)
+        return 128 - code
+    if code != STOPPED_EARLY:
+        print(f"all ranks were stopped: rank {rank} ended with exit code {code}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    leave(with_messages(main))  # it makes a temporary folder

@@ -1,0 +1,201 @@
+"""A training process's way from its configuration to the training loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.checkpoint.choose_start import StartPoint, resumes, start_point
+from llava_mcore.checkpoint.node_local import is_local, unusable_here
+from llava_mcore.checkpoint.verify import damage_found_together
+from llava_mcore.config.rules.all_rules import pad_multiple
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.data.doctor.show import in_words
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.chat_template_file import require_same_template
+from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.loading.validation_data import ValidationData
+from llava_mcore.data.loading.worker import noticing_killed_loaders
+from llava_mcore.errors import LlavaMcoreError, problems
+from llava_mcore.launch.process import StopSignals
+from llava_mcore.parallel.groups import Groups, agree, initialise, shut_down, wait_for_all
+from llava_mcore.parallel.random import seed_everything
+from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, together
+from llava_mcore.run.carried_folder import write_carried_folder
+from llava_mcore.training.closing import attempt
+from llava_mcore.training.debug import ShowFirst, show_shapes_once
+from llava_mcore.training.determinism import make_deterministic
+from llava_mcore.training.loop import train
+from llava_mcore.training.run_ids import adopt_ids
+from llava_mcore.training.setup import Trainer, build_trainer
+from llava_mcore.training.state import Progress, resume
+from llava_mcore.training.stop import StopRules
+from llava_mcore.training.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+
+def run_worker(run: RunConfig, signals: StopSignals, started: float) -> bool:
+    """Run under a watchdog; return whether the run has reached its end.
+
+    Args:
+        started: value of time.monotonic() from which the run's time counts.
+    """
+    watchdog = Watchdog(run.faults.timeout, run.run_dir / "stacks", int(os.environ["RANK"]))
+    minutes = run.faults.exit_duration_in_mins
+    stop = StopRules(lambda: signals.asked, None if minutes is None else started + 60 * minutes)
+    try:
+        with noticing_killed_loaders(run.data.path):
+            finished = _run(run, stop, watchdog)
+    except (LlavaMcoreError, OSError, KeyboardInterrupt):
+        attempt("removing the file for stacks", watchdog.close)
+        raise
+    attempt("removing the file for stacks", watchdog.close)
+    return finished
+
+
+def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
+    """Join the world, build everything, train."""
+    groups = _join_world(run)
+    start = find_start(run, groups, watchdog.begin)
+    if start.passed_over and groups.rank == 0:
+        logger.warning(problems("checkpoints that are not used", start.passed_over))
+    watchdog.begin("building the model")
+    trainer = together(groups, lambda: build_trainer(run, groups, start))
+    resuming = resumes(run, start)
+    if run.checkpoint.load_optim and start.checkpoint is not None and not resuming:
+        logger.info("%s gives weights only: this run starts at iteration 0", start.checkpoint)
+    assets = together(groups, lambda: _open_assets(run, groups, start, resuming))
+    watchdog.begin("loading the state")
+    progress, loader_states = Progress(), None
+    if resuming:
+        checkpoint = start.checkpoint
+        assert checkpoint is not None
+        progress, loader_states = together(groups, lambda: resume(trainer, checkpoint))
+        on_first_rank(groups, lambda: adopt_ids(run.run_dir, checkpoint))
+        logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
+    watchdog.begin("opening the data")
+    loader = together(groups, lambda: _open_loader(run, groups, assets, loader_states))
+    validation = together(groups, lambda: _open_validation(run, assets))
+    shown = _show_the_first_step(trainer, loader, assets) if run.logging.debug else loader
+    hf_source = together(groups, lambda: _carried_files(run, groups, start, assets))
+    finished = train(trainer, shown, progress, hf_source, stop, watchdog, validation)
+    if not finished:
+        logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
+    wait_for_all(groups)  # torchrun ends all ranks soon after the first: none may go while another closes its logs
+    if loader is not None:
+        attempt("ending the loader processes", loader.close)
+    shut_down()
+    return finished
+
+
+def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = lambda _: None) -> StartPoint:
+    """Return where to start: the newest checkpoint that is complete, undamaged and, if local, on the nodes' own disks.
+
+    Args:
+        begin: is told what begins: files are read, which may take as long as loading them.
+
+    Raises:
+        CheckpointError: on all ranks, when there are checkpoints and none can be used.
+    """
+    unusable: dict[Path, str] = {}
+    damaged: dict[Path, str] = {}
+    while True:
+        start = decided_by_first_rank(groups, lambda: start_point(run, unusable, damaged))
+        checkpoint = start.checkpoint
+        if checkpoint is None:
+            return start
+        begin(f"verifying {checkpoint}")
+        verify = not run.checkpoint.skip_verification
+        if start.kind == "resume" and is_local(checkpoint):
+            found = agree(groups, unusable_here(checkpoint, groups, verify=verify))
+            if found:
+                unusable[checkpoint] = "; ".join(found)
+                continue
+        problem = damage_found_together(groups, checkpoint) if verify else None
+        if problem is None:
+            return start
+        damaged[checkpoint] = problem
+
+
+def _join_world(run: RunConfig) -> Groups:
+    """Meet the other ranks and seed the random numbers."""
+    if run.training.deterministic:
+        make_deterministic()
+    assert run.parallel.backend is not None, "run.py resolves the backend"
+    groups = initialise(
+        backend=run.parallel.backend,
+        tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=run.parallel.pipeline_model_parallel_size,
+        timeout_seconds=run.faults.timeout,
+    )
+    seed_everything(run.training.seed)
+    return groups
+
+
+def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bool) -> Assets | None:
+    """Load tokenizer, template and image processor on ranks that load data."""
+    if not groups.loads_data:
+        return None
+    assets = load_assets(
+        run.checkpoint.hf_dir or start.hf_dir,
+        checkpoint_hf_dir=start.hf_dir,
+        chat_template=run.data.chat_template,
+        lang=run.data.lang,
+        image_token_id=run.data.image_token_id,
+        pad_token_id=run.data.pad_token_id,
+        special_tokens_in_text=run.data.special_tokens_in_text,
+        limits=run.data.limits,
+    )
+    if resuming:
+        require_same_template(start.hf_dir, assets.chat.template)
+    return assets
+
+
+def _carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: Assets | None) -> Path:
+    """Return the folder of Hugging Face files that the run's checkpoints carry; rank 0 writes it."""
+    if not run.checkpoint.saves or groups.rank != 0:
+        return start.hf_dir
+    assert assets is not None, "rank 0 loads data"
+    return write_carried_folder(start, run.run_dir / "hf", seed=run.training.seed, chat_template=assets.chat.template)
+
+
+def _open_loader(run: RunConfig, groups: Groups, assets: Assets | None, saved: Any) -> TrainLoader | None:
+    """Open the data on ranks that load them, behind the saved place if there is one."""
+    if assets is None:
+        return None
+    return TrainLoader(
+        run.data,
+        assets,
+        micro_batch_size=run.training.micro_batch_size,
+        dp_rank=groups.dp_rank,
+        dp_size=groups.dp_size,
+        seed=run.training.seed,
+        pad_multiple=pad_multiple(run),
+        num_micro_batches=run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size),
+        saved=saved,
+    )
+
+
+def _open_validation(run: RunConfig, assets: Assets | None) -> ValidationData | None:
+    """Look at the validation part, if the run validates, on ranks that load data."""
+    if assets is None or run.validation.eval_interval is None:
+        return None
+    iters = run.validation.eval_iters
+    return ValidationData(
+        run.data,
+        assets,
+        micro_batch_size=run.training.micro_batch_size,
+        seed=run.training.seed,
+        pad_multiple=pad_multiple(run),
+        most_samples=None if iters is None else iters * run.training.global_batch_size,
+    )
+
+
+def _show_the_first_step(trainer: Trainer, loader: TrainLoader | None, assets: Assets | None) -> ShowFirst | None:
+    """Let the first batch be printed in words, and the shapes that it has in the model."""
+    show_shapes_once(trainer)
+    return None if loader is None or assets is None else ShowFirst(loader, in_words(assets))

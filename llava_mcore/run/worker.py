@@ -1,0 +1,65 @@
+"""One training process: `torchrun … -m llava_mcore.run.worker --config run.yaml`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llava_mcore import log
+from llava_mcore.compat.tested import untested_line
+from llava_mcore.compat.unused_imports import leave_out_unused
+from llava_mcore.config.load import load_run_config
+from llava_mcore.errors import FileError, LlavaMcoreError, os_error_text
+from llava_mcore.launch.process import INTERRUPTED, STOPPED_EARLY, StopSignals, leave
+from llava_mcore.parent import die_with_parent
+
+logger = logging.getLogger("llava_mcore.run.worker")  # run with -m, the module's name is another
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as run.yaml says; return 0, 75 if stopped early, 130 after Ctrl-C, else an error's own exit code."""
+    signals, started = StopSignals(), time.monotonic()
+    parser = argparse.ArgumentParser(prog="llava_mcore.run.worker", allow_abbrev=False)
+    parser.add_argument("--config", type=Path, required=True, help="resolved run.yaml")
+    parser.add_argument("--parent", type=int, metavar="PID", help="process to end with (torchrun adds it)")
+    args = parser.parse_args(argv)
+    # A worker without its torchrun would wait for the others for ever.
+    die_with_parent(signal.SIGKILL, args.parent)
+    with signals:
+        return _train(args.config, signals, started)
+    return INTERRUPTED
+
+
+def _train(config: Path, signals: StopSignals, started: float) -> int:
+    """Train; return the exit code, after a message if it is an error's."""
+    rank = int(os.environ["RANK"])
+    log.prepare_streams()
+    log.set_up(rank)
+    untested = untested_line() if rank == 0 else None
+    if untested is not None:
+        logger.warning(untested)
+    try:
+        run = load_run_config(config, [], {})
+        leave_out_unused(*([] if run.logging.wandb else ["wandb"]))  # megatron-core's timers import it
+        # Heavy imports come after the first lines on the console.
+        from llava_mcore.run.training_run import run_worker
+
+        finished = run_worker(run, signals, started)
+    except LlavaMcoreError as error:
+        if rank == 0 or not error.on_all_ranks:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: rank {rank}: {os_error_text(error)}", file=sys.stderr, flush=True)
+        return FileError.exit_code
+    return 0 if finished else STOPPED_EARLY
+
+
+if __name__ == "__main__":  # a checkpoint save imports this module again: keep the guard
+    leave(main())

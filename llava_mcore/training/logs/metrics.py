@@ -1,0 +1,148 @@
+"""What a step reports: one JSON object an iteration, and a line on the console."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.errors import FileError
+from llava_mcore.files.json_files import parse_object
+from llava_mcore.files.text_files import naming, read_text
+
+FILE = "metrics.jsonl"
+VALIDATION_FILE = "validation.jsonl"
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One iteration. Seconds are wall time; tokens leave padding out; fill: the part of a batch that is no padding.
+
+    loss, grad_norm: None where the iteration's data were not trained on. updated: whether the weights changed.
+    lr_by_part: the learning rate of each part that is trained.
+    skipped_iterations, failed_updates: totals of the run so far.
+    mfu: model FLOPs utilisation, None where the device's peak is not known; memory: the most that rank 0 has allocated
+    on its GPU since the start, None without one.
+    """
+
+    iteration: int
+    loss: float | None
+    grad_norm: float | None
+    lr: float
+    lr_by_part: dict[str, float]
+    updated: bool
+    num_tokens: int
+    num_trained_tokens: int
+    num_conversations: int
+    num_skipped: int
+    num_truncated: int
+    fill: float
+    tokens_per_second: float
+    step_seconds: float
+    data_wait_seconds: float
+    consumed_samples: int
+    skipped_iterations: int
+    failed_updates: int
+    tflops_per_device: float
+    mfu: float | None
+    memory_gib: float | None
+    time_to_first_iteration_seconds: float | None = None
+    """From the start of the process to the end of the first iteration that it trained; None for the later ones."""
+
+    def line(self, train_iters: int, num_devices: int) -> str:
+        """Return the console line."""
+        rate = self.tokens_per_second / num_devices / 1000
+        wait = 100 * self.data_wait_seconds / self.step_seconds if self.step_seconds else 0.0
+        speed = f"{rate:.2f}k tok/s/device"
+        if self.mfu is not None:
+            speed += f" | {self.tflops_per_device:.0f} TF/s/device | MFU {100 * self.mfu:.1f} %"
+        lost = [(self.num_skipped, "left out"), (self.num_truncated, "cut")]
+        losses = "".join(f" | {number} samples {what}" for number, what in lost if number)
+        if not self.updated:
+            losses += " | weights not changed"
+        loss = "-" if self.loss is None else f"{self.loss:.4f}"
+        grad_norm = "-" if self.grad_norm is None else f"{self.grad_norm:.3f}"
+        return (
+            f"step {self.iteration}/{train_iters} | loss {loss} | grad norm {grad_norm} | "
+            f"lr {self.lr:.2e} | {speed} | data wait {wait:.1f} % | {self.step_seconds:.2f} s{losses}"
+        )
+
+
+class JsonLines:
+    """Appends objects to a file, a line each; after a resume, what lies beyond the checkpoint is dropped."""
+
+    def __init__(self, path: Path, *, keep_until: int) -> None:
+        """keep_until: the iteration that the run goes on from. Raises FileError for a file of anything else."""
+        self.path = path
+        kept = [record for record in read_lines(path) if record["iteration"] <= keep_until]
+        self.losses: list[float | None] = [record["loss"] for record in kept]
+        temporary = self.path.with_suffix(".partial")
+        with naming(temporary):
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(temporary, self.path)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write one object; floats with full precision, so that equal lines mean equal bits. JSON has no NaN: null.
+
+        Raises:
+            OSError: it cannot be written; the file is then as it was, without half a line.
+        """
+        values = {key: None if is_not_finite(value) else value for key, value in record.items()}
+        append_line(self.path, json.dumps(values, allow_nan=False))
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file, or, if that fails, nothing."""
+    with naming(path), path.open("ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        data = f"{line}\n".encode()
+        try:
+            while data:  # of what a full disk does not take, only the first part is written
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(before)
+            raise
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines that a run writes, none without a file.
+
+    A last line that is cut short, by a kill or a full disk, is left out.
+
+    Raises:
+        FileError: a line is no object with an iteration and a loss.
+        OSError: the file cannot be read.
+    """
+    if not path.exists():
+        return []
+    lines = read_text(path).split("\n")[:-1]
+    return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    record = parse_object(line, where)
+    iteration, loss = record.get("iteration"), record.get("loss", "missing")
+    if type(iteration) is not int or not (loss is None or isinstance(loss, int | float)):
+        raise FileError(
+            f"{where}: expected 'iteration' and 'loss', as a run of this program writes them; move the file away"
+        )
+    return record
+
+
+class MetricsFile(JsonLines):
+    """`metrics.jsonl`, one object an iteration."""
+
+    def __init__(self, run_dir: Path, *, keep_until: int) -> None:
+        super().__init__(run_dir / FILE, keep_until=keep_until)
+
+    def append(self, metrics: Metrics) -> None:
+        """Write one iteration."""
+        self.write(asdict(metrics))
+
+
+def is_not_finite(value: object) -> bool:
+    """Tell whether a value is a float that is NaN or infinite."""
+    return isinstance(value, float) and not math.isfinite(value)

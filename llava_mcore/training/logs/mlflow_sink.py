@@ -1,0 +1,137 @@
+"""Metrics to MLflow: a server that MLFLOW_TRACKING_URI names, or files in SAVE_DIR/NAME/mlruns.
+
+The training only puts numbers into a queue. A thread sends them, so that a server that is slow, or does not answer,
+costs no step any time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from llava_mcore.config.load import config_fields
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import ConfigError
+from llava_mcore.training.logs.outbox import Failed, Outbox, Refused
+from llava_mcore.training.run_ids import read_ids, write_id
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "mlflow"
+_PARAMS_AT_ONCE = 100  # MLflow's limit for a batch
+_METRICS_AT_ONCE = 1000  # and this
+_SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0",  # it would draw from Python's generator of the training process
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # needs no database; MLflow asks for this since 3.x
+}
+"""Of MLflow, where the user has not chosen otherwise: 20 seconds a call, not the 16 minutes of its own defaults."""
+_NO_USE = range(400, 500)
+_TRY_AGAIN = (408, 429)
+
+
+class MLflow:
+    """One run of MLflow, the same one after a resume."""
+
+    def __init__(self, run: RunConfig, seconds: float) -> None:
+        """Open it.
+
+        Args:
+            seconds: how long to wait at the end for what has not been sent.
+
+        Raises:
+            ConfigError: MLflow refuses the run, or does not answer.
+        """
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient  # imports for seconds
+        from mlflow.exceptions import MlflowException
+
+        self._failure, self._seconds = MlflowException, seconds
+        uri = os.environ.get("MLFLOW_TRACKING_URI", (run.run_dir / "mlruns").as_uri())
+        try:
+            self.client: Any = MlflowClient(tracking_uri=uri)
+            self.run_id = self._resumed(read_ids(run.run_dir).get(SERVICE)) or self._created(run)
+        except MlflowException as error:
+            raise ConfigError(f"--mlflow: {uri}: {error}; set MLFLOW_TRACKING_URI, or leave it unset") from error
+        self._outbox = Outbox(f"MLflow at {uri}", self._send)
+
+    def _resumed(self, run_id: str | None) -> str | None:
+        """Reopen the run of this id; None without one, or where the server does not know it.
+
+        One that does not answer now may do so later: a run that is restarted at night does not end for that.
+        """
+        if run_id is None:
+            return None
+        try:
+            self.client.update_run(run_id, status="RUNNING")
+        except self._failure as error:
+            if error.get_http_status_code() not in _NO_USE:
+                logger.warning("MLflow does not answer; metrics are kept for a while and sent when it does: %s", error)
+                return run_id
+            logger.warning("MLflow does not know the run %s any more, a new one begins: %s", run_id, error)
+            return None
+        return run_id
+
+    def _created(self, run: RunConfig) -> str:
+        """Begin a run, with the configuration as its parameters."""
+        from mlflow.entities import Param
+
+        name = run.logging.mlflow_experiment
+        experiment = self.client.get_experiment_by_name(name)
+        number = self.client.create_experiment(name) if experiment is None else experiment.experiment_id
+        run_id: str = self.client.create_run(number, run_name=run.name).info.run_id
+        params = [Param(key, str(value)) for key, value in _flat(run).items() if value is not None]
+        for first in range(0, len(params), _PARAMS_AT_ONCE):
+            self.client.log_batch(run_id, params=params[first : first + _PARAMS_AT_ONCE])
+        write_id(run.run_dir, SERVICE, run_id)
+        return run_id
+
+    def write(self, values: dict[str, float], iteration: int) -> None:
+        """Have numbers sent; returns at once."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._outbox.put([Metric(name, value, now, iteration) for name, value in values.items()])
+
+    def close(self) -> None:
+        """Send what is left and mark the run as ended."""
+        self._outbox.close(self._seconds, last=lambda: self._call(self.client.set_terminated, self.run_id))
+
+    def _send(self, letters: Sequence[list[Any]]) -> int:
+        """Send the metrics of as many iterations as MLflow takes at once, and return their number."""
+        metrics: list[Any] = []
+        number = 0
+        for letter in letters:
+            if number and len(metrics) + len(letter) > _METRICS_AT_ONCE:
+                break
+            metrics += letter
+            number += 1
+        self._call(self.client.log_batch, self.run_id, metrics=metrics)
+        return number
+
+    def _call(self, function: Any, *arguments: Any, **named: Any) -> None:
+        try:
+            function(*arguments, **named)
+        except self._failure as error:
+            code = error.get_http_status_code()
+            kind = Refused if code in _NO_USE and code not in _TRY_AGAIN else Failed
+            raise kind(str(error)) from error
+        except OSError as error:  # its files
+            raise Failed(str(error)) from error
+
+
+def _flat(run: RunConfig) -> dict[str, object]:
+    """Return every value of the configuration by its dotted key."""
+    nested = run.model_dump(mode="json")
+    flat = {}
+    for key, _ in config_fields():
+        value: Any = nested
+        for part in key.split("."):
+            value = value[part]
+        flat[key] = value
+    return flat

@@ -1,0 +1,151 @@
+"""What rank 0 writes about every iteration: metrics.jsonl, the console, warnings."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+import torch
+
+from llava_mcore.errors import os_error_text
+from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
+from llava_mcore.training.logs.metrics import VALIDATION_FILE, JsonLines, Metrics, MetricsFile
+from llava_mcore.training.logs.sinks import Sinks
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.skipped import Counts
+from llava_mcore.training.spikes import SpikeAlert
+from llava_mcore.training.state import Progress
+from llava_mcore.training.step import StepResult
+from llava_mcore.training.validation import ValidationResult
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Reports the iterations of a run; on other ranks than the first it does nothing."""
+
+    def __init__(self, trainer: Trainer, progress: Progress) -> None:
+        """Cut metrics.jsonl back to the iteration that the run goes on from.
+
+        Raises:
+            FileError, OSError, ConfigError: a file of the run cannot be used, or a server refuses the run.
+        """
+        run, groups = trainer.run, trainer.groups
+        self.trainer = trainer
+        self.file = MetricsFile(run.run_dir, keep_until=progress.iteration) if groups.rank == 0 else None
+        self.validations: JsonLines | None = None
+        if groups.rank == 0 and run.validation.eval_interval is not None:
+            self.validations = JsonLines(run.run_dir / VALIDATION_FILE, keep_until=progress.iteration)
+        self.sinks = Sinks(run, iteration=progress.iteration) if groups.rank == 0 else None
+        self.trained = TrainedParts(
+            language_model="language_model" in trainer.trained_parts,
+            vision_model="vision_model" in trainer.trained_parts,
+            vision_projection="vision_projection" in trainer.trained_parts,
+        )
+        self.problem: str | None = None
+        """Why metrics could not be written. All ranks have to hear of it before the run may end: see the loop."""
+        self.is_first = True
+        self.peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
+        self.spikes: SpikeAlert | None = None
+        if run.faults.alert_spike and self.file is not None:
+            self.spikes = SpikeAlert(run.faults.spike_thr, self.file.losses)
+
+    def step(
+        self,
+        progress: Progress,
+        counts: Counts,
+        result: StepResult | None,
+        *,
+        rates: Mapping[str, float],
+        waited: float,
+        seconds: float,
+    ) -> None:
+        """Report one iteration.
+
+        Args:
+            result: None if its batch was not trained on.
+            rates: every part's learning rate in it.
+            waited: seconds until the batch was there.
+            seconds: of the whole iteration.
+        """
+        if self.file is None:
+            return
+        rates = {part: rate for part, rate in rates.items() if part in self.trainer.trained_parts}
+        metrics = self._metrics(progress, counts, result, {} if result is None else rates, waited, seconds)
+        if metrics.time_to_first_iteration_seconds is not None:
+            self.is_first = False
+            logger.info(
+                "first iteration done %.1f s after the start of its process", metrics.time_to_first_iteration_seconds
+            )
+        self._write(self.file, asdict(metrics))
+        if self.sinks is not None:
+            self.sinks.step(metrics)
+        run = self.trainer.run
+        if progress.iteration % run.logging.log_interval == 0:
+            logger.info(metrics.line(run.training.num_iterations, self.trainer.groups.world_size))
+        spike = self.spikes.check(progress.iteration, result.loss) if self.spikes is not None and result else None
+        if spike is not None:
+            logger.warning(spike)
+
+    def validation(self, result: ValidationResult) -> None:
+        """Report one validation, in a file of its own."""
+        if self.validations is None or self.sinks is None:
+            return
+        self._write(self.validations, result.record())
+        self.sinks.write(result.values(), result.iteration)
+        logger.info(result.line())
+
+    def close(self) -> None:
+        """End what else is written to, and draw the losses. Calling it again does nothing."""
+        sinks, self.sinks = self.sinks, None
+        if sinks is not None:
+            sinks.close()
+
+    def _write(self, file: JsonLines, record: dict[str, Any]) -> None:
+        try:
+            file.write(record)
+        except OSError as error:
+            self.problem = os_error_text(error)
+
+    def _metrics(
+        self,
+        progress: Progress,
+        counts: Counts,
+        result: StepResult | None,
+        rates: dict[str, float],
+        waited: float,
+        seconds: float,
+    ) -> Metrics:
+        groups = self.trainer.groups
+        num_trained = None if result is None else result.num_trained_tokens
+        workload = Workload(counts.num_tokens, counts.num_pairs, counts.num_images, num_trained)
+        flops = 0 if result is None else model_flops(self.trainer.hf, workload, self.trained).total
+        on_gpu = groups.device.type == "cuda"
+        return Metrics(
+            iteration=progress.iteration,
+            loss=None if result is None else result.loss,
+            grad_norm=None if result is None else result.grad_norm,
+            lr=0.0 if result is None else result.lr,
+            lr_by_part=rates,
+            updated=result is not None and result.updated,
+            num_tokens=counts.num_tokens,
+            num_trained_tokens=0 if result is None else result.num_trained_tokens,
+            num_conversations=counts.num_conversations,
+            num_skipped=counts.num_skipped,
+            num_truncated=counts.num_truncated,
+            fill=counts.num_tokens / counts.num_places,
+            tokens_per_second=counts.num_tokens / seconds,
+            step_seconds=seconds,
+            data_wait_seconds=waited,
+            consumed_samples=progress.consumed_samples,
+            skipped_iterations=progress.skipped_iterations,
+            failed_updates=progress.failed_updates,
+            tflops_per_device=flops / seconds / groups.world_size / 1e12,
+            mfu=None if self.peak is None else mfu(flops, seconds, groups.world_size, self.peak),
+            memory_gib=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+            time_to_first_iteration_seconds=time.time() - psutil.Process().create_time() if self.is_first else None,
+        )

@@ -1,0 +1,117 @@
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, and a picture of the loss."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.files.text_files import naming
+from llava_mcore.training.closing import attempt
+from llava_mcore.training.logs.metrics import FILE, VALIDATION_FILE, Metrics, read_lines
+from llava_mcore.training.logs.mlflow_sink import MLflow
+from llava_mcore.training.logs.wandb_sink import Wandb
+
+logger = logging.getLogger(__name__)
+
+PLOT = "loss.png"
+CLOSING_SECONDS = 30.0
+"""How long a server may take at the end for what it has not got yet."""
+
+
+class Sink(Protocol):
+    """Takes numbers by name, at iterations that rise. Raises OSError or RuntimeError when it cannot."""
+
+    def write(self, values: dict[str, float], iteration: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """All sinks that a run asks for; used on rank 0 only. One that fails is given up, with a warning: a run does not
+    end for a copy of its metrics."""
+
+    def __init__(self, run: RunConfig, *, iteration: int) -> None:
+        """Open them. `iteration`: where the run goes on from; what was written beyond it is given up.
+
+        Raises:
+            ConfigError: Weights & Biases or MLflow refuse the run, or do not answer.
+            OSError: a folder cannot be made.
+        """
+        self.run = run
+        self.sinks: dict[str, Sink] = {}
+        seconds = min(CLOSING_SECONDS, run.faults.timeout / 4)  # the other ranks wait at the end
+        if run.logging.tensorboard:
+            self.sinks["TensorBoard"] = TensorBoard(run.run_dir / "tensorboard", purge_from=iteration + 1)
+        if run.logging.wandb:
+            self.sinks["Weights & Biases"] = Wandb(run, seconds)
+        if run.logging.mlflow:
+            self.sinks["MLflow"] = MLflow(run, seconds)
+
+    def step(self, metrics: Metrics) -> None:
+        """Write one iteration."""
+        values = {name: float(value) for name, value in asdict(metrics).items() if isinstance(value, int | float)}
+        # Not lr/…: MLflow's files would need a file and a folder of one name.
+        values |= {f"lr_by_part/{part}": rate for part, rate in metrics.lr_by_part.items()}
+        self.write(values, metrics.iteration)
+
+    def write(self, values: dict[str, float], iteration: int) -> None:
+        """Write other numbers, such as those of a validation."""
+        for name, sink in list(self.sinks.items()):
+            try:
+                sink.write(values, iteration)
+            except (OSError, RuntimeError) as error:
+                logger.warning("%s gets no more of this run, iteration %d failed: %s", name, iteration, error)
+                del self.sinks[name]
+                attempt(name, sink.close)
+
+    def close(self) -> None:
+        """Flush and end all, and draw SAVE_DIR/NAME/loss.png. What fails is a warning."""
+        for name, sink in self.sinks.items():
+            attempt(name, sink.close)
+        attempt(PLOT, lambda: draw_losses(self.run.run_dir))
+
+
+class TensorBoard:
+    """Event files."""
+
+    def __init__(self, folder: Path, *, purge_from: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # imports for a second
+
+        self.writer = SummaryWriter(str(folder), purge_step=purge_from)
+
+    def write(self, values: dict[str, float], iteration: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, iteration)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def draw_losses(run_dir: Path) -> Path | None:
+    """Draw training and validation loss over the iterations into loss.png; None where nothing was trained."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imports for a second
+    from matplotlib.figure import Figure
+
+    trained = _points(run_dir / FILE, "loss")
+    if not trained:
+        return None
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="iteration", ylabel="loss", title=run_dir.name)
+    axes.plot(*zip(*trained, strict=True), linewidth=1, label="training")
+    validated = _points(run_dir / VALIDATION_FILE, "loss")
+    if validated:
+        axes.plot(*zip(*validated, strict=True), linewidth=1, marker="o", markersize=3, label="validation")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with naming(run_dir / PLOT):
+        figure.savefig(run_dir / PLOT)
+    return run_dir / PLOT
+
+
+def _points(file: Path, name: str) -> list[tuple[int, float]]:
+    """Return (iteration, value) of a file of JSON lines, without lines that were not trained on."""
+    return [(record["iteration"], record[name]) for record in read_lines(file) if record[name] is not None]

@@ -45,7 +45,7 @@ def _nan(place: Place) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-_NORM = "model.language_model.norm.weight"
+_NORM = "language_model.model.norm.weight"
 
 
 def _linked(kind: bytes, target: str) -> object:

@@ -1,0 +1,42 @@
+"""The named tensors by which pictures travel, from the loader's processes to the model.
+
+An architecture says which ones its batches have; collation, padding and broadcasts only read what a `Field` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Field:
+    """One named tensor of a micro-batch; those of its samples are put together along the first dim.
+
+    `dtypes`: those it may have. `item_shape`: the dims behind the first, None where any size may stand, which is one
+    for all of a run's batches. `index_of`: what the values point at, if they do: "tokens" [b * s], so that they move
+    with what stands before them, or "features", the rows that the connector returns, of all pictures of the
+    micro-batch. `shared`: every sample has the same values, of which a micro-batch keeps one copy.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    item_shape: tuple[int | None, ...] = ()
+    index_of: Literal["tokens", "features"] | None = None
+    shared: bool = False
+
+
+Fields = Mapping[str, Field]
+"""By name, in the order in which they are sent."""
+
+PIXEL_VALUES, PIXEL_SCALE, FEATURE_POSITIONS = "pixel_values", "pixel_scale", "feature_positions"
+
+PICTURE_FIELDS: Fields = {
+    PIXEL_VALUES: Field((torch.uint8, torch.float32), (3, None, None)),
+    PIXEL_SCALE: Field((torch.float32,), (3,), shared=True),
+    FEATURE_POSITIONS: Field((torch.int64,), index_of="tokens"),
+}
+"""Tiles of one size (a picture is one or several), what normalises them (see `pixels.normalise`; no rows where they
+are float32), and the token that each feature takes the place of."""

@@ -1,0 +1,63 @@
+"""How pictures become tokens and tensors: what an architecture answers to the data pipeline."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llava_mcore.batch_fields import FEATURE_POSITIONS, PICTURE_FIELDS, Fields
+
+Size = tuple[int, int]
+"""Height and width of a picture in pixels, as it is seen (after EXIF)."""
+
+
+@dataclass(frozen=True)
+class MediaTokens:
+    """What one picture becomes in a sequence.
+
+    `ids`: int64 [n], its placeholders, with marks and separators between them. `num_tiles`: the pictures of the
+    tower's size that the image processor makes of it. `num_features`: rows that the connector makes of the tiles.
+    `indices`: the values of the batch's fields that point at something, counted from the picture's own first token or
+    feature.
+    """
+
+    ids: NDArray[np.int64]
+    num_tiles: int
+    num_features: int
+    indices: Mapping[str, NDArray[np.int64]]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class MediaPlan(ABC):
+    """How the pictures of a checkpoint become tokens and tensors. Loader processes inherit it."""
+
+    image_token_id: int
+    """What stands for a picture in text that is not expanded yet."""
+    fields: Fields
+    """Of a micro-batch."""
+    any_size: bool
+    """Whether the tokens depend on the sizes of the pictures."""
+
+    @abstractmethod
+    def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
+        """Return the tokens of a conversation's pictures. Where not `any_size`, the sizes are not looked at."""
+
+
+class SameTokens(MediaPlan):
+    """Every picture is one tile and as many placeholders as the tower makes features of it."""
+
+    def __init__(self, image_token_id: int, num_tokens: int) -> None:
+        """num_tokens: of a picture."""
+        self.image_token_id, self.fields, self.any_size = image_token_id, PICTURE_FIELDS, False
+        ids = np.full(num_tokens, image_token_id, dtype=np.int64)
+        self._picture = MediaTokens(ids, 1, num_tokens, {FEATURE_POSITIONS: np.arange(num_tokens)})
+
+    def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
+        """Return the same tokens for every picture."""
+        return [self._picture] * len(sizes)

@@ -29,8 +29,8 @@ from benchmarks.material import SHAPES, make_hf_folder
 from benchmarks.record import show, write_record
 from benchmarks.runs import RECIPES
 from llava_mcore.models.configs import Fp8Options, ModelOptions, part_configs
-from llava_mcore.models.parts import vision_part
 from llava_mcore.models.vision.features import feature_choice
+from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.models.vision.transformer import VisionTransformer
 from llava_mcore.parallel.groups import initialise
 from llava_mcore.parallel.random import seed_everything
@@ -97,7 +97,7 @@ def tower(hf: LlavaConfig, dtype: torch.dtype, fp8: Fp8Options | None = None) ->
     transformer = part_configs(hf, ModelOptions(params_dtype=dtype, transformer_impl="transformer_engine")).vision
     if fp8 is not None:
         transformer = replace(transformer, **fp8.fields())
-    part = vision_part(hf)
+    part = vision_family(hf.vision_config)
     model = VisionTransformer(transformer, part.shape(hf.vision_config), feature_choice(hf)).to("cuda", dtype)
     generator = torch.Generator("cuda").manual_seed(0)
     with torch.no_grad():

@@ -21,8 +21,8 @@ from transformers import (
 from llava_mcore.build.options import VOCAB_MULTIPLE, Say
 from llava_mcore.build.sources import Source, check_loaded, reading, require_tokenizer_files
 from llava_mcore.errors import ConversionError
+from llava_mcore.models.language.registry import LANGUAGE_FAMILIES
 
-FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
 IMAGE_TOKEN = "<image>"
 PAD_TOKEN = "<pad>"
 _SMALLEST_VOCABULARY = 32
@@ -46,9 +46,10 @@ def load_language_config(source: Source) -> PreTrainedConfig:
     """
     with reading("the language model's configuration", source):
         config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
-    if config.model_type not in FAMILIES:
+    if config.model_type not in LANGUAGE_FAMILIES:
+        known = ", ".join(LANGUAGE_FAMILIES)
         raise ConversionError(
-            f"{source}: model_type is {config.model_type!r}; language models that can be used: {', '.join(FAMILIES)}"
+            f"{source}: model_type is {config.model_type!r}; language models that can be used: {known}"
         )
     if "quantization_config" in config.to_dict() and source.gguf_file is None:
         raise ConversionError(f"{source}: the weights are quantised and cannot be trained; use the unquantised model")

@@ -9,33 +9,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    CLIPVisionModel,
-    Dinov2Model,
-    Dinov2WithRegistersModel,
-    InternVLVisionModel,
-    PreTrainedConfig,
-    PreTrainedModel,
-    SiglipVisionModel,
-)
+from transformers import MODEL_MAPPING, AutoConfig, AutoImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from llava_mcore.build.options import BuildOptions
 from llava_mcore.build.sources import Source, check_loaded, reading
 from llava_mcore.errors import ConfigError, ConversionError
-from llava_mcore.models.vision.geometry import TOKENS_BEFORE_PATCHES, image_side, num_patches, num_positions, patch_side
+from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
+from llava_mcore.models.vision.registry import VISION_FAMILIES, vision_family
 
-TOWERS: dict[str, type[PreTrainedModel]] = {
-    "clip_vision_model": CLIPVisionModel,
-    "siglip_vision_model": SiglipVisionModel,
-    "dinov2": Dinov2Model,
-    "dinov2_with_registers": Dinov2WithRegistersModel,
-    "internvl_vision": InternVLVisionModel,
-}
-INTERPOLATING = ("dinov2", "dinov2_with_registers", "internvl_vision")
-"""Towers that take pictures of any size in transformers, which interpolates their positions in each forward pass."""
-PAIRS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
+PAIRS = tuple(family.pair for family in dict.fromkeys(VISION_FAMILIES.values()) if family.pair is not None)
 """Folders with a text encoder too, of which only the tower is taken."""
 
 
@@ -69,8 +51,8 @@ def load_vision_config(source: Source) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
     if config.model_type in PAIRS:
         return config.vision_config
-    if config.model_type not in TOWERS:
-        known = ", ".join([*PAIRS, *TOWERS])
+    if config.model_type not in VISION_FAMILIES:
+        known = ", ".join([*PAIRS, *VISION_FAMILIES])
         naflex = (
             " (NaFlex; take a fixed-resolution SigLIP 2, which is a siglip)" if "siglip2" in config.model_type else ""
         )
@@ -87,7 +69,8 @@ def load_vision_tower(source: Source, config: PreTrainedConfig, dtype: torch.dty
         ConversionError: unreadable, or weights are missing.
     """
     with reading("the vision model", source):
-        tower, info = TOWERS[config.model_type].from_pretrained(source.name, dtype=dtype, output_loading_info=True)
+        tower_class = MODEL_MAPPING[type(config)]
+        tower, info = tower_class.from_pretrained(source.name, dtype=dtype, output_loading_info=True)
     check_loaded(source, "vision model", set(info["missing_keys"]))
     if image_side(tower.config) != image_side(config):
         _interpolate_positions(tower, config)
@@ -115,7 +98,8 @@ def plan_features(config: PreTrainedConfig, options: BuildOptions) -> FeaturePla
     Raises:
         ConfigError: a layer the tower does not have, or a strategy that would drop a patch.
     """
-    before = TOKENS_BEFORE_PATCHES[config.model_type](config)
+    family = vision_family(config)
+    before = family.tokens_before_patches(config)
     has_class_token = before > 0
     strategy = options.vision_feature_select_strategy or ("default" if has_class_token else "full")
     if strategy == "default" and not has_class_token:
@@ -124,7 +108,7 @@ def plan_features(config: PreTrainedConfig, options: BuildOptions) -> FeaturePla
             "a SigLIP tower has no class token. Use full."
         )
     layers = _feature_layers(config.num_hidden_layers, options)
-    tokens = num_positions(config) - int(strategy == "default")
+    tokens = family.num_positions(config) - int(strategy == "default")
     return FeaturePlan(layers, strategy, before, tokens, config.hidden_size * len(layers))
 
 
@@ -170,7 +154,7 @@ def load_image_processor(source: Source, config: PreTrainedConfig) -> tuple[Any,
     picture = np.zeros((size // 2 + 3, size + 5, 3), dtype=np.uint8)
     with reading("a picture through the image processor", source):
         made = tuple(processor(images=picture, return_tensors="pt")["pixel_values"].shape)
-    takes_any = config.model_type in INTERPOLATING and made[-1] >= patch_side(config)
+    takes_any = vision_family(config).interpolates and made[-1] >= patch_side(config)
     if made != (1, 3, size, size) and not (takes_any and made == (1, 3, made[-1], made[-1])):
         raise ConversionError(
             f"{source}: the image processor makes pictures of shape {made[1:]}, but the tower takes {(3, size, size)}. "

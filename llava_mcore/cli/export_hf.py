@@ -31,7 +31,6 @@ from llava_mcore.files.json_files import read_object
 from llava_mcore.files.safetensors_writer import PlannedFile, plan_file
 from llava_mcore.files.tensor_bytes import as_bytes, sha256
 from llava_mcore.models.architectures.hf_config import model_dims
-from llava_mcore.models.parts import check_families
 from llava_mcore.parallel.groups import single_process
 
 
@@ -69,7 +68,6 @@ def export_hf(
     hf_files.require_absent(hf_dir, what="the export")
     checkpoint, iteration = layout.latest_readable(megatron_dir)
     side = HfSide.carried(checkpoint) if hf_config is None else HfSide.given(hf_config)
-    check_families(side.hf, source=str(side.files))
     wrong = check_layout(model_dims(side.hf), tp, pp, str(side.files))
     if wrong:
         raise ConfigError(problems(f"{checkpoint} cannot be read as tp {tp} x pp {pp}", wrong))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import LlavaConfig
+from transformers import PretrainedConfig
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import write_checksums
@@ -30,12 +30,10 @@ from llava_mcore.files.safetensors_writer import plan_file, write_tensors
 from llava_mcore.files.tensor_bytes import sha256
 from llava_mcore.mapping.table import MappingTable, check_coverage
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
-from llava_mcore.models.architectures.llava import VisionLanguageModel
-from llava_mcore.models.architectures.llava_names import detect_names
-from llava_mcore.models.architectures.llava_table import mapping_table
 from llava_mcore.models.language.decoder import padded_vocab_size
 from llava_mcore.models.meta import meta_model
-from llava_mcore.models.parts import check_families
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.table import detect_names, mapping_table
 from llava_mcore.parallel.groups import single_process
 
 logger = logging.getLogger(__name__)
@@ -113,14 +111,13 @@ def _verify(checkpoint: Path, expected: dict[str, str], *, tp: int, workers: int
     compare_digests(found, expected, title="the checkpoint does not hold what was imported")
 
 
-def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[LlavaConfig, hf_files.HfFolder]:
+def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[PretrainedConfig, hf_files.HfFolder]:
     """Read config and headers of a folder and check that the model is known and can be cut.
 
     Raises:
         ConversionError, ConfigError: lists everything that does not fit.
     """
     hf = load_hf_config(hf_dir)
-    check_families(hf, source=str(hf_dir))
     folder = hf_files.HfFolder.open(hf_dir)
     wrong = check_layout(model_dims(hf), tp, pp, str(hf_dir))
     if wrong:
@@ -128,7 +125,9 @@ def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[LlavaConfig, hf_file
     return hf, folder
 
 
-def model_and_table(hf: LlavaConfig, folder: hf_files.HfFolder, *, tp: int) -> tuple[VisionLanguageModel, MappingTable]:
+def model_and_table(
+    hf: PretrainedConfig, folder: hf_files.HfFolder, *, tp: int
+) -> tuple[VisionLanguageModel, MappingTable]:
     """Return the model without memory, its vocabulary padded for `tp`, and the folder's table, checked against it.
 
     Process groups of one must exist.
@@ -144,14 +143,14 @@ def model_and_table(hf: LlavaConfig, folder: hf_files.HfFolder, *, tp: int) -> t
 
 
 def checked_table(
-    hf: LlavaConfig, folder: hf_files.HfFolder, megatron_shapes: dict[str, tuple[int, ...]], rows: int
+    hf: PretrainedConfig, folder: hf_files.HfFolder, megatron_shapes: dict[str, tuple[int, ...]], rows: int
 ) -> MappingTable:
     """Return the folder's table after comparing names, shapes and dtypes with the model.
 
     Raises:
         ConversionError: lists everything that does not fit.
     """
-    names = detect_names(folder.tensors, source=str(folder.path))
+    names = detect_names(hf, folder.tensors, source=str(folder.path))
     table = mapping_table(hf, names, hf_tensors=folder.tensors, padded_vocab_size=rows)
     check_coverage(table, hf_shapes=folder.shapes, megatron_shapes=megatron_shapes, source=str(folder.path))
     found = []

@@ -21,7 +21,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
-from transformers import AutoProcessor, LlavaForConditionalGeneration
+from transformers import AutoProcessor, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from llava_mcore.checkpoint import layout
@@ -31,8 +31,10 @@ from llava_mcore.errors import CheckpointError, ConversionError, problems
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.llava_names import HfNames, detect_names
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_hf
+from llava_mcore.models.table import detect_names
 
 TOLERANCE = 1e-4
 """Of the largest number of a module's output: fp32 sums in another order differ by less."""
@@ -86,11 +88,12 @@ def compare_logits(hf_dir: Path, checkpoint: Path, picture: Path, *, tp: int, pp
     """
     folder = hf_files.HfFolder.open(hf_dir)
     require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=tp * pp)
-    names = detect_names(folder.tensors, source=str(hf_dir))
+    hf = load_hf_config(hf_dir)
+    names = detect_names(hf, folder.tensors, source=str(hf_dir))
     inputs = _inputs(hf_dir, picture)
     with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
         job = Path(name)
-        expected, modules, inputs["image_positions"] = _hugging_face(hf_dir, inputs, names)
+        expected, modules, inputs["image_positions"] = _hugging_face(hf, hf_dir, inputs, names)
         torch.save(
             {"checkpoint": str(checkpoint), "tp": tp, "pp": pp, "inputs": inputs, "names": names}, job / "job.pt"
         )
@@ -140,16 +143,16 @@ def _inputs(hf_dir: Path, picture: Path) -> dict[str, Tensor]:
 
 
 def _hugging_face(
-    hf_dir: Path, inputs: dict[str, Tensor], shown_as: HfNames
+    hf: PretrainedConfig, hf_dir: Path, inputs: dict[str, Tensor], shown_as: HfNames
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return logits [1, s, vocabulary], what the modules gave, and where the picture is [n]; the model is gone then."""
     disable_progress_bar()
-    capped = "attn_logit_softcapping" in load_hf_config(hf_dir).text_config.to_dict()
-    model = LlavaForConditionalGeneration.from_pretrained(
+    capped = "attn_logit_softcapping" in hf.text_config.to_dict()
+    model = architecture_of(hf).model_class.from_pretrained(
         hf_dir, dtype=torch.float32, attn_implementation=_CAPPED_ATTENTION if capped else _ATTENTION
     )
     recorder = Recorder()
-    names = detect_names(model.state_dict(), source=str(hf_dir))
+    names = detect_names(hf, model.state_dict(), source=str(hf_dir))
     watch_hf(recorder, model.eval(), names, shown_as)
     with torch.no_grad():
         logits = model(**inputs).logits.float()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlavaConfig
+from transformers import PretrainedConfig
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.manifest import read_manifest
@@ -23,9 +23,8 @@ from llava_mcore.files.json_files import read_object
 from llava_mcore.files.safetensors_writer import DTYPES
 from llava_mcore.mapping.table import MappingTable
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.llava_names import HfNames, detect_names
-from llava_mcore.models.architectures.llava_table import mapping_table
-from llava_mcore.models.parts import check_families
+from llava_mcore.models.names import HfNames
+from llava_mcore.models.table import detect_names, mapping_table
 from llava_mcore.models.vision.geometry import image_side, patch_side
 
 RUN_FILE = "run.yaml"
@@ -84,9 +83,8 @@ def of_hf(folder: Path) -> Inventory:
         ConversionError: not a LLaVA of known families, or unreadable weights.
     """
     hf = load_hf_config(folder)
-    check_families(hf, source=str(folder))
     weights = hf_files.HfFolder.open(folder)
-    names = detect_names(weights.tensors, source=str(folder))
+    names = detect_names(hf, weights.tensors, source=str(folder))
     table = mapping_table(hf, names, hf_tensors=weights.tensors, padded_vocab_size=hf.text_config.vocab_size)
     files = {x.file for x in weights.tensors.values()}
     facts = [f"{folder}: a Hugging Face LLaVA in {len(files)} weight file(s)", *_model_facts(hf)]
@@ -174,7 +172,7 @@ def _origin(checkpoint: Path, run: RunConfig | None) -> list[str]:
     return facts
 
 
-def _model_facts(hf: LlavaConfig) -> list[str]:
+def _model_facts(hf: PretrainedConfig) -> list[str]:
     text, vision = hf.text_config, hf.vision_config
     tied = ", tied embeddings" if hf.tie_word_embeddings else ""
     heads = f"{text.num_attention_heads} heads, {text.num_key_value_heads} key/value heads"

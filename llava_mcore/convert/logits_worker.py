@@ -19,9 +19,9 @@ from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.checkpoint.layout import hf_folder
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.llava import VisionLanguageModel
-from llava_mcore.models.architectures.llava_names import HfNames
 from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_ours
 from llava_mcore.parallel.groups import Groups, initialise, shut_down
 from llava_mcore.parallel.random import seed_everything

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlavaConfig
+from transformers import PretrainedConfig
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.dist import check_model
@@ -23,11 +23,9 @@ from llava_mcore.files.tensor_bytes import TensorAt
 from llava_mcore.mapping.slices import Scratch, Shape
 from llava_mcore.mapping.table import MappingTable
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.llava import VisionLanguageModel
-from llava_mcore.models.architectures.llava_names import detect_names, usual_names
-from llava_mcore.models.architectures.llava_table import mapping_table
 from llava_mcore.models.meta import meta_model
-from llava_mcore.models.parts import check_families
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.table import detect_names, mapping_table, usual_names
 from llava_mcore.parallel.groups import single_process
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
@@ -42,7 +40,7 @@ class HfSide:
     `unused` has the data of those that training does not use; `files` is the folder with config, tokenizer, processor.
     """
 
-    hf: LlavaConfig
+    hf: PretrainedConfig
     infos: dict[str, hf_files.TensorInfo]
     unused: hf_files.HfFolder
     files: Path
@@ -73,7 +71,6 @@ class HfSide:
         if any((folder / name).is_file() for name in (hf_files.INDEX, hf_files.SINGLE)):
             weights = hf_files.HfFolder.open(folder)
             return cls(hf, weights.tensors, weights, folder)
-        check_families(hf, source=str(folder))
         return cls(hf, tensors_of_config(hf), hf_files.HfFolder(folder, {}), folder)
 
     @classmethod
@@ -84,10 +81,10 @@ class HfSide:
         return cls.given(otherwise)
 
 
-def tensors_of_config(hf: LlavaConfig) -> dict[str, hf_files.TensorInfo]:
+def tensors_of_config(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
     """Return the tensors that a model's parameters become, under their usual names, in one file."""
     rows = hf.text_config.vocab_size
-    table = mapping_table(hf, usual_names(hf.vision_config.model_type), hf_tensors=(), padded_vocab_size=rows)
+    table = mapping_table(hf, usual_names(hf), hf_tensors=(), padded_vocab_size=rows)
     with single_process():
         shapes = parameter_shapes(meta_model(hf, num_vocab_rows=rows))
     found = {}
@@ -111,11 +108,11 @@ class CheckpointWeights:
         self.checkpoint, self.infos, self.unused = checkpoint, side.infos, side.unused
         stored = LegacyTensors.open(checkpoint) if is_legacy(checkpoint) else StoredTensors.open(checkpoint)
         if EMBEDDING not in stored:
-            raise CheckpointError(f"{checkpoint}: holds no {EMBEDDING}; not a checkpoint of a LLaVA")
+            raise CheckpointError(f"{checkpoint}: holds no {EMBEDDING}; not a checkpoint of a vision-language model")
         rows = stored.num_rows(EMBEDDING)
         model = meta_model(side.hf, num_vocab_rows=rows)
         self.shapes = parameter_shapes(model)
-        names = detect_names(side.infos, source=str(checkpoint))
+        names = detect_names(side.hf, side.infos, source=str(checkpoint))
         self.table: MappingTable = mapping_table(side.hf, names, hf_tensors=side.infos, padded_vocab_size=rows)
         check_shard_rules(self.table, model)
         self._check_complete(tp_size)

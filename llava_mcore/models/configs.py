@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers import LlavaConfig
+from transformers import PretrainedConfig
 
-from llava_mcore.models.connectors import mlp
-from llava_mcore.models.parts import language_part, vision_part
-from llava_mcore.models.vision.features import feature_choice
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.language.registry import language_family
+from llava_mcore.models.vision.registry import vision_family
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,13 @@ class PartConfigs:
     projection: TransformerConfig
 
 
-def part_configs(hf: LlavaConfig, options: ModelOptions) -> PartConfigs:
+def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     """Derive the three configurations.
 
     Only the language model is pipelined and, where asked for, sequence-parallel: the tower sits on stage 0, and its
     number of tokens a picture (577, 729) divides by nothing.
     """
+    architecture, text = architecture_of(hf), hf.text_config
     common = _common_fields(options)
     pipeline: dict[str, Any] = {
         "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
@@ -135,9 +136,11 @@ def part_configs(hf: LlavaConfig, options: ModelOptions) -> PartConfigs:
         "deallocate_pipeline_outputs": True,
         "sequence_parallel": options.sequence_parallel,
     }
-    projection = mlp.config_from_hf(hf) | {"num_attention_heads": options.tensor_model_parallel_size}
-    vision = vision_part(hf).config_from_hf(hf.vision_config, feature_choice(hf).num_layers)
-    language = language_part(hf).config_from_hf(hf.text_config)
+    heads = {"num_attention_heads": options.tensor_model_parallel_size}
+    projection = architecture.connector(hf).config_from_hf(hf) | heads
+    num_layers = architecture.features(hf).num_layers
+    vision = vision_family(hf.vision_config).config_from_hf(hf.vision_config, num_layers)
+    language = language_family(text).config_from_hf(text)
     if options.fp8 is not None:
         language |= options.fp8.fields()
     if options.recompute is not None:
@@ -146,7 +149,7 @@ def part_configs(hf: LlavaConfig, options: ModelOptions) -> PartConfigs:
         vision |= options.recompute_vision.fields()
     if options.transformer_impl == "transformer_engine":
         # Kernels that round otherwise than Hugging Face's operations, in the last bits.
-        rope = language_part(hf).shape(hf.text_config).rope
+        rope = language_family(text).shape(text).rope
         pipeline |= {"use_te_activation_func": language["activation_func"] is F.silu}
         language |= rope.fusion_fields(language["kv_channels"])
     return PartConfigs(

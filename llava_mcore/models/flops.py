@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from transformers import LlavaConfig
+from transformers import PretrainedConfig
 
+from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.language.dense import head_dim
-from llava_mcore.models.parts import vision_part
-from llava_mcore.models.vision.features import feature_choice
-from llava_mcore.models.vision.geometry import num_patches, num_positions, patch_side, tokens_per_image
+from llava_mcore.models.vision.geometry import num_patches, patch_side
+from llava_mcore.models.vision.registry import vision_family
 
 _TERA = 1e12
 
@@ -103,7 +103,7 @@ class ModelFlops:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def model_flops(hf: LlavaConfig, workload: Workload, trained: TrainedParts) -> ModelFlops:
+def model_flops(hf: PretrainedConfig, workload: Workload, trained: TrainedParts) -> ModelFlops:
     """Return the FLOPs of one step.
 
     A matrix product whose weight is trained costs as much again for the weight's gradient; one through which
@@ -114,17 +114,17 @@ def model_flops(hf: LlavaConfig, workload: Workload, trained: TrainedParts) -> M
     into_projection = trained.vision_model  # gradients that must go below a part
     into_language = into_projection or trained.vision_projection
     vision = _vision(hf, images, trained=trained.vision_model)
-    width = hf.vision_config.hidden_size * len(feature_choice(hf).layers)
-    tokens = images * tokens_per_image(hf)
-    first = _linear(2 * tokens * width * text.hidden_size, weight=trained.vision_projection, inputs=into_projection)
-    second = _linear(2 * tokens * text.hidden_size**2, weight=trained.vision_projection, inputs=into_language)
+    products = [
+        _linear(images * product, weight=trained.vision_projection, inputs=into_language if i else into_projection)
+        for i, product in enumerate(_connector_products(hf))
+    ]
     language = trained.language_model
     flows = language or into_language
     layers = 2 * workload.num_tokens * text.num_hidden_layers * _decoder_layer_weights(hf)
     attention = 4 * workload.num_pairs * text.num_hidden_layers * text.num_attention_heads * head_dim(text)
     return ModelFlops(
         **vision,
-        projection=Flops(first.forward + second.forward, first.backward + second.backward),
+        projection=Flops(sum(x.forward for x in products), sum(x.backward for x in products)),
         language_layers=_linear(layers, weight=language, inputs=flows),
         language_attention=_attention(attention, flows=flows),
         head=_linear(2 * workload.num_predicted * text.hidden_size * text.vocab_size, weight=language, inputs=flows),
@@ -139,7 +139,7 @@ def _attention(forward: int, *, flows: bool) -> Flops:
     return Flops(forward, 2 * forward * flows)
 
 
-def _decoder_layer_weights(hf: LlavaConfig) -> int:
+def _decoder_layer_weights(hf: PretrainedConfig) -> int:
     """Return the weights of a decoder layer's matrices: queries, keys, values, output, gated MLP."""
     text = hf.text_config
     heads, groups = text.num_attention_heads, text.num_key_value_heads
@@ -147,12 +147,21 @@ def _decoder_layer_weights(hf: LlavaConfig) -> int:
     return attention + 3 * text.hidden_size * text.intermediate_size
 
 
-def _vision(hf: LlavaConfig, num_images: int, *, trained: bool) -> dict[str, Flops]:
+def _connector_products(hf: PretrainedConfig) -> list[int]:
+    """Return the forward FLOPs of the connector's products for one tile."""
+    architecture = architecture_of(hf)
+    width = hf.vision_config.hidden_size * len(architecture.features(hf).layers)
+    num_features = architecture.tower_features_per_tile(hf)
+    return architecture.connector(hf).products(hf, input_size=width, num_features=num_features)
+
+
+def _vision(hf: PretrainedConfig, num_images: int, *, trained: bool) -> dict[str, Flops]:
     """Return the tower's parts: every token of a picture sees every other, and pixels need no gradient."""
-    vision, features = hf.vision_config, feature_choice(hf)
-    fields = vision_part(hf).config_from_hf(vision, features.num_layers)
+    vision, features = hf.vision_config, architecture_of(hf).features(hf)
+    family = vision_family(vision)
+    fields = family.config_from_hf(vision, features.num_layers)
     matrices = 3 if fields.get("gated_linear_unit") else 2
-    tokens = num_positions(vision)
+    tokens = family.num_positions(vision)
     weights = 4 * vision.hidden_size**2 + matrices * vision.hidden_size * fields["ffn_hidden_size"]
     patch = 2 * num_images * num_patches(vision) * vision.num_channels * patch_side(vision) ** 2 * vision.hidden_size
     layers = 2 * num_images * tokens * features.num_layers * weights

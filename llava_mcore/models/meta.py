@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from transformers import LlavaConfig
+from transformers import PretrainedConfig
 
-from llava_mcore.models.architectures.llava import VisionLanguageModel
 from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.multimodal import VisionLanguageModel
 
 
-def meta_model(hf: LlavaConfig, *, num_vocab_rows: int) -> VisionLanguageModel:
+def meta_model(hf: PretrainedConfig, *, num_vocab_rows: int) -> VisionLanguageModel:
     """Build the whole model (tp 1, pp 1) on the meta device. Process groups of one must exist.
 
     Args:

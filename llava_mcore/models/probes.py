@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from llava_mcore.models.architectures.llava import VisionLanguageModel
-from llava_mcore.models.architectures.llava_names import HfNames, LayerNames
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.names import HfNames, LayerNames
 
 NUM_TOKENS = 32
 """How many tokens of each output are kept: a wrong weight is wrong for every token."""
@@ -59,7 +59,7 @@ class Recorder:
 
 
 def watch_hf(recorder: Recorder, model: nn.Module, names: HfNames, shown_as: HfNames) -> None:
-    """Record every module of a Hugging Face LLaVA. `names`: its own prefixes; `shown_as`: those of the folder."""
+    """Record every module of a Hugging Face model. `names`: its own prefixes; `shown_as`: those of the folder."""
     pairs = [(names.vision, shown_as.vision), (names.projection, shown_as.projection), (names.text, shown_as.text)]
     for name, module in model.named_modules():
         for prefix, shown in pairs:
@@ -109,9 +109,14 @@ def _watch_vision(recorder: Recorder, model: VisionLanguageModel, names: HfNames
         recorder.watch_input(tower.decoder.layers[0], v + "embeddings", _batch_first)
     for layer in tower.decoder.layers:
         _watch_layer(recorder, layer, f"{v}{shape.layers_name}{layer.layer_number - 1}", shape.names, gather)
-    mlp = model.vision_projection.encoder
-    recorder.watch(mlp.linear_fc1, lambda out: {p + "linear_1": gather(_with_bias(out))})
-    recorder.watch(mlp.linear_fc2, lambda out: {p + "linear_2": _with_bias(out)})
+    for name, output in model.connector.outputs(model.vision_projection).items():
+        recorder.watch(output.module, partial(_connector_output, p + name, gather if output.divided else None))
+
+
+def _connector_output(name: str, gather: Gather | None, output: Any) -> dict[str, Tensor]:
+    """Return a linear layer's or another module's output as [b, s, f]."""
+    x = _with_bias(output) if isinstance(output, tuple) else output
+    return {name: x if gather is None else gather(x)}
 
 
 def _watch_layer(recorder: Recorder, layer: TransformerLayer, prefix: str, hf: LayerNames, gather: Gather) -> None:

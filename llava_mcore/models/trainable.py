@@ -7,22 +7,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch.nn import Parameter
-from transformers import LlavaConfig
+from transformers import PretrainedConfig
 
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.mapping.fused_norms import FUSED_NORMS
-from llava_mcore.models.architectures.llava import VisionLanguageModel
-from llava_mcore.models.architectures.llava_names import HfNames, usual_names
-from llava_mcore.models.architectures.llava_table import mapping_table
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.table import mapping_table, usual_names
 
 PARTS = ("vision_model", "vision_projection", "language_model")
-STYLES = (
-    HfNames("vision_tower.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight"),
-    HfNames("model.vision_tower.", "model.multi_modal_projector.", "model.language_model.", "lm_head.weight"),
-    HfNames("vision_tower.vision_model.", "multi_modal_projector.", "model.language_model.", "lm_head.weight"),
-)
-"""Names that transformers has given a LLaVA's tensors over the years; a pattern may mean any of them."""
 _LAYERS = "language_model.decoder.layers."
 
 
@@ -34,7 +28,7 @@ class _Piece:
     names: tuple[str, ...]
 
 
-def trained_parameters(hf: LlavaConfig, model: ModelConfig) -> dict[str, bool]:
+def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bool]:
     """Return for every parameter of the whole model, by its Megatron name, whether it is trained.
 
     Parts are frozen by `model.freeze_*`, then what matches `model.freeze`; what matches `model.unfreeze` is trained.
@@ -72,9 +66,9 @@ def trained_parameters(hf: LlavaConfig, model: ModelConfig) -> dict[str, bool]:
     return trained
 
 
-def _pieces(hf: LlavaConfig) -> list[_Piece]:
+def _pieces(hf: PretrainedConfig) -> list[_Piece]:
     rows = hf.text_config.vocab_size  # only names are asked for
-    styles = (usual_names(hf.vision_config.model_type), *STYLES)
+    styles = (usual_names(hf), *architecture_of(hf).names.styles)  # a pattern may mean any of them
     tables = [mapping_table(hf, names, hf_tensors=(), padded_vocab_size=rows).entries for names in styles]
     return [
         _Piece(name, (name, *(table[name].hf_names[i] for table in tables)))

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlavaConfig, LlavaForConditionalGeneration
+from transformers import PretrainedConfig
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.data.encoding.chat_template_file import write_chat_template
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.llava_names import detect_names
-from llava_mcore.models.architectures.llava_table import mapping_table
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.table import detect_names, mapping_table
 
 _DTYPE = "F32"
 
@@ -49,7 +49,7 @@ def write_init_folder(hf_dir: Path, target: Path, seed: int) -> Path:
     has_weights = (hf_dir / hf_files.SINGLE).is_file() or (hf_dir / hf_files.INDEX).is_file()
     folder = hf_files.HfFolder.open(hf_dir) if has_weights else None
     infos = _planned_tensors(hf) if folder is None else folder.tensors
-    names = detect_names(infos, source=str(hf_dir))
+    names = detect_names(hf, infos, source=str(hf_dir))
     table = mapping_table(hf, names, hf_tensors=infos, padded_vocab_size=hf.text_config.vocab_size)
     generator = torch.Generator().manual_seed(seed)
     unused = {
@@ -62,10 +62,10 @@ def write_init_folder(hf_dir: Path, target: Path, seed: int) -> Path:
     return target
 
 
-def _planned_tensors(hf: LlavaConfig) -> dict[str, hf_files.TensorInfo]:
+def _planned_tensors(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
     """Return names and shapes of the model that transformers would build, without memory."""
     with torch.device("meta"):
-        model = LlavaForConditionalGeneration(hf)
+        model = architecture_of(hf).model_class(hf)
     tied = {"lm_head.weight"} if hf.tie_word_embeddings else set()
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in tied}
     return {name: hf_files.TensorInfo(hf_files.SINGLE, _DTYPE, shape) for name, shape in shapes.items()}

@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from transformers import LlavaConfig
+from transformers import PretrainedConfig
 
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.checkpoint.dist import load_weights
@@ -21,9 +21,9 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.llava import VisionLanguageModel
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
-from llava_mcore.models.parts import check_families, language_part
+from llava_mcore.models.language.registry import language_family
+from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.parallel.groups import Groups, set_virtual_stages, sum_over_ranks
 from llava_mcore.training.optimizer import build_optimizer, build_scheduler, data_parallel, params_dtype
@@ -40,7 +40,7 @@ class Trainer:
 
     run: RunConfig
     groups: Groups
-    hf: LlavaConfig
+    hf: PretrainedConfig
     chunks: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -63,7 +63,6 @@ def unwrap(chunk: torch.nn.Module) -> VisionLanguageModel:
 def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     """Build model, optimizer and schedule; load the weights of a checkpoint. A collective call."""
     hf = load_hf_config(start.hf_dir)
-    check_families(hf, source=str(start.hf_dir))
     trained = trained_parameters(hf, run.model)
     models = build_models(run, groups, hf, trained, initialise=start.checkpoint is None)
     if start.checkpoint is not None:
@@ -87,7 +86,7 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
 
 
 def build_models(
-    run: RunConfig, groups: Groups, hf: LlavaConfig, trained: Mapping[str, bool], *, initialise: bool
+    run: RunConfig, groups: Groups, hf: PretrainedConfig, trained: Mapping[str, bool], *, initialise: bool
 ) -> list[VisionLanguageModel]:
     """Build this rank's part of the model: one chunk, or several if interleaved.
 
@@ -115,7 +114,7 @@ def build_models(
     return models
 
 
-def model_options(run: RunConfig, groups: Groups, hf: LlavaConfig, *, initialise: bool) -> ModelOptions:
+def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initialise: bool) -> ModelOptions:
     """Return what the run says about how its model is built."""
     model = run.model
     return ModelOptions(
@@ -164,14 +163,14 @@ def fuse_weight_gradients(model: VisionLanguageModel) -> None:
             module.fuse_wgrad_accumulation = True
 
 
-def transformer_impl(run: RunConfig, groups: Groups, hf: LlavaConfig) -> Literal["transformer_engine", "local"]:
+def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Literal["transformer_engine", "local"]:
     """Return whose layers to use.
 
     Raises:
         ConfigError: Transformer Engine is asked for, also by --fp8, and not there or not able to compute this family.
     """
     wanted = "--fp8" if run.model.transformer_impl is None else "model.transformer_impl = transformer_engine"
-    if language_part(hf).shape(hf.text_config).needs_local_layers:
+    if language_family(hf.text_config).shape(hf.text_config).needs_local_layers:
         if run.model.transformer_impl == "transformer_engine" or run.training.fp8:
             raise ConfigError(
                 f"{wanted}: {hf.text_config.model_type} models are made of local layers only: leave that away"

@@ -11,7 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from llava_mcore.checkpoint.layout import latest_checkpoint
-from llava_mcore.models.architectures.llava import VisionLanguageModel
+from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_names
 from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.skipped import SkipBudget

@@ -12,7 +12,7 @@ import torch
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.cli.export_hf import export_hf
 from llava_mcore.cli.import_hf import import_hf
-from llava_mcore.models.parts import language_part
+from llava_mcore.models.language.registry import language_family
 from tests.gpu.te_checks import TE
 from tests.helpers.cases import CASES, hf_logits, make_inputs, make_sharp_case
 from tests.helpers.tiny_hf import make_hf_llava
@@ -30,7 +30,7 @@ def test_bf16_logits_are_as_near_to_hugging_face_as_torchs(tmp_path: Path) -> No
     for case in CASES:
         root = tmp_path / case.name
         model = make_sharp_case(case, root / "hf")
-        if language_part(model.config).shape(model.config.text_config).needs_local_layers:
+        if language_family(model.config.text_config).shape(model.config.text_config).needs_local_layers:
             continue  # those layers are refused to it
         able.append(case)
         import_hf(root / "hf", root / "megatron")

@@ -99,7 +99,7 @@ FILES = [
     BadData("index.sqlite garbage", rewritten(".nv-meta/index.sqlite", b"garbage" * 99), "fine", "not a database"),
     BadData("index.sqlite of other data", changed(foreign_sqlite), "fine", "was not made of these shards: 000001"),
     BadData("no .info.json", removed(".nv-meta/.info.json"), "stop", r"\.info\.json", "start"),
-    BadData(".info.json garbage", rewritten(".nv-meta/.info.json", "{"), "stop", r"\.nv-meta does not make", "start"),
+    BadData(".info.json garbage", rewritten(".nv-meta/.info.json", "{"), "stop", r"\.info\.json: not valid", "start"),
     BadData("no dataset.yaml", removed(".nv-meta/dataset.yaml"), "stop", r"not complete \(dataset\.yaml", "start"),
     BadData("dataset.yaml garbage", rewritten(".nv-meta/dataset.yaml", "a: [b"), "stop", r"dataset\.yaml", "start"),
     BadData(

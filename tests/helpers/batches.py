@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LlavaConfig
 
-from llava_mcore.models.vision.geometry import image_side, tokens_per_image
+from llava_mcore.models.architectures.registry import features_per_tile
+from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.pixels import NO_SCALE
 
 LENGTH = 48
@@ -37,7 +38,7 @@ class FakeBatch:
 def sample(hf: LlavaConfig, index: int, *, text_only: bool) -> dict[str, Tensor]:
     """One sample: ids and mask [LENGTH], pictures [0 or 1, 3, h, w], their positions."""
     g = torch.Generator().manual_seed(1000 + index)
-    n, size = tokens_per_image(hf), image_side(hf.vision_config)
+    n, size = features_per_tile(hf), image_side(hf.vision_config)
     ids = torch.randint(5, 300, (LENGTH,), generator=g)
     mask = torch.zeros(LENGTH)
     start, answer = 2 + index % 3, n + 8

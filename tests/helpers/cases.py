@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from llava_mcore.models.vision.geometry import image_side, tokens_per_image
+from llava_mcore.models.architectures.registry import features_per_tile
+from llava_mcore.models.vision.geometry import image_side
 from tests.helpers.tiny_hf import make_hf_llava
 
 LLAMA3_ROPE = {
@@ -78,7 +79,7 @@ def make_case(case: Case, folder: Path) -> LlavaForConditionalGeneration:
 def make_inputs(model: LlavaForConditionalGeneration, *, num_text: int = 24, seed: int = 0) -> dict[str, torch.Tensor]:
     """Two samples: one with two pictures, one with text alone (padded to the same length)."""
     hf = model.config
-    n = tokens_per_image(hf)
+    n = features_per_tile(hf)
     g = torch.Generator().manual_seed(seed)
     length = 2 * n + num_text
     ids = torch.randint(5, 300, (2, length), generator=g)

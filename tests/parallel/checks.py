@@ -12,8 +12,8 @@ from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.convert.logits_worker import forward
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.llava import VisionLanguageModel
 from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import trained_parameters, whole_names
 from llava_mcore.parallel.groups import Groups, initialise
 from llava_mcore.parallel.random import seed_everything

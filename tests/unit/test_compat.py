@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from llava_mcore.compat.megatron import FACTORY_OPTIONS, LoadStrategy, replace_name
 from llava_mcore.compat.torch import NUM_STATE, accept_newer_metadata
 from llava_mcore.compat.transformers import tower_names_in_files
-from llava_mcore.models.architectures.llava_names import detect_names, usual_names
 from llava_mcore.models.probes import Recorder, watch_hf
+from llava_mcore.models.table import detect_names, usual_names
 from tests.helpers.tiny_hf import make_hf_llava
 
 

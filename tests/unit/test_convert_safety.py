@@ -20,7 +20,7 @@ from llava_mcore.cli import export_hf, import_hf
 from llava_mcore.convert.io import export_jobs, import_jobs, streamed_save
 from llava_mcore.errors import ConversionError
 from llava_mcore.files import hf_folder as hf_files
-from llava_mcore.files.text_files import tensor_bytes as raw
+from llava_mcore.files import tensor_bytes as raw
 from tests.helpers.conversions import kill_after, time_convert
 from tests.helpers.tiny_hf import make_hf_llava
 

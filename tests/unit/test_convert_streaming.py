@@ -23,8 +23,8 @@ from llava_mcore.convert.io.export_jobs import Chunk
 from llava_mcore.errors import ConversionError
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.llava import VisionLanguageModel
 from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.conversions import convert, peak_growth
 from tests.helpers.tiny_hf import make_hf_llava

@@ -19,8 +19,7 @@ from transformers import LlavaProcessor
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.encoding.images import decode_image
 from llava_mcore.data.samples import IMAGE_MARK, Turn
-from llava_mcore.errors import ConversionError, DataError
-from llava_mcore.models.vision.geometry import tokens_per_image
+from llava_mcore.errors import DataError
 from llava_mcore.pixels import normalise
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
 from tests.unit.test_data_shards import picture
@@ -217,12 +216,3 @@ def test_legacy_chat_template_file(copy: Path) -> None:
     (copy / "chat_template.jinja").unlink()
     (copy / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
     assert load_assets(copy).chat.content_format["user"] == "list"
-
-
-def test_unknown_tower(assets: Assets) -> None:
-    class Config:
-        class vision_config:
-            model_type = "vit"
-
-    with pytest.raises(ConversionError, match="vision tower 'vit' is not known"):
-        tokens_per_image(Config())

@@ -26,8 +26,8 @@ from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.encoding.images import ImagePreprocessor, decode_image, decode_pixels, is_plain_jpeg
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.open_shards import OPEN_SHARDS
+from llava_mcore.data.streams import streams
 from llava_mcore.data.streams.pixel_buffers import Parked, PixelSlots
-from llava_mcore.data.streams.streams import streams
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import normalise
 from tests.helpers.tiny_hf import make_hf_llava

@@ -23,7 +23,8 @@ from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.mapping.layouts import Copy
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
-from llava_mcore.models.parts import LANGUAGE_MODELS, VISION_TOWERS
+from llava_mcore.models.language.registry import LANGUAGE_FAMILIES
+from llava_mcore.models.vision.registry import VISION_FAMILIES
 from llava_mcore.training.setup import transformer_impl
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import make_hf_llava
@@ -190,14 +191,14 @@ def test_qwen2_5_is_a_qwen2_and_windows_that_are_computed_limit_nothing(gemma: P
     assert model_dims(load_hf_config(gemma)).sliding_window is None
     (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": qwen}))
     read = load_hf_config(tmp_path)
-    assert isinstance(read.text_config, Qwen2Config) and read.text_config.model_type in LANGUAGE_MODELS
+    assert isinstance(read.text_config, Qwen2Config) and read.text_config.model_type in LANGUAGE_FAMILIES
     assert model_dims(read).sliding_window is None
 
 
 def test_a_siglip_2_of_fixed_resolution_is_a_siglip(tmp_path: Path) -> None:
     # As in google/siglip2-base-patch16-224: the vocabulary is what is new.
     SiglipConfig(text_config={"vocab_size": 256000}, vision_config={"vision_use_head": True}).save_pretrained(tmp_path)
-    assert load_vision_config(Source(str(tmp_path))).model_type in VISION_TOWERS
+    assert load_vision_config(Source(str(tmp_path))).model_type in VISION_FAMILIES
     make_hf_llava(tmp_path / "hf", vision="siglip", vision_overrides={"vision_use_head": False})
     import_hf(tmp_path / "hf", tmp_path / "m")
     export_hf(tmp_path / "m", tmp_path / "out", verify=True)
@@ -215,5 +216,5 @@ def test_the_page_about_adding_a_family_names_what_there_is() -> None:
     functions = set(re.findall(r"`(\w+)\(", page))
     source = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in files if name.endswith(".py"))
     assert [name for name in functions if f"def {name}" not in source and f"class {name}" not in source] == []
-    for kind in (*LANGUAGE_MODELS, *VISION_TOWERS):
+    for kind in (*LANGUAGE_FAMILIES, *VISION_FAMILIES):
         assert f"`{kind}`" in (ROOT / "docs" / "build.md").read_text(encoding="utf-8")

@@ -11,9 +11,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
+from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.flops import Flops, TrainedParts, Workload, mfu, model_flops, peak_flops
 from llava_mcore.models.vision.features import feature_choice
-from llava_mcore.models.vision.geometry import ffn_size, tokens_per_image
+from llava_mcore.models.vision.registry import vision_family
 from tests.helpers.tiny_hf import text_config, vision_config
 
 DOCS = Path(__file__).parents[2] / "docs" / "performance_formulas.md"
@@ -37,7 +38,7 @@ def llava(
         vision_feature_select_strategy=strategy,
         attn_implementation="eager",
     )
-    config.image_seq_length = tokens_per_image(config)
+    config.image_seq_length = features_per_tile(config)
     return config
 
 
@@ -105,7 +106,7 @@ def counted(hf: LlavaConfig, trained: TrainedParts, *, samples: int, length: int
     parts.vision_tower.requires_grad_(trained.vision_model)
     parts.multi_modal_projector.requires_grad_(trained.vision_projection)
     ids = torch.randint(5, 300, (samples, length))
-    ids[:, 1 : 1 + images * tokens_per_image(hf)] = 4
+    ids[:, 1 : 1 + images * features_per_tile(hf)] = 4
     size = hf.vision_config.image_size
     with FlopCounterMode(display=False) as counter:
         out = model(input_ids=ids, pixel_values=torch.randn(samples * images, 3, size, size), use_cache=False).logits
@@ -118,10 +119,12 @@ def counted(hf: LlavaConfig, trained: TrainedParts, *, samples: int, length: int
 def beyond_the_model(hf: LlavaConfig, *, samples: int, images: int) -> int:
     """Return what Hugging Face computes and the model does not need: unused layers of the tower."""
     vision = hf.vision_config
-    tokens = tokens_per_image(hf) + feature_choice(hf).drop_first_token
+    tokens = features_per_tile(hf) + feature_choice(hf).drop_first_token
     unused = vision.num_hidden_layers - feature_choice(hf).num_layers  # forward only: no gradient reaches them
     gated = vision.to_dict().get("use_swiglu_ffn", False)
-    matrices = 4 * vision.hidden_size**2 + (3 if gated else 2) * vision.hidden_size * ffn_size(vision)
+    matrices = 4 * vision.hidden_size**2 + (3 if gated else 2) * vision.hidden_size * vision_family(vision).ffn_size(
+        vision
+    )
     return samples * images * unused * (2 * tokens * matrices + 4 * tokens**2 * vision.hidden_size)
 
 
@@ -142,7 +145,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_torch_counts_the_same_over_hugging_face(name: str) -> None:
     hf = llava(**CONFIGS[name])
-    shape = {"samples": 2, "length": 2 * tokens_per_image(hf) + 7, "images": 2}
+    shape = {"samples": 2, "length": 2 * features_per_tile(hf) + 7, "images": 2}
     # Eager attention computes every pair of a sample and masks half of them, so here a sample of n has n * n.
     n = shape["length"]
     work = Workload(num_tokens=2 * n, num_pairs=2 * n * n, num_images=4)

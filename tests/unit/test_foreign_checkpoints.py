@@ -22,8 +22,8 @@ from llava_mcore.convert.io.megatron_lm import LegacyTensors
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.llava import VisionLanguageModel
 from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import single_process
 from tests.helpers import exploits
 from tests.helpers.tiny_hf import make_hf_llava

@@ -103,7 +103,7 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("weights: a device", put(WEIGHTS, lambda path: path.symlink_to("/dev/zero")), "not a regular file"),
     ("config: a pipe", put(CONFIG, os.mkfifo), "no config.json"),
     ("config: too deep", write(CONFIG, b'{"a":' * 100_000), "nested too deeply"),
-    ("config: no object", write(CONFIG, b"[1]"), "expected a JSON object, found list"),
+    ("config: no object", write(CONFIG, b"[1]"), "expected a JSON object, found a list"),
     ("config: not UTF-8", write(CONFIG, b'{"a": "\xff"}'), "not valid JSON"),
     ("config: thousands of digits", write(CONFIG, b'{"a": ' + b"9" * 5000 + b"}"), "not valid JSON"),
     ("config: more layers than any model", setting("text_config", "num_hidden_layers", 10**9), "from 1 to 2,000"),

@@ -216,7 +216,7 @@ def test_a_cut_last_line_is_read_by_none(tmp_path: Path) -> None:
     [
         ("[1]", "expected a JSON object, found a list"),
         ("{", "not valid JSON"),
-        ("[" * 100_000, "not valid JSON: nested too deeply"),
+        ("[" * 100_000, "not valid JSON (nested too deeply)"),
         ('{"iteration": "1"}', "expected 'iteration' and 'loss'"),
         ('{"iteration": 1, "loss": "x"}', "expected 'iteration' and 'loss'"),
     ],

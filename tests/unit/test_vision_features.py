@@ -11,10 +11,10 @@ import torch
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.cli.import_hf import import_hf
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.architectures.llava import VisionLanguageModel, place_features
+from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.multimodal import VisionLanguageModel, place_features
 from llava_mcore.models.vision.features import feature_choice
-from llava_mcore.models.vision.geometry import tokens_per_image
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -47,7 +47,7 @@ def test_features_equal_hugging_face(tmp_path: Path, case: str) -> None:
         load_weights([model], checkpoint)
         ours = model.eval().image_features(pixels)
         theirs = torch.cat(tuple(hf.get_image_features(pixel_values=pixels).pooler_output))
-    assert ours.shape[0] == 2 * tokens_per_image(hf.config) == theirs.shape[0]
+    assert ours.shape[0] == 2 * features_per_tile(hf.config) == theirs.shape[0]
     assert (ours - theirs).abs().max().item() <= 1e-5
 
 

@@ -19,7 +19,8 @@ from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError, prob
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.regular import kind_of
 from llava_mcore.files.torch_files import why_not_loaded
-from llava_mcore.models.vision.geometry import image_side, tokens_per_image
+from llava_mcore.models.architectures.registry import features_per_tile
+from llava_mcore.models.vision.geometry import image_side
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +221,7 @@ def _load_images(
 def _image_length(folders: list[Path], config: LlavaConfig, found: list[str]) -> int | None:
     """Tokens of a picture by the model's config; a processor that would make another number is reported."""
     try:
-        length = tokens_per_image(config)
+        length = features_per_tile(config)
     except ConversionError as error:
         found.append(str(error))
         return None

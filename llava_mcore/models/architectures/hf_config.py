@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import LlavaConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.json_files import read_object
-from llava_mcore.models.vision.geometry import ffn_size, has_class_token
+from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
+from llava_mcore.models.language.registry import LANGUAGE_FAMILIES, language_family
+from llava_mcore.models.language.registry import REASONS as LANGUAGE_REASONS
+from llava_mcore.models.vision.registry import REASONS as VISION_REASONS
+from llava_mcore.models.vision.registry import VISION_FAMILIES, vision_family
 
-_WINDOWS_COMPUTED = ("gemma2", "gemma3_text")
-"""Families whose sliding windows are computed as they are; others must not meet sequences longer than theirs."""
 _LARGEST = {
     "num_hidden_layers": 2_000,
     "num_attention_heads": 1 << 16,
@@ -32,32 +34,49 @@ _LARGEST = {
 """Far beyond every model that there is."""
 
 
-def load_hf_config(folder: Path) -> LlavaConfig:
+def load_hf_config(folder: Path) -> PretrainedConfig:
     """Read `folder`/config.json.
 
     Raises:
-        ConversionError: no config.json, not JSON, or not of a LLaVA model.
+        ConversionError: no config.json, not JSON, not of a known architecture, or with parts of unknown families.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise ConversionError(
-            f"{folder}: no config.json; expected a Hugging Face LLaVA folder (build one with build_llava_jp.py)"
+            f"{folder}: no config.json; expected a folder of a vision-language model (build one with build_llava_jp.py)"
         )
     values = read_object(path, ConversionError)
     kind = values.get("model_type")
-    if kind != "llava":
+    if kind not in ARCHITECTURES:
         raise ConversionError(
-            f"{path}: model_type is {kind!r}, expected 'llava'; a text model becomes one with build_llava_jp.py"
+            f"{path}: model_type is {kind!r}, expected {' or '.join(map(repr, ARCHITECTURES))}; a text model becomes "
+            "one with build_llava_jp.py"
         )
     try:
-        hf = LlavaConfig.from_dict(values)
+        hf = ARCHITECTURES[kind].config_class.from_dict(values)
     except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise ConversionError(f"{path}: transformers cannot read it ({error!r})") from error
     wrong = [*_wrong_sizes("text_config", hf.text_config), *_wrong_sizes("vision_config", hf.vision_config)]
     wrong += _wrong_rope("text_config.rope_parameters", hf.text_config.to_dict().get("rope_parameters"))
     if wrong:
         raise ConversionError(problems(f"{path}: values that no model has", wrong))
+    unknown = _unknown_families(hf)
+    if unknown:
+        raise ConversionError(problems(str(path), unknown))
     return hf
+
+
+def _unknown_families(hf: PretrainedConfig) -> list[str]:
+    """Return what is wrong with the families of the parts."""
+    found = []
+    for key, kind, known, reasons in (
+        ("text_config", hf.text_config.model_type, LANGUAGE_FAMILIES.keys(), LANGUAGE_REASONS),
+        ("vision_config", hf.vision_config.model_type, VISION_FAMILIES.keys(), VISION_REASONS),
+    ):
+        if kind not in known:
+            reason = f": {reasons[kind]}" if kind in reasons else ""
+            found.append(f"{key}.model_type = {kind!r} is not supported{reason}; known: {', '.join(sorted(known))}")
+    return found
 
 
 def _wrong_rope(key: str, value: Any) -> Iterator[str]:
@@ -79,11 +98,12 @@ def _wrong_sizes(section: str, config: PretrainedConfig) -> Iterator[str]:
                 yield f"{section}.{key} is {value!r}, expected a whole number from 1 to {largest:,}"
 
 
-def model_dims(hf: LlavaConfig) -> ModelDims:
+def model_dims(hf: PretrainedConfig) -> ModelDims:
     """Return the sizes that decide which layouts are possible."""
     text, vision = hf.text_config, hf.vision_config
+    tower, features = vision_family(vision), architecture_of(hf).features(hf)
     values = text.to_dict()
-    limited_by_window = values.get("use_sliding_window", True) and text.model_type not in _WINDOWS_COMPUTED
+    limited_by_window = values.get("use_sliding_window", True) and not language_family(text).computes_windows
     return ModelDims(
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
@@ -93,9 +113,9 @@ def model_dims(hf: LlavaConfig) -> ModelDims:
         vocab_size=text.vocab_size,
         vision_num_layers=vision.num_hidden_layers,
         vision_hidden_size=vision.hidden_size,
-        vision_ffn_hidden_size=ffn_size(vision),
+        vision_ffn_hidden_size=tower.ffn_size(vision),
         vision_num_attention_heads=vision.num_attention_heads,
         max_position_embeddings=text.max_position_embeddings,
         sliding_window=values.get("sliding_window") if limited_by_window else None,
-        keeps_class_token=has_class_token(vision) and hf.vision_feature_select_strategy != "default",
+        keeps_class_token=tower.has_class_token(vision) and not features.drop_first_token,
     )

@@ -14,7 +14,7 @@ from llava_mcore.mapping.layouts import Concat, FuseQKV, PadRows
 from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
-from llava_mcore.models.architectures.llava_names import TextNames
+from llava_mcore.models.names import TextNames
 
 
 def head_dim(hf: PretrainedConfig) -> int:

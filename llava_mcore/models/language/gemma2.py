@@ -7,7 +7,7 @@ we.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RotaryEmbedding
@@ -15,9 +15,10 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RotaryEmbedding
 from llava_mcore.errors import ConversionError
 from llava_mcore.mapping.sharding import REPLICATED
 from llava_mcore.mapping.table import Entry
-from llava_mcore.models.architectures.llava_names import TextNames
 from llava_mcore.models.language.dense import expand_layers, projection_entries, transformer_fields
+from llava_mcore.models.language.family import LanguageFamily
 from llava_mcore.models.language.shape import USUAL_NAMES, DecoderShape, rope_from_hf
+from llava_mcore.models.names import TextNames
 
 LAYER_NAMES = replace(
     USUAL_NAMES,
@@ -33,40 +34,44 @@ _NORMS = {
 }
 
 
-def config_from_hf(hf: PretrainedConfig) -> dict[str, Any]:
-    """Return megatron-core TransformerConfig fields.
+class Gemma2(LanguageFamily):
+    """Gemma 2."""
 
-    Raises:
-        ConversionError: attention to later tokens (EmbeddingGemma), or an unknown kind of layer.
-    """
-    if hf.use_bidirectional_attention:
-        raise ConversionError("text_config.use_bidirectional_attention = true: only causal decoders are supported")
-    known = {"sliding_attention", "full_attention"}
-    if set(hf.layer_types) - known:
-        found = ", ".join(sorted(set(hf.layer_types) - known))
-        raise ConversionError(f"text_config.layer_types: {found}; known: {', '.join(sorted(known))}")
-    windows = [kind == "sliding_attention" and hf.sliding_window is not None for kind in hf.layer_types]
-    return transformer_fields(hf, activation_key="hidden_activation") | {
-        "layernorm_zero_centered_gamma": True,
-        "softmax_scale": hf.query_pre_attn_scalar**-0.5,
-        "window_size": (hf.sliding_window - 1, 0) if any(windows) else None,
-        "window_attn_skip_freq": [int(x) for x in windows],
-    }
+    model_types: ClassVar[tuple[str, ...]] = ("gemma2",)
+    computes_windows = True
 
+    def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
+        """Return megatron-core TransformerConfig fields.
 
-def shape(hf: PretrainedConfig) -> DecoderShape:
-    """Return what TransformerConfig does not say."""
-    return DecoderShape(
-        rope_from_hf(hf, Gemma2RotaryEmbedding),
-        embedding_scale=hf.hidden_size**0.5,
-        attention_softcap=hf.attn_logit_softcapping,
-        post_norms=True,
-        names=LAYER_NAMES,
-    )
+        Raises:
+            ConversionError: attention to later tokens (EmbeddingGemma), or an unknown kind of layer.
+        """
+        if hf.use_bidirectional_attention:
+            raise ConversionError("text_config.use_bidirectional_attention = true: only causal decoders are supported")
+        known = {"sliding_attention", "full_attention"}
+        if set(hf.layer_types) - known:
+            found = ", ".join(sorted(set(hf.layer_types) - known))
+            raise ConversionError(f"text_config.layer_types: {found}; known: {', '.join(sorted(known))}")
+        windows = [kind == "sliding_attention" and hf.sliding_window is not None for kind in hf.layer_types]
+        return transformer_fields(hf, activation_key="hidden_activation") | {
+            "layernorm_zero_centered_gamma": True,
+            "softmax_scale": hf.query_pre_attn_scalar**-0.5,
+            "window_size": (hf.sliding_window - 1, 0) if any(windows) else None,
+            "window_attn_skip_freq": [int(x) for x in windows],
+        }
 
+    def shape(self, hf: PretrainedConfig) -> DecoderShape:
+        """Return what TransformerConfig does not say."""
+        return DecoderShape(
+            rope_from_hf(hf, Gemma2RotaryEmbedding),
+            embedding_scale=hf.hidden_size**0.5,
+            attention_softcap=hf.attn_logit_softcapping,
+            post_norms=True,
+            names=LAYER_NAMES,
+        )
 
-def weight_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
-    """Return the entries of all layers."""
-    m, h = names.megatron_layer, names.hf_layer
-    norms = [Entry(f"{m}{ours}.weight", f"{h}{theirs}.weight", REPLICATED) for ours, theirs in _NORMS.items()]
-    return expand_layers([*norms, *projection_entries(hf, names)], hf)
+    def weight_entries(self, hf: PretrainedConfig, names: TextNames) -> list[Entry]:
+        """Return the entries of all layers."""
+        m, h = names.megatron_layer, names.hf_layer
+        norms = [Entry(f"{m}{ours}.weight", f"{h}{theirs}.weight", REPLICATED) for ours, theirs in _NORMS.items()]
+        return expand_layers([*norms, *projection_entries(hf, names)], hf)

@@ -10,21 +10,25 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llava_mcore.mapping.table import Entry
-from llava_mcore.models.architectures.llava_names import TextNames
 from llava_mcore.models.language.dense import layer_entries, transformer_fields
+from llava_mcore.models.language.family import LanguageFamily
 from llava_mcore.models.language.shape import DecoderShape, rope_from_hf
+from llava_mcore.models.names import TextNames
 
 
-def config_from_hf(hf: PretrainedConfig) -> dict[str, Any]:
-    """Return megatron-core TransformerConfig fields."""
-    return transformer_fields(hf)
+class Llama(LanguageFamily):
+    """Llama, and what has its architecture."""
 
+    model_types = ("llama", "mistral")
 
-def shape(hf: PretrainedConfig) -> DecoderShape:
-    """Return what TransformerConfig does not say."""
-    return DecoderShape(rope_from_hf(hf))
+    def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
+        """Return megatron-core TransformerConfig fields."""
+        return transformer_fields(hf)
 
+    def shape(self, hf: PretrainedConfig) -> DecoderShape:
+        """Return what TransformerConfig does not say."""
+        return DecoderShape(rope_from_hf(hf))
 
-def weight_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
-    """Return the entries of all layers."""
-    return layer_entries(hf, names)
+    def weight_entries(self, hf: PretrainedConfig, names: TextNames) -> list[Entry]:
+        """Return the entries of all layers."""
+        return layer_entries(hf, names)

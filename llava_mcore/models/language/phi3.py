@@ -15,37 +15,41 @@ from llava_mcore.errors import ConversionError
 from llava_mcore.mapping.layouts import Regroup
 from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN
 from llava_mcore.mapping.table import Entry
-from llava_mcore.models.architectures.llava_names import TextNames
 from llava_mcore.models.language.dense import expand_layers, norm_entries, output_entries, transformer_fields
+from llava_mcore.models.language.family import LanguageFamily
 from llava_mcore.models.language.shape import USUAL_NAMES, DecoderShape, rope_from_hf
+from llava_mcore.models.names import TextNames
 
 _NAMES = replace(USUAL_NAMES, query_key_value=("self_attn.qkv_proj",), into=("mlp.gate_up_proj",))
 
 
-def config_from_hf(hf: PretrainedConfig) -> dict[str, Any]:
-    """Return megatron-core TransformerConfig fields.
+class Phi3(LanguageFamily):
+    """Phi-3, Phi-3.5 and Phi-4."""
 
-    Raises:
-        ConversionError: dropout on the residual or the embedding, which is not applied here.
-    """
-    for key in ("resid_pdrop", "embd_pdrop"):
-        rate = hf.to_dict()[key]
-        if rate:
-            raise ConversionError(f"text_config.{key} = {rate}: dropout there is not supported; set it to 0")
-    return transformer_fields(hf)
+    model_types = ("phi3",)
 
+    def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
+        """Return megatron-core TransformerConfig fields.
 
-def shape(hf: PretrainedConfig) -> DecoderShape:
-    """Return what TransformerConfig does not say."""
-    return DecoderShape(rope_from_hf(hf, Phi3RotaryEmbedding), names=_NAMES)
+        Raises:
+            ConversionError: dropout on the residual or the embedding, which is not applied here.
+        """
+        for key in ("resid_pdrop", "embd_pdrop"):
+            rate = hf.to_dict()[key]
+            if rate:
+                raise ConversionError(f"text_config.{key} = {rate}: dropout there is not supported; set it to 0")
+        return transformer_fields(hf)
 
+    def shape(self, hf: PretrainedConfig) -> DecoderShape:
+        """Return what TransformerConfig does not say."""
+        return DecoderShape(rope_from_hf(hf, Phi3RotaryEmbedding), names=_NAMES)
 
-def weight_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
-    """Return the entries of all layers."""
-    m, h = names.megatron_layer, names.hf_layer
-    regroup = Regroup(hf.num_attention_heads, hf.num_key_value_heads)
-    fused = [
-        Entry(m + "self_attention.linear_qkv.weight", h + "self_attn.qkv_proj.weight", COLUMN, regroup),
-        Entry(m + "mlp.linear_fc1.weight", h + "mlp.gate_up_proj.weight", GATED_COLUMN),
-    ]
-    return expand_layers([*norm_entries(names), *fused, *output_entries(names)], hf)
+    def weight_entries(self, hf: PretrainedConfig, names: TextNames) -> list[Entry]:
+        """Return the entries of all layers."""
+        m, h = names.megatron_layer, names.hf_layer
+        regroup = Regroup(hf.num_attention_heads, hf.num_key_value_heads)
+        fused = [
+            Entry(m + "self_attention.linear_qkv.weight", h + "self_attn.qkv_proj.weight", COLUMN, regroup),
+            Entry(m + "mlp.linear_fc1.weight", h + "mlp.gate_up_proj.weight", GATED_COLUMN),
+        ]
+        return expand_layers([*norm_entries(names), *fused, *output_entries(names)], hf)

@@ -9,27 +9,31 @@ from transformers import PretrainedConfig
 from llava_mcore.mapping.layouts import FuseQKV
 from llava_mcore.mapping.sharding import COLUMN
 from llava_mcore.mapping.table import Entry
-from llava_mcore.models.architectures.llava_names import TextNames
 from llava_mcore.models.language.dense import expand_layers, layer_entries, transformer_fields
+from llava_mcore.models.language.family import LanguageFamily
 from llava_mcore.models.language.shape import DecoderShape, rope_from_hf
+from llava_mcore.models.names import TextNames
 
 
-def config_from_hf(hf: PretrainedConfig) -> dict[str, Any]:
-    """Return megatron-core TransformerConfig fields."""
-    return transformer_fields(hf) | {"add_qkv_bias": True}
+class Qwen2(LanguageFamily):
+    """Qwen2 and Qwen2.5."""
 
+    model_types = ("qwen2",)
 
-def shape(hf: PretrainedConfig) -> DecoderShape:
-    """Return what TransformerConfig does not say."""
-    return DecoderShape(rope_from_hf(hf))
+    def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
+        """Return megatron-core TransformerConfig fields."""
+        return transformer_fields(hf) | {"add_qkv_bias": True}
 
+    def shape(self, hf: PretrainedConfig) -> DecoderShape:
+        """Return what TransformerConfig does not say."""
+        return DecoderShape(rope_from_hf(hf))
 
-def weight_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
-    """Return the entries of all layers."""
-    bias = Entry(
-        names.megatron_layer + "self_attention.linear_qkv.bias",
-        tuple(names.hf_layer + f"self_attn.{x}_proj.bias" for x in "qkv"),
-        COLUMN,
-        FuseQKV(hf.num_attention_heads, hf.num_key_value_heads),
-    )
-    return layer_entries(hf, names) + expand_layers([bias], hf)
+    def weight_entries(self, hf: PretrainedConfig, names: TextNames) -> list[Entry]:
+        """Return the entries of all layers."""
+        bias = Entry(
+            names.megatron_layer + "self_attention.linear_qkv.bias",
+            tuple(names.hf_layer + f"self_attn.{x}_proj.bias" for x in "qkv"),
+            COLUMN,
+            FuseQKV(hf.num_attention_heads, hf.num_key_value_heads),
+        )
+        return layer_entries(hf, names) + expand_layers([bias], hf)

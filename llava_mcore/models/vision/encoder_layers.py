@@ -12,7 +12,7 @@ from llava_mcore.mapping.layouts import FuseQKV, Reshape
 from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
-from llava_mcore.models.architectures.llava_names import LayerNames
+from llava_mcore.models.names import LayerNames
 from llava_mcore.models.vision.geometry import num_patches
 
 WEIGHT_BIAS = ("weight", "bias")

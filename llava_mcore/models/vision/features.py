@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import LlavaConfig
+from transformers import PretrainedConfig
 
 from llava_mcore.errors import ConversionError
 
@@ -26,7 +26,7 @@ class FeatureChoice:
         return max(self.layers)
 
 
-def feature_choice(hf: LlavaConfig) -> FeatureChoice:
+def feature_choice(hf: PretrainedConfig) -> FeatureChoice:
     """Read `vision_feature_layer` (an int or a list) and `vision_feature_select_strategy`.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llava_mcore.mapping.table import Entry
-from llava_mcore.models.architectures.llava_names import LayerNames
+from llava_mcore.models.names import LayerNames
 from llava_mcore.models.vision.encoder_layers import (
     embedding_entries,
     layer_entries,
@@ -17,6 +17,7 @@ from llava_mcore.models.vision.encoder_layers import (
     unused_layers,
     unused_norm,
 )
+from llava_mcore.models.vision.family import VisionFamily
 from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
 
@@ -41,42 +42,48 @@ _REQUIRED = {
 }
 
 
-def config_from_hf(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
-    """Return megatron-core TransformerConfig fields.
+class InternVit(VisionFamily):
+    """InternViT."""
 
-    Raises:
-        ConversionError: a variant that is not supported (InternViT-6B).
-    """
-    require(hf, _REQUIRED)
-    return transformer_fields(hf, num_layers)
+    model_types = ("internvl_vision",)
 
+    def tokens_before_patches(self, hf: PretrainedConfig) -> int:
+        """Return 1: the class token."""
+        return 1
 
-def shape(hf: PretrainedConfig) -> VisionShape:
-    """Return what surrounds the layers."""
-    return VisionShape(
-        image_side(hf),
-        patch_side(hf),
-        class_token=True,
-        conv_bias=True,
-        pre_norm=False,
-        layer_scale=True,
-        names=_NAMES,
-        conv_name=_CONV,
-        layers_name="encoder.layer.",
-    )
+    def config_from_hf(self, hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
+        """Return megatron-core TransformerConfig fields.
 
+        Raises:
+            ConversionError: a variant that is not supported (InternViT-6B).
+        """
+        require(hf, _REQUIRED)
+        return transformer_fields(hf, num_layers)
 
-def weight_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
-    """Return the entries of the layers that are used and of what comes before them."""
-    ends = embedding_entries(hf, megatron=megatron, prefix=prefix, conv=_CONV)
-    return ends + _layer_entries(hf, megatron, prefix, range(num_layers))
+    def shape(self, hf: PretrainedConfig) -> VisionShape:
+        """Return what surrounds the layers."""
+        return VisionShape(
+            image_side(hf),
+            patch_side(hf),
+            class_token=True,
+            conv_bias=True,
+            pre_norm=False,
+            layer_scale=True,
+            names=_NAMES,
+            conv_name=_CONV,
+            layers_name="encoder.layer.",
+        )
 
+    def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
+        """Return the entries of the layers that are used and of what comes before them."""
+        ends = embedding_entries(hf, megatron=megatron, prefix=prefix, conv=_CONV)
+        return ends + _layer_entries(hf, megatron, prefix, range(num_layers))
 
-def unused(hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
-    """Name the tensors that training does not use, with the reason."""
-    rest = _layer_entries(hf, "", prefix, range(num_layers, hf.num_hidden_layers))
-    mask = {f"{prefix}embeddings.mask_token": "stands for masked patches in InternViT's own training"}
-    return unused_layers(rest, num_layers) | unused_norm(prefix + "layernorm") | mask
+    def unused(self, hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
+        """Name the tensors that training does not use, with the reason."""
+        rest = _layer_entries(hf, "", prefix, range(num_layers, hf.num_hidden_layers))
+        mask = {f"{prefix}embeddings.mask_token": "stands for masked patches in InternViT's own training"}
+        return unused_layers(rest, num_layers) | unused_norm(prefix + "layernorm") | mask
 
 
 def _layer_entries(hf: PretrainedConfig, megatron: str, prefix: str, layers: range) -> list[Entry]:

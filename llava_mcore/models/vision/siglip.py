@@ -15,6 +15,7 @@ from llava_mcore.models.vision.encoder_layers import (
     unused_layers,
     unused_norm,
 )
+from llava_mcore.models.vision.family import VisionFamily
 from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
 
@@ -28,32 +29,41 @@ _HEAD = (
 )
 
 
-def config_from_hf(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
-    """Return megatron-core TransformerConfig fields."""
-    return transformer_fields(hf, num_layers)
+class Siglip(VisionFamily):
+    """SigLIP's vision tower, and that of SigLIP 2 with a fixed resolution."""
 
+    model_types = ("siglip_vision_model",)
+    pair = "siglip"
+    wrapped = True
+    interpolates = False
 
-def shape(hf: PretrainedConfig) -> VisionShape:
-    """Return what surrounds the layers."""
-    return VisionShape(image_side(hf), patch_side(hf), class_token=False, conv_bias=True, pre_norm=False)
+    def tokens_before_patches(self, hf: PretrainedConfig) -> int:
+        """Return 0."""
+        return 0
 
+    def config_from_hf(self, hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
+        """Return megatron-core TransformerConfig fields."""
+        return transformer_fields(hf, num_layers)
 
-def weight_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
-    """Return the entries of the layers that are used and of what comes before them."""
-    conv = Entry(megatron + "conv1.{wb}", prefix + "embeddings.patch_embedding.{wb}", REPLICATED)
-    positions = Entry(
-        megatron + "position_embeddings.weight", prefix + "embeddings.position_embedding.weight", REPLICATED
-    )
-    layers = layer_entries(hf, megatron=megatron, prefix=prefix + "encoder.layers.", layers=range(num_layers))
-    return [*conv.expand(wb=WEIGHT_BIAS), positions, *layers]
+    def shape(self, hf: PretrainedConfig) -> VisionShape:
+        """Return what surrounds the layers."""
+        return VisionShape(image_side(hf), patch_side(hf), class_token=False, conv_bias=True, pre_norm=False)
 
+    def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
+        """Return the entries of the layers that are used and of what comes before them."""
+        conv = Entry(megatron + "conv1.{wb}", prefix + "embeddings.patch_embedding.{wb}", REPLICATED)
+        positions = Entry(
+            megatron + "position_embeddings.weight", prefix + "embeddings.position_embedding.weight", REPLICATED
+        )
+        layers = layer_entries(hf, megatron=megatron, prefix=prefix + "encoder.layers.", layers=range(num_layers))
+        return [*conv.expand(wb=WEIGHT_BIAS), positions, *layers]
 
-def unused(hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
-    """Name the tensors that training does not use, with the reason."""
-    rest = range(num_layers, hf.num_hidden_layers)
-    after = unused_layers(
-        layer_entries(hf, megatron="", prefix=prefix + "encoder.layers.", layers=rest), num_layers
-    ) | unused_norm(prefix + "post_layernorm")
-    head = {f"{prefix}head.{name}": "attention-pooling head" for name in _HEAD}
-    buffer = {f"{prefix}embeddings.position_ids": "buffer of older transformers versions"}
-    return after | head | buffer
+    def unused(self, hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
+        """Name the tensors that training does not use, with the reason."""
+        rest = range(num_layers, hf.num_hidden_layers)
+        after = unused_layers(
+            layer_entries(hf, megatron="", prefix=prefix + "encoder.layers.", layers=rest), num_layers
+        ) | unused_norm(prefix + "post_layernorm")
+        head = {f"{prefix}head.{name}": "attention-pooling head" for name in _HEAD}
+        buffer = {f"{prefix}embeddings.position_ids": "buffer of older transformers versions"}
+        return after | head | buffer

@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from llava_mcore.mapping.fused_norms import FUSED_NORMS
-from llava_mcore.models.architectures.llava_names import LayerNames
 from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.names import LayerNames
 from llava_mcore.models.vision import layer_scale
 from llava_mcore.models.vision.encoder_layers import USUAL_NAMES
 from llava_mcore.models.vision.features import FeatureChoice

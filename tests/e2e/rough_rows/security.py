@@ -102,7 +102,7 @@ TRIALS = [
     Trial("security/metadata-train", "S2", TRAIN, arrange=_poisoned("megatron")),
     Trial("security/metadata-resume", "S2", RESUME, arrange=_poisoned("out")),
     Trial("security/sbatch-newline", "S3", SUBMIT + "$'--mem=1\\ntouch x'", says=("sbatch",)),
-    Trial("security/sbatch-quote", "S3", SUBMIT + '\'--comment="a \\" b"\'', says=("sbatch",)),
+    Trial("security/sbatch-quote", "S3", SUBMIT + '\'--comment="a \\" b"\'', says=("#SBATCH",)),
     Trial("security/picture-is-a-pipe", "S4", PREPARE, code=0, arrange=_rows(_row("pipe.jpg"))),
     Trial(
         "security/picture-is-endless",

@@ -1,0 +1,22 @@
+"""The architectures that are known. A new one is a file and a line here."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from llava_mcore.models.architectures.base import Architecture
+from llava_mcore.models.architectures.llava import Llava
+
+_ALL: tuple[Architecture, ...] = (Llava(),)
+ARCHITECTURES: dict[str, Architecture] = {x.config_class.model_type: x for x in _ALL}
+"""By model_type."""
+
+
+def architecture_of(hf: PretrainedConfig) -> Architecture:
+    """Return the architecture of a whole model's config. `load_hf_config` has seen that it is known."""
+    return ARCHITECTURES[hf.model_type]
+
+
+def features_per_tile(hf: PretrainedConfig) -> int:
+    """Return how many features of a tile reach the language model."""
+    return architecture_of(hf).features_per_tile(hf)

@@ -1,0 +1,24 @@
+"""The families of language models that are known. A new one is a file and a line here."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from llava_mcore.models.language.family import LanguageFamily
+from llava_mcore.models.language.gemma2 import Gemma2
+from llava_mcore.models.language.gemma3 import Gemma3
+from llava_mcore.models.language.llama import Llama
+from llava_mcore.models.language.phi3 import Phi3
+from llava_mcore.models.language.qwen2 import Qwen2
+from llava_mcore.models.language.qwen3 import Qwen3
+
+_FAMILIES: tuple[LanguageFamily, ...] = (Gemma2(), Gemma3(), Llama(), Phi3(), Qwen2(), Qwen3())
+LANGUAGE_FAMILIES: dict[str, LanguageFamily] = {name: family for family in _FAMILIES for name in family.model_types}
+"""By model_type."""
+REASONS = {"gemma3": "it is a whole vision-language model; its text model is gemma3_text"}
+"""Why a model_type that people try is not known."""
+
+
+def language_family(hf: PretrainedConfig) -> LanguageFamily:
+    """Return the family of a text config. `load_hf_config` has seen that it is known."""
+    return LANGUAGE_FAMILIES[hf.model_type]

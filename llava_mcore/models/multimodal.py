@@ -1,0 +1,162 @@
+"""A vision-language model of any architecture: vision tower → connector → language model, on megatron-core parts.
+
+Hugging Face's convention: the data already hold one placeholder token for each image feature, so positions,
+labels and lengths are known before the model runs and the model only copies features into place.
+
+b: samples, s: tokens, i: pictures, n: tokens a picture, h: language hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.configs import ModelOptions, part_configs
+from llava_mcore.models.language.decoder import LanguageModel, padded_vocab_size
+from llava_mcore.models.language.registry import language_family
+from llava_mcore.models.vision.geometry import image_side
+from llava_mcore.models.vision.registry import vision_family
+from llava_mcore.models.vision.transformer import VisionTransformer
+
+
+class VisionLanguageModel(MegatronModule):
+    """One pipeline stage; the tower and the connector sit beside the first stage's layers.
+
+    Its children and parameters have the names of megatron-core's LLaVAModel.
+    """
+
+    def __init__(
+        self,
+        hf: PretrainedConfig,
+        options: ModelOptions,
+        *,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+    ) -> None:
+        configs = part_configs(hf, options)
+        super().__init__(config=configs.language)
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.share_embeddings_and_output_weights = hf.tie_word_embeddings
+        if pre_process:
+            architecture, vision = architecture_of(hf), hf.vision_config
+            features = architecture.features(hf)
+            self.vision_model = VisionTransformer(configs.vision, vision_family(vision).shape(vision), features)
+            width = vision.hidden_size * len(features.layers)
+            self.connector = architecture.connector(hf)
+            self.vision_projection = self.connector.build(hf, configs.projection, input_size=width)
+            self.image_size = image_side(hf.vision_config)
+        self.language_model = LanguageModel(
+            configs.language,
+            hf.text_config,
+            language_family(hf.text_config).shape(hf.text_config),
+            tied=hf.tie_word_embeddings,
+            num_rows=padded_vocab_size(
+                hf.text_config.vocab_size,
+                divisible_by=options.make_vocab_size_divisible_by,
+                tensor_model_parallel_size=options.tensor_model_parallel_size,
+            ),
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        pixel_values: Tensor,
+        image_positions: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        num_trained: int | None = None,
+    ) -> Tensor:
+        """Run this stage.
+
+        Args:
+            input_ids: int64 [b, s], every picture as n placeholder ids.
+            position_ids: int64 [b, s].
+            pixel_values: [i, 3, height, width]; i may be 0. Only read on the first stage.
+            image_positions: int64 [i * n], indices into the flattened [b * s], in the order of the pictures.
+            labels: int64 [b, s], already shifted.
+            loss_mask: float32 [b, s], 1 where the loss counts.
+            packed_seq_params: where the packed sequences of the only row begin; they do not see each other.
+            num_trained: tokens that loss_mask counts, where the host knows: the others then skip the output layer.
+
+        Returns:
+            On the last stage the summed loss of the tokens that count if labels and loss_mask are given, the loss of
+            every token [b, s] with labels alone, else logits [b, s, vocabulary]; on the others hidden states [s, b, h],
+            [s / tp, b, h] with sequence parallelism, for which s must be a multiple of tp.
+        """
+        decoder_input = None
+        if self.pre_process:
+            embeddings = self.language_model.embed(input_ids, position_ids)  # [s, b, h]
+            features = self.image_features(pixel_values)
+            decoder_input = place_features(embeddings, features, image_positions)
+            if torch.is_grad_enabled() and not decoder_input.requires_grad and self._needs_input_gradient():
+                decoder_input.requires_grad_()
+            if self.config.sequence_parallel:  # each rank goes on with its part of the tokens, [s / tp, b, h]
+                decoder_input = tensor_parallel.scatter_to_sequence_parallel_region(decoder_input)
+        return self.language_model(
+            input_ids,
+            position_ids,
+            attention_mask=None,
+            decoder_input=decoder_input,
+            labels=labels,
+            loss_mask=loss_mask,
+            packed_seq_params=packed_seq_params,
+            output_processor=self.language_model.loss_or_logits,
+            output_processor_context=num_trained,
+        )
+
+    def image_features(self, pixel_values: Tensor) -> Tensor:
+        """Return [i * n, h].
+
+        Without pictures the parts run on one blank picture of which nothing is kept (0 rows are returned, tied
+        to the graph), so that every rank's collectives and gradients stay aligned with those that have some.
+        """
+        num_images = pixel_values.shape[0]
+        if not num_images:
+            if not any(p.requires_grad for p in self._image_parameters()):
+                return pixel_values.new_empty(0, self.config.hidden_size, dtype=self.config.params_dtype)
+            pixel_values = pixel_values.new_zeros(1, 3, self.image_size, self.image_size)
+        trained = any(p.requires_grad for p in self.vision_model.parameters())
+        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+            hidden = self.vision_model(pixel_values.to(self.config.params_dtype))
+        features = self.vision_projection(hidden).flatten(0, 1)
+        return features if num_images else features[:0] + 0.0 * features.sum()
+
+    def _needs_input_gradient(self) -> bool:
+        """Tell whether gradients must reach the first layer though nothing before it is trained.
+
+        A pipeline's backward pass runs through all stages, and recomputation skips what has no input with a gradient.
+        """
+        return self.config.pipeline_model_parallel_size > 1 or self.config.recompute_granularity is not None
+
+    def _image_parameters(self) -> list[torch.nn.Parameter]:
+        return [*self.vision_model.parameters(), *self.vision_projection.parameters()]
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """Take the previous stage's output (called by megatron-core's schedules)."""
+        self.language_model.set_input_tensor(input_tensor)
+
+    def shared_embedding_or_output_weight(self) -> Tensor:
+        """Return the tied embedding of this stage (called by megatron-core's gradient finalisation)."""
+        return self.language_model.shared_embedding_or_output_weight()
+
+
+def place_features(embeddings: Tensor, features: Tensor, image_positions: Tensor) -> Tensor:
+    """Copy image features [i * n, h] over the embeddings [s, b, h] at flat [b * s] indices; no host sync."""
+    s, b, h = embeddings.shape
+    flat = embeddings.transpose(0, 1).reshape(b * s, h)
+    # index_copy keeps the gradient of an empty `features` connected, which an early return would not.
+    placed = flat.index_copy(0, image_positions, features.to(flat.dtype))
+    return placed.view(b, s, h).transpose(0, 1).contiguous()

@@ -1,0 +1,103 @@
+"""Where the parts of a model are, on the Megatron side and in Hugging Face files.
+
+transformers has renamed tensors several times; the files of every version are read, and written back under the names
+they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from llava_mcore.errors import ConversionError, problems
+
+
+@dataclass(frozen=True)
+class TextNames:
+    """Prefixes of the language model on both sides, and the HF name of its output layer."""
+
+    megatron: str
+    hf: str
+    lm_head: str
+
+    @property
+    def megatron_layer(self) -> str:
+        return self.megatron + "decoder.layers.{layer}."
+
+    @property
+    def hf_layer(self) -> str:
+        return self.hf + "layers.{layer}."
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """Hugging Face's names of the modules in one layer, relative to it.
+
+    `query_key_value` and `into` (the gate first, where there is one) hold one name where the files have them fused.
+    """
+
+    norm_before: str
+    query_key_value: tuple[str, ...]
+    attention_out: str
+    norm_between: str
+    into: tuple[str, ...]
+    out_of: str
+    norm_after_attention: str | None = None
+    norm_after_mlp: str | None = None
+
+
+@dataclass(frozen=True)
+class HfNames:
+    """The prefixes one HF folder uses, and the name of the output layer."""
+
+    vision: str
+    projection: str
+    text: str
+    lm_head: str
+
+
+@dataclass(frozen=True)
+class KnownNames:
+    """The names that one class's tensors have had in files.
+
+    `vision`, `projection`, `text`: prefixes, longest first, as the first one that some tensor has is taken. `lm_head`:
+    the output layer's name by the language model's prefix. `styles`: whole sets that a user may mean in a pattern; the
+    first is that of the class's usual files.
+    """
+
+    vision: tuple[str, ...]
+    projection: tuple[str, ...]
+    text: tuple[str, ...]
+    lm_head: Mapping[str, str]
+    styles: tuple[HfNames, ...]
+
+    def usual(self, *, wrapped: bool) -> HfNames:
+        """Return the names of the class's usual files. `wrapped`: see `VisionFamily`."""
+        names = self.styles[0]
+        return replace(names, vision=names.vision + "vision_model.") if wrapped else names
+
+    def detect(self, hf_tensors: Iterable[str], *, source: str) -> HfNames:
+        """Find the prefixes that an HF folder's tensors have.
+
+        Raises:
+            ConversionError: a part is missing altogether; lists the prefixes that were looked for.
+        """
+        names = list(hf_tensors)
+        missing: list[str] = []
+
+        def first(part: str, prefixes: tuple[str, ...]) -> str:
+            for prefix in prefixes:
+                if any(name.startswith(prefix) for name in names):
+                    return prefix
+            missing.append(f"no {part}: no tensor starts with {' or '.join(prefixes)}")
+            return prefixes[-1]
+
+        vision, projection, text = (
+            first("vision tower", self.vision),
+            first("projector", self.projection),
+            first("language model", self.text),
+        )
+        if missing:
+            raise ConversionError(problems(f"{source} holds no whole model", missing))
+        lm_head = next((name for name in dict.fromkeys(self.lm_head.values()) if name in names), self.lm_head[text])
+        return HfNames(vision, projection, text, lm_head)

@@ -1,0 +1,54 @@
+"""The mapping table of a whole model: vision + projection + language, each under its prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transformers import PretrainedConfig
+
+from llava_mcore.mapping.table import MappingTable
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.language.dense import end_entries
+from llava_mcore.models.language.registry import language_family
+from llava_mcore.models.names import HfNames, TextNames
+from llava_mcore.models.vision.registry import vision_family
+
+
+def mapping_table(
+    hf: PretrainedConfig, names: HfNames, *, hf_tensors: Iterable[str], padded_vocab_size: int
+) -> MappingTable:
+    """Build the table of one HF folder.
+
+    Args:
+        hf_tensors: names in the folder; tensors that only some files carry (unused parts, buffers, a copy of
+            tied weights) are in the table when they are here.
+    """
+    present = set(hf_tensors)
+    text, vision, architecture = hf.text_config, hf.vision_config, architecture_of(hf)
+    num_layers = architecture.features(hf).num_layers
+    tower, connector = vision_family(vision), architecture.connector(hf)
+    text_names = TextNames("language_model.", names.text, names.lm_head)
+    tied = hf.tie_word_embeddings
+    entries = [
+        *tower.weight_entries(vision, megatron="vision_model.", prefix=names.vision, num_layers=num_layers),
+        *connector.weight_entries(hf, megatron="vision_projection.", prefix=names.projection),
+        *end_entries(text, text_names, padded_vocab_size=padded_vocab_size, tied=tied),
+        *language_family(text).weight_entries(text, text_names),
+    ]
+    unused = tower.unused(vision, prefix=names.vision, num_layers=num_layers)
+    copies = {names.lm_head: f"{names.text}embed_tokens.weight"} if tied else {}
+    return MappingTable.of(
+        entries,
+        unused={name: reason for name, reason in unused.items() if name in present},
+        copies={name: original for name, original in copies.items() if name in present},
+    )
+
+
+def usual_names(hf: PretrainedConfig) -> HfNames:
+    """Return the names of the usual files of the config's class."""
+    return architecture_of(hf).names.usual(wrapped=vision_family(hf.vision_config).wrapped)
+
+
+def detect_names(hf: PretrainedConfig, hf_tensors: Iterable[str], *, source: str) -> HfNames:
+    """Find the names that a folder's tensors have. Raises ConversionError if a part is missing altogether."""
+    return architecture_of(hf).names.detect(hf_tensors, source=source)

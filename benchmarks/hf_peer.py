@@ -142,7 +142,7 @@ def restore_buffers(model: nn.Module, device: torch.device) -> None:
 def counted(batch: Batch) -> tuple[int, int, int, int, int]:
     """Return tokens, pairs of tokens in causal attention, pictures, conversations and trained tokens."""
     num_trained = int(batch.loss_mask.sum())
-    return batch.num_tokens, batch.num_pairs, len(batch.pixel_values), len(batch.sample_keys), num_trained
+    return batch.num_tokens, batch.num_pairs, len(batch.media["pixel_values"]), len(batch.sample_keys), num_trained
 
 
 def to_hugging_face(batches: list[Batch], pad_to: int | None, device: torch.device) -> dict[str, Any]:
@@ -155,8 +155,8 @@ def to_hugging_face(batches: list[Batch], pad_to: int | None, device: torch.devi
         fields[name] = torch.cat(list(rows)).pin_memory().to(device, non_blocking=True)
     if pad_to is None:
         fields["attention_mask"] = (batches[0].input_ids != 3).to(torch.int64).to(device)
-    pixels = torch.cat([b.pixel_values for b in batches]).to(device, non_blocking=True)
-    scale = batches[0].pixel_scale.to(device)
+    pixels = torch.cat([b.media["pixel_values"] for b in batches]).to(device, non_blocking=True)
+    scale = batches[0].media["pixel_scale"].to(device)
     return fields | {"pixel_values": normalise(pixels, scale).to(torch.bfloat16)}
 
 
@@ -177,7 +177,7 @@ def write(out: Path, steps: list[tuple[float, Tensor, float]], device: torch.dev
         return
     with out.open("w", encoding="utf-8") as file:
         for (seconds, _, loss), row in zip(steps, counts.tolist(), strict=True):
-            names = ("num_tokens", "num_pairs", "num_images", "num_conversations", "num_trained")
+            names = ("num_tokens", "num_pairs", "num_tiles", "num_conversations", "num_trained")
             numbers = dict(zip(names, row, strict=True))
             file.write(
                 json.dumps({"step_seconds": seconds, "loss": loss, "memory_gib": float(memory), **numbers}) + "\n"

@@ -223,7 +223,7 @@ def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     hf = LlavaConfig.from_pretrained(folder / entry.shape)
     trained, peak = TrainedParts(vision_model=args.train_vision), peak_flops(torch.cuda.get_device_name())
     for line in lines[args.warm_up :]:
-        names = ("num_tokens", "num_pairs", "num_images", "num_trained")
+        names = ("num_tokens", "num_pairs", "num_tiles", "num_trained")
         work = Workload(*(int(line[name]) for name in names))
         flops, seconds = model_flops(hf, work, trained).total, line["step_seconds"]
         entry.steps.append(

@@ -24,6 +24,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from transformers import AutoProcessor, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
+from llava_mcore.batch_fields import FEATURE_POSITIONS
 from llava_mcore.checkpoint import layout
 from llava_mcore.compat.transformers import tower_names_in_files
 from llava_mcore.convert.logits_worker import run_rank
@@ -93,7 +94,7 @@ def compare_logits(hf_dir: Path, checkpoint: Path, picture: Path, *, tp: int, pp
     inputs = _inputs(hf_dir, picture)
     with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
         job = Path(name)
-        expected, modules, inputs["image_positions"] = _hugging_face(hf, hf_dir, inputs, names)
+        expected, modules, inputs[FEATURE_POSITIONS] = _hugging_face(hf, hf_dir, inputs, names)
         torch.save(
             {"checkpoint": str(checkpoint), "tp": tp, "pp": pp, "inputs": inputs, "names": names}, job / "job.pt"
         )

@@ -15,6 +15,7 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from llava_mcore import log
+from llava_mcore.batch_fields import PIXEL_SCALE
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.checkpoint.layout import hf_folder
 from llava_mcore.errors import LlavaMcoreError
@@ -25,6 +26,7 @@ from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_ours
 from llava_mcore.parallel.groups import Groups, initialise, shut_down
 from llava_mcore.parallel.random import seed_everything
+from llava_mcore.pixels import NO_SCALE
 
 
 def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
@@ -78,6 +80,11 @@ def _gather(groups: Groups, x: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
+def given_media(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the media of a forward pass, of pixels [tiles, 3, h, w] that are normalised already."""
+    return {PIXEL_SCALE: NO_SCALE} | {name: x for name, x in inputs.items() if name != "input_ids"}
+
+
 def forward(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor | None:
     """Run one micro-batch through the pipeline; the last stage returns logits [b, s, vocabulary]."""
     ids = inputs["input_ids"]
@@ -85,7 +92,7 @@ def forward(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor | N
     out: list[Tensor] = []
 
     def step(batch: Any, stage: VisionLanguageModel) -> Any:
-        y = stage(ids, positions, inputs["pixel_values"], inputs["image_positions"])
+        y = stage(ids, positions, given_media(inputs))
 
         def collect(x: Tensor, non_loss_data: bool = False) -> Any:
             out.append(x.detach())

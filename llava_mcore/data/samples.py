@@ -2,7 +2,7 @@
 
     raw parts  ->  ChatSample  ->  TokenSample  ->  (packed TokenSample)  ->  EncodedSample  ->  Batch
 
-Legend: b micro-batch size, s padded length, n tokens of a conversation, k pictures, N tokens per picture.
+Legend: b micro-batch size, s padded length, n tokens of a conversation.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from megatron.energon import Batch as EnergonBatch
 from megatron.energon import Sample, edataclass
 from numpy.typing import NDArray
 from torch import Tensor
+
+from llava_mcore.models.media import MediaTokens
 
 TEXT_PARTS = ("json", "jsn", "txt", "text")
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
@@ -50,18 +52,32 @@ class ChatSample(Sample):
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedMedia:
+    """A picture, not yet decoded, and what it is in its conversation."""
+
+    data: bytes
+    start: int
+    """Index of its first token in input_ids."""
+    tokens: MediaTokens
+
+    @property
+    def end(self) -> int:
+        """Index behind its last token."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class TokenConversation:
     """A conversation as the model reads it, its pictures still undecoded."""
 
     key: str
     """The sample's key; with a number behind it in a sample that was packed beforehand."""
     input_ids: NDArray[np.int64]
-    """[n]; every picture already stands as its N placeholder ids."""
+    """[n]; every picture is already there as its own tokens."""
     trained: NDArray[np.bool_]
     """[n]; True where the token itself (not the one after it) is to be learnt."""
-    image_positions: NDArray[np.int64]
-    """[k * N]; indices into input_ids, in the order of the pictures."""
-    images: tuple[bytes, ...]
+    media: tuple[PlacedMedia, ...]
+    """In the order of their tokens."""
     truncated: bool
     """Whether the end was cut off."""
     typed: tuple[str, ...] = ()
@@ -69,6 +85,11 @@ class TokenConversation:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of all pictures."""
+        return sum(item.tokens.num_tiles for item in self.media)
 
 
 @edataclass
@@ -86,7 +107,7 @@ class EncodedSample(Sample):
 
     conversations: list[TokenConversation]
     pixel_values: Tensor
-    """[k, 3, h, w]; the pictures of all conversations, uint8 or (if the processor demands it) float32."""
+    """[tiles, 3, h, w]; those of all conversations, uint8 or (if the processor demands it) float32."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +137,8 @@ class Batch(EnergonBatch):
     """float32 [b, s]; 1 where trained."""
     position_ids: Tensor
     """int64 [b, s]; they begin anew with every packed conversation."""
-    pixel_values: Tensor
-    """[number of pictures, 3, h, w]; the first dim may be 0; uint8 that pixel_scale normalises, or float32."""
-    pixel_scale: Tensor
-    """float32 [2, 3] for `llava_mcore.pixels.normalise`; [0, 3] if pixel_values are float32."""
-    image_positions: Tensor
-    """int64 [number of pictures * N]; indices into the flattened [b * s], in the order of pixel_values."""
+    media: dict[str, Tensor]
+    """The fields of the architecture (see `llava_mcore.batch_fields`)."""
     cu_seqlens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     """int32 [conversations + 1]: where each packed conversation begins, the padding behind the last one being one of
     its own; [0] when nothing is packed."""

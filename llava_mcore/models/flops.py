@@ -41,13 +41,14 @@ class Workload:
     """What a step trains on, over all micro-batches and ranks.
 
     `num_tokens` counts real tokens, image tokens included; `num_pairs` the (query, key) pairs of causal attention:
-    n * (n + 1) / 2 for a sample of n tokens, packed or not; `num_trained` the tokens whose loss counts, which alone
+    n * (n + 1) / 2 for a sample of n tokens, packed or not; `num_tiles` the pictures of the tower's size;
+    `num_trained` the tokens whose loss counts, which alone
     need the output layer (None: all).
     """
 
     num_tokens: int
     num_pairs: int
-    num_images: int
+    num_tiles: int
     num_trained: int | None = None
 
     @property
@@ -56,9 +57,9 @@ class Workload:
         return self.num_tokens if self.num_trained is None else self.num_trained
 
     @classmethod
-    def of_samples(cls, lengths: Sequence[int], num_images: int) -> Workload:
+    def of_samples(cls, lengths: Sequence[int], num_tiles: int) -> Workload:
         """Build from the length of every sample, in tokens without padding."""
-        return cls(sum(lengths), sum(n * (n + 1) // 2 for n in lengths), num_images)
+        return cls(sum(lengths), sum(n * (n + 1) // 2 for n in lengths), num_tiles)
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,12 @@ def model_flops(hf: PretrainedConfig, workload: Workload, trained: TrainedParts)
     gradients flow to something trained below costs as much again for its input's. A product of two activations
     (attention) costs twice its forward where gradients flow, frozen weights or not.
     """
-    text, images = hf.text_config, workload.num_images
+    text, tiles = hf.text_config, workload.num_tiles
     into_projection = trained.vision_model  # gradients that must go below a part
     into_language = into_projection or trained.vision_projection
-    vision = _vision(hf, images, trained=trained.vision_model)
+    vision = _vision(hf, tiles, trained=trained.vision_model)
     products = [
-        _linear(images * product, weight=trained.vision_projection, inputs=into_language if i else into_projection)
+        _linear(tiles * product, weight=trained.vision_projection, inputs=into_language if i else into_projection)
         for i, product in enumerate(_connector_products(hf))
     ]
     language = trained.language_model
@@ -155,17 +156,17 @@ def _connector_products(hf: PretrainedConfig) -> list[int]:
     return architecture.connector(hf).products(hf, input_size=width, num_features=num_features)
 
 
-def _vision(hf: PretrainedConfig, num_images: int, *, trained: bool) -> dict[str, Flops]:
-    """Return the tower's parts: every token of a picture sees every other, and pixels need no gradient."""
+def _vision(hf: PretrainedConfig, num_tiles: int, *, trained: bool) -> dict[str, Flops]:
+    """Return the tower's parts: every token of a tile sees every other, and pixels need no gradient."""
     vision, features = hf.vision_config, architecture_of(hf).features(hf)
     family = vision_family(vision)
     fields = family.config_from_hf(vision, features.num_layers)
     matrices = 3 if fields.get("gated_linear_unit") else 2
     tokens = family.num_positions(vision)
     weights = 4 * vision.hidden_size**2 + matrices * vision.hidden_size * fields["ffn_hidden_size"]
-    patch = 2 * num_images * num_patches(vision) * vision.num_channels * patch_side(vision) ** 2 * vision.hidden_size
-    layers = 2 * num_images * tokens * features.num_layers * weights
-    attention = 4 * num_images * tokens**2 * features.num_layers * vision.hidden_size
+    patch = 2 * num_tiles * num_patches(vision) * vision.num_channels * patch_side(vision) ** 2 * vision.hidden_size
+    layers = 2 * num_tiles * tokens * features.num_layers * weights
+    attention = 4 * num_tiles * tokens**2 * features.num_layers * vision.hidden_size
     return {
         "patch_embedding": _linear(patch, weight=trained, inputs=False),
         "vision_layers": _linear(layers, weight=trained, inputs=trained),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +22,14 @@ class MediaTokens:
 
     `ids`: int64 [n], its placeholders, with marks and separators between them. `num_tiles`: the pictures of the
     tower's size that the image processor makes of it. `num_features`: rows that the connector makes of the tiles.
-    `indices`: the values of the batch's fields that point at something, counted from the picture's own first token or
-    feature.
+    `values`: of the batch's other fields; those that point at something are counted from the picture's own first token
+    or feature.
     """
 
     ids: NDArray[np.int64]
     num_tiles: int
     num_features: int
-    indices: Mapping[str, NDArray[np.int64]]
+    values: Mapping[str, NDArray[Any]]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -43,6 +44,8 @@ class MediaPlan(ABC):
     """Of a micro-batch."""
     any_size: bool
     """Whether the tokens depend on the sizes of the pictures."""
+    tokens_per_tile: int
+    """About how many a tile takes; where it varies, hardly ever fewer. Buffers for pixels are sized by it."""
 
     @abstractmethod
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
@@ -54,7 +57,8 @@ class SameTokens(MediaPlan):
 
     def __init__(self, image_token_id: int, num_tokens: int) -> None:
         """num_tokens: of a picture."""
-        self.image_token_id, self.fields, self.any_size = image_token_id, PICTURE_FIELDS, False
+        self.image_token_id, self.fields = image_token_id, PICTURE_FIELDS
+        self.any_size, self.tokens_per_tile = False, num_tokens
         ids = np.full(num_tokens, image_token_id, dtype=np.int64)
         self._picture = MediaTokens(ids, 1, num_tokens, {FEATURE_POSITIONS: np.arange(num_tokens)})
 

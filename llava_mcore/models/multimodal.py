@@ -3,10 +3,12 @@
 Hugging Face's convention: the data already hold one placeholder token for each image feature, so positions,
 labels and lengths are known before the model runs and the model only copies features into place.
 
-b: samples, s: tokens, i: pictures, n: tokens a picture, h: language hidden size.
+b: samples, s: tokens, i: tiles, n: features per tile, h: language hidden size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from megatron.core import tensor_parallel
@@ -16,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.models.language.decoder import LanguageModel, padded_vocab_size
@@ -23,6 +26,7 @@ from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.models.vision.transformer import VisionTransformer
+from llava_mcore.pixels import normalise
 
 
 class VisionLanguageModel(MegatronModule):
@@ -72,8 +76,7 @@ class VisionLanguageModel(MegatronModule):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        pixel_values: Tensor,
-        image_positions: Tensor,
+        media: Mapping[str, Tensor],
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
@@ -82,10 +85,9 @@ class VisionLanguageModel(MegatronModule):
         """Run this stage.
 
         Args:
-            input_ids: int64 [b, s], every picture as n placeholder ids.
+            input_ids: int64 [b, s], with the tokens of every picture.
             position_ids: int64 [b, s].
-            pixel_values: [i, 3, height, width]; i may be 0. Only read on the first stage.
-            image_positions: int64 [i * n], indices into the flattened [b * s], in the order of the pictures.
+            media: the architecture's fields (see `batch_fields`); only read on the first stage.
             labels: int64 [b, s], already shifted.
             loss_mask: float32 [b, s], 1 where the loss counts.
             packed_seq_params: where the packed sequences of the only row begin; they do not see each other.
@@ -99,8 +101,8 @@ class VisionLanguageModel(MegatronModule):
         decoder_input = None
         if self.pre_process:
             embeddings = self.language_model.embed(input_ids, position_ids)  # [s, b, h]
-            features = self.image_features(pixel_values)
-            decoder_input = place_features(embeddings, features, image_positions)
+            pixels = normalise(media[PIXEL_VALUES], media[PIXEL_SCALE])
+            decoder_input = place_features(embeddings, self.image_features(pixels), media[FEATURE_POSITIONS])
             if torch.is_grad_enabled() and not decoder_input.requires_grad and self._needs_input_gradient():
                 decoder_input.requires_grad_()
             if self.config.sequence_parallel:  # each rank goes on with its part of the tokens, [s / tp, b, h]
@@ -118,13 +120,13 @@ class VisionLanguageModel(MegatronModule):
         )
 
     def image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return [i * n, h].
+        """Return the features [i * n, h] of tiles [i, 3, height, width].
 
-        Without pictures the parts run on one blank picture of which nothing is kept (0 rows are returned, tied
+        Without tiles the parts run on one blank tile of which nothing is kept (0 rows are returned, tied
         to the graph), so that every rank's collectives and gradients stay aligned with those that have some.
         """
-        num_images = pixel_values.shape[0]
-        if not num_images:
+        num_tiles = pixel_values.shape[0]
+        if not num_tiles:
             if not any(p.requires_grad for p in self._image_parameters()):
                 return pixel_values.new_empty(0, self.config.hidden_size, dtype=self.config.params_dtype)
             pixel_values = pixel_values.new_zeros(1, 3, self.image_size, self.image_size)
@@ -132,7 +134,7 @@ class VisionLanguageModel(MegatronModule):
         with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
             hidden = self.vision_model(pixel_values.to(self.config.params_dtype))
         features = self.vision_projection(hidden).flatten(0, 1)
-        return features if num_images else features[:0] + 0.0 * features.sum()
+        return features if num_tiles else features[:0] + 0.0 * features.sum()
 
     def _needs_input_gradient(self) -> bool:
         """Tell whether gradients must reach the first layer though nothing before it is trained.
@@ -153,10 +155,10 @@ class VisionLanguageModel(MegatronModule):
         return self.language_model.shared_embedding_or_output_weight()
 
 
-def place_features(embeddings: Tensor, features: Tensor, image_positions: Tensor) -> Tensor:
+def place_features(embeddings: Tensor, features: Tensor, positions: Tensor) -> Tensor:
     """Copy image features [i * n, h] over the embeddings [s, b, h] at flat [b * s] indices; no host sync."""
     s, b, h = embeddings.shape
     flat = embeddings.transpose(0, 1).reshape(b * s, h)
     # index_copy keeps the gradient of an empty `features` connected, which an early return would not.
-    placed = flat.index_copy(0, image_positions, features.to(flat.dtype))
+    placed = flat.index_copy(0, positions, features.to(flat.dtype))
     return placed.view(b, s, h).transpose(0, 1).contiguous()

@@ -3,13 +3,14 @@
 A whole step is fetched before the pipeline starts: every rank then knows all shapes, nothing is communicated
 between stages in an order of its own, and a broken sample stops all ranks before any of them has begun.
 
-b: samples, s: tokens, i: pictures, n: tokens a picture.
+b: samples, s: tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -17,8 +18,8 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from llava_mcore.batch_fields import Field, Fields
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.pixels import NO_SCALE, normalise
 
 
 class TensorFields(Protocol):
@@ -28,9 +29,7 @@ class TensorFields(Protocol):
     labels: Tensor
     loss_mask: Tensor
     position_ids: Tensor
-    pixel_values: Tensor
-    pixel_scale: Tensor
-    image_positions: Tensor
+    media: dict[str, Tensor]
     cu_seqlens: Tensor
 
 
@@ -42,11 +41,10 @@ class HostBatch(TensorFields, Protocol):
 
 @dataclass
 class MicroBatch:
-    """One micro-batch on the device. Pictures are only there on the first stage.
+    """One micro-batch on the device.
 
     input_ids, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s].
-    pixel_values: [i, 3, height, width]; uint8 that pixel_scale [2, 3] normalises, or float32 where that is [0, 3].
-    image_positions: int64 [i * n], flat indices into [b * s].
+    media: the architecture's fields (see `batch_fields`); empty beyond the first stage, which alone reads them.
     cu_seqlens: int32 [sequences + 1], where the packed sequences of the only row begin; empty if nothing is packed.
     max_seqlen: tokens of the longest of them.
     num_trained: tokens that loss_mask counts, known without asking the device; None: not known.
@@ -56,9 +54,7 @@ class MicroBatch:
     labels: Tensor
     loss_mask: Tensor
     position_ids: Tensor
-    pixel_values: Tensor
-    pixel_scale: Tensor
-    image_positions: Tensor
+    media: dict[str, Tensor]
     cu_seqlens: Tensor
     max_seqlen: int = 0
     num_trained: int | None = None
@@ -67,10 +63,6 @@ class MicroBatch:
     def shape(self) -> tuple[int, int]:
         b, s = self.input_ids.shape
         return b, s
-
-    def normalised_pixels(self) -> Tensor:
-        """Return float32 [i, 3, height, width], as late as they are needed: they take four times the memory."""
-        return normalise(self.pixel_values, self.pixel_scale)
 
     @property
     def packed_seq_params(self) -> PackedSeqParams | None:
@@ -86,74 +78,132 @@ class MicroBatch:
         )
 
 
-# b, s, i, 3, height, width, image positions, rows of pixel_scale, bounds, longest sequence, trained tokens
-_HEADER = 11
+_DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32)
+"""Of fields, by the number that stands for them in the header."""
+_ALIGNMENT = 8
+"""Bytes that every tensor of a message begins at a multiple of."""
 
 
-def share_step(groups: Groups, batches: Sequence[TensorFields] | None, num_micro_batches: int) -> list[MicroBatch]:
+@dataclass(frozen=True)
+class _Layout:
+    """What the header says of one micro-batch: what every rank must know to take the rest apart.
+
+    `media`: dtype and shape of each field, as it is in memory (see `_in_memory`).
+    """
+
+    b: int
+    s: int
+    num_bounds: int
+    max_seqlen: int
+    num_trained: int
+    media: dict[str, tuple[torch.dtype, list[int]]]
+
+    @classmethod
+    def of(cls, batch: TensorFields, fields: Fields) -> _Layout:
+        b, s = batch.input_ids.shape
+        media = {name: _in_memory(batch.media[name]) for name in fields}
+        return cls(
+            b,
+            s,
+            batch.cu_seqlens.numel(),
+            _longest(batch.cu_seqlens),
+            _num_trained(batch),
+            {name: (x.dtype, list(x.shape)) for name, x in media.items()},
+        )
+
+    def numbers(self) -> list[int]:
+        """Return the row of the header."""
+        media = [n for dtype, shape in self.media.values() for n in (_DTYPES.index(dtype), *shape)]
+        return [self.b, self.s, self.num_bounds, self.max_seqlen, self.num_trained, *media]
+
+    @classmethod
+    def read(cls, row: Sequence[int], fields: Fields) -> _Layout:
+        """The inverse of `numbers`."""
+        b, s, num_bounds, max_seqlen, num_trained, *rest = row
+        media = {}
+        for name, field in fields.items():
+            dtype, *shape = rest[: _width(field)]
+            media[name] = (_DTYPES[dtype], shape)
+            rest = rest[_width(field) :]
+        return cls(b, s, num_bounds, max_seqlen, num_trained, media)
+
+
+def _width(field: Field) -> int:
+    """Numbers of a field in the header: its dtype, and its shape."""
+    return 2 + len(field.item_shape)
+
+
+def share_step(
+    groups: Groups, batches: Sequence[TensorFields] | None, num_micro_batches: int, fields: Fields
+) -> list[MicroBatch]:
     """Hand the step's micro-batches to every rank of this model replica; a collective call.
 
     Args:
         batches: on the rank that loads data its micro-batches, elsewhere None.
+        fields: those of `media`.
 
     Returns:
-        The micro-batches on this rank's device, without pictures beyond the first stage. With a pipeline all are
+        The micro-batches on this rank's device, without media beyond the first stage. With a pipeline all are
         padded to one length, which its fixed-size messages need.
     """
     if batches is not None and groups.pp_size > 1:
         length = max(x.input_ids.shape[1] for x in batches)
-        return _share(groups, [pad_to(x, length) for x in batches], num_micro_batches)
-    return _share(groups, batches, num_micro_batches)
-
-
-def _share(groups: Groups, batches: Sequence[TensorFields] | None, num_micro_batches: int) -> list[MicroBatch]:
-    header = torch.zeros(num_micro_batches, _HEADER, dtype=torch.int64)
-    if batches is not None:
-        header = torch.tensor([_describe(x) for x in batches], dtype=torch.int64)
+        batches = [pad_to(x, length, fields) for x in batches]
     if groups.tp_size * groups.pp_size == 1:
         assert batches is not None
         return [_to_device(x, groups.device) for x in batches]
+    header = torch.zeros(num_micro_batches, 5 + sum(map(_width, fields.values())), dtype=torch.int64)
+    if batches is not None:
+        header = torch.tensor([_Layout.of(x, fields).numbers() for x in batches], dtype=torch.int64)
     dist.broadcast(header, groups.model_parallel_source, group=groups.control_replica)
-    shapes: list[list[int]] = header.tolist()
-    everyone = groups.model_parallel
-    token_shapes = [[4, b, s] for b, s, *_ in shapes]
-    tokens = _broadcast(groups, everyone, _each(batches, _token_planes), token_shapes, torch.int64)
-    bound_shapes, numbers = [x[8:9] for x in shapes], [x[9:11] for x in shapes]
-    bounds = _broadcast(groups, everyone, _each(batches, lambda x: x.cu_seqlens), bound_shapes, torch.int32)
-    pictures = [_no_pictures(groups.device)] * num_micro_batches
+    layouts = [_Layout.read(row, fields) for row in header.tolist()]
+    tokens = _broadcast_tokens(groups, batches, layouts)
     if groups.is_first_stage:
-        pictures = _broadcast_pictures(groups, batches, shapes)
-    return [_unpack(t, p, b, *n) for t, p, b, n in zip(tokens, pictures, bounds, numbers, strict=True)]
+        media = _broadcast_media(groups, batches, layouts)
+    else:
+        media = [_no_media(layout, groups.device) for layout in layouts]
+    return [_unpack(t, m, layout) for t, m, layout in zip(tokens, media, layouts, strict=True)]
 
 
-Pictures = tuple[Tensor, Tensor, Tensor]
-"""pixel_values, pixel_scale, image_positions."""
+def _broadcast_tokens(
+    groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_Layout]
+) -> list[list[Tensor]]:
+    """Broadcast token planes int64 [4, b, s] and bounds int32 of all micro-batches to the whole replica."""
+    shapes = [[(torch.int64, [4, x.b, x.s]), (torch.int32, [x.num_bounds])] for x in layouts]
+    tensors = None if batches is None else [[_token_planes(x), x.cu_seqlens] for x in batches]
+    return _broadcast(groups, groups.model_parallel, tensors, shapes)
 
 
-def _no_pictures(device: torch.device) -> Pictures:
-    return torch.empty(0, device=device), NO_SCALE.to(device), torch.empty(0, dtype=torch.int64, device=device)
+def _broadcast_media(
+    groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_Layout]
+) -> list[dict[str, Tensor]]:
+    """Broadcast the media of all micro-batches within the first stage."""
+    names = list(layouts[0].media)
+    shapes = [list(x.media.values()) for x in layouts]
+    tensors = None if batches is None else [[_in_memory(x.media[name]) for name in names] for x in batches]
+    found = _broadcast(groups, groups.tensor_parallel, tensors, shapes)
+    return [{name: _as_used(x) for name, x in zip(names, part, strict=True)} for part in found]
 
 
-def _broadcast_pictures(
-    groups: Groups, batches: Sequence[TensorFields] | None, shapes: list[list[int]]
-) -> list[Pictures]:
-    """Broadcast the pictures within the first stage."""
-    group = groups.tensor_parallel
-    pixel_type = torch.uint8 if any(x[7] for x in shapes) else torch.float32  # the processor's, so one for all
-    # Channels last, as the loader's pixels lie in memory: in any other order the host would sort every byte anew.
-    lying = [[i, height, width, channels] for _, _, i, channels, height, width, *_ in shapes]
-    rows = _each(batches, lambda x: x.pixel_values.permute(0, 2, 3, 1))
-    pixels = [x.permute(0, 3, 1, 2) for x in _broadcast(groups, group, rows, lying, pixel_type)]
-    scales = _broadcast(
-        groups, group, _each(batches, lambda x: x.pixel_scale), [[x[7], 3] for x in shapes], torch.float32
-    )
-    places = _broadcast(
-        groups, group, _each(batches, lambda x: x.image_positions), [x[6:7] for x in shapes], torch.int64
-    )
-    return list(zip(pixels, scales, places, strict=True))
+def _no_media(layout: _Layout, device: torch.device) -> dict[str, Tensor]:
+    return {
+        name: _as_used(torch.empty([0, *shape[1:]], dtype=dtype, device=device))
+        for name, (dtype, shape) in layout.media.items()
+    }
 
 
-def pad_to(batch: TensorFields, length: int) -> TensorFields:
+def _in_memory(x: Tensor) -> Tensor:
+    """Return pixels [tiles, 3, h, w] with the channels last, as the loader's are in memory: in any other order the host
+    would sort every byte anew. Other tensors as they are."""
+    return x.permute(0, 2, 3, 1) if x.ndim == 4 else x
+
+
+def _as_used(x: Tensor) -> Tensor:
+    """The inverse of `_in_memory`."""
+    return x.permute(0, 3, 1, 2) if x.ndim == 4 else x
+
+
+def pad_to(batch: TensorFields, length: int, fields: Fields) -> TensorFields:
     """Pad every sample to `length` tokens; padding is never trained on and comes after all text (causal)."""
     s = batch.input_ids.shape[1]
     if s == length:
@@ -162,7 +212,9 @@ def pad_to(batch: TensorFields, length: int) -> TensorFields:
     def padded(x: Tensor) -> Tensor:
         return torch.nn.functional.pad(x, (0, length - s))
 
-    row, column = batch.image_positions // s, batch.image_positions % s
+    def moved(name: str, x: Tensor) -> Tensor:
+        return x // s * length + x % s if fields[name].index_of == "tokens" else x
+
     bounds = batch.cu_seqlens
     if bounds.numel():  # the padding becomes a sequence of its own
         bounds = torch.cat([bounds, bounds.new_tensor([length])])
@@ -171,15 +223,13 @@ def pad_to(batch: TensorFields, length: int) -> TensorFields:
         labels=padded(batch.labels),
         loss_mask=padded(batch.loss_mask),
         position_ids=padded(batch.position_ids),
-        pixel_values=batch.pixel_values,
-        pixel_scale=batch.pixel_scale,
-        image_positions=row * length + column,
+        media={name: moved(name, x) for name, x in batch.media.items()},
         cu_seqlens=bounds,
     )
 
 
 def fill_rows(batch: TensorFields, rows: int) -> TensorFields:
-    """Repeat the first row without loss and pictures until there are so many; a pipeline's messages need one size."""
+    """Repeat the first row without loss and media until there are so many; a pipeline's messages need one size."""
     missing = rows - len(batch.input_ids)
     if missing <= 0:
         return batch
@@ -192,36 +242,21 @@ def fill_rows(batch: TensorFields, rows: int) -> TensorFields:
         labels=filled(batch.labels, batch.labels[:1]),
         loss_mask=filled(batch.loss_mask, torch.zeros_like(batch.loss_mask[:1])),
         position_ids=filled(batch.position_ids, batch.position_ids[:1]),
-        pixel_values=batch.pixel_values,
-        pixel_scale=batch.pixel_scale,
-        image_positions=batch.image_positions,
+        media=batch.media,
         cu_seqlens=batch.cu_seqlens,
     )
 
 
-def without_loss(batch: TensorFields) -> TensorFields:
-    """Return a micro-batch of the same shape that adds nothing to the loss, without pictures."""
+def without_loss(batch: TensorFields, fields: Fields) -> TensorFields:
+    """Return a micro-batch of the same shape that adds nothing to the loss, without media."""
     return MicroBatch(
         input_ids=batch.input_ids,
         labels=batch.labels,
         loss_mask=torch.zeros_like(batch.loss_mask),
         position_ids=batch.position_ids,
-        pixel_values=batch.pixel_values[:0],
-        pixel_scale=batch.pixel_scale,
-        image_positions=batch.image_positions[:0],
+        media={name: x if fields[name].shared else x[:0] for name, x in batch.media.items()},
         cu_seqlens=batch.cu_seqlens,
     )
-
-
-def _describe(batch: TensorFields) -> list[int]:
-    numbers = [
-        batch.image_positions.numel(),
-        len(batch.pixel_scale),
-        batch.cu_seqlens.numel(),
-        _longest(batch.cu_seqlens),
-        _num_trained(batch),
-    ]
-    return [*batch.input_ids.shape, *batch.pixel_values.shape, *numbers]
 
 
 def _longest(cu_seqlens: Tensor) -> int:
@@ -233,32 +268,43 @@ def _num_trained(batch: TensorFields) -> int:
 
 
 def _token_planes(batch: TensorFields) -> Tensor:
-    """Stack everything of shape [b, s] into one int64 [4, b, s]: one message instead of four."""
+    """Stack everything of shape [b, s] into one int64 [4, b, s]."""
     return torch.stack([batch.input_ids, batch.labels, batch.position_ids, batch.loss_mask.to(torch.int64)])
 
 
-def _each(batches: Sequence[TensorFields] | None, take: Callable[[TensorFields], Tensor]) -> list[Tensor] | None:
-    return None if batches is None else [take(x) for x in batches]
-
-
 def _broadcast(
-    groups: Groups, group: dist.ProcessGroup, tensors: list[Tensor] | None, shapes: list[list[int]], dtype: torch.dtype
-) -> list[Tensor]:
-    """Broadcast tensors of known shapes from the loading rank as one flat message."""
-    sizes = [int(torch.Size(shape).numel()) for shape in shapes]
-    flat = torch.empty(sum(sizes), dtype=dtype, device=groups.device)
+    groups: Groups,
+    group: dist.ProcessGroup,
+    tensors: list[list[Tensor]] | None,
+    shapes: Sequence[Sequence[tuple[torch.dtype, list[int]]]],
+) -> list[list[Tensor]]:
+    """Broadcast tensors of known dtypes and shapes from the loading rank as one message of bytes.
+
+    Args:
+        tensors: of each micro-batch, on the loading rank.
+        shapes: dtype and shape of each of them.
+    """
+    wanted = [x for part in shapes for x in part]
+    sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in wanted]
+    starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+    message = torch.empty(starts[-1], dtype=torch.uint8, device=groups.device)
+    parts = [
+        message[start : start + size].view(dtype).view(shape)
+        for start, size, (dtype, shape) in zip(starts[:-1], sizes, wanted, strict=True)
+    ]
     if tensors is not None:
-        for part, x in zip(flat.split(sizes), tensors, strict=True):
-            part.copy_(x.flatten(), non_blocking=True)  # the loader's tensors are pinned: the host need not wait
-    if flat.numel():
-        dist.broadcast(flat, groups.model_parallel_source, group=group)
-    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+        for part, x in zip(parts, (x for each in tensors for x in each), strict=True):
+            part.copy_(x, non_blocking=True)  # the loader's tensors are pinned: the host need not wait
+    if message.numel():
+        dist.broadcast(message, groups.model_parallel_source, group=group)
+    rest = iter(parts)
+    return [[next(rest) for _ in part] for part in shapes]
 
 
-def _unpack(tokens: Tensor, pictures: Pictures, cu_seqlens: Tensor, max_seqlen: int, num_trained: int) -> MicroBatch:
-    input_ids, labels, position_ids, loss_mask = tokens
+def _unpack(tokens: list[Tensor], media: dict[str, Tensor], layout: _Layout) -> MicroBatch:
+    (input_ids, labels, position_ids, loss_mask), cu_seqlens = tokens
     return MicroBatch(
-        input_ids, labels, loss_mask.float(), position_ids, *pictures, cu_seqlens, max_seqlen, num_trained
+        input_ids, labels, loss_mask.float(), position_ids, media, cu_seqlens, layout.max_seqlen, layout.num_trained
     )
 
 
@@ -271,9 +317,7 @@ def _to_device(batch: TensorFields, device: torch.device) -> MicroBatch:
         labels=moved(batch.labels),
         loss_mask=moved(batch.loss_mask),
         position_ids=moved(batch.position_ids),
-        pixel_values=moved(batch.pixel_values),
-        pixel_scale=moved(batch.pixel_scale),
-        image_positions=moved(batch.image_positions),
+        media={name: moved(x) for name, x in batch.media.items()},
         cu_seqlens=moved(batch.cu_seqlens),
         max_seqlen=_longest(batch.cu_seqlens),
         num_trained=_num_trained(batch),

@@ -54,11 +54,10 @@ def describe(batch: TensorFields, in_words: Callable[[Tensor, Tensor], str]) -> 
         "input_ids": batch.input_ids,
         "labels": batch.labels,
         "loss_mask": batch.loss_mask,
-        "pixel_values": batch.pixel_values,
-        "image_positions": batch.image_positions,
         "cu_seqlens": batch.cu_seqlens,
+        **batch.media,
     }
-    lines = ["first micro-batch:", *(f"  {name:<16} {_shape(tensor)}" for name, tensor in tensors.items())]
+    lines = ["first micro-batch:", *(f"  {name:<17} {_shape(tensor)}" for name, tensor in tensors.items())]
     ids, trained = batch.input_ids[0], torch.roll(batch.loss_mask[0] > 0, 1)
     trained[0] = False
     wrong = trained & (torch.roll(batch.labels[0], 1) != ids)

@@ -88,10 +88,8 @@ def save_batches(path: Path, iteration: int, batches: Sequence[LoadedBatch]) -> 
             "labels": batch.labels,
             "loss_mask": batch.loss_mask,
             "position_ids": batch.position_ids,
-            "pixel_values": batch.pixel_values,
-            "pixel_scale": batch.pixel_scale,
-            "image_positions": batch.image_positions,
             "cu_seqlens": batch.cu_seqlens,
+            **batch.media,
         }
         for batch in batches
     ]

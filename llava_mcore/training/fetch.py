@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
 from llava_mcore.parallel.batch import MicroBatch, share_step
 from llava_mcore.parallel.groups import Groups, agree
@@ -35,7 +36,7 @@ class Remembering:
 
 
 def fetch_step(
-    groups: Groups, loader: Loader | None, num_micro_batches: int, budget: SkipBudget
+    groups: Groups, loader: Loader | None, num_micro_batches: int, budget: SkipBudget, fields: Fields
 ) -> tuple[list[MicroBatch], Counts]:
     """Return the step's micro-batches and what the global batch holds; a collective call.
 
@@ -54,4 +55,4 @@ def fetch_step(
     if found:
         raise DataError(problems("training data cannot be used", found), on_all_ranks=True)
     counts = count_all(groups, batches or [])
-    return share_step(groups, batches, num_micro_batches), counts
+    return share_step(groups, batches, num_micro_batches, fields), counts

@@ -131,7 +131,7 @@ class _Iteration:
         number_of_micro = size // (self.trainer.run.training.micro_batch_size * groups.dp_size)
         if self.loader is not None:
             self.loader.last.clear()
-        batches, counts = fetch_step(groups, self.loader, number_of_micro, self.budget)
+        batches, counts = fetch_step(groups, self.loader, number_of_micro, self.budget, self.trainer.fields)
         progress.consumed_conversations += counts.num_conversations
         progress.skipped_conversations += counts.num_skipped
         self.budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)

@@ -14,6 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import PretrainedConfig
 
+from llava_mcore.batch_fields import Fields
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.checkpoint.node_local import is_local, load_local_weights
@@ -21,6 +22,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
 from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.multimodal import VisionLanguageModel
@@ -45,6 +47,11 @@ class Trainer:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     trained_parts: frozenset[str]
+
+    @property
+    def fields(self) -> Fields:
+        """Return the fields of a micro-batch's media."""
+        return architecture_of(self.hf).media(self.hf).fields
 
     @property
     def models(self) -> list[VisionLanguageModel]:

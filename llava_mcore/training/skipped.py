@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
+from llava_mcore.batch_fields import PIXEL_VALUES
 from llava_mcore.errors import DataError, problems
 from llava_mcore.parallel.batch import HostBatch
 from llava_mcore.parallel.groups import Groups, agree, sum_over_ranks
@@ -44,8 +45,8 @@ class Counts:
     """Those that were cut."""
     num_pairs: int = 0
     """Pairs of tokens that causal attention looks at."""
-    num_images: int = 0
-    """Pictures."""
+    num_tiles: int = 0
+    """Pictures of the vision tower's size."""
 
 
 def count(batches: Sequence[LoadedBatch]) -> Counts:
@@ -57,7 +58,7 @@ def count(batches: Sequence[LoadedBatch]) -> Counts:
         num_skipped=sum(len(batch.skipped) for batch in batches),
         num_truncated=sum(batch.num_truncated for batch in batches),
         num_pairs=sum(batch.num_pairs for batch in batches),
-        num_images=sum(len(batch.pixel_values) for batch in batches),
+        num_tiles=sum(len(batch.media[PIXEL_VALUES]) for batch in batches),
     )
 
 

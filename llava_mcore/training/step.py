@@ -59,8 +59,7 @@ def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple
     output = model(
         batch.input_ids,
         batch.position_ids,
-        batch.normalised_pixels(),
-        batch.image_positions,
+        batch.media,
         labels=batch.labels,
         loss_mask=batch.loss_mask,
         packed_seq_params=batch.packed_seq_params,

@@ -137,13 +137,13 @@ class Validator:
 
     def _measure(self, read: Sequence[HostBatch], number: int) -> torch.Tensor:
         """Return (summed loss, trained tokens) of this replica's micro-batches, on the rank that reports the loss."""
-        groups, batches = self.trainer.groups, None
+        groups, fields, batches = self.trainer.groups, self.trainer.fields, None
         if self.data is not None:
             batches = [fill_rows(batch, self.micro_batch_size) for batch in read]
             if self._is_interleaved:  # its schedule takes multiples of the number of stages
-                batches += [without_loss(batches[0])] * (self.most_batches - number)
+                batches += [without_loss(batches[0], fields)] * (self.most_batches - number)
         total = self.most_batches if self._is_interleaved else number
-        reports = forward_backward(self.trainer.chunks, share_step(groups, batches, total), forward_only=True)
+        reports = forward_backward(self.trainer.chunks, share_step(groups, batches, total, fields), forward_only=True)
         if not groups.reports_loss:
             return torch.zeros(2, dtype=torch.float64)
         return torch.stack([report["sums"] for report in reports]).double().sum(0).cpu()

@@ -100,7 +100,9 @@ def forward_and_backward_without_waiting(checkpoint: str, save_dir: str) -> None
     for kind in (FakeLoader, PackedLoader):
         trainer = make_trainer(groups, run)
         loader = kind(trainer.hf, micro_batch_size=2, dp_rank=0, dp_size=1, text_only=MIXED)
-        batches, _ = fetch_step(groups, loader, number, SkipBudget(0.0))  # the first step chooses kernels and allocates
+        batches, _ = fetch_step(
+            groups, loader, number, SkipBudget(0.0), trainer.fields
+        )  # the first step chooses kernels and allocates
         train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
         on_host = [next(loader) for _ in range(number)]
         for chunk in trainer.chunks:
@@ -108,6 +110,6 @@ def forward_and_backward_without_waiting(checkpoint: str, save_dir: str) -> None
         trainer.optimizer.zero_grad()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            forward_backward(trainer.chunks, share_step(groups, on_host, number))
+            forward_backward(trainer.chunks, share_step(groups, on_host, number, trainer.fields))
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -11,6 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.convert.logits_worker import given_media
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_names
 from llava_mcore.training.fetch import fetch_step
@@ -50,9 +51,9 @@ def packed_logits(model: VisionLanguageModel, inputs: dict[str, torch.Tensor]) -
     longest = ids.shape[1]
     params = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
     positions = torch.arange(longest, device=device).expand(ids.shape).reshape(1, -1)
-    pictures = [inputs[name].to(device) for name in ("pixel_values", "image_positions")]
+    media = {name: x.to(device) for name, x in given_media(inputs).items()}
     with torch.no_grad():
-        out = model(ids.reshape(1, -1), positions, *pictures, packed_seq_params=params)
+        out = model(ids.reshape(1, -1), positions, media, packed_seq_params=params)
     return out.view(*ids.shape, -1).cpu()
 
 
@@ -84,7 +85,7 @@ def gradient_squares(tp: int, checkpoint: str, save_dir: str, kinds: dict[str, d
         opened = PackedLoader if "packed" in kind else FakeLoader
         loader = opened(trainer.hf, micro_batch_size=2, dp_rank=0, dp_size=1, text_only=MIXED)
         number = GLOBAL_BATCH // 2
-        batches, _ = fetch_step(groups, loader if groups.loads_data else None, number, SkipBudget(0.0))
+        batches, _ = fetch_step(groups, loader if groups.loads_data else None, number, SkipBudget(0.0), trainer.fields)
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
         forward_backward(trainer.chunks, batches)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlavaConfig
 
+from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.pixels import NO_SCALE
@@ -24,9 +25,7 @@ class FakeBatch:
     labels: Tensor
     loss_mask: Tensor
     position_ids: Tensor
-    pixel_values: Tensor
-    pixel_scale: Tensor
-    image_positions: Tensor
+    media: dict[str, Tensor]
     cu_seqlens: Tensor
     num_tokens: int
     sample_keys: list[str]
@@ -61,9 +60,11 @@ def micro_batch(hf: LlavaConfig, indices: list[int], text_only: set[int]) -> Fak
         labels=labels * mask.long(),
         loss_mask=mask,
         position_ids=torch.arange(LENGTH).expand(len(rows), -1).contiguous(),
-        pixel_values=torch.cat([x["pixels"] for x in rows]),
-        pixel_scale=NO_SCALE,
-        image_positions=torch.cat([x["places"] + i * LENGTH for i, x in enumerate(rows)]),
+        media={
+            PIXEL_VALUES: torch.cat([x["pixels"] for x in rows]),
+            PIXEL_SCALE: NO_SCALE,
+            FEATURE_POSITIONS: torch.cat([x["places"] + i * LENGTH for i, x in enumerate(rows)]),
+        },
         cu_seqlens=torch.empty(0, dtype=torch.int32),
         num_tokens=ids.numel(),
         sample_keys=[str(i) for i in indices],
@@ -96,15 +97,14 @@ class PackedLoader(FakeLoader):
         padded = super().__next__()
         ends = [int(row.nonzero().max()) + 2 for row in padded.loss_mask]
         ends[-1] += -sum(ends) % 8  # the real loader's multiple
+        positions = padded.media[FEATURE_POSITIONS]
         return FakeBatch(
             input_ids=_joined(padded.input_ids, ends),
             labels=_joined(padded.labels, ends),
             loss_mask=_joined(padded.loss_mask, ends),
             position_ids=_joined(padded.position_ids, ends),
-            pixel_values=padded.pixel_values,
-            pixel_scale=padded.pixel_scale,
-            image_positions=padded.image_positions % LENGTH
-            + torch.tensor([0, *ends]).cumsum(0)[padded.image_positions // LENGTH],
+            media=padded.media
+            | {FEATURE_POSITIONS: positions % LENGTH + torch.tensor([0, *ends]).cumsum(0)[positions // LENGTH]},
             cu_seqlens=torch.tensor([0, *ends]).cumsum(0).to(torch.int32),
             num_tokens=sum(ends),
             sample_keys=padded.sample_keys,

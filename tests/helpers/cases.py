@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import LlavaForConditionalGeneration
 
+from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_VALUES
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.vision.geometry import image_side
 from tests.helpers.tiny_hf import make_hf_llava
@@ -90,8 +91,8 @@ def make_inputs(model: LlavaForConditionalGeneration, *, num_text: int = 24, see
     positions = torch.cat([torch.arange(start, start + n) for start in starts])
     return {
         "input_ids": ids,
-        "pixel_values": torch.randn(2, 3, size, size, generator=g),
-        "image_positions": positions,
+        PIXEL_VALUES: torch.randn(2, 3, size, size, generator=g),
+        FEATURE_POSITIONS: positions,
     }
 
 

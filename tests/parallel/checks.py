@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_VALUES
 from llava_mcore.checkpoint.dist import load_weights, model_state, save_state
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.config.sections.model import ModelConfig
@@ -70,7 +71,7 @@ def greedy(tp: int, checkpoint: str, prompt: torch.Tensor, num_new: int) -> tupl
     """Return the logits of a text prompt [1, s] and its greedy continuation, from the parallel model."""
     groups = join(tp, 1)
     model = load_model(groups, latest_checkpoint(Path(checkpoint))[0])
-    pictures = {"pixel_values": torch.empty(0, 3, 56, 56), "image_positions": torch.empty(0, dtype=torch.long)}
+    pictures = {PIXEL_VALUES: torch.empty(0, 3, 56, 56), FEATURE_POSITIONS: torch.empty(0, dtype=torch.long)}
     ids = prompt
     first = None
     for _ in range(num_new):

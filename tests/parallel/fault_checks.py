@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from llava_mcore.batch_fields import PIXEL_VALUES
 from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.layout import latest_checkpoint, latest_iteration
 from llava_mcore.config.schema import RunConfig
@@ -41,7 +42,7 @@ class BrokenLoader(FakeLoader):
     def __next__(self) -> FakeBatch:
         batch = super().__next__()
         if self.rank == 1 and self.count == 2 * NOT_FINITE_AT:
-            batch.pixel_values[0, 0, 0, 0] = torch.nan
+            batch.media[PIXEL_VALUES][0, 0, 0, 0] = torch.nan
         return batch
 
 

@@ -12,6 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from llava_mcore.batch_fields import PICTURE_FIELDS
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import load_assets
@@ -42,8 +43,7 @@ def token_losses(groups: Groups, model: torch.nn.Module, batches: list[Batch] | 
         output = stage(
             batch.input_ids,
             batch.position_ids,
-            batch.normalised_pixels(),
-            batch.image_positions,
+            batch.media,
             labels=batch.labels,
             packed_seq_params=batch.packed_seq_params,
         )
@@ -54,7 +54,7 @@ def token_losses(groups: Groups, model: torch.nn.Module, batches: list[Batch] | 
 
         return output, collect
 
-    shared = share_step(groups, batches, MICRO_BATCHES)
+    shared = share_step(groups, batches, MICRO_BATCHES, PICTURE_FIELDS)
     rows, length = shared[0].shape
     with torch.no_grad():
         get_forward_backward_func()(

@@ -71,13 +71,19 @@ def data_parallel_gradients(tied: bool) -> float:
 
     from llava_mcore.models.configs import ModelOptions, part_configs
     from llava_mcore.models.language.decoder import LanguageModel
-    from llava_mcore.models.language.llama import shape
+    from llava_mcore.models.language.llama import Llama
     from tests.helpers.tiny_hf import text_config, vision_config
 
     hf = LlavaConfig(vision_config=vision_config("clip"), text_config=text_config("llama"), tie_word_embeddings=tied)
     config = part_configs(hf, ModelOptions(tensor_model_parallel_size=2, on_cpu=True)).language
     model = LanguageModel(
-        config, hf.text_config, shape(hf.text_config), tied=tied, num_rows=512, pre_process=True, post_process=True
+        config,
+        hf.text_config,
+        Llama().shape(hf.text_config),
+        tied=tied,
+        num_rows=512,
+        pre_process=True,
+        post_process=True,
     )
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     g = torch.Generator().manual_seed(dist.get_rank() // 2)

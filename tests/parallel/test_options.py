@@ -63,7 +63,7 @@ def first_step_of_hugging_face(folder: Path) -> tuple[float, float]:
     model = LlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").train()
     loader = FakeLoader(model.config, micro_batch_size=GLOBAL_BATCH, dp_rank=0, dp_size=1, text_only=MIXED)
     batch = next(loader)
-    logits = model(input_ids=batch.input_ids, pixel_values=batch.pixel_values).logits
+    logits = model(input_ids=batch.input_ids, pixel_values=batch.media["pixel_values"]).logits
     losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
     loss = (losses * batch.loss_mask.flatten()).sum() / batch.loss_mask.sum()
     loss.backward()

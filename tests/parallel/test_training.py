@@ -146,7 +146,7 @@ def test_one_process_trains_as_plain_hugging_face(
     losses, norms = [], []
     for lr in ours["lr"]:
         batch = next(loader)
-        logits = model(input_ids=batch.input_ids, pixel_values=batch.pixel_values).logits
+        logits = model(input_ids=batch.input_ids, pixel_values=batch.media["pixel_values"]).logits
         token_loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
         loss = (token_loss * batch.loss_mask.flatten()).sum() / batch.loss_mask.sum()
         loss.backward()

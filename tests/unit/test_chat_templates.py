@@ -18,8 +18,8 @@ from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.templates.named import NAMES, SPECIAL_TOKENS, missing_tokens, named_template
 from tests.helpers.chat_cases import EOS, TINY, bare, messages, mistral_v1, sentencepiece_like, smollm2, tiny
+from tests.helpers.encoding import N, encoded, image_positions
 
-N = 16
 SYSTEM = Turn("system", "Be brief.")
 TWO_TURNS = [Turn("user", "Hi"), Turn("assistant", "Yes."), Turn("user", "And?"), Turn("assistant", "No.")]
 VICUNA = (
@@ -113,7 +113,7 @@ def chat_format(name: str, kind: str = "its own tokens") -> tuple[PreTrainedToke
 
 
 def make_format(tokenizer: PreTrainedTokenizerFast, name: str) -> ChatFormat:
-    return ChatFormat(tokenizer, named_template(name, tokenizer), image_token=IMAGE_MARK, image_length=N)
+    return ChatFormat(tokenizer, named_template(name, tokenizer), image_token=IMAGE_MARK)
 
 
 def num_images(turns: list[Turn]) -> int:
@@ -135,7 +135,7 @@ def answers(name: str, turns: list[Turn], eos: str) -> str:
 
 def assert_hugging_faces(tokenizer: PreTrainedTokenizerFast, format_: ChatFormat, turns: list[Turn]) -> None:
     """Ids and mask equal apply_chat_template's, token for token, every picture standing as its N placeholders."""
-    found = format_.encode(turns, num_images=num_images(turns))
+    found = encoded(format_, turns, num_images=num_images(turns))
     expanded = [Turn(t.role, t.text.replace(IMAGE_MARK, IMAGE_MARK * N)) for t in turns]
     expected = tokenizer.apply_chat_template(
         messages(expanded),
@@ -146,7 +146,7 @@ def assert_hugging_faces(tokenizer: PreTrainedTokenizerFast, format_: ChatFormat
     )
     assert found.input_ids.tolist() == expected["input_ids"]
     assert found.trained.tolist() == [bool(m) for m in expected["assistant_masks"]]
-    assert len(found.image_positions) == N * num_images(turns)
+    assert len(image_positions(found)) == N * num_images(turns)
 
 
 def test_every_name_is_tested() -> None:
@@ -191,7 +191,7 @@ def test_masks_are_hugging_faces(name: str, kind: str) -> None:
     tokenizer, format_ = chat_format(name, kind)
     for turns in CONVERSATIONS.values():
         assert_hugging_faces(tokenizer, format_, turns)
-        tokens = format_.encode(turns, num_images=num_images(turns))
+        tokens = encoded(format_, turns, num_images=num_images(turns))
         if kind == "its own tokens":
             assert learnt(tokenizer, tokens) == answers(name, turns, tokenizer.eos_token)
 
@@ -201,7 +201,7 @@ def test_masks_of_trimmed_offsets(name: str) -> None:
     """Hugging Face finds no token at a trimmed space and then marks nothing; ours learns the same as elsewhere."""
     tokenizer, format_ = chat_format(name, "trimmed")
     for turns in CONVERSATIONS.values():
-        tokens = format_.encode(turns, num_images=num_images(turns))
+        tokens = encoded(format_, turns, num_images=num_images(turns))
         assert learnt(tokenizer, tokens) == answers(name, turns, "</s>")
 
 
@@ -231,7 +231,7 @@ def assert_real(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     format_ = make_format(tokenizer, name)
     for turns in CONVERSATIONS.values():
         assert_hugging_faces(tokenizer, format_, turns)
-        text = learnt(tokenizer, format_.encode(turns, num_images=num_images(turns)))
+        text = learnt(tokenizer, encoded(format_, turns, num_images=num_images(turns)))
         # SentencePiece's decoding drops the space before a text's first word.
         assert text.removeprefix(" ") == answers(name, turns, tokenizer.eos_token).removeprefix(" ")
 
@@ -264,12 +264,12 @@ def test_answers_and_eos_are_learnt_and_nothing_else(
     turns = [] if system is None else [Turn("system", f"s{system}")]
     for i, (question, answer) in enumerate(exchanges):
         turns += [Turn("user", question), Turn("assistant", f"≪{i}{answer}{i}≫")]
-    tokens = format_.encode(turns, num_images=num_images(turns))
+    tokens = encoded(format_, turns, num_images=num_images(turns))
     assert learnt(tokenizer, tokens) == answers(name, turns, tokenizer.eos_token)
     rest = tokenizer.decode(tokens.input_ids[~tokens.trained].tolist())
     assert not any(turn.text in rest for turn in turns if turn.role == "assistant")
     placeholders = tokens.input_ids == format_.image_token_id
-    assert np.flatnonzero(placeholders).tolist() == tokens.image_positions.tolist()
+    assert np.flatnonzero(placeholders).tolist() == image_positions(tokens).tolist()
     assert not tokens.trained[placeholders].any()
     parts = messages(turns, as_parts=True)
     served = tokenizer.apply_chat_template(parts, chat_template=format_.template, tokenize=False)
@@ -282,7 +282,7 @@ def test_another_eos_follows_the_formats_own_end(name: str) -> None:
     tokenizer = tiny(name)
     tokenizer.eos_token = "</s>"
     format_ = make_format(tokenizer, name)
-    assert learnt(tokenizer, format_.encode(TWO_TURNS, num_images=0)) == f"Yes.{EOS[name]}</s>No.{EOS[name]}</s>"
+    assert learnt(tokenizer, encoded(format_, TWO_TURNS, num_images=0)) == f"Yes.{EOS[name]}</s>No.{EOS[name]}</s>"
     assert_hugging_faces(tokenizer, format_, TWO_TURNS)
 
 

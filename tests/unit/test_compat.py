@@ -62,8 +62,8 @@ def test_megatron_core_reads_the_names_that_are_replaced() -> None:
 @pytest.mark.parametrize("vision", ["dinov2", "dinov2_with_registers"])
 def test_modules_of_dinov2_have_their_names_in_files(vision: str, tmp_path: Path) -> None:
     model = make_hf_llava(tmp_path, vision=vision, vision_overrides={"use_swiglu_ffn": True}).eval()
-    recorder, files = Recorder(), usual_names(vision)
-    watch_hf(recorder, model, detect_names(model.state_dict(), source="the model"), files)
+    recorder, files = Recorder(), usual_names(model.config)
+    watch_hf(recorder, model, detect_names(model.config, model.state_dict(), source="the model"), files)
     side = model.config.vision_config.image_size
     with torch.no_grad():
         model.model.vision_tower(torch.randn(1, 3, side, side))

@@ -21,6 +21,7 @@ from llava_mcore.data.encoding.images import decode_image
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import normalise
+from tests.helpers.encoding import encoded
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
 from tests.unit.test_data_shards import picture
 
@@ -71,10 +72,10 @@ def test_tokens_and_pixels_are_hugging_faces(tmp_path: Path, vision: str, strate
     assert pixels.shape == (len(data), 3, assets.image_size, assets.image_size) and pixels.dtype == torch.float32
 
     turns = [Turn("user", f"{IMAGE_MARK}\nWhat?"), Turn("assistant", "A house.")]
-    ids = assets.chat.encode(turns, num_images=1).input_ids
+    ids = encoded(assets.chat, turns, num_images=1, num_tokens=expected).input_ids
     served = processor(images=decode_image(data[0]), text=assets.chat.render(turns), return_tensors="pt")
     assert ids.tolist() == served["input_ids"][0].tolist()
-    assert assets.tokens_per_image == expected == (ids == assets.image_token_id).sum()
+    assert assets.plan.tokens_per_tile == expected == (ids == assets.plan.image_token_id).sum()
     with torch.no_grad():
         features = model.get_image_features(pixels[:1]).pooler_output
         model(input_ids=torch.from_numpy(ids)[None], pixel_values=pixels[:1])  # raises where the numbers differ
@@ -207,7 +208,7 @@ def test_folder_with_only_a_tokenizer_is_completed_by_the_checkpoint(folder: Pat
     for name in ("chat_template.jinja", "processor_config.json", "config.json"):
         (copy / name).unlink()
     assets = load_assets(copy, checkpoint_hf_dir=folder)
-    assert assets.tokens_per_image == 16
+    assert assets.plan.tokens_per_tile == 16
     with pytest.raises(DataError, match=r"\(3 problems\)"):
         load_assets(copy)
 

@@ -19,9 +19,9 @@ from llava_mcore.data.encoding.chat_tokens import ChatTokens
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
 from tests.helpers.chat_cases import sentencepiece_like, trimmed_byte_level
+from tests.helpers.encoding import N, encoded, image_positions
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_tokenizer
 
-N = 16
 LIST, STRING, MIXED = ("list", "list"), ("string", "string"), ("list", "string")
 
 
@@ -118,7 +118,7 @@ def processor_and_format(tokenizer_name: str, case_name: str) -> tuple[LlavaProc
         num_additional_image_tokens=1,
         chat_template=case.template,
     )
-    return processor, ChatFormat(tokenizer, case.template, image_token="<image>", image_length=N)
+    return processor, ChatFormat(tokenizer, case.template, image_token="<image>")
 
 
 def vqa(question: str, answer: str, *, image: bool) -> list[Turn]:
@@ -155,7 +155,7 @@ def test_ids_and_mask_of_every_template(case_name: str, tokenizer_name: str, ima
     assert (format_.content_format["user"], format_.content_format["assistant"]) == case.formats
     answer = "It is the 漢 house"
     turns = vqa("What is this?", answer, image=image)
-    tokens = format_.encode(turns, num_images=int(image))
+    tokens = encoded(format_, turns, num_images=int(image))
 
     text = learnt(format_, tokens, processor.tokenizer)
     expected = case.learnt.replace("ANSWER", answer)
@@ -163,7 +163,7 @@ def test_ids_and_mask_of_every_template(case_name: str, tokenizer_name: str, ima
     spaced = tokenizer_name in ("prepend", "metaspace")
     assert text == expected or (spaced and text.lstrip().replace("</s> ", "</s>") == expected.lstrip())
 
-    assert (tokens.input_ids == format_.image_token_id).sum() == len(tokens.image_positions) == N * image
+    assert (tokens.input_ids == format_.image_token_id).sum() == len(image_positions(tokens)) == N * image
     prompt = served(processor, case.formats, turns[:1], add_generation_prompt=True)
     assert tokens.input_ids[: len(prompt)].tolist() == prompt
     if format_._closing.has_eos:
@@ -178,14 +178,14 @@ def test_ids_and_mask_of_every_template(case_name: str, tokenizer_name: str, ima
 def test_mask_is_hugging_faces(tokenizer_name: str) -> None:
     processor, format_ = processor_and_format(tokenizer_name, "marks with EOS")
     turns = vqa("Which digit is shown?", "It is seven 漢字。", image=True)
-    found = format_.encode(turns, num_images=1)
+    found = encoded(format_, turns, num_images=1)
     expected = processor.tokenizer.apply_chat_template(
         [{"role": t.role, "content": t.text} for t in turns],
         chat_template=CHAT_TEMPLATE,
         return_assistant_tokens_mask=True,
         return_dict=True,
     )
-    single = np.delete(np.arange(len(found.input_ids)), found.image_positions[1:])
+    single = np.delete(np.arange(len(found.input_ids)), image_positions(found)[1:])
     skipped = int(tokenizer_name == "prepend")  # a tokenizer's own method leaves BOS out, its processor does not
     assert found.input_ids[single].tolist()[skipped:] == expected["input_ids"]
     assert found.trained[single].tolist()[skipped:] == [bool(m) for m in expected["assistant_masks"]]
@@ -198,7 +198,7 @@ def test_any_text(case_name: str, question: str, answer: str) -> None:
     """Whatever is asked and answered, the learnt tokens are the answer and EOS, byte for byte."""
     question, answer = "q" + question.replace(IMAGE_MARK, ""), "a" + answer.rstrip() + "z"
     processor, format_ = processor_and_format("byte level", case_name)
-    tokens = format_.encode(vqa(question, answer, image=True), num_images=1)
+    tokens = encoded(format_, vqa(question, answer, image=True), num_images=1)
     assert learnt(format_, tokens, processor.tokenizer) == CASES[case_name].learnt.replace("ANSWER", answer)
 
 
@@ -206,7 +206,7 @@ def test_answer_with_the_eos_text_in_it_is_learnt_whole() -> None:
     for case_name in ("chatml of plain text", "instructions with BOS", "headings, nothing after"):
         processor, format_ = processor_and_format("byte level", case_name)
         answer = f"one{format_.eos_token}two"
-        text = learnt(format_, format_.encode(vqa("q", answer, image=False), num_images=0), processor.tokenizer)
+        text = learnt(format_, encoded(format_, vqa("q", answer, image=False), num_images=0), processor.tokenizer)
         assert text == CASES[case_name].learnt.replace("ANSWER", answer)
 
 
@@ -218,12 +218,12 @@ def test_every_turn_and_every_picture() -> None:
         Turn("user", f"And {IMAGE_MARK} here?"),
         Turn("assistant", "second"),
     ]
-    tokens = format_.encode(turns, num_images=3)
+    tokens = encoded(format_, turns, num_images=3)
     assert learnt(format_, tokens, processor.tokenizer) == " first</s> second</s>"
-    assert len(tokens.image_positions) == 3 * N
+    assert len(image_positions(tokens)) == 3 * N
     for case_name in ("chatml of plain text", "headings, nothing after"):
         processor, format_ = processor_and_format("byte level", case_name)
-        text = learnt(format_, format_.encode(turns, num_images=3), processor.tokenizer)
+        text = learnt(format_, encoded(format_, turns, num_images=3), processor.tokenizer)
         assert text == "".join(CASES[case_name].learnt.replace("ANSWER", t) for t in ("first", "second"))
 
 
@@ -231,7 +231,7 @@ def test_every_turn_and_every_picture() -> None:
 def test_marks_must_match_pictures(text: str, num_images: int) -> None:
     _, format_ = processor_and_format("byte level", "marks with EOS")
     with pytest.raises(DataError, match=f"{text.count(IMAGE_MARK)} <image> .* {num_images} pictures"):
-        format_.encode([Turn("user", text), Turn("assistant", "yes")], num_images=num_images)
+        encoded(format_, [Turn("user", text), Turn("assistant", "yes")], num_images=num_images)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_marks_must_match_pictures(text: str, num_images: int) -> None:
 )
 def test_templates_that_cannot_be_trained_with(template: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        ChatFormat(make_tokenizer(), template, image_token="<image>", image_length=N)
+        ChatFormat(make_tokenizer(), template, image_token="<image>")
 
 
 SYSTEM_OF_TEXT = (
@@ -259,7 +259,7 @@ SYSTEM_OF_TEXT = (
 
 @pytest.mark.parametrize("ending", ["| trim", "+ '.'"])
 def test_system_prompts_of_plain_text(ending: str) -> None:
-    format_ = ChatFormat(make_tokenizer(), SYSTEM_OF_TEXT.replace("SEP", ending), image_token="<image>", image_length=N)
+    format_ = ChatFormat(make_tokenizer(), SYSTEM_OF_TEXT.replace("SEP", ending), image_token="<image>")
     text = format_.render([Turn("system", "Be kind"), *vqa("q", "a", image=True)])
     assert text.startswith(f"[system]Be kind{'.' if '.' in ending else ''}[user]<image>q")
 
@@ -273,14 +273,14 @@ LAST_ONLY = (
 
 def test_templates_that_know_one_question_only_say_so() -> None:
     def format_of(template: str) -> ChatFormat:
-        return ChatFormat(make_tokenizer(), template, image_token="<image>", image_length=N)
+        return ChatFormat(make_tokenizer(), template, image_token="<image>")
 
     assert format_of(CHAT_TEMPLATE).several_turns is None
     assert "does not begin a conversation with its prompt" in (format_of(LAST_ONLY).several_turns or "")
     assert (
         learnt(
             format_of(LAST_ONLY),
-            format_of(LAST_ONLY).encode(vqa("q", "a", image=False), num_images=0),
+            encoded(format_of(LAST_ONLY), vqa("q", "a", image=False), num_images=0),
             make_tokenizer(),
         )
         == "a</s>"
@@ -290,21 +290,21 @@ def test_templates_that_know_one_question_only_say_so() -> None:
 def test_the_date_in_a_template_stands_still() -> None:
     """The same samples are the same tokens tomorrow, and after a resume."""
     template = "{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE
-    format_ = ChatFormat(make_tokenizer(), template, image_token="<image>", image_length=N)
+    format_ = ChatFormat(make_tokenizer(), template, image_token="<image>")
     assert format_.render(vqa("q", "a", image=False)).startswith("26 Jul 2024")
 
 
 def test_templates_ask_for_the_date_in_every_way() -> None:
     """Llama 3.2's spelling, inside a macro, in a test for it, and a template that begins with what is stripped."""
     conversation = vqa("q", "a", image=False)
-    plain = ChatFormat(make_tokenizer(), CHAT_TEMPLATE, image_token="<image>", image_length=N).render(conversation)
+    plain = ChatFormat(make_tokenizer(), CHAT_TEMPLATE, image_token="<image>").render(conversation)
     for asked, expected in {
         "{%- set date_string = strftime_now('%d %b %Y') %}{{ date_string }}|": "26 Jul 2024|",
         "{% macro day() %}{{ strftime_now('%A %-d. %B') }}{% endmacro %}\n{{ day() }}": "Friday 26. July",
         "{% if strftime_now is defined %}{{ strftime_now('%Y')|int + 1 }}{% endif %}": "2025",
         "\n  {% set x = 1 %}\n{{ strftime_now('100%% of %F %q') }}": "\n100% of 2024-07-26 %q",
     }.items():
-        format_ = ChatFormat(make_tokenizer(), asked + CHAT_TEMPLATE, image_token="<image>", image_length=N)
+        format_ = ChatFormat(make_tokenizer(), asked + CHAT_TEMPLATE, image_token="<image>")
         assert format_.render(conversation) == expected + plain
 
 
@@ -314,13 +314,13 @@ def test_tokenizer_that_ends_every_prompt_is_refused() -> None:
         single="$A </s>", special_tokens=[("</s>", 2)]
     )
     with pytest.raises(DataError, match="ends every text, so every prompt too, with </s>"):
-        ChatFormat(tokenizer, CHAT_TEMPLATE, image_token="<image>", image_length=N)
+        ChatFormat(tokenizer, CHAT_TEMPLATE, image_token="<image>")
 
 
 def test_eos_that_is_no_token_is_refused() -> None:
     tokenizer = make_tokenizer()
     template = CHAT_TEMPLATE.replace("eos_token", "'<end>'")
     tokenizer.add_special_tokens({"eos_token": "</s>"})
-    format_ = ChatFormat(tokenizer, template, image_token="<image>", image_length=N)
-    tokens = format_.encode(vqa("q", "a", image=False), num_images=0)
+    format_ = ChatFormat(tokenizer, template, image_token="<image>")
+    tokens = encoded(format_, vqa("q", "a", image=False), num_images=0)
     assert learnt(format_, tokens, tokenizer) == " a<end></s>"

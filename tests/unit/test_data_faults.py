@@ -224,7 +224,7 @@ def test_other_sample_types_are_refused(tmp_path: Path, assets: Assets) -> None:
 
 def test_a_sample_that_is_left_out_in_every_epoch_is_told_once() -> None:
     skips: list[object] = [Skip("shard 0, sample 3", "no picture"), Skip("shard 1, sample 5", "no question")]
-    batch = FakeBatch(*[torch.empty(0)] * 8, num_tokens=0, sample_keys=[], skipped=skips)
+    batch = FakeBatch(*[torch.empty(0)] * 4, {}, torch.empty(0), num_tokens=0, sample_keys=[], skipped=skips)
     budget = SkipBudget(0.01)
     budget.report([batch, replace(batch, skipped=skips[:1])])
     assert list(budget.last) == ["shard 1, sample 5: no question", "shard 0, sample 3: no picture"]

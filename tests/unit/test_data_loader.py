@@ -23,7 +23,7 @@ from llava_mcore.errors import DataError
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_shards import make_vqa, picture, prepare, vqa_sample, write_shard
 
-TENSORS = ("input_ids", "labels", "loss_mask", "position_ids", "pixel_values", "pixel_scale", "image_positions")
+TENSORS = ("input_ids", "labels", "loss_mask", "position_ids")
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,8 @@ def assert_equal(found: list[Batch], expected: list[Batch]) -> None:
     assert keys(found) == keys(expected)
     for one, other in zip(found, expected, strict=True):
         assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in TENSORS)
+        assert one.media.keys() == other.media.keys()
+        assert all(torch.equal(one.media[name], other.media[name]) for name in one.media)
 
 
 def check_batch(batch: Batch, assets: Assets) -> None:
@@ -70,17 +72,18 @@ def check_batch(batch: Batch, assets: Assets) -> None:
     ids = (batch.input_ids, batch.labels, batch.position_ids)
     assert all(t.shape == (b, s) and t.dtype == torch.int64 for t in ids)
     assert batch.loss_mask.shape == (b, s)
-    assert batch.image_positions.dtype == torch.int64
+    pixels, positions = batch.media["pixel_values"], batch.media["feature_positions"]
+    assert positions.dtype == torch.int64
     assert batch.loss_mask.dtype == torch.float32
-    assert batch.pixel_values.dtype == torch.uint8 and batch.pixel_scale.shape == (2, 3)
-    assert len(batch.image_positions) == assets.tokens_per_image * len(batch.pixel_values)
+    assert pixels.dtype == torch.uint8 and batch.media["pixel_scale"].shape == (2, 3)
+    assert len(positions) == assets.plan.tokens_per_tile * len(pixels)
     flat = batch.input_ids.flatten()
-    assert torch.equal(torch.nonzero(flat == assets.image_token_id)[:, 0], batch.image_positions)
+    assert torch.equal(torch.nonzero(flat == assets.plan.image_token_id)[:, 0], positions)
     trained = batch.loss_mask.bool()
     assert torch.equal(batch.labels[:, :-1][trained[:, :-1]], batch.input_ids[:, 1:][trained[:, :-1]])
     assert not batch.labels[~trained].any()
     assert not (batch.labels[trained] == assets.pad_token_id).any()
-    assert not (batch.labels[trained] == assets.image_token_id).any()
+    assert not (batch.labels[trained] == assets.plan.image_token_id).any()
     bounds = batch.cu_seqlens.tolist() or [row * s for row in range(b + 1)]
     spans = [slice(*pair) for pair in pairwise(bounds)]
     assert bounds[0] == 0 and bounds[-1] == b * s and len(spans) - len(batch.sample_keys) in (0, 1)
@@ -106,7 +109,7 @@ def test_batches_are_what_the_model_takes(dataset: Path, assets: Assets, capfd: 
             assert answer == f" {expected['txt']}</s>"
             text = assets.tokenizer.decode(batch.input_ids[row]).replace("<image>", "").replace("<pad>", "")
             assert text == f"USER: \n{expected['json']['question']} ASSISTANT: {expected['txt']}</s>"
-            assert torch.equal(batch.pixel_values[row], assets.images([expected["jpg"]])[0])
+            assert torch.equal(batch.media["pixel_values"][row], assets.images([expected["jpg"]])[0])
     assert seen.keys() == {f"{i:06d}" for i in range(48)} and sum(seen.values()) == 96
     loader.close()
     assert not multiprocessing.active_children()
@@ -329,16 +332,16 @@ def test_pictures_and_text_mix_in_one_dataset(mixed: Path, assets: Assets) -> No
     for batch in batches:
         check_batch(batch, assets)
         pictures = [int(key) % 2 == 1 or key == "000020" for key in batch.sample_keys]
-        assert len(batch.pixel_values) == sum(pictures)
-        placed = (batch.input_ids == assets.image_token_id).sum(1)
-        assert placed.tolist() == [assets.tokens_per_image * has for has in pictures]
-    assert {len(batch.pixel_values) for batch in batches} == {0, 1, 2}
+        assert len(batch.media["pixel_values"]) == sum(pictures)
+        placed = (batch.input_ids == assets.plan.image_token_id).sum(1)
+        assert placed.tolist() == [assets.plan.tokens_per_tile * has for has in pictures]
+    assert {len(batch.media["pixel_values"]) for batch in batches} == {0, 1, 2}
 
 
 def test_batches_of_text_only(mixed: Path, assets: Assets) -> None:
     for batch in take(open_loader(mixed / "text", assets), 3):
         check_batch(batch, assets)
-        assert batch.pixel_values.shape == (0, 3, 56, 56) and batch.image_positions.shape == (0,)
+        assert batch.media["pixel_values"].shape == (0, 3, 56, 56) and batch.media["feature_positions"].shape == (0,)
         assert "<image>" not in assets.tokenizer.decode(batch.input_ids[0])
 
 

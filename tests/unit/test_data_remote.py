@@ -277,7 +277,7 @@ def test_pictures_that_samples_only_name(assets: Assets, configure: Configure, t
         configure(store)
         for batch in take(open_loader(blend, assets, seq_length=128, packing=True), 4):
             assert not batch.skipped
-            pictures = iter(batch.pixel_values)
+            pictures = iter(batch.media["pixel_values"])
             for key in batch.sample_keys:
                 number = int(key)
                 for place in range(2 if number % 2 else 1):

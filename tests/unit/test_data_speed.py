@@ -27,7 +27,7 @@ from llava_mcore.data.encoding.images import ImagePreprocessor, decode_image, de
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.open_shards import OPEN_SHARDS
 from llava_mcore.data.streams import streams
-from llava_mcore.data.streams.pixel_buffers import Parked, PixelSlots
+from llava_mcore.data.streams.pixel_buffers import Buffered, PixelBuffers
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import normalise
 from tests.helpers.tiny_hf import make_hf_llava
@@ -164,21 +164,21 @@ def test_open_shards_keep_no_record_of_what_was_read(dataset: Path, assets: Asse
 
 
 @pytest.mark.parametrize(("dtype", "ahead"), [(torch.uint8, 2), (torch.float32, 2), (torch.uint8, 4)])
-def test_pixels_lie_in_slots_until_they_are_taken(dtype: torch.dtype, ahead: int) -> None:
+def test_pixels_stay_in_buffers_until_they_are_taken(dtype: torch.dtype, ahead: int) -> None:
     """As many as are asked for in advance, however many pictures each has; what does not fit stays with its batch."""
-    slots = PixelSlots(5 * 3 * 4 * 4 * dtype.itemsize, ahead)
+    buffers = PixelBuffers(5 * 3 * 4 * 4 * dtype.itemsize, ahead)
     values = [torch.arange(k * 48).view(k, 3, 4, 4).to(dtype) for k in (5, 1, 4, 2, 3, 5, 2)]
-    waiting: list[tuple[torch.Tensor, Parked]] = []
+    waiting: list[tuple[torch.Tensor, Buffered]] = []
     for pixels in values:
         if len(waiting) == ahead + 1:
-            expected, parked = waiting.pop(0)
-            assert torch.equal(slots.take(parked, pinned=False), expected)
-        found = slots.put(pixels + 1)
+            expected, buffered = waiting.pop(0)
+            assert torch.equal(buffers.take(buffered, pinned=False), expected)
+        found = buffers.put(pixels + 1)
         assert found is not None
         waiting.append((pixels + 1, found))
-    assert all(torch.equal(slots.take(parked, pinned=False), expected) for expected, parked in waiting)
-    assert slots.put(torch.zeros(6, 3, 4, 4, dtype=dtype)) is None
-    assert slots.put(torch.zeros(0, 3, 4, 4, dtype=dtype)) is None
+    assert all(torch.equal(buffers.take(buffered, pinned=False), expected) for expected, buffered in waiting)
+    assert buffers.put(torch.zeros(6, 3, 4, 4, dtype=dtype)) is None
+    assert buffers.put(torch.zeros(0, 3, 4, 4, dtype=dtype)) is None
 
 
 def test_a_step_is_made_while_the_one_before_is_computed(

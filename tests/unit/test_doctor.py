@@ -6,11 +6,14 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from llava_mcore.batch_fields import FEATURE_POSITIONS
 from llava_mcore.cli.check import main
 from llava_mcore.data.doctor.samples import Examiner, Finding
 from llava_mcore.data.doctor.scan import choose, scan
@@ -18,6 +21,7 @@ from llava_mcore.data.doctor.show import conversation_text
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
+from llava_mcore.models.media import MediaTokens, SameTokens, Size
 from tests.helpers.bad_data_files import BLEND
 from tests.helpers.bad_data_makers import ANSWERED, ASKED, GOOD, good, index, messages, picture, write_tar
 from tests.helpers.tiny_hf import make_hf_llava
@@ -70,7 +74,7 @@ def num_tokens(assets: Assets, parts: dict[str, Any]) -> int:
         content = [{"type": "image"} if piece == "<image>" else {"type": "text", "text": piece} for piece in pieces]
         turns.append({"role": message["role"], "content": content})
     ids = assets.tokenizer.apply_chat_template(turns, return_dict=False)
-    return len(ids) + sum(name.endswith("jpg") for name in parts) * (assets.tokens_per_image - 1)
+    return len(ids) + sum(name.endswith("jpg") for name in parts) * (assets.plan.tokens_per_tile - 1)
 
 
 def test_report_counts_what_is_there(dataset: Path, hf: Path, assets: Assets, tmp_path: Path) -> None:
@@ -137,11 +141,19 @@ def test_shows_as_many_as_asked_for(dataset: Path, hf: Path, capsys: pytest.Capt
         assert capsys.readouterr().out.count("</s>»") == number
 
 
+class WrongTokens(SameTokens):
+    """Has a feature less than placeholders."""
+
+    def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
+        positions = {FEATURE_POSITIONS: np.arange(self.tokens_per_tile - 1)}
+        return [dataclasses.replace(x, values=positions) for x in super().tokens(sizes)]
+
+
 def test_model_input_that_does_not_fit_ends_training(dataset: Path, assets: Assets) -> None:
     """Assets that contradict themselves, as a fault in our own code or in a folder would make them."""
-    wrong = dataclasses.replace(assets, tokens_per_image=15)
+    wrong = dataclasses.replace(assets, plan=WrongTokens(assets.plan.image_token_id, 16))
     found = Examiner(dataset, wrong, seq_length=64).examine(0, 0)
-    assert found.status == "stop" and found.reasons == ("16 placeholders, but 1 pictures of 15 features",)
+    assert found.status == "stop" and found.reasons == ("16 placeholders, but 15 features of 1 pictures",)
     other_eos = dataclasses.replace(assets, eos_token_id=0)
     assert Examiner(dataset, other_eos, seq_length=64).examine(0, 0).remarks == (
         "1 answers, but 1 trained stretches with 0 EOS",

@@ -71,13 +71,13 @@ def test_flags_that_would_do_nothing_here_are_refused() -> None:
 
 def test_token_ids(hf: Path) -> None:
     usual = load_assets(hf)
-    assert (usual.pad_token_id, usual.image_token_id) == (3, 4)
+    assert (usual.pad_token_id, usual.plan.image_token_id) == (3, 4)
     assert load_assets(hf, pad_token_id=0).pad_token_id == 0
     with pytest.raises(DataError, match="--pad-token-id 9999: the tokenizer has tokens 0 to"):
         load_assets(hf, pad_token_id=9999)
     with pytest.raises(DataError, match=r"image_token_id is 4 in config.json, but <unk> is token 0"):
         load_assets(hf, image_token_id=0)
-    assert load_assets(hf, image_token_id=4).image_token_id == 4
+    assert load_assets(hf, image_token_id=4).plan.image_token_id == 4
 
 
 def test_first_batch_in_words() -> None:
@@ -86,11 +86,10 @@ def test_first_batch_in_words() -> None:
         input_ids=ids,
         labels=torch.tensor([[6, 7, 9, 0]]),
         loss_mask=torch.tensor([[0.0, 1.0, 1.0, 0.0]]),
-        pixel_values=torch.zeros(1, 3, 2, 2),
-        image_positions=torch.zeros(1, dtype=torch.int64),
+        media={"pixel_values": torch.zeros(1, 3, 2, 2), "feature_positions": torch.zeros(1, dtype=torch.int64)},
         cu_seqlens=torch.zeros(0, dtype=torch.int32),
     )
     text = describe(batch, lambda row, trained: f"{row.tolist()} {trained.tolist()}")
     assert "2 of 4 tokens trained, 1 labels out of place" in text
     assert "[5, 6, 7, 8] [False, False, True, True]" in text
-    assert "pixel_values     float32 [1, 3, 2, 2]" in text
+    assert "pixel_values      float32 [1, 3, 2, 2]" in text

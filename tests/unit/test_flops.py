@@ -58,7 +58,7 @@ def test_a_tiny_model_counted_by_hand() -> None:
         vision_feature_layer=-2,
     )
     # Samples of 12 and 5 tokens; the first holds a picture of 9 patches.
-    found = model_flops(hf, Workload.of_samples([12, 5], num_images=1), TrainedParts())
+    found = model_flops(hf, Workload.of_samples([12, 5], num_tiles=1), TrainedParts())
 
     # Tower, frozen: forward only, 2 of 3 layers, 9 patches and the class token.
     assert found.patch_embedding == Flops(2 * 9 * (3 * 2 * 2) * 8, 0)
@@ -148,7 +148,7 @@ def test_torch_counts_the_same_over_hugging_face(name: str) -> None:
     shape = {"samples": 2, "length": 2 * features_per_tile(hf) + 7, "images": 2}
     # Eager attention computes every pair of a sample and masks half of them, so here a sample of n has n * n.
     n = shape["length"]
-    work = Workload(num_tokens=2 * n, num_pairs=2 * n * n, num_images=4)
+    work = Workload(num_tokens=2 * n, num_pairs=2 * n * n, num_tiles=4)
     for language, vision, projection in itertools.product([True, False], repeat=3):
         trained = TrainedParts(language, vision, projection)
         expected = model_flops(hf, work, trained).total + beyond_the_model(hf, samples=2, images=2)
@@ -156,21 +156,21 @@ def test_torch_counts_the_same_over_hugging_face(name: str) -> None:
 
 
 def test_causal_pairs_are_those_of_every_sample() -> None:
-    work = Workload.of_samples([1, 2, 7], num_images=0)
+    work = Workload.of_samples([1, 2, 7], num_tiles=0)
     seen = sum(j <= i for n in (1, 2, 7) for i in range(n) for j in range(n))
     assert (work.num_tokens, work.num_pairs) == (10, seen)
     hf = llava()
     parts = model_flops(hf, work, TrainedParts())
     assert parts.vision_layers.total == parts.projection.total == 0
-    whole = model_flops(hf, Workload.of_samples([10], num_images=0), TrainedParts())
+    whole = model_flops(hf, Workload.of_samples([10], num_tiles=0), TrainedParts())
     assert whole.language_attention.total * seen == parts.language_attention.total * 55
     assert whole.language_layers == parts.language_layers and whole.head == parts.head
 
 
 def test_only_trained_tokens_need_the_output_layer() -> None:
-    hf, some = llava(), Workload(num_tokens=10, num_pairs=55, num_images=1, num_trained=4)
+    hf, some = llava(), Workload(num_tokens=10, num_pairs=55, num_tiles=1, num_trained=4)
     parts = model_flops(hf, some, TrainedParts()).parts()
-    whole = model_flops(hf, Workload(num_tokens=10, num_pairs=55, num_images=1), TrainedParts()).parts()
+    whole = model_flops(hf, Workload(num_tokens=10, num_pairs=55, num_tiles=1), TrainedParts()).parts()
     assert parts["head"].total * 10 == whole["head"].total * 4
     assert {k: v for k, v in parts.items() if k != "head"} == {k: v for k, v in whole.items() if k != "head"}
 
@@ -204,7 +204,7 @@ def example_table() -> str:
         ),
         vision_feature_layer=-2,
     )
-    work = Workload.of_samples([1800, 1296, 1000], num_images=3)
+    work = Workload.of_samples([1800, 1296, 1000], num_tiles=3)
     columns = {
         "tower frozen": TrainedParts(),
         "all trained": TrainedParts(vision_model=True),

@@ -18,7 +18,7 @@ from transformers import LlavaConfig
 from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.language.linear_cross_entropy import linear_cross_entropy
-from llava_mcore.models.language.llama import shape
+from llava_mcore.models.language.llama import Llama
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.tiny_hf import text_config, vision_config
 
@@ -240,7 +240,13 @@ def test_the_language_model_gives_the_masked_sum(tied: bool) -> None:
     torch.manual_seed(0)
     config = part_configs(hf, ModelOptions(on_cpu=True)).language
     model = LanguageModel(
-        config, hf.text_config, shape(hf.text_config), tied=tied, num_rows=512, pre_process=True, post_process=True
+        config,
+        hf.text_config,
+        Llama().shape(hf.text_config),
+        tied=tied,
+        num_rows=512,
+        pre_process=True,
+        post_process=True,
     )
     ids = torch.randint(0, 401, (2, 21))
     mask = (torch.rand(2, 21) < 0.5).float()

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from llava_mcore.data.encoding.encode import TooLongError, cut, fit
 from llava_mcore.data.packing.best_fit import best_fit, fill, fullest_pack, online_fill
 from llava_mcore.data.samples import EncodedSample, TokenConversation
-from llava_mcore.data.streams.collate import collate, pack
+from llava_mcore.data.streams.collate import collate
+from tests.helpers.encoding import placed
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 
@@ -63,12 +64,11 @@ def conversation(
     ids[places] = 4
     trained = np.arange(length) >= trained_from
     trained[places] = False
-    return TokenConversation(f"k{length}", ids, trained, places, tuple(b"%d" % i for i in range(images)), False)
+    return TokenConversation(f"k{length}", ids, trained, placed(range(at, at + images * width, width), 4, width), False)
 
 
 def encoded(*conversations: TokenConversation) -> EncodedSample:
-    num_images = sum(len(c.images) for c in conversations)
-    pixels = torch.ones(num_images, 3, 2, 2)
+    pixels = torch.ones(sum(c.num_tiles for c in conversations), 3, 2, 2)
     return EncodedSample(__key__="s", __restore_key__=(), conversations=list(conversations), pixel_values=pixels)
 
 
@@ -79,23 +79,24 @@ def test_padding_shifts_labels_and_places_pictures() -> None:
     # The first text token after a picture is learnt like any other of the answer.
     assert batch.labels.tolist() == [[11, 12, 0, 0, 0], [0, 12, 13, 14, 0]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 0], [0, 1, 1, 1, 0]]
-    assert batch.image_positions.tolist() == [5, 6] and batch.pixel_values.shape == (1, 3, 2, 2)
+    assert batch.media["feature_positions"].tolist() == [5, 6]
+    assert batch.media["pixel_values"].shape == (1, 3, 2, 2)
     assert batch.sample_keys == ["k3", "k5"] and batch.num_tokens == 8 and not batch.cu_seqlens.numel()
 
 
 def test_packing_begins_anew_with_every_conversation() -> None:
     first = encoded(conversation(3, trained_from=1), conversation(5, images=1, width=2, trained_from=2))
     second = encoded(conversation(4, trained_from=0))
-    batch = pack([first, second], seq_length=8, pad_token_id=0)
+    batch = collate([first, second], seq_length=8, pad_token_id=0, packed=True)
     assert batch.input_ids.tolist() == [[10, 11, 12, 4, 4, 12, 13, 14, 10, 11, 12, 13, 0, 0, 0, 0]]
     # No conversation learns the first token of the next one.
     assert batch.labels.tolist() == [[11, 12, 0, 0, 12, 13, 14, 0, 11, 12, 13, 0, 0, 0, 0, 0]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3]]
     assert batch.cu_seqlens.tolist() == [0, 3, 8, 12, 16] and batch.cu_seqlens.dtype == torch.int32
-    assert batch.image_positions.tolist() == [3, 4]
+    assert batch.media["feature_positions"].tolist() == [3, 4]
     assert batch.sample_keys == ["k3", "k5", "k4"] and batch.num_tokens == 12
-    full = pack([first], seq_length=8, pad_token_id=0)
+    full = collate([first], seq_length=8, pad_token_id=0, packed=True)
     assert full.cu_seqlens.tolist() == [0, 3, 8]
 
 
@@ -106,12 +107,12 @@ def test_truncation_never_cuts_a_picture(images: int, at: int, rest: int, most: 
     n = len(short)
     assert n <= most and np.array_equal(short.input_ids, whole.input_ids[:n])
     assert np.array_equal(short.trained, whole.trained[:n])
-    assert len(short.image_positions) == 3 * len(short.images) == int((short.input_ids == 4).sum())
-    assert short.images == whole.images[: len(short.images)] and short.truncated
-    if len(short.images) == images:
+    assert 3 * len(short.media) == int((short.input_ids == 4).sum())
+    assert short.media == whole.media[: len(short.media)] and short.truncated
+    if len(short.media) == images:
         assert n == min(most, len(whole))
     else:  # as much as fits before the picture that did not
-        assert n == at + 3 * len(short.images) <= most < n + 3 or n == most
+        assert n == at + 3 * len(short.media) <= most < n + 3 or n == most
 
 
 def test_what_is_too_long() -> None:

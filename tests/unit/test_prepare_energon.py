@@ -24,6 +24,7 @@ from llava_mcore.data.samples import IMAGE_MARK, ChatSample, Turn
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from tests.helpers import prepare_cases as cases
+from tests.helpers.encoding import encoded
 from tests.helpers.prepare_cases import Case, chat_cases, contents, make, picture, read_back, vqa_cases
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -139,8 +140,9 @@ def test_token_counts_are_those_of_training(hf: Path, assets: Assets, tmp_path: 
     assert other.counts.tokens.total != result.counts.tokens.total
     for sample in samples:
         turns = [Turn(m["role"], m["content"]) for m in sample["messages"]]
-        tokens = assets.chat.encode(turns, num_images=len(sample["pictures"]))
-        assert sample["num_tokens"] == len(tokens.input_ids) > assets.tokens_per_image * len(sample["pictures"])
+        num_tokens = assets.plan.tokens_per_tile
+        tokens = encoded(assets.chat, turns, num_images=len(sample["pictures"]), num_tokens=num_tokens)
+        assert sample["num_tokens"] == len(tokens.input_ids) > num_tokens * len(sample["pictures"])
         total += len(tokens.input_ids)
     assert (result.counts.tokens.total, result.counts.tokens.number) == (total, len(samples))
 

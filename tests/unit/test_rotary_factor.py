@@ -44,5 +44,5 @@ def test_the_softmax_may_carry_the_factor(tmp_path: Path) -> None:
             out = logits(groups, ours, inputs)
             assert out is not None
             found[name] = ((out - expected).abs().max() / expected.abs().max()).item()
-    assert found["in the softmax"] <= 1e-5
+    assert found["in the softmax"] <= 2e-5  # rounded once more than where cosines and sines are scaled
     assert found["left out"] > 1e-2

@@ -72,9 +72,9 @@ def test_taken_over_are_the_tokens_that_would_be_made(assets: Assets, talk: list
     images = (b"",) * sum(number for _, number, _ in talk)
     stored = to_json(assets.chat.text_tokens(turns, num_images=len(images)), assets.chat.fingerprint)
     found = stored_tokens(Conversation(turns, images, json.loads(json.dumps(stored))), assets)
-    anew = assets.chat.encode(turns, num_images=len(images))
+    anew = assets.chat.text_tokens(turns, num_images=len(images))
     assert found is not None
-    for name in ("input_ids", "trained", "image_positions"):
+    for name in ("ids", "trained"):
         one, other = getattr(found, name), getattr(anew, name)
         assert one.dtype == other.dtype and np.array_equal(one, other)
 
@@ -119,10 +119,8 @@ def test_the_fingerprint_is_that_of_tokenizer_and_template(hf: Path, assets: Ass
     assert load_assets(hf, chat_template="vicuna").chat.fingerprint != assets.chat.fingerprint
     tokenizer = load_assets(hf).tokenizer
     tokenizer.add_tokens(["ramp"])
-    options: dict[str, Any] = {"image_token": "<image>", "image_length": assets.tokens_per_image}
+    options: dict[str, Any] = {"image_token": "<image>"}
     assert ChatFormat(tokenizer, assets.chat.template, **options).fingerprint != assets.chat.fingerprint
-    # How many features a picture has is no matter: it is stored as one placeholder.
-    options["image_length"] += 1
     same = ChatFormat(assets.tokenizer, assets.chat.template, **options)
     assert same.fingerprint == assets.chat.fingerprint
 
@@ -132,7 +130,7 @@ def test_tokens_of_others_are_ignored(stored: Any, assets: Assets) -> None:
     assert not is_by(stored, assets.chat.fingerprint)
     turns = (Turn("user", "What?"), Turn("assistant", "That."))
     found = tokenise(Conversation(turns, (), stored), assets, "k")
-    assert np.array_equal(found.input_ids, assets.chat.encode(turns, num_images=0).input_ids)
+    assert np.array_equal(found.input_ids, assets.chat.text_tokens(turns, num_images=0).ids)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_hard_links_are_followed(first: bool, form: int, assets: Assets, tmp_pat
     batches = read(path, assets, 4)
     assert {batch.sample_keys[0] for batch in batches} == {f"{n:06d}" for n in range(4)}
     assert not any(batch.skipped for batch in batches)
-    assert all(torch.equal(batch.pixel_values, batches[0].pixel_values) for batch in batches)
+    assert all(torch.equal(batch.media["pixel_values"], batches[0].media["pixel_values"]) for batch in batches)
     report = examine(path, assets, "--full")
     assert not report.reasons_not_to_train and report.tally.images == {1: 4}
 
@@ -94,7 +94,7 @@ def test_what_gnu_tar_writes_for_files_of_one_inode(assets: Assets, tmp_path: Pa
     report = examine(path, assets, "--full")
     assert report.tally.images == {1: 5}, report.tally.problems("left out")
     batches = read(path, assets, 5)
-    assert [len(batch.pixel_values) for batch in batches] == [1] * 5
+    assert [len(batch.media["pixel_values"]) for batch in batches] == [1] * 5
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -20,6 +20,7 @@ from llava_mcore.errors import DataError
 from llava_mcore.templates.named import NAMES, named_template
 from tests.helpers.bad_data_makers import index, messages, picture, write_tar
 from tests.helpers.chat_cases import TINY, tiny
+from tests.helpers.encoding import encoded
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_loader import open_loader, take
 
@@ -29,7 +30,7 @@ TYPED = "</s>quick <|im_end|> <pad><unk><|eot_id|> <s>"
 
 def chat(tokenizer: PreTrainedTokenizerFast, name: str, handling: Handling = "text") -> ChatFormat:
     template = named_template(name, tokenizer)
-    return ChatFormat(tokenizer, template, image_token=IMAGE_MARK, image_length=2, special_tokens_in_text=handling)
+    return ChatFormat(tokenizer, template, image_token=IMAGE_MARK, special_tokens_in_text=handling)
 
 
 def talk(question: str, answer: str) -> list[Turn]:
@@ -43,7 +44,7 @@ def talk(question: str, answer: str) -> list[Turn]:
 
 def special_ids(format_: ChatFormat, tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> list[int]:
     known = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return [number for number in format_.encode(turns, num_images=1).input_ids.tolist() if number in known]
+    return [number for number in encoded(format_, turns, num_images=1).input_ids.tolist() if number in known]
 
 
 def unigram() -> PreTrainedTokenizerFast:
@@ -64,14 +65,14 @@ def unigram() -> PreTrainedTokenizerFast:
 def test_typed_ones_are_text(name: str, kind: str) -> None:
     tokenizer = TINY[kind](name)
     format_ = chat(tokenizer, name)
-    found = format_.encode(talk("What is </s> here?", f"a {TYPED} z"), num_images=1)
+    found = encoded(format_, talk("What is </s> here?", f"a {TYPED} z"), num_images=1)
     plain = talk("What is here?", "a z")
     assert special_ids(format_, tokenizer, talk("What is </s> here?", f"a {TYPED} z")) == special_ids(
         format_, tokenizer, plain
     )
     learnt = tokenizer.decode(found.input_ids[found.trained])
     ending = tokenizer.decode(
-        format_.encode(plain, num_images=1).input_ids[format_.encode(plain, num_images=1).trained]
+        encoded(format_, plain, num_images=1).input_ids[encoded(format_, plain, num_images=1).trained]
     )
     assert learnt.replace(f"a {TYPED} z", "a z") == ending
     assert "</s>" in found.typed and IMAGE_MARK not in found.typed
@@ -83,9 +84,9 @@ def test_ids_are_those_of_the_text_alone(kind: str) -> None:
     tokenizer = tiny("chatml") if kind == "its own tokens" else TINY[kind]("chatml")
     if kind != "its own tokens":
         tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    ids = (
-        chat(tokenizer, "chatml").encode([Turn("user", "q"), Turn("assistant", TYPED)], num_images=0).input_ids.tolist()
-    )
+    ids = encoded(
+        chat(tokenizer, "chatml"), [Turn("user", "q"), Turn("assistant", TYPED)], num_images=0
+    ).input_ids.tolist()
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     start, end = backend.token_to_id("<|im_start|>"), backend.token_to_id("<|im_end|>")
     last = ids[len(ids) - 1 - ids[::-1].index(start) + 1 :]
@@ -105,7 +106,7 @@ def test_as_tokens_where_data_rely_on_it() -> None:
     assert len(special_ids(as_control, tokenizer, turns)) == len(special_ids(as_text, tokenizer, turns)) + 1
     assert as_text.fingerprint != as_control.fingerprint
     plain = talk("q", "a")
-    found = [format_.encode(plain, num_images=1).input_ids.tolist() for format_ in (as_text, as_control)]
+    found = [encoded(format_, plain, num_images=1).input_ids.tolist() for format_ in (as_text, as_control)]
     assert found[0] == found[1]
 
 
@@ -122,18 +123,18 @@ def test_pieces_with_scores_and_normalised_forms() -> None:
 def test_placeholder_of_another_name_is_text_when_typed() -> None:
     tokenizer = tiny("vicuna")
     tokenizer.add_tokens(["<picture>"], special_tokens=True)
-    format_ = ChatFormat(tokenizer, named_template("vicuna", tokenizer), image_token=IMAGE_MARK, image_length=3)
-    assert len(format_.encode(talk("a <picture>", "b <picture>"), num_images=1).image_positions) == 3
+    format_ = ChatFormat(tokenizer, named_template("vicuna", tokenizer), image_token=IMAGE_MARK)
+    assert len(encoded(format_, talk("a <picture>", "b <picture>"), num_images=1).starts) == 1
     with pytest.raises(DataError, match="2 <image> in the conversation, but 1 pictures"):
-        format_.encode(talk("a", "the tag <image> is"), num_images=1)
+        encoded(format_, talk("a", "the tag <image> is"), num_images=1)
 
 
 def test_private_characters_are_refused_only_beside_them() -> None:
     tokenizer = tiny("vicuna")
     format_ = chat(tokenizer, "vicuna")
-    assert not format_.encode(talk("\U000f0001", "a"), num_images=1).typed
+    assert not encoded(format_, talk("\U000f0001", "a"), num_images=1).typed
     with pytest.raises(DataError, match="private characters"):
-        format_.encode(talk("\U000f0001", "a</s>"), num_images=1)
+        encoded(format_, talk("\U000f0001", "a</s>"), num_images=1)
 
 
 # -- commands --------------------------------------------------------------------------------------------------------

@@ -107,11 +107,11 @@ def test_filled_and_blank_micro_batches_add_no_loss(root: Path, assets: Assets) 
     short = next(batch for batch in batches if len(batch.input_ids) == 1)
     filled = fill_rows(short, 3)
     assert filled.input_ids.shape[0] == 3 and filled.loss_mask.sum() == short.loss_mask.sum() > 0
-    assert torch.equal(filled.input_ids[:1], short.input_ids) and filled.image_positions is short.image_positions
+    assert torch.equal(filled.input_ids[:1], short.input_ids) and filled.media is short.media
     assert fill_rows(filled, 3) is filled
-    blank = without_loss(short)
+    blank = without_loss(short, assets.plan.fields)
     assert blank.loss_mask.shape == short.loss_mask.shape and not blank.loss_mask.any()
-    assert not len(blank.pixel_values) and not len(blank.image_positions)
+    assert not len(blank.media["pixel_values"]) and not len(blank.media["feature_positions"])
 
 
 def test_results_go_into_a_file_of_their_own_and_into_the_picture(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class Examiner:
             num_conversations=len(chat.conversations),
             num_tokens=num_tokens,
             num_trained=sum(int(conversation.trained.sum()) for conversation in used),
-            num_images=sum(len(conversation.images) for conversation in used),
+            num_images=sum(len(conversation.media) for conversation in used),
         )
 
     def _on_decode_error(self, error: Exception, sample: Any, sources: list[SourceInfo] | None) -> None:
@@ -141,8 +141,8 @@ def _differing(chat: ChatSample, assets: Assets) -> list[str]:
         stored = stored_tokens(conversation, assets)
         if stored is None:
             continue
-        anew = assets.chat.encode(conversation.turns, num_images=len(conversation.images))
-        if not np.array_equal(stored.input_ids, anew.input_ids) or not np.array_equal(stored.trained, anew.trained):
+        anew = assets.chat.text_tokens(conversation.turns, num_images=len(conversation.images))
+        if not np.array_equal(stored.ids, anew.ids) or not np.array_equal(stored.trained, anew.trained):
             return [f"its {TOKENS_KEY} are not what the tokenizer makes of its text; prepare the data again"]
     return []
 
@@ -151,19 +151,20 @@ def _verdict(differing: list[str], encoded: EncodedSample, assets: Assets) -> di
     """Compare what the model will get; a disagreement would end training or spoil it silently."""
     reasons = [*differing]
     for conversation in encoded.conversations:
-        num_placeholders = int((conversation.input_ids == assets.image_token_id).sum())
-        wanted = len(conversation.images) * assets.tokens_per_image
-        if num_placeholders != wanted or len(conversation.image_positions) != wanted:
+        is_placeholder = conversation.input_ids == assets.plan.image_token_id
+        places = [name for name, field in assets.plan.fields.items() if field.index_of == "tokens"]
+        wanted = sum(len(item.tokens.values[name]) for item in conversation.media for name in places)
+        if is_placeholder.sum() != wanted:
             reasons.append(
-                f"{num_placeholders} placeholders, but {len(conversation.images)} pictures of "
-                f"{assets.tokens_per_image} features"
+                f"{is_placeholder.sum()} placeholders, but {wanted} features of {len(conversation.media)} pictures"
             )
-        if conversation.trained[conversation.image_positions].any():
+        if (conversation.trained & is_placeholder).any():
             reasons.append("the chat template has the model learn the placeholders of a picture")
         if not conversation.trained.any():
             reasons.append("the chat template leaves nothing to learn of a conversation with an answer")
-    if len(encoded.pixel_values) != sum(len(conversation.images) for conversation in encoded.conversations):
-        reasons.append(f"{len(encoded.pixel_values)} pictures were made of other than as many files")
+    num_tiles = sum(conversation.num_tiles for conversation in encoded.conversations)
+    if len(encoded.pixel_values) != num_tiles:
+        reasons.append(f"{len(encoded.pixel_values)} tiles were made of pictures that need {num_tiles}")
     return {"status": "stop" if reasons else "used", "reasons": tuple(reasons)}
 
 

@@ -31,13 +31,12 @@ def conversation_text(tokens: TokenConversation, assets: Assets, *, coloured: bo
 
 def _marked(ids: list[int], marks: list[bool], assets: Assets, *, coloured: bool) -> Text:
     text = Text()
-    kinds = [(i == assets.image_token_id, bool(t)) for i, t in zip(ids, marks, strict=True)]
+    kinds = [(i == assets.plan.image_token_id, bool(t)) for i, t in zip(ids, marks, strict=True)]
     start = 0
     for (is_image, trained), run in groupby(kinds):
         end = start + len(list(run))
         if is_image:
-            picture = f"<image \N{MULTIPLICATION SIGN}{assets.tokens_per_image}>"
-            text.append(picture * ((end - start) // assets.tokens_per_image), IMAGE_STYLE)
+            text.append(f"<image \N{MULTIPLICATION SIGN}{end - start}>", IMAGE_STYLE)
         else:
             piece = _decode(ids, start, end, assets)
             shown = piece if coloured or not trained else f"«{piece}»"
@@ -48,7 +47,7 @@ def _marked(ids: list[int], marks: list[bool], assets: Assets, *, coloured: bool
 
 def _decode(ids: list[int], start: int, end: int, assets: Assets) -> str:
     """Decode tokens with those before them: decoded alone, some tokenizers drop the first one's leading space."""
-    before = [i for i in ids[:start] if i != assets.image_token_id]
+    before = [i for i in ids[:start] if i != assets.plan.image_token_id]
     both = assets.tokenizer.decode(before + ids[start:end], clean_up_tokenization_spaces=False)
     alone = assets.tokenizer.decode(before, clean_up_tokenization_spaces=False)
     if both.startswith(alone):

@@ -19,7 +19,8 @@ from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError, prob
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.regular import kind_of
 from llava_mcore.files.torch_files import why_not_loaded
-from llava_mcore.models.architectures.registry import features_per_tile
+from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
+from llava_mcore.models.media import MediaPlan
 from llava_mcore.models.vision.geometry import image_side
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,7 @@ class Assets:
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     images: ImagePreprocessor
-    image_token_id: int
-    tokens_per_image: int
+    plan: MediaPlan
     pad_token_id: int
     eos_token_id: int
     image_size: int
@@ -92,18 +92,17 @@ def load_assets(
         _choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
     choice = _choose_template(tokenizer, folders, chat_template, lang, found)
     images = _load_images(folders, config, limits, found)
-    image_length = None if config is None else _image_length(folders, config, found)
+    plan = None if config is None else _plan(folders, config, found)
     image_token = None if tokenizer is None else _check_tokenizer(tokenizer, config, found)
     if found:
         raise DataError(problems(f"{hf_dir} cannot prepare data for training", found))
     assert tokenizer is not None and choice is not None and images is not None
-    assert image_length is not None and image_token is not None
+    assert plan is not None and image_token is not None
     try:
         chat = ChatFormat(
             tokenizer,
             choice.text,
             image_token=image_token,
-            image_length=image_length,
             special_tokens_in_text=special_tokens_in_text,
         )
     except DataError as error:
@@ -113,8 +112,7 @@ def load_assets(
         tokenizer=tokenizer,
         chat=chat,
         images=images,
-        image_token_id=chat.image_token_id,
-        tokens_per_image=image_length,
+        plan=plan,
         pad_token_id=int(tokenizer.pad_token_id),
         eos_token_id=int(tokenizer.eos_token_id),
         image_size=images.image_size,
@@ -218,19 +216,19 @@ def _load_images(
         return None
 
 
-def _image_length(folders: list[Path], config: LlavaConfig, found: list[str]) -> int | None:
-    """Tokens of a picture by the model's config; a processor that would make another number is reported."""
+def _plan(folders: list[Path], config: LlavaConfig, found: list[str]) -> MediaPlan | None:
+    """How pictures become tokens by the model's config; a processor that would make another number is reported."""
     try:
-        length = features_per_tile(config)
+        plan, length = architecture_of(config).media(config), features_per_tile(config)
     except ConversionError as error:
         found.append(str(error))
         return None
     file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
     if file is None:
-        return length
+        return plan
     settings = _read_json(file, found)
     if settings is None or settings.get("patch_size") is None:
-        return length  # without: written before processors expanded the placeholder
+        return plan  # without: written before processors expanded the placeholder
     side = image_side(config.vision_config) // int(settings["patch_size"])
     served = side**2 + int(settings.get("num_additional_image_tokens") or 0)
     served -= 1 if settings.get("vision_feature_select_strategy") == "default" else 0
@@ -239,7 +237,7 @@ def _image_length(folders: list[Path], config: LlavaConfig, found: list[str]) ->
             f"{file}: patch_size, num_additional_image_tokens and vision_feature_select_strategy make {served} tokens "
             f"a picture, but the model's config.json makes {length} features; correct the processor's settings"
         )
-    return length
+    return plan
 
 
 def _choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int | None], found: list[str]) -> None:

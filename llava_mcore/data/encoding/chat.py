@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import Handling
 from llava_mcore.data.encoding.chat_render import CONTENT_FORMATS, FLATTENED, render_turns
-from llava_mcore.data.encoding.chat_tokens import ChatTokens, TextTokens
+from llava_mcore.data.encoding.chat_tokens import TextTokens
 from llava_mcore.data.encoding.token_spans import Span, tokens_in_span
 from llava_mcore.data.encoding.typed_tokens import TypedTokens
 from llava_mcore.data.samples import IMAGE_MARK, Turn
@@ -53,10 +53,9 @@ class ChatFormat:
         template: str,
         *,
         image_token: str,
-        image_length: int,
         special_tokens_in_text: Handling = "text",
     ):
-        """`image_token` is the tokenizer's placeholder, of which a picture takes image_length.
+        """`image_token` is the tokenizer's placeholder for a picture.
 
         special_tokens_in_text: what becomes of `<|im_end|>` and the like in the text of a turn.
 
@@ -64,7 +63,6 @@ class ChatFormat:
         """
         self.special_tokens_in_text = special_tokens_in_text
         self.image_token = image_token
-        self.image_length = image_length
         self.image_token_id = int(tokenizer.convert_tokens_to_ids(image_token))
         self.eos_token = str(tokenizer.eos_token)
         self._bos_token = tokenizer.bos_token
@@ -167,9 +165,9 @@ class ChatFormat:
 
     def _check_tokens(self) -> None:
         """The special tokens must be tokens, and a text must end where it ends."""
-        found = self.encode(_probe(), num_images=1)
+        found = self.text_tokens(_probe(), num_images=1)
         eos_id = self._encoder.token_to_id(self.eos_token)
-        if eos_id not in found.input_ids[found.trained]:
+        if eos_id not in found.ids[found.trained]:
             raise DataError(f"the tokenizer does not turn {self.eos_token} after an answer into its EOS id {eos_id}")
         if self._adds_special_tokens(self.render(_probe())):
             added = self._encoder.encode("a", add_special_tokens=True)
@@ -233,15 +231,12 @@ class ChatFormat:
             done = end
         return result + text[done:], moved
 
-    def encode(self, turns: Sequence[Turn], *, num_images: int) -> ChatTokens:
-        """Tokenise a conversation as Hugging Face's processor does and mark the answers with their EOS.
-
-        Raises DataError if marks and pictures do not match or the template cannot render the turns.
-        """
-        return self.expand(self.text_tokens(turns, num_images=num_images))
-
     def text_tokens(self, turns: Sequence[Turn], *, num_images: int) -> TextTokens:
-        """As `encode`, but with one placeholder a picture."""
+        """Tokenise a conversation as Hugging Face's processor does, but with one placeholder per picture.
+
+        The answers are marked with their EOS. Raises DataError if marks and pictures do not match or the template
+        cannot render the turns.
+        """
         num_marks = sum(turn.text.count(IMAGE_MARK) for turn in turns)
         if num_marks != num_images:
             raise DataError(f"{num_marks} {IMAGE_MARK} in the conversation, but {num_images} pictures")
@@ -272,14 +267,6 @@ class ChatFormat:
         for turn in turns:
             found |= self._typed.found_in(turn.text)
         return tuple(sorted(found))
-
-    def expand(self, tokens: TextTokens) -> ChatTokens:
-        """Let every picture take as many placeholders as it has features."""
-        is_image = tokens.ids == self.image_token_id
-        repeats = np.where(is_image, self.image_length, 1)
-        input_ids = np.repeat(tokens.ids, repeats)
-        positions = np.flatnonzero(input_ids == self.image_token_id)
-        return ChatTokens(input_ids, np.repeat(tokens.trained, repeats), positions, tokens.typed)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -22,13 +22,13 @@ class TextTokens:
 
 @dataclass(frozen=True, slots=True)
 class ChatTokens:
-    """A tokenised conversation of n tokens with k pictures of N tokens each."""
+    """A tokenised conversation of n tokens with k pictures, each as its own tokens."""
 
     input_ids: NDArray[np.int64]
     """[n]"""
     trained: NDArray[np.bool_]
     """[n]"""
-    image_positions: NDArray[np.int64]
-    """[k * N]"""
+    starts: NDArray[np.int64]
+    """[k]; where each picture begins."""
     typed: tuple[str, ...] = ()
     """Special tokens that stand in the text of its turns; none if its tokens were stored."""

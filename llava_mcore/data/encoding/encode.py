@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.encoding.chat_tokens import ChatTokens
+from llava_mcore.data.encoding.chat_tokens import TextTokens
+from llava_mcore.data.encoding.media import expand, media_tokens
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, from_json, is_by
-from llava_mcore.data.samples import Conversation, TokenConversation, Turn
+from llava_mcore.data.samples import Conversation, PlacedMedia, TokenConversation, Turn
 from llava_mcore.errors import DataError
 
 
@@ -37,30 +38,35 @@ def tokenise(conversation: Conversation, assets: Assets, key: str) -> TokenConve
         raise DataError(
             f"its pictures have {num_bytes} bytes, allowed are {assets.limits.sample_bytes} (max_sample_bytes)"
         )
-    tokens = stored_tokens(conversation, assets)
-    if tokens is None:
-        tokens = assets.chat.encode(conversation.turns, num_images=len(conversation.images))
-    return TokenConversation(
-        key,
-        tokens.input_ids,
-        tokens.trained,
-        tokens.image_positions,
-        conversation.images,
-        truncated=False,
-        typed=tokens.typed,
+    text = stored_tokens(conversation, assets)
+    if text is None:
+        text = assets.chat.text_tokens(conversation.turns, num_images=len(conversation.images))
+    return expanded(text, conversation, assets, key)
+
+
+def expanded(text: TextTokens, conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
+    """Return a conversation's tokens with those of its pictures. DataError for a picture that cannot be read."""
+    media = media_tokens(conversation.images, assets.plan, assets.limits.picture_pixels)
+    tokens = expand(text, assets.plan.image_token_id, media)
+    placed = (
+        PlacedMedia(data, int(start), item)
+        for data, start, item in zip(conversation.images, tokens.starts, media, strict=True)
     )
+    return TokenConversation(key, tokens.input_ids, tokens.trained, tuple(placed), truncated=False, typed=tokens.typed)
 
 
-def stored_tokens(conversation: Conversation, assets: Assets) -> ChatTokens | None:
-    """Return the tokens that were stored with a conversation; None without, or if others would be made now.
+def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | None:
+    """Return the tokens that were stored with a conversation, with one placeholder per picture.
+
+    None without, or if others would be made now.
 
     Raises DataError if they are damaged.
     """
     if not is_by(conversation.tokens, assets.chat.fingerprint):
         return None
-    tokens = assets.chat.expand(from_json(conversation.tokens))
+    tokens = from_json(conversation.tokens)
     num_images = len(conversation.images)
-    if len(tokens.image_positions) != num_images * assets.tokens_per_image:
+    if int((tokens.ids == assets.plan.image_token_id).sum()) != num_images:
         raise DataError(f"its {TOKENS_KEY} are not those of {num_images} pictures; prepare the data again")
     return tokens
 
@@ -83,15 +89,11 @@ def fit(tokens: TokenConversation, seq_length: int, truncate: bool) -> TokenConv
 
 
 def cut(tokens: TokenConversation, seq_length: int) -> TokenConversation:
-    """Return at most the first seq_length tokens, without a picture whose placeholders would be cut in two."""
-    placeholders = tokens.image_positions.reshape(max(1, len(tokens.images)), -1)  # [k, N]; [1, 0] without pictures
-    whole = [bool(place[-1] < seq_length) for place in placeholders if len(place)]
-    end = seq_length if all(whole) else min(seq_length, int(placeholders[whole.index(False), 0]))
-    return replace(
-        tokens,
-        input_ids=tokens.input_ids[:end],
-        trained=tokens.trained[:end],
-        image_positions=placeholders[: sum(whole)].reshape(-1),
-        images=tokens.images[: sum(whole)],
-        truncated=True,
-    )
+    """Return at most the first seq_length tokens, without a picture whose tokens would be cut in two.
+
+    The pictures that stay keep the tokens that they had among the others.
+    """
+    whole = tuple(item for item in tokens.media if item.end <= seq_length)
+    left_out = tokens.media[len(whole) :]
+    end = min(seq_length, left_out[0].start) if left_out else seq_length
+    return replace(tokens, input_ids=tokens.input_ids[:end], trained=tokens.trained[:end], media=whole, truncated=True)

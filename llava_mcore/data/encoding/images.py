@@ -18,6 +18,7 @@ from transformers import AutoImageProcessor, BaseImageProcessor
 from transformers.image_processing_backends import TorchvisionBackend
 
 from llava_mcore.config.sections.data import LIMITS
+from llava_mcore.data.samples import PlacedMedia
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import NO_SCALE, normalise
 
@@ -30,6 +31,9 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM")
 START, FRAMES, SCAN = b"\xff\xd8", (0xFFC0, 0xFFC2), 0xFFDA
 PLAIN_SEGMENTS = (0xFFE0, 0xFFFE, 0xFFDB, 0xFFC4, 0xFFDD)
 """JFIF, comment, and tables. EXIF may turn the picture, and Adobe's segment names other colours."""
+
+SIDEWAYS = (5, 6, 7, 8)
+"""EXIF orientations that exchange height and width."""
 
 DAMAGED = (
     *(ArithmeticError, AttributeError, LookupError, OSError, SyntaxError, TypeError, ValueError),
@@ -69,6 +73,19 @@ def decode_pixels(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Tens
             with contextlib.suppress(RuntimeError):
                 return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
         return F.pil_to_tensor(_upright(image or _opened(data)))
+
+
+def picture_size(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> tuple[int, int]:
+    """Return height and width of a picture as `decode_image` returns it, from its header.
+
+    Raises DataError if the bytes are no picture.
+    """
+    with _decoding(data):
+        image = _opened(data)
+        _check_size(image, most_pixels)
+        width, height = image.size
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        return (width, height) if orientation in SIDEWAYS else (height, width)
 
 
 @contextlib.contextmanager
@@ -202,6 +219,10 @@ class ImagePreprocessor:
         if self.processor.do_center_crop:
             pixels = self.processor.center_crop(pixels, self.processor.crop_size)
         return pixels
+
+    def tiles(self, media: Sequence[PlacedMedia]) -> Tensor:
+        """Return the tiles of pictures, [tiles, 3, h, w]; here each is one. Otherwise as a call."""
+        return self([item.data for item in media])
 
     def __call__(self, images: Sequence[bytes]) -> Tensor:
         """Return [k, 3, h, w]; k may be 0. uint8 that `pixel_scale` normalises, or float32 where that is empty.

@@ -16,12 +16,12 @@ from llava_mcore.data.loading.worker import LEAST_AHEAD, Source, reading
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import check_dataset, fingerprint
 from llava_mcore.data.streams.open_stream import check_streams, open_stream
-from llava_mcore.data.streams.pixel_buffers import PixelSlots
+from llava_mcore.data.streams.pixel_buffers import PixelBuffers
 from llava_mcore.data.streams.skips import Skips
 from llava_mcore.data.streams.streams import (
+    RoundRobin,
     Stream,
     StreamServer,
-    Turns,
     default_num_streams,
     num_given,
     place_behind,
@@ -96,10 +96,10 @@ class TrainLoader:
             self._restore(streams, places)
         self._places = {n: places.get(n) for n in numbers}
         num_batches = {n: 0 if place is None else num_given(place) for n, place in self._places.items()}
-        self._turns = iter(Turns(num_batches))
-        most_pictures = micro_batch_size * data.seq_length // assets.tokens_per_image
-        slot_bytes = most_pictures * assets.images.num_bytes
-        self._sources = _serve(streams, num_batches, data, seed, slot_bytes, num_micro_batches)
+        self._turns = iter(RoundRobin(num_batches))
+        most_tiles = micro_batch_size * data.seq_length // assets.plan.tokens_per_tile
+        buffer_bytes = most_tiles * assets.images.num_bytes
+        self._sources = _serve(streams, num_batches, data, seed, buffer_bytes, num_micro_batches)
         self._closed = False
         self._handling = assets.chat.special_tokens_in_text
         self._told: set[str] = set()
@@ -226,7 +226,7 @@ def _serve(
     num_batches: dict[int, int],
     data: DataConfig,
     seed: int,
-    slot_bytes: int,
+    buffer_bytes: int,
     num_micro_batches: int,
 ) -> dict[int, Source]:
     """Return where each stream's deliveries come from: loader processes, or this process without any."""
@@ -237,8 +237,8 @@ def _serve(
     shares = share(list(streams), max(1, num_workers))
     num_ahead = max(LEAST_AHEAD, math.ceil(num_micro_batches / len(shares)))
     for numbers in shares:
-        slots = PixelSlots(slot_bytes, num_ahead) if num_workers else None
-        server = StreamServer({n: streams[n] for n in numbers}, Turns(num_batches), slots)
-        source = Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout, slots=slots)
+        buffers = PixelBuffers(buffer_bytes, num_ahead) if num_workers else None
+        server = StreamServer({n: streams[n] for n in numbers}, RoundRobin(num_batches), buffers)
+        source = Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout, buffers=buffers)
         sources |= dict.fromkeys(numbers, source)
     return sources

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from llava_mcore.batch_fields import PIXEL_VALUES
 from llava_mcore.data.loading.loader_process import loader_process_init
 from llava_mcore.data.storage.remote import storage_message
-from llava_mcore.data.streams.pixel_buffers import PixelSlots
+from llava_mcore.data.streams.pixel_buffers import PixelBuffers
 from llava_mcore.data.streams.streams import Delivery
 from llava_mcore.errors import DataError
 
@@ -34,11 +35,11 @@ class Source:
         in_process: bool,
         seed: int,
         timeout: float,
-        slots: PixelSlots | None = None,
+        buffers: PixelBuffers | None = None,
     ) -> None:
-        """timeout: seconds that a loader process may take for a delivery. slots: where the server puts pixels."""
-        self._slots = slots
-        num_ahead = LEAST_AHEAD if slots is None else slots.num_ahead
+        """timeout: seconds that a loader process may take for a delivery. buffers: where the server puts pixels."""
+        self._buffers = buffers
+        num_ahead = LEAST_AHEAD if buffers is None else buffers.num_ahead
         # A generator of its own: starting would else draw from the global one, and a resumed run go on differently.
         self._loader = DataLoader(
             server,
@@ -58,9 +59,9 @@ class Source:
         if self._iterator is None:
             self._iterator = iter(self._loader)
         delivery = next(self._iterator)
-        if self._slots is not None and delivery.parked is not None:
-            pixels = self._slots.take(delivery.parked, pinned=torch.cuda.is_available())
-            delivery.batch.pixel_values, delivery.parked = pixels, None
+        if self._buffers is not None and delivery.buffered is not None:
+            pixels = self._buffers.take(delivery.buffered, pinned=torch.cuda.is_available())
+            delivery.batch.media[PIXEL_VALUES], delivery.buffered = pixels, None
         return delivery
 
     def close(self) -> None:

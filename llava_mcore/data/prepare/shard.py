@@ -11,13 +11,14 @@ from typing import Any
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.encode import check_length
+from llava_mcore.data.encoding.media import media_tokens
 from llava_mcore.data.encoding.stored_tokens import to_json
 from llava_mcore.data.packing.best_fit import best_fit
 from llava_mcore.data.prepare.counts import Counts, ShardReport
 from llava_mcore.data.prepare.pictures import read_picture
 from llava_mcore.data.prepare.plan import Options
 from llava_mcore.data.prepare.record_layouts import check_turns, parse, place_marks
-from llava_mcore.data.prepare.records import BadSample, Conversation, Reason, Row, Segment, Skipped
+from llava_mcore.data.prepare.records import BadSample, Conversation, Picture, Reason, Row, Segment, Skipped
 from llava_mcore.data.prepare.sources.base import SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening
 from llava_mcore.data.prepare.sources.lines import too_large
@@ -102,7 +103,7 @@ class ShardMaker:
         num_bytes = sum(len(picture.data) for picture in pictures)
         if num_bytes > options.limits.sample_bytes:
             raise too_large("pictures", options.limits.sample_bytes)
-        num_tokens, tokens, typed = _tokens(self._assets, draft.turns, len(pictures))
+        num_tokens, tokens, typed = _tokens(self._assets, draft.turns, pictures)
         if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
             raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens, a pack has {options.pack_to}")
         source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
@@ -123,16 +124,17 @@ def _check_length(turns: Sequence[Turn], limits: Limits) -> None:
 
 
 def _tokens(
-    assets: Assets | None, turns: Sequence[Turn], num_images: int
+    assets: Assets | None, turns: Sequence[Turn], pictures: Sequence[Picture]
 ) -> tuple[int | None, Mapping[str, Any] | None, tuple[str, ...]]:
     """Return the number of tokens in training, those of the text as they are stored, and special ones in the text."""
     if assets is None:
         return None, None, ()
     try:
-        tokens = assets.chat.text_tokens(turns, num_images=num_images)
+        tokens = assets.chat.text_tokens(turns, num_images=len(pictures))
     except DataError as error:
         raise BadSample(Reason.TEMPLATE, str(error)) from error
-    num_tokens = len(tokens.ids) + num_images * (assets.tokens_per_image - 1)
+    media = media_tokens([picture.data for picture in pictures], assets.plan, assets.limits.picture_pixels)
+    num_tokens = len(tokens.ids) + sum(len(item) - 1 for item in media)
     return num_tokens, to_json(tokens, assets.chat.fingerprint), tokens.typed
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llava_mcore.batch_fields import PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 from llava_mcore.data.samples import Batch, EncodedSample, TokenConversation
 from llava_mcore.pixels import NO_SCALE
 
@@ -21,6 +24,7 @@ def collate(
     packed: bool,
     multiple: int = 8,
     pixel_scale: Tensor = NO_SCALE,
+    fields: Fields = PICTURE_FIELDS,
 ) -> Batch:
     """Make one micro-batch.
 
@@ -29,14 +33,50 @@ def collate(
     Args:
         multiple: lengths are rounded up to this: fewer shapes, and matrix units like or even need it.
         pixel_scale: that of the image processor.
+        fields: of the pictures.
     """
-    make = pack if packed else pad
-    batch = make(samples, seq_length=seq_length, pad_token_id=pad_token_id, multiple=multiple)
-    batch.pixel_scale = pixel_scale
-    return batch
+    make = _pack if packed else _pad
+    return make(samples, _Media(fields, pixel_scale), seq_length, pad_token_id, multiple)
 
 
-def pad(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: int, multiple: int = 8) -> Batch:
+@dataclass(frozen=True)
+class _Media:
+    """How the media of a micro-batch are put together."""
+
+    fields: Fields
+    pixel_scale: Tensor
+
+    def tensors(
+        self, pixels: Sequence[Tensor], conversations: Sequence[TokenConversation], starts: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """Return every field. `starts`: where each conversation begins in the flattened [b * s]."""
+        items = [
+            (item.tokens, start + item.start)
+            for conversation, start in zip(conversations, starts, strict=True)
+            for item in conversation.media
+        ]
+        features = np.cumsum([0, *(tokens.num_features for tokens, _ in items)])
+        found = {PIXEL_VALUES: _together(pixels), PIXEL_SCALE: self.pixel_scale}
+        for name in self.fields.keys() - found.keys():
+            found[name] = self._concatenated(
+                name, [tokens.values[name] for tokens, _ in items], [start for _, start in items], features[:-1]
+            )
+        return {name: found[name] for name in self.fields}
+
+    def _concatenated(
+        self, name: str, values: Sequence[NDArray[Any]], starts: Sequence[int], features: NDArray[np.int64]
+    ) -> Tensor:
+        """Put one field's values together; indices move with the tokens or features that stand before a picture's."""
+        field = self.fields[name]
+        if field.index_of is not None:
+            before = starts if field.index_of == "tokens" else features.tolist()
+            values = [value + number for value, number in zip(values, before, strict=True)]
+        if not values:
+            return torch.empty([0, *(n or 0 for n in field.item_shape)], dtype=field.dtypes[0])
+        return torch.from_numpy(np.concatenate(values)).to(field.dtypes[0])
+
+
+def _pad(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_token_id: int, multiple: int) -> Batch:
     """Pad every conversation, one a sample, on the right to the longest one (rounded up, at most seq_length).
 
     Where a pipeline needs one length for all micro-batches of a step, it pads further by itself.
@@ -45,10 +85,10 @@ def pad(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: int,
     length = _rounded(max(map(len, conversations)), multiple, seq_length)
     position_ids = np.tile(np.arange(length), (len(samples), 1))
     places = [(row, 0) for row in range(len(samples))]
-    return _batch(samples, conversations, places, position_ids, pad_token_id)
+    return _batch(samples, conversations, places, position_ids, pad_token_id, media)
 
 
-def pack(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: int, multiple: int = 8) -> Batch:
+def _pack(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_token_id: int, multiple: int) -> Batch:
     """Put all conversations behind each other into one row; b packs give at most b * seq_length tokens."""
     conversations = [conversation for sample in samples for conversation in sample.conversations]
     ends = np.cumsum([0, *map(len, conversations)])
@@ -57,7 +97,7 @@ def pack(samples: Sequence[EncodedSample], *, seq_length: int, pad_token_id: int
     # Positions begin anew with each conversation, and with the padding.
     position_ids = np.arange(length) - np.repeat(bounds[:-1], np.diff(bounds))
     places = [(0, int(start)) for start in ends[:-1]]
-    batch = _batch(samples, conversations, places, position_ids[None], pad_token_id)
+    batch = _batch(samples, conversations, places, position_ids[None], pad_token_id, media)
     batch.cu_seqlens = torch.from_numpy(bounds.astype(np.int32))
     return batch
 
@@ -72,6 +112,7 @@ def _batch(
     places: Sequence[tuple[int, int]],
     position_ids: NDArray[np.int64],
     pad_token_id: int,
+    media: _Media,
 ) -> Batch:
     """Write conversations into rows, each from its place (row, column) on. `position_ids`: [b, s]."""
     shape = position_ids.shape
@@ -83,9 +124,7 @@ def _batch(
         input_ids[row, start:end] = conversation.input_ids
         np.multiply(conversation.input_ids[1:], learnt, out=labels[row, start : end - 1])
         loss_mask[row, start : end - 1] = learnt
-    positions = [
-        c.image_positions + (row * shape[1] + start) for c, (row, start) in zip(conversations, places, strict=True)
-    ]
+    starts = [row * shape[1] + start for row, start in places]
     return Batch(
         __key__=[sample.__key__ for sample in samples],
         __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
@@ -93,9 +132,7 @@ def _batch(
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(loss_mask),
         position_ids=torch.from_numpy(position_ids),
-        pixel_values=_together([sample.pixel_values for sample in samples]),
-        pixel_scale=NO_SCALE,
-        image_positions=torch.from_numpy(np.concatenate(positions)),
+        media=media.tensors([sample.pixel_values for sample in samples], conversations, starts),
         sample_keys=[conversation.key for conversation in conversations],
         num_tokens=sum(map(len, conversations)),
         num_pairs=sum(n * (n + 1) // 2 for n in map(len, conversations)),

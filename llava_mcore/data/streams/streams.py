@@ -21,10 +21,11 @@ from megatron.energon.errors import FatalSampleError
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from llava_mcore.batch_fields import PIXEL_VALUES
 from llava_mcore.data.samples import Batch, Skip
 from llava_mcore.data.storage.remote import STORAGE_ERRORS, storage_message
 from llava_mcore.data.streams.energon_state import from_plain, to_plain
-from llava_mcore.data.streams.pixel_buffers import Parked, PixelSlots
+from llava_mcore.data.streams.pixel_buffers import Buffered, PixelBuffers
 from llava_mcore.data.streams.skips import Skips
 from llava_mcore.errors import DataError, problems
 
@@ -85,7 +86,7 @@ def scaled(place: dict[str, Any] | None, times: int) -> dict[str, Any] | None:
     return {name: value * times if name in ("num_batches", "further") else value for name, value in place.items()}
 
 
-class Turns:
+class RoundRobin:
     """Whose turn it is: the stream that has given the fewest batches, the first of several."""
 
     def __init__(self, num_batches: dict[int, int]) -> None:
@@ -106,8 +107,8 @@ class Delivery:
     stream: int
     batch: Batch
     place: dict[str, Any] | None
-    parked: Parked | None = None
-    """Where the batch's pixels lie, if they do not travel with it."""
+    buffered: Buffered | None = None
+    """Where the batch's pixels are, if they do not travel with it."""
 
     def pin_memory(self) -> Self:
         """Copy the tensors to pinned memory (called by torch)."""
@@ -116,18 +117,20 @@ class Delivery:
 
     def __getstate__(self) -> dict[str, Any]:
         """Tensors but the pixels travel as bytes in the pipe: a new piece of shared memory for each costs more."""
-        fields = {f.name: getattr(self.batch, f.name) for f in dataclasses.fields(self.batch)}
-        fields["pixel_values"] = fields["pixel_values"].permute(0, 2, 3, 1).contiguous()  # as they lie in memory
+        fields = {f.name: getattr(self.batch, f.name) for f in dataclasses.fields(self.batch) if f.name != "media"}
         arrays = {name: value.numpy() for name, value in fields.items() if isinstance(value, Tensor)}
-        own = {"stream": self.stream, "place": self.place, "parked": self.parked}
-        return own | {"fields": fields | arrays, "arrays": list(arrays)}
+        pixels = self.batch.media[PIXEL_VALUES].permute(0, 2, 3, 1).contiguous()  # as they are in memory
+        media = {name: value.numpy() for name, value in (self.batch.media | {PIXEL_VALUES: pixels}).items()}
+        own = {"stream": self.stream, "place": self.place, "buffered": self.buffered}
+        return own | {"fields": fields | arrays, "arrays": list(arrays), "media": media}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fields = state["fields"]
         fields |= {name: torch.from_numpy(fields[name]) for name in state["arrays"]}
-        fields["pixel_values"] = fields["pixel_values"].permute(0, 3, 1, 2)
-        self.stream, self.place, self.parked = state["stream"], state["place"], state["parked"]
-        self.batch = Batch(**fields)
+        media = {name: torch.from_numpy(value) for name, value in state["media"].items()}
+        media[PIXEL_VALUES] = media[PIXEL_VALUES].permute(0, 3, 1, 2)
+        self.stream, self.place, self.buffered = state["stream"], state["place"], state["buffered"]
+        self.batch = Batch(**fields, media=media)
 
 
 class Stream:
@@ -196,10 +199,10 @@ class Stream:
 class StreamServer(IterableDataset[Delivery]):
     """What one loader process serves: its streams, whenever it is their turn among all those of the rank."""
 
-    def __init__(self, streams: dict[int, Stream], turns: Turns, slots: PixelSlots | None) -> None:
-        """streams: those of this process; turns: of all streams of the rank; slots: None in the training process."""
+    def __init__(self, streams: dict[int, Stream], turns: RoundRobin, buffers: PixelBuffers | None) -> None:
+        """streams: those of this process; turns: of all streams of the rank; buffers: None in the training process."""
         self.streams = streams
-        self.slots = slots
+        self.buffers = buffers
         self._turns = turns
 
     def __iter__(self) -> Iterator[Delivery]:
@@ -207,10 +210,11 @@ class StreamServer(IterableDataset[Delivery]):
             if number in self.streams:
                 stream = self.streams[number]
                 delivery = Delivery(number, next(stream), stream.place())
-                if self.slots is not None:
-                    delivery.parked = self.slots.put(delivery.batch.pixel_values)
-                if delivery.parked is not None:
-                    delivery.batch.pixel_values = delivery.batch.pixel_values[:0]
+                media = delivery.batch.media
+                if self.buffers is not None:
+                    delivery.buffered = self.buffers.put(media[PIXEL_VALUES])
+                if delivery.buffered is not None:
+                    media[PIXEL_VALUES] = media[PIXEL_VALUES][:0]
                 yield delivery
 
 

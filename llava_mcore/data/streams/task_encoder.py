@@ -102,9 +102,9 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
     @stateless
     def postencode_sample(self, sample: TokenSample) -> EncodedSample:
         """Decode the pictures. Of a pack, a conversation with a broken one is left out. DataError if none is left."""
-        images = [image for conversation in sample.conversations for image in conversation.images]
+        media = [item for conversation in sample.conversations for item in conversation.media]
         try:
-            pixel_values = self.assets.images(images)
+            pixel_values = self.assets.images.tiles(media)
         except DataError:
             if len(sample.conversations) == 1:
                 raise
@@ -116,7 +116,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         pixels: list[torch.Tensor] = []
         for conversation in sample.conversations:
             try:
-                pixels.append(self.assets.images(conversation.images))
+                pixels.append(self.assets.images.tiles(conversation.media))
                 kept.append(conversation)
             except DataError as error:
                 sources = [s for s in sample.__sources__ or () if _made_of(s.file_names, conversation.key)]
@@ -135,6 +135,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             packed=self.data.packing,
             multiple=self.pad_multiple,
             pixel_scale=self.assets.images.pixel_scale,
+            fields=self.assets.plan.fields,
         )
 
     def build_batch(

@@ -1,0 +1,38 @@
+"""Tokens with pictures of a fixed number of tokens, as a LLaVA-1.5 has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llava_mcore.data.encoding.chat import ChatFormat
+from llava_mcore.data.encoding.chat_tokens import ChatTokens
+from llava_mcore.data.encoding.media import expand
+from llava_mcore.data.samples import PlacedMedia, Turn
+from llava_mcore.models.media import MediaTokens, SameTokens
+
+N = 16
+
+
+def tokens_of_a_picture(image_token_id: int, num_tokens: int = N) -> MediaTokens:
+    return SameTokens(image_token_id, num_tokens).tokens([(0, 0)])[0]
+
+
+def encoded(format_: ChatFormat, turns: Sequence[Turn], *, num_images: int, num_tokens: int = N) -> ChatTokens:
+    """Tokenise a conversation, every picture as `num_tokens` placeholders."""
+    text = format_.text_tokens(turns, num_images=num_images)
+    picture = tokens_of_a_picture(format_.image_token_id, num_tokens)
+    return expand(text, format_.image_token_id, [picture] * num_images)
+
+
+def image_positions(tokens: ChatTokens, num_tokens: int = N) -> NDArray[np.int64]:
+    """Return the indices of all placeholders."""
+    return (tokens.starts[:, None] + np.arange(num_tokens)).reshape(-1)
+
+
+def placed(places: Sequence[int], image_token_id: int, num_tokens: int) -> tuple[PlacedMedia, ...]:
+    """Pictures from these indices on."""
+    picture = tokens_of_a_picture(image_token_id, num_tokens)
+    return tuple(PlacedMedia(b"%d" % i, place, picture) for i, place in enumerate(places))

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL.Image import Image
+from torch import Tensor
+from transformers import BaseImageProcessor
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS, PICTURE_FIELDS, Fields
 
@@ -46,6 +49,18 @@ class MediaPlan(ABC):
     """Whether the tokens depend on the sizes of the pictures."""
     tokens_per_tile: int
     """About how many a tile takes; where it varies, hardly ever fewer. Buffers for pixels are sized by it."""
+
+    def pixels(
+        self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
+    ) -> Tensor:
+        """Return the tiles [tiles, 3, h, w] of some pictures of one conversation, by its image processor.
+
+        Args:
+            pictures: RGB, upright.
+            tokens: what `tokens` said of each of them.
+            options: of the processor's call.
+        """
+        return processor(images=list(pictures), return_tensors="pt", **options)["pixel_values"]
 
     @abstractmethod
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from llava_mcore.data.encoding.chat import ChatFormat
 from llava_mcore.data.encoding.chat_tokens import ChatTokens
-from llava_mcore.data.encoding.media import expand
+from llava_mcore.data.encoding.images import ImagePreprocessor
+from llava_mcore.data.encoding.media import expand, media_tokens
 from llava_mcore.data.samples import PlacedMedia, Turn
 from llava_mcore.models.media import MediaTokens, SameTokens
 
@@ -36,3 +38,9 @@ def placed(places: Sequence[int], image_token_id: int, num_tokens: int) -> tuple
     """Pictures from these indices on."""
     picture = tokens_of_a_picture(image_token_id, num_tokens)
     return tuple(PlacedMedia(b"%d" % i, place, picture) for i, place in enumerate(places))
+
+
+def tiles(images: ImagePreprocessor, data: Sequence[bytes]) -> Tensor:
+    """Return the tiles of pictures, each as if alone in a conversation."""
+    tokens = [media_tokens([picture], images.plan, images.most_pixels)[0] for picture in data]
+    return images.tiles([PlacedMedia(picture, 0, item) for picture, item in zip(data, tokens, strict=True)])

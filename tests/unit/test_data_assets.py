@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageFile
 from sklearn.datasets import load_sample_images
 from transformers import LlavaProcessor
 
 from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.images import decode_image
+from llava_mcore.data.encoding.images import decode_image, picture_size
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import normalise
-from tests.helpers.encoding import encoded
+from tests.helpers.encoding import encoded, tiles
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
 from tests.unit.test_data_shards import picture
 
@@ -65,7 +65,7 @@ def test_tokens_and_pixels_are_hugging_faces(tmp_path: Path, vision: str, strate
     assets = load_assets(tmp_path)
     processor = LlavaProcessor.from_pretrained(tmp_path)
     data = photos()
-    assert assets.images(data).dtype == torch.uint8
+    assert tiles(assets.images, data).dtype == torch.uint8
     pixels = normalised(assets, data)
     theirs = processor.image_processor([decode_image(d) for d in data], return_tensors="pt")["pixel_values"]
     assert torch.equal(pixels, theirs)
@@ -84,15 +84,15 @@ def test_tokens_and_pixels_are_hugging_faces(tmp_path: Path, vision: str, strate
 
 def normalised(assets: Assets, data: list[bytes]) -> torch.Tensor:
     """What the vision tower gets."""
-    return normalise(assets.images(data), assets.images.pixel_scale)
+    return normalise(tiles(assets.images, data), assets.images.pixel_scale)
 
 
 def test_processor_that_does_not_normalise(copy: Path) -> None:
     _edit(copy / "processor_config.json", lambda c: c["image_processor"].update(do_normalize=False))
     assets = load_assets(copy)
-    pixels = assets.images([picture(7)])
+    pixels = tiles(assets.images, [picture(7)])
     assert pixels.dtype == torch.float32 and not len(assets.images.pixel_scale)
-    assert assets.images([]).dtype == torch.float32 and 0.5 < pixels.max() <= 1
+    assert tiles(assets.images, []).dtype == torch.float32 and 0.5 < pixels.max() <= 1
     theirs = LlavaProcessor.from_pretrained(copy).image_processor([decode_image(picture(7))], return_tensors="pt")
     assert torch.equal(normalised(assets, [picture(7)]), theirs["pixel_values"])
 
@@ -111,13 +111,13 @@ def test_pictures_are_turned_upright() -> None:
 )
 def test_broken_pictures(data: bytes, assets: Assets) -> None:
     with pytest.raises(DataError, match=f"the picture cannot be decoded \\({len(data)} bytes\\)"):
-        assets.images([data])
+        tiles(assets.images, [data])
 
 
 def test_decompression_bomb(assets: Assets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(DataError, match="decompression bomb"):
-        assets.images([picture(0)])
+        tiles(assets.images, [picture(0)])
 
 
 def test_processor_settings_of_the_checkpoint_count(copy: Path, assets: Assets) -> None:
@@ -159,7 +159,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: (p / "processor_config.json").write_text("{"),
         r"processor_config\.json: not valid JSON",
     ),
-    "no config": (lambda p: (p / "config.json").unlink(), "no usable config.json"),
+    "no config": (lambda p: (p / "config.json").unlink(), "no config.json"),
     "another model": (lambda p: _edit(p / "config.json", lambda c: c.update(model_type="llama")), "expected 'llava'"),
     "no pad": (_remove_pad, "no pad token"),
     "no EOS": (lambda p: _edit(p / "tokenizer_config.json", lambda c: c.pop("eos_token")), "no EOS token"),
@@ -217,3 +217,23 @@ def test_legacy_chat_template_file(copy: Path) -> None:
     (copy / "chat_template.jinja").unlink()
     (copy / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
     assert load_assets(copy).chat.content_format["user"] == "list"
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("orientation", [None, 1, 3, 6, 8])
+def test_size_of_a_picture_is_that_of_its_decoded_pixels(kind: str, orientation: int | None) -> None:
+    image, exif = Image.new("RGB", (40, 20)), Image.Exif()
+    if orientation is not None:
+        exif[ExifTags.Base.Orientation] = orientation
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **({} if kind in ("GIF", "BMP") else {"exif": exif}))
+    decoded = decode_image(buffer.getvalue())
+    assert picture_size(buffer.getvalue()) == (decoded.height, decoded.width)
+
+
+def test_size_is_read_from_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = picture(0)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", None)
+    assert picture_size(data) == picture_size(data[:-20])
+    with pytest.raises(DataError, match="no known format"):
+        picture_size(b"nothing")

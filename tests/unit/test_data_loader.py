@@ -20,6 +20,7 @@ from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.errors import DataError
+from tests.helpers.encoding import tiles
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_shards import make_vqa, picture, prepare, vqa_sample, write_shard
 
@@ -109,7 +110,7 @@ def test_batches_are_what_the_model_takes(dataset: Path, assets: Assets, capfd: 
             assert answer == f" {expected['txt']}</s>"
             text = assets.tokenizer.decode(batch.input_ids[row]).replace("<image>", "").replace("<pad>", "")
             assert text == f"USER: \n{expected['json']['question']} ASSISTANT: {expected['txt']}</s>"
-            assert torch.equal(batch.media["pixel_values"][row], assets.images([expected["jpg"]])[0])
+            assert torch.equal(batch.media["pixel_values"][row], tiles(assets.images, [expected["jpg"]])[0])
     assert seen.keys() == {f"{i:06d}" for i in range(48)} and sum(seen.values()) == 96
     loader.close()
     assert not multiprocessing.active_children()

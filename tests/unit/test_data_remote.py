@@ -22,6 +22,7 @@ from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.storage.dataset_path import check_dataset, fingerprint
 from llava_mcore.data.storage.remote import renew_connections
 from llava_mcore.errors import DataError
+from tests.helpers.encoding import tiles
 from tests.helpers.object_store import ACCESS_KEY, ObjectStore
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_loader import assert_equal, open_loader, take
@@ -281,7 +282,7 @@ def test_pictures_that_samples_only_name(assets: Assets, configure: Configure, t
             for key in batch.sample_keys:
                 number = int(key)
                 for place in range(2 if number % 2 else 1):
-                    assert torch.equal(next(pictures), assets.images([picture(number + place)])[0])
+                    assert torch.equal(next(pictures), tiles(assets.images, [picture(number + place)])[0])
             assert next(pictures, None) is None
 
 

@@ -29,7 +29,9 @@ from llava_mcore.data.storage.open_shards import OPEN_SHARDS
 from llava_mcore.data.streams import streams
 from llava_mcore.data.streams.pixel_buffers import Buffered, PixelBuffers
 from llava_mcore.errors import DataError
+from llava_mcore.models.media import SameTokens
 from llava_mcore.pixels import normalise
+from tests.helpers.encoding import tiles
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_loader import assert_equal, open_loader, take
 from tests.unit.test_data_shards import make_vqa
@@ -88,14 +90,14 @@ SIGLIP = SiglipImageProcessor(size={"height": 60, "width": 60})
 
 @pytest.mark.parametrize(("processor", "size"), [(CLIP, 56), (SIGLIP, 60)])
 def test_fewer_steps_give_the_processors_pixels(processor: Any, size: int) -> None:
-    images = ImagePreprocessor(processor, size)
+    images = ImagePreprocessor(processor, size, SameTokens(4, 1))
     assert images._is_plain
 
     @given(st.lists(st.tuples(st.integers(1, 150), st.integers(1, 150)), min_size=1, max_size=3))
     def check(sizes: list[tuple[int, int]]) -> None:
         data = [noise(*size) for size in sizes]
         theirs = processor(images=[decode_image(d) for d in data], return_tensors="pt")["pixel_values"]
-        assert torch.equal(normalise(images(data), images.pixel_scale), theirs)
+        assert torch.equal(normalise(tiles(images, data), images.pixel_scale), theirs)
 
     check()
 
@@ -109,11 +111,11 @@ class Turning(CLIPImageProcessor):
 
 def test_processor_with_more_steps_does_all_of_them() -> None:
     processor = Turning(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
-    images = ImagePreprocessor(processor, 56)
+    images = ImagePreprocessor(processor, 56, SameTokens(4, 1))
     assert not images._is_plain
     data = noise(90, 60)
     theirs = processor(images=[decode_image(data)], return_tensors="pt")["pixel_values"]
-    assert torch.equal(normalise(images([data]), images.pixel_scale), theirs)
+    assert torch.equal(normalise(tiles(images, [data]), images.pixel_scale), theirs)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer, LlavaConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits
 from llava_mcore.data.encoding.chat import ChatFormat
@@ -19,7 +19,8 @@ from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError, prob
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.regular import kind_of
 from llava_mcore.files.torch_files import why_not_loaded
-from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.media import MediaPlan
 from llava_mcore.models.vision.geometry import image_side
 
@@ -91,8 +92,8 @@ def load_assets(
     if tokenizer is not None:
         _choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
     choice = _choose_template(tokenizer, folders, chat_template, lang, found)
-    images = _load_images(folders, config, limits, found)
     plan = None if config is None else _plan(folders, config, found)
+    images = _load_images(folders, config, plan, limits, found)
     image_token = None if tokenizer is None else _check_tokenizer(tokenizer, config, found)
     if found:
         raise DataError(problems(f"{hf_dir} cannot prepare data for training", found))
@@ -170,15 +171,11 @@ def _read_json(file: Path, found: list[str]) -> dict[str, Any] | None:
         return None
 
 
-def _load_config(folder: Path, found: list[str]) -> LlavaConfig | None:
+def _load_config(folder: Path, found: list[str]) -> PretrainedConfig | None:
     try:
-        config_dict = read_object(folder / "config.json", DataError)
-        if config_dict.get("model_type") != "llava":
-            found.append(f"{folder / 'config.json'}: model_type is {config_dict.get('model_type')!r}, expected 'llava'")
-            return None
-        return LlavaConfig.from_pretrained(folder, local_files_only=True)
-    except (*LOAD_ERRORS, DataError) as error:
-        found.append(f"no usable config.json in {folder}: {error}")
+        return load_hf_config(folder)
+    except ConversionError as error:
+        found.append(str(error))
         return None
 
 
@@ -198,7 +195,7 @@ def _load_tokenizer(folder: Path, found: list[str]) -> PreTrainedTokenizerBase |
 
 
 def _load_images(
-    folders: list[Path], config: LlavaConfig | None, limits: Limits, found: list[str]
+    folders: list[Path], config: PretrainedConfig | None, plan: MediaPlan | None, limits: Limits, found: list[str]
 ) -> ImagePreprocessor | None:
     folder = next((f for f in folders if any((f / name).is_file() for name in PROCESSOR_FILES)), None)
     if folder is None:
@@ -206,37 +203,26 @@ def _load_images(
         return None
     try:
         processor = load_image_processor(folder)
-        return (
-            None
-            if config is None
-            else ImagePreprocessor(processor, image_side(config.vision_config), limits.picture_pixels)
-        )
+        if config is None or plan is None:
+            return None
+        return ImagePreprocessor(processor, image_side(config.vision_config), plan, limits.picture_pixels)
     except (*LOAD_ERRORS, DataError) as error:
         found.append(f"the image processor in {folder} cannot be used: {why_not_loaded(error)}")
         return None
 
 
-def _plan(folders: list[Path], config: LlavaConfig, found: list[str]) -> MediaPlan | None:
-    """How pictures become tokens by the model's config; a processor that would make another number is reported."""
+def _plan(folders: list[Path], config: PretrainedConfig, found: list[str]) -> MediaPlan | None:
+    """How pictures become tokens by the model's config; a processor that would make other ones is reported."""
+    architecture = architecture_of(config)
     try:
-        plan, length = architecture_of(config).media(config), features_per_tile(config)
+        plan = architecture.media(config)
     except ConversionError as error:
         found.append(str(error))
         return None
     file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
-    if file is None:
-        return plan
-    settings = _read_json(file, found)
-    if settings is None or settings.get("patch_size") is None:
-        return plan  # without: written before processors expanded the placeholder
-    side = image_side(config.vision_config) // int(settings["patch_size"])
-    served = side**2 + int(settings.get("num_additional_image_tokens") or 0)
-    served -= 1 if settings.get("vision_feature_select_strategy") == "default" else 0
-    if served != length:
-        found.append(
-            f"{file}: patch_size, num_additional_image_tokens and vision_feature_select_strategy make {served} tokens "
-            f"a picture, but the model's config.json makes {length} features; correct the processor's settings"
-        )
+    settings = None if file is None else _read_json(file, found)
+    if settings is not None:
+        found += [f"{file}: {problem}" for problem in architecture.processor_problems(config, settings)]
     return plan
 
 
@@ -252,7 +238,7 @@ def _choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int | None
             tokenizer.add_special_tokens({name: token})
 
 
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: LlavaConfig | None, found: list[str]) -> str:
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None, found: list[str]) -> str:
     """Check the special tokens and that every id has a row in the embedding. Returns the picture's placeholder."""
     image_token = tokenizer.special_tokens_map.get("image_token", "<image>")
     vocab = tokenizer.get_vocab()

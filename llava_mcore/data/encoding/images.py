@@ -20,6 +20,7 @@ from transformers.image_processing_backends import TorchvisionBackend
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.samples import PlacedMedia
 from llava_mcore.errors import DataError
+from llava_mcore.models.media import MediaPlan, MediaTokens
 from llava_mcore.pixels import NO_SCALE, normalise
 
 # Pillow would warn of pictures that max_picture_pixels allows.
@@ -84,8 +85,19 @@ def picture_size(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> tuple
         image = _opened(data)
         _check_size(image, most_pixels)
         width, height = image.size
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-        return (width, height) if orientation in SIDEWAYS else (height, width)
+        return (width, height) if orientation_of(image, data) in SIDEWAYS else (height, width)
+
+
+def orientation_of(image: Image.Image, data: bytes) -> int | None:
+    """Return the EXIF orientation that is still to be applied to an opened picture, without decoding it in vain."""
+    if image.format == "TIFF":
+        return None  # Pillow turns it while loading and already gives the upright size
+    if image.format == "PNG":
+        # For a PNG without EXIF before its pixels, Pillow would decode them in search of one behind them.
+        if b"eXIf" in data:
+            image.load()
+        return Image.Image.getexif(image).get(ExifTags.Base.Orientation)
+    return image.getexif().get(ExifTags.Base.Orientation)
 
 
 @contextlib.contextmanager
@@ -163,22 +175,27 @@ TORCHVISION_DECODES_ALIKE = _torchvision_decodes_alike()
 
 
 class ImagePreprocessor:
-    """The checkpoint's image processor: pictures as bytes -> pixels of one fixed square size.
+    """The checkpoint's image processor: pictures as bytes -> tiles of one fixed square size.
 
     Rescaling and normalising are left to the device (`llava_mcore.pixels`) where that gives the same bits: it is two
     thirds of the processor's time, and makes four times as much to hand over between processes.
     """
 
     def __init__(
-        self, processor: BaseImageProcessor, image_size: int, most_pixels: int = LIMITS.picture_pixels
+        self,
+        processor: BaseImageProcessor,
+        image_size: int,
+        plan: MediaPlan,
+        most_pixels: int = LIMITS.picture_pixels,
     ) -> None:
         """Check the processor on a wide picture; DataError if the result is not what the vision tower takes."""
         self.most_pixels = most_pixels
         self.processor = processor
         self.image_size = image_size
+        self.plan = plan
         self.pixel_scale = NO_SCALE
-        probe = [_probe(image_size + 17, image_size // 2 + 5)]
-        expected = self._process(probe)
+        probe = _probe(image_size + 17, image_size // 2 + 5)
+        expected = self._process([probe])
         found = tuple(expected.shape[1:])
         if found != (3, image_size, image_size):
             raise DataError(
@@ -189,19 +206,25 @@ class ImagePreprocessor:
             self.pixel_scale = torch.tensor([processor.image_mean, processor.image_std]) * (
                 1.0 / processor.rescale_factor
             )
-            pixels = self._process(probe)
+            pixels = self._process([probe])
             if pixels.dtype != torch.uint8 or not torch.equal(normalise(pixels, self.pixel_scale), expected):
                 self.pixel_scale = NO_SCALE
-        self._is_plain = bool(len(self.pixel_scale)) and self._resizes_and_crops_only()
+        self._is_plain = not plan.any_size and bool(len(self.pixel_scale)) and self._resizes_and_crops_only()
 
     @property
     def num_bytes(self) -> int:
-        """Of a picture's pixels."""
+        """Of a tile's pixels."""
         return 3 * self.image_size**2 * (1 if len(self.pixel_scale) else 4)
 
-    def _process(self, images: list[Image.Image]) -> Tensor:
+    def _process(self, images: Sequence[Image.Image], tokens: Sequence[MediaTokens] = ()) -> Tensor:
+        """`tokens`: those that the pictures have in their conversation; else as if each were alone in one."""
         leave_out = {"do_rescale": False, "do_normalize": False} if len(self.pixel_scale) else {}
-        return self.processor(images=images, return_tensors="pt", **leave_out)["pixel_values"]
+        tokens = tokens or [self.plan.tokens([(image.height, image.width)])[0] for image in images]
+        pixels = self.plan.pixels(self.processor, images, tokens, **leave_out)
+        num_tiles = sum(item.num_tiles for item in tokens)
+        if len(pixels) != num_tiles:
+            raise DataError(f"the image processor makes {len(pixels)} tiles of what the model takes as {num_tiles}")
+        return pixels
 
     def _resizes_and_crops_only(self) -> bool:
         """Tell whether the processor's two steps give what all of it gives, for pictures of every proportion."""
@@ -221,24 +244,25 @@ class ImagePreprocessor:
         return pixels
 
     def tiles(self, media: Sequence[PlacedMedia]) -> Tensor:
-        """Return the tiles of pictures, [tiles, 3, h, w]; here each is one. Otherwise as a call."""
-        return self([item.data for item in media])
+        """Return the tiles of one conversation's pictures, [tiles, 3, h, w]; there may be none.
 
-    def __call__(self, images: Sequence[bytes]) -> Tensor:
-        """Return [k, 3, h, w]; k may be 0. uint8 that `pixel_scale` normalises, or float32 where that is empty.
+        uint8 that `pixel_scale` normalises, or float32 where that is empty. The channels of a pixel may be next to each
+        other in memory (channels_last), as decoders and resizing like it.
 
-        The channels of a pixel may lie next to each other in memory (channels_last), as decoders and resizing like it.
-        DataError for a picture that cannot be decoded.
+        Raises:
+            DataError: a picture that cannot be decoded, or of which the processor makes another number of tiles.
         """
-        if images and not self._is_plain:
-            return self._process([decode_image(data, self.most_pixels) for data in images])
-        if len(images) == 1:  # a batch of such samples is copied together
-            return self._resize_and_crop(decode_pixels(images[0], self.most_pixels))[None]
-        shape = (len(images), 3, self.image_size, self.image_size)
+        data = [item.data for item in media]
+        if data and not self._is_plain:
+            images = [decode_image(picture, self.most_pixels) for picture in data]
+            return self._process(images, [item.tokens for item in media])
+        if len(data) == 1:  # a batch of such samples is copied together
+            return self._resize_and_crop(decode_pixels(data[0], self.most_pixels))[None]
+        shape = (len(data), 3, self.image_size, self.image_size)
         dtype = torch.uint8 if len(self.pixel_scale) else torch.float32
         pixels = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
-        for place, data in zip(pixels, images, strict=True):
-            place.copy_(self._resize_and_crop(decode_pixels(data, self.most_pixels)))
+        for tile, picture in zip(pixels, data, strict=True):
+            tile.copy_(self._resize_and_crop(decode_pixels(picture, self.most_pixels)))
         return pixels
 
 

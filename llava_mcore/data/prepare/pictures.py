@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from llava_mcore.config.sections.data import LIMITS, Limits
-from llava_mcore.data.encoding.images import DAMAGED, decode_image
+from llava_mcore.data.encoding.images import DAMAGED, SIDEWAYS, decode_image, orientation_of
 from llava_mcore.data.prepare.records import BadSample, Picture, Reason
 from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.errors import DataError
@@ -23,8 +23,6 @@ from llava_mcore.files.regular import RefusedFileError, read_regular_file
 EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg"}
 """File endings that are not the format's name; MPO is what many phones write into .jpg files."""
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-TURNED = (5, 6, 7, 8)
-"""EXIF orientations that swap width and height."""
 
 
 def read_picture(reference: Any, folder: Path, *, decode: bool = False, limits: Limits = LIMITS) -> Picture:
@@ -58,7 +56,7 @@ def inspect(data: bytes) -> tuple[str, tuple[int, int]]:
     try:
         with Image.open(BytesIO(data)) as image:
             size, name = image.size, str(image.format)
-            orientation = _orientation(image, data)
+            orientation = orientation_of(image, data)
     except UnidentifiedImageError as error:
         raise BadSample(Reason.IMAGE_BROKEN, f"{len(data)} bytes of no known format") from error
     except DAMAGED as error:
@@ -66,18 +64,7 @@ def inspect(data: bytes) -> tuple[str, tuple[int, int]]:
     extension = EXTENSIONS.get(name, name.lower())
     if extension not in IMAGE_PARTS:
         raise BadSample(Reason.IMAGE_FORMAT, f"{name}; known are {', '.join(IMAGE_PARTS)}")
-    return extension, (size[1], size[0]) if orientation in TURNED else size
-
-
-def _orientation(image: Image.Image, data: bytes) -> int | None:
-    if image.format == "TIFF":
-        return None  # Pillow turns it while loading and already gives the upright size
-    if image.format == "PNG":
-        # For a PNG without EXIF before its pixels, Pillow would decode them in search of one behind them.
-        if b"eXIf" in data:
-            image.load()
-        return Image.Image.getexif(image).get(ExifTags.Base.Orientation)
-    return image.getexif().get(ExifTags.Base.Orientation)
+    return extension, (size[1], size[0]) if orientation in SIDEWAYS else size
 
 
 def _read(reference: Any, folder: Path, most_bytes: int) -> bytes:

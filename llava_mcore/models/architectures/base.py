@@ -6,7 +6,8 @@ What architectures share is elsewhere (`models.multimodal`, `models.table`); her
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -14,6 +15,7 @@ from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.media import MediaPlan
 from llava_mcore.models.names import KnownNames
 from llava_mcore.models.vision.features import FeatureChoice
+from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.models.vision.registry import vision_family
 
 
@@ -37,6 +39,25 @@ class Architecture(ABC):
     @abstractmethod
     def media(self, hf: PretrainedConfig) -> MediaPlan:
         """Return how pictures become tokens. Raises ConversionError for settings that the tower cannot take."""
+
+    def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
+        """Return why a processor would expand a picture to other tokens than `media`, a message each.
+
+        Args:
+            settings: its processor_config.json.
+        """
+        if settings.get("patch_size") is None:
+            return []  # written before processors expanded the placeholder
+        wanted = self.features_per_tile(hf)
+        side = image_side(hf.vision_config) // int(settings["patch_size"])
+        served = side**2 + int(settings.get("num_additional_image_tokens") or 0)
+        served -= 1 if settings.get("vision_feature_select_strategy") == "default" else 0
+        if served == wanted:
+            return []
+        return [
+            f"patch_size, num_additional_image_tokens and vision_feature_select_strategy make {served} tokens a "
+            f"picture, but the model's config.json makes {wanted} features; correct the processor's settings"
+        ]
 
     def tower_features_per_tile(self, hf: PretrainedConfig) -> int:
         """Return how many features of a tile the tower hands to the connector."""

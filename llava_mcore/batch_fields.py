@@ -32,6 +32,12 @@ Fields = Mapping[str, Field]
 """By name, in the order in which they are sent."""
 
 PIXEL_VALUES, PIXEL_SCALE, FEATURE_POSITIONS = "pixel_values", "pixel_scale", "feature_positions"
+FEATURE_ROWS = "feature_rows"
+"""Which of the connector's features they are, in the order of FEATURE_POSITIONS; without this field all, in order."""
+NEWLINE_POSITIONS = "newline_positions"
+"""The tokens that the learnt newline takes the place of."""
+RESIZED_POSITIONS, RESIZED_ROWS, RESIZED_WEIGHTS = "resized_positions", "resized_rows", "resized_weights"
+"""The tokens that features of a resized grid take the place of; each is a weighted sum of four of the connector's."""
 
 PICTURE_FIELDS: Fields = {
     PIXEL_VALUES: Field((torch.uint8, torch.float32), (3, None, None)),

@@ -20,10 +20,10 @@ from llava_mcore.convert.io import import_jobs
 from llava_mcore.convert.io.byte_ranges import runs_of
 from llava_mcore.convert.io.export_jobs import Chunk
 from llava_mcore.errors import CheckpointError
+from llava_mcore.files import direct_writer as writer
+from llava_mcore.files import tensor_bytes as raw
 from llava_mcore.files.direct_writer import Writer
 from llava_mcore.files.safetensors_writer import DTYPES, plan_file, read_offsets, write_tensors
-from llava_mcore.files.text_files import direct_writer as writer
-from llava_mcore.files.text_files import tensor_bytes as raw
 from llava_mcore.mapping.layouts import Concat, FuseQKV, PadRows, Reshape
 from llava_mcore.mapping.sharding import COLUMN
 from llava_mcore.mapping.slices import Box, Scratch, boxes_of_stretch, read_box

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from llava_mcore.files import lock
 from llava_mcore.files.lock import FolderInUse, FolderLock, Holder
-from llava_mcore.files.text_files import lock
 
 HOLDS = """
 import sys, time

@@ -17,7 +17,7 @@ from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.convert.io.torch_dist_index import StoredTensors
-from llava_mcore.errors import CheckpointError
+from llava_mcore.errors import CheckpointError, ConversionError
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.safetensors_writer import DTYPES
@@ -74,6 +74,23 @@ class _Tensor:
     dtype: torch.dtype
     state: str
     ignored: str = ""
+
+
+def of_folder(folder: Path) -> Inventory:
+    """Look a Hugging Face folder, a folder of checkpoints (its newest one) or one iteration's folder over.
+
+    Raises:
+        ConversionError, CheckpointError: none of these, or not readable.
+    """
+    if (folder / layout.TRACKER).is_file():
+        return of_megatron(*layout.latest_checkpoint(folder))
+    if layout.is_iteration(folder):
+        return of_megatron(folder, None)
+    if (folder / "config.json").is_file():
+        return of_hf(folder)
+    raise ConversionError(
+        f"{folder}: neither a Hugging Face folder (config.json) nor one of Megatron checkpoints ({layout.TRACKER})"
+    )
 
 
 def of_hf(folder: Path) -> Inventory:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.checkpoint.checksums import of_file
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.commands import read_metrics, run
 from tests.helpers.exploits import Exploit, torch_saved
 from tests.helpers.shards import jpeg, make_dataset

@@ -23,6 +23,7 @@ from llava_mcore.files.json_files import read_object
 from llava_mcore.files.safetensors_writer import DTYPES
 from llava_mcore.mapping.table import MappingTable
 from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.table import detect_names, mapping_table
 from llava_mcore.models.vision.geometry import image_side, patch_side
@@ -104,7 +105,7 @@ def of_hf(folder: Path) -> Inventory:
     names = detect_names(hf, weights.tensors, source=str(folder))
     table = mapping_table(hf, names, hf_tensors=weights.tensors, padded_vocab_size=hf.text_config.vocab_size)
     files = {x.file for x in weights.tensors.values()}
-    facts = [f"{folder}: a Hugging Face LLaVA in {len(files)} weight file(s)", *_model_facts(hf)]
+    facts = [f"{folder}: a Hugging Face {architecture_of(hf).model_class.__name__} in {len(files)} weight file(s)", *_model_facts(hf)]
     tensors = [
         _hf_tensor(name, info.shape, DTYPES[info.dtype], names, table) for name, info in sorted(weights.tensors.items())
     ]
@@ -112,7 +113,8 @@ def of_hf(folder: Path) -> Inventory:
 
 
 def _hf_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, names: HfNames, table: MappingTable) -> _Tensor:
-    part = VISION if name.startswith(names.vision) else PROJECTION if name.startswith(names.projection) else LANGUAGE
+    is_projection = name.startswith(names.projection) or name == names.newline
+    part = VISION if name.startswith(names.vision) else PROJECTION if is_projection else LANGUAGE
     if name in table.unused:
         return _Tensor(name, part, shape, dtype, "unused", table.unused[name])
     if name in table.copies:

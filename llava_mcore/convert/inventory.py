@@ -105,7 +105,10 @@ def of_hf(folder: Path) -> Inventory:
     names = detect_names(hf, weights.tensors, source=str(folder))
     table = mapping_table(hf, names, hf_tensors=weights.tensors, padded_vocab_size=hf.text_config.vocab_size)
     files = {x.file for x in weights.tensors.values()}
-    facts = [f"{folder}: a Hugging Face {architecture_of(hf).model_class.__name__} in {len(files)} weight file(s)", *_model_facts(hf)]
+    facts = [
+        f"{folder}: a Hugging Face {architecture_of(hf).model_class.__name__} in {len(files)} weight file(s)",
+        *_model_facts(hf),
+    ]
     tensors = [
         _hf_tensor(name, info.shape, DTYPES[info.dtype], names, table) for name, info in sorted(weights.tensors.items())
     ]

@@ -75,7 +75,7 @@ class KnownNames:
 
     def usual(self, *, wrapped: bool) -> HfNames:
         """Return the names of the class's usual files. `wrapped`: see `VisionFamily`."""
-        names = replace(self.styles[0], newline=self.newline[-1] if self.newline else "")
+        names = self.styles[0]
         return replace(names, vision=names.vision + "vision_model.") if wrapped else names
 
     def detect(self, hf_tensors: Iterable[str], *, source: str) -> HfNames:

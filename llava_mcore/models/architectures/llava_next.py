@@ -20,7 +20,14 @@ class LlavaNext(Llava):
 
     config_class = LlavaNextConfig
     model_class = LlavaNextForConditionalGeneration
-    names: ClassVar[KnownNames] = replace(NAMES, newline=("model.image_newline", "image_newline"))
+    names: ClassVar[KnownNames] = replace(
+        NAMES,
+        newline=("model.image_newline", "image_newline"),
+        styles=tuple(
+            replace(style, newline="model.image_newline" if style.text.startswith("model.") else "image_newline")
+            for style in NAMES.styles
+        ),
+    )
 
     def media(self, hf: PretrainedConfig) -> MediaPlan:
         """Return the plan of base view and grid.

@@ -64,6 +64,9 @@ class DataConfig(Section):
     """Pack samples into sequences of seq_length tokens; they neither see nor follow each other."""
     packing_buffer_size: Size = 64
     """Samples among which each stream looks for those that fill a pack best."""
+    max_media_tokens: Size | None = None
+    """Most patches of pictures in a pack (in a sample without packing), so that no rank's vision tower meets more than
+    it can hold; a sample that has more alone is too long. Not given: seq_length is the only limit."""
     on_too_long: Literal["drop", "truncate", "error"] = "drop"
     """What becomes of a conversation longer than seq_length: left out and counted, cut (never inside a picture), or an
     error that ends the run."""

@@ -15,7 +15,7 @@ import pytest
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS
 from llava_mcore.cli.check import main
-from llava_mcore.data.doctor.samples import Examiner, Finding
+from llava_mcore.data.doctor.examiner import Examiner, Finding
 from llava_mcore.data.doctor.scan import choose, scan
 from llava_mcore.data.doctor.show import conversation_text
 from llava_mcore.data.encoding.assets import Assets, load_assets

@@ -12,7 +12,7 @@ from typing import Any, Self
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.stored_tokens import log_origin
-from llava_mcore.data.loading.worker import LEAST_AHEAD, Source, reading
+from llava_mcore.data.loading.source import LEAST_AHEAD, Source, reading
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import check_dataset, fingerprint
 from llava_mcore.data.streams.open_stream import check_streams, open_stream

@@ -34,11 +34,12 @@ test-all: test test-newest test-cluster ## Run test, test-newest and test-cluste
 test-cluster: .venv/.installed-dev ## Run jobs that are killed and requeued; needs slurm-wlm and root for SLURM's
 	$(PYTHON) -m pytest tests/e2e tests/slurm -m cluster --durations 5
 
-lint: .venv/.installed-dev ## Style, types and the order of imports
+lint: .venv/.installed-dev ## Check style, types, the order of imports and spelling
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports --no-logo
+	.venv/bin/codespell
 
 format: .venv/.installed-dev ## Rewrite the files in the project's style
 	$(PYTHON) -m ruff check --fix .

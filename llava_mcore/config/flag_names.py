@@ -125,5 +125,5 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 ALREADY = {
     "--dist-ckpt": "every checkpoint is a distributed one, which loads at any layout",
 }
-"""Flags of other launchers that ask for what is always so here."""
+"""Flags of other launchers for what is always on here."""
 ALL_FLAGS = tuple(flag for group in FLAGS.values() for flag in group)

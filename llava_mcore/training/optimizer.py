@@ -66,8 +66,8 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
     wanted = run.optimizer
     if wanted.use_precision_aware_optimizer and not HAVE_TE:
         raise ConfigError(
-            "optimizer.use_precision_aware_optimizer needs the package transformer-engine: install it, or leave the "
-            "option away"
+            "optimizer.use_precision_aware_optimizer needs the package transformer-engine: install it, or omit "
+            "the option"
         )
     config = OptimizerConfig(
         optimizer="adam",

@@ -12,7 +12,7 @@ class Flag:
     key: str
     names: tuple[str, ...]
     value: str | None = None
-    """What a switch sets its key to, where the key is no switch itself."""
+    """What a switch sets its key to, if the key is not a switch itself."""
     many: bool = False
     """Takes several values, divided by spaces or commas."""
 

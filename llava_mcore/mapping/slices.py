@@ -1,4 +1,4 @@
-"""Boxes: axis-aligned parts of a tensor, and one of them put together from others.
+"""Boxes: axis-aligned slices of a tensor, and one of them assembled from others.
 
 A checkpoint stores a tensor as chunks, each a box of it; a Hugging Face tensor is often a box (some rows) of a
 Megatron tensor. Import and export are the same step between the two sets of boxes.
@@ -99,7 +99,7 @@ def read_box[Source](
     Args:
         parts: boxes in the same coordinates as `wanted`, and where their data come from. They must not overlap.
         read: returns a part's tensor; called only for parts that are needed, one after the other.
-        scratch: holds what has to be put together.
+        scratch: holds what has to be assembled.
 
     A box inside one part is a view of it, nothing is copied. Elements that no part holds are zero.
     """

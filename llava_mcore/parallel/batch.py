@@ -194,7 +194,7 @@ def _no_media(layout: _Layout, device: torch.device) -> dict[str, Tensor]:
 
 def _in_memory(x: Tensor) -> Tensor:
     """Return pixels [tiles, 3, h, w] with the channels last, as the loader's are in memory: in any other order the host
-    would sort every byte anew. Other tensors as they are."""
+    would sort every byte again. Other tensors as they are."""
     return x.permute(0, 2, 3, 1) if x.ndim == 4 else x
 
 
@@ -229,7 +229,7 @@ def pad_to(batch: TensorFields, length: int, fields: Fields) -> TensorFields:
 
 
 def fill_rows(batch: TensorFields, rows: int) -> TensorFields:
-    """Repeat the first row without loss and media until there are so many; a pipeline's messages need one size."""
+    """Repeat the first row without loss and media until there are `rows`; a pipeline's messages need one size."""
     missing = rows - len(batch.input_ids)
     if missing <= 0:
         return batch

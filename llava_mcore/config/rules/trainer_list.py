@@ -77,7 +77,7 @@ def _attention(value: Any) -> Values:
 def _model(value: Any) -> Values:
     if (Path(str(value)) / "latest_checkpointed_iteration.txt").is_file():
         return {"checkpoint.load": value}
-    raise _RefusedError(f"{value} is no Megatron checkpoint: convert it (docs/convert.md) and give that folder")
+    raise _RefusedError(f"{value} is not a Megatron checkpoint: convert it (docs/convert.md) and give that folder")
 
 
 def _dataset(value: Any) -> Values:
@@ -139,7 +139,7 @@ def translate(content: list[Any], file: Path) -> tuple[list[tuple[str, Any, str]
         (our key, value, their key) for each value, and one line for each key that is refused or unknown.
 
     Raises:
-        ConfigError: the file is no list of exactly one trainer.
+        ConfigError: the file is not a list of exactly one trainer.
     """
     trainers = [entry for entry in content if isinstance(entry, Mapping) and entry.keys() == {"type", "config"}]
     if len(content) != 1 or not trainers or trainers[0]["type"] != "trainer" or not _is_section(trainers[0]["config"]):

@@ -26,7 +26,7 @@ from convert import TEXTS, files_of, make_model
 
 from llava_mcore.__main__ import main as main_of_llava_mcore
 
-PRELOAD = ["llava_mcore.cli.import_hf", "llava_mcore.cli.export_hf"]
+PRELOAD = ["llava_mcore.convert.import_hf", "llava_mcore.convert.export_hf"]
 """Imported once by the server that the commands are forked from: they begin to write at once."""
 
 

@@ -1,4 +1,4 @@
-"""`python -m llava_mcore COMMAND …`: hand the rest of the command line to one of the apps."""
+"""`python -m llava_mcore COMMAND …`: hand the rest of the command line to one of the commands."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from llava_mcore.errors import ConfigError, ConversionError, problems
+from llava_mcore.files.hf_folder import VOCABULARY_FILES
 from llava_mcore.files.torch_files import why_not_loaded
 
 _TAG = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LIBRARY_ERRORS = (StrictDataclassError, SafetensorError)
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, *_LIBRARY_ERRORS)
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
-import queue
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -33,7 +31,7 @@ from torch.distributed.checkpoint import CheckpointException
 from llava_mcore.checkpoint.checksums import of_files
 from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE, take_scales, with_plain_scales
 from llava_mcore.checkpoint.torch_dist_metadata import require_plain
-from llava_mcore.compat.megatron import LoadStrategy, replace_name
+from llava_mcore.compat.megatron import LoadStrategy, keep_write_results_here
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.torch_files import LOAD_ERRORS, load_tensors, why_refused, without_objects
 
@@ -62,8 +60,7 @@ class StateWrite:
         """
         strategy = TorchDistSaveShardedStrategy()
         live = {x.data.untyped_storage().data_ptr() for x in sharded_tensors(state) if x.data is not None}
-        # The queue that megatron-core would make lives in a manager process, which imports the program once more.
-        replace_name(filesystem_async, "_results_queue", queue.Queue())
+        keep_write_results_here()
         self._request = dist_checkpointing.save(
             {"checkpoint_version": CHECKPOINT_VERSION, **state},
             str(folder),

@@ -44,6 +44,11 @@ def companion_skip() -> tuple[str, ...]:
     return _OURS
 
 
+def is_iteration(folder: Path) -> bool:
+    """Tell whether a folder is one iteration's torch_dist files."""
+    return (folder / "metadata.json").is_file() and (folder / ".metadata").is_file()
+
+
 def latest_iteration(root: Path) -> int | None:
     """Return what the tracker says, or None without one.
 

@@ -5,108 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-
-from llava_mcore.checkpoint import layout
-from llava_mcore.checkpoint.checksums import recorded
-from llava_mcore.checkpoint.manifest import read_manifest
-from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.cli import check_data
+from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.check import parser
 from llava_mcore.cli.flags.conversion import default_workers
-from llava_mcore.cli.import_hf import model_and_table, open_folder
+from llava_mcore.convert.check import check_checkpoint, check_folder, check_manifest
 from llava_mcore.convert.compare_logits import check_logits
-from llava_mcore.convert.jobs import compare_digests
-from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
-from llava_mcore.errors import CheckpointError, ConfigError, ConversionError, problems
-from llava_mcore.files import hf_folder as hf_files
-from llava_mcore.parallel.groups import single_process
-
-
-def check_folder(hf_dir: Path, *, tp: int, pp: int) -> str:
-    """Check that a Hugging Face folder converts completely and fits a layout; return a summary.
-
-    Raises:
-        ConversionError, ConfigError: lists everything that does not fit.
-    """
-    hf, folder = open_folder(hf_dir, tp=tp, pp=pp)
-    with single_process():
-        _, table = model_and_table(hf, folder, tp=tp)
-    return (
-        f"{hf_dir}: {len(folder.tensors)} tensors = {len(table.entries)} Megatron parameters, "
-        f"{len(table.unused)} unused by training, {len(table.copies)} tied copies; fits tp {tp} x pp {pp}"
-    )
-
-
-def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
-    """Compare the newest checkpoint's weights with a Hugging Face folder, bit for bit; return a summary.
-
-    One tensor is in memory at a time. Checkpoints that others wrote take names, and what training does not use, from
-    the folder itself. What an import cast (`--dtype`) is compared with the cast original.
-
-    Raises:
-        CheckpointError: not a readable checkpoint of this model.
-        ConversionError: lists every tensor that differs.
-    """
-    checkpoint, iteration = layout.latest_readable(megatron_dir)
-    side = HfSide.of_checkpoint(checkpoint, hf_dir)
-    infos, manifest = side.infos, read_manifest(side.files)
-    cast = None if manifest is None or manifest.dtype is None else getattr(torch, manifest.dtype)
-    folder = hf_files.HfFolder.open(hf_dir)
-    found = [f"{name}: only in {hf_dir}" for name in sorted(folder.tensors.keys() - infos.keys())]
-    found += [f"{name}: only in {checkpoint}" for name in sorted(infos.keys() - folder.tensors.keys())]
-    with single_process():
-        weights = CheckpointWeights(side, checkpoint, tp)
-        for name, ours in weights.tensors():
-            if name in folder.tensors:
-                theirs = folder.get(name)
-                kept = cast is None or name in weights.table.unused
-                found += _difference(name, ours, theirs if kept else theirs.to(cast))
-    if found:
-        raise ConversionError(problems(f"iteration {iteration} of {megatron_dir} is not {hf_dir}", found))
-    after = "" if cast is None else f" after a cast to {cast}"
-    return (
-        f"{megatron_dir}: iteration {iteration} equals {hf_dir} bit for bit{after} "
-        f"({len(infos)} tensors, read at tp {tp})"
-    )
-
-
-def check_manifest(megatron_dir: Path, *, tp: int, workers: int) -> str:
-    """Compare a checkpoint's files with their checksums, and an import's tensors with its manifest; return a summary.
-
-    Raises:
-        CheckpointError: not a readable checkpoint, damaged, or nothing to compare with.
-        ConversionError: lists every tensor that differs.
-    """
-    checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
-    summary = require_undamaged(checkpoint)
-    side = HfSide.carried(checkpoint)
-    manifest = read_manifest(side.files)
-    if (manifest is None or iteration) and recorded(checkpoint) is not None:
-        return summary
-    if manifest is None or iteration:
-        raise CheckpointError(
-            f"iteration {iteration} of {megatron_dir} has nothing to be compared with (no checksums, and it was "
-            f"trained or has no {layout.MANIFEST}): give --hf-dir"
-        )
-    with single_process():
-        weights = CheckpointWeights(side, checkpoint, tp)
-    title = f"{checkpoint} does not hold what was imported from {manifest.source}"
-    compare_digests(weights.digests("check", workers=workers), manifest.digests, title=title)
-    return (
-        f"{summary}\n{megatron_dir}: {len(side.infos)} tensors have the SHA-256 of their import from {manifest.source}"
-    )
-
-
-def _difference(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> list[str]:
-    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-        return [f"{name}: {ours.dtype} {tuple(ours.shape)} in the checkpoint, {theirs.dtype} {tuple(theirs.shape)}"]
-    if torch.equal(ours, theirs):
-        return []
-    largest = (ours.double() - theirs.double()).abs().max().item()
-    return [f"{name}: largest difference {largest:.3g}"]
+from llava_mcore.errors import ConfigError
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,6 +39,4 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit code."""
-    from llava_mcore.cli.common import conversion_main
-
     return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))

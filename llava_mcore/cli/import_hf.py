@@ -1,189 +1,17 @@
-"""Hugging Face folder → Megatron checkpoint. Needs no GPU; the result loads at any layout."""
+"""`import-hf`: Hugging Face folder → Megatron checkpoint. Needs no GPU."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-import logging
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-from transformers import PretrainedConfig
-
-from llava_mcore.checkpoint import layout
-from llava_mcore.checkpoint.checksums import write_checksums
-from llava_mcore.checkpoint.manifest import make_manifest, write_manifest
+from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.import_hf import parser
-from llava_mcore.config.rules.all_rules import check_layout
 from llava_mcore.convert.compare_logits import check_logits
-from llava_mcore.convert.io.import_jobs import write_file
-from llava_mcore.convert.io.parameters import check_shard_rules, parameter_shapes, planned_weights
-from llava_mcore.convert.io.streamed_save import save_streamed
-from llava_mcore.convert.jobs import DTYPES, compare_digests, run_with_progress
-from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
-from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.files import hf_folder as hf_files
-from llava_mcore.files.safetensors_writer import plan_file, write_tensors
-from llava_mcore.files.tensor_bytes import sha256
-from llava_mcore.mapping.table import MappingTable, check_coverage
-from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
-from llava_mcore.models.language.decoder import padded_vocab_size
-from llava_mcore.models.meta import meta_model
-from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.table import detect_names, mapping_table
-from llava_mcore.parallel.groups import single_process
-
-logger = logging.getLogger(__name__)
-
-VOCAB_DIVISIBLE_BY = 128
-_LISTED = 20  # tensors in one message
-_DESCRIPTION_BYTES = 64 << 20  # metadata, records, manifest and what a file adds to its tensors, generously
-
-
-def import_hf(
-    hf_dir: Path,
-    megatron_dir: Path,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    dtype: torch.dtype | None = None,
-    workers: int = 1,
-    verify: bool = False,
-) -> Path:
-    """Convert one folder and return the iteration folder that was written.
-
-    Args:
-        tp: each parallel tensor is stored in this many chunks, and the vocabulary is padded for it.
-        pp: only checked: a checkpoint holds its layers one by one.
-        dtype: cast every weight to this; None keeps each tensor's own.
-        workers: number of threads; the files are the same for any.
-        verify: read the checkpoint back and compare the SHA-256 of every tensor, before it counts as finished.
-
-    Raises:
-        ConversionError, ConfigError: before anything is written, or nothing is left of it.
-    """
-    hf_files.require_absent(megatron_dir, what="the import")
-    hf, folder = open_folder(hf_dir, tp=tp, pp=pp)
-    with single_process():
-        model, table = model_and_table(hf, folder, tp=tp)
-        sources = {name: folder.where(name) for name in folder.tensors}
-        state, entries = planned_weights(table, model.sharded_state_dict(), sources, tp_size=tp, dtype=dtype)
-        room = _room_beside(hf_dir) + sum(x.num_bytes for x in entries)
-        room += sum(sources[name].num_bytes for name in table.unused)
-        with hf_files.written_beside(megatron_dir, num_bytes=room, what="the import") as partial:
-            checkpoint = layout.iteration_folder(partial, 0)
-            checkpoint.mkdir()
-            write = functools.partial(run_with_progress, "import", write_file, workers=workers)
-            streamed = save_streamed({"iteration": 0, "model": state}, entries, checkpoint, write)
-            digests = streamed.digests
-            digests |= {copy: digests[original] for copy, original in table.copies.items()}
-            digests |= _write_companions(folder, table, checkpoint, tp=tp, pp=pp)
-            name = None if dtype is None else str(dtype).removeprefix("torch.")
-            manifest = make_manifest(hf_dir, table, digests, dtype=name, tp=tp, pp=pp)
-            write_manifest(layout.hf_folder(checkpoint), manifest)
-            write_checksums(checkpoint, streamed.checksums)
-            if verify:
-                _verify(checkpoint, digests, tp=tp, workers=workers)
-            layout.write_tracker(partial, 0)
-    _warn_of_values(hf_dir, streamed.not_finite, "" if name is None else f" as {name}")
-    return layout.iteration_folder(megatron_dir, 0)
-
-
-def _warn_of_values(hf_dir: Path, names: Sequence[str], cast: str) -> None:
-    """Say which weights training would choke on; they are imported as they are."""
-    if names:
-        shown = ", ".join(sorted(names)[:_LISTED]) + (" …" if len(names) > _LISTED else "")
-        logger.warning("warning: %d tensors of %s hold NaN or infinite values%s: %s", len(names), hf_dir, cast, shown)
-
-
-def _room_beside(hf_dir: Path) -> int:
-    """Return how many bytes the files beside the weights take, and some for what describes the checkpoint."""
-    return sum(x.stat().st_size for x in hf_files.companion_files(hf_dir)) + _DESCRIPTION_BYTES
-
-
-def _verify(checkpoint: Path, expected: dict[str, str], *, tp: int, workers: int) -> None:
-    """Read a checkpoint back as an export does, and compare what comes out with what went in."""
-    weights = CheckpointWeights(HfSide.carried(checkpoint), checkpoint, tp)
-    found = weights.digests("verify", workers=workers)
-    compare_digests(found, expected, title="the checkpoint does not hold what was imported")
-
-
-def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[PretrainedConfig, hf_files.HfFolder]:
-    """Read config and headers of a folder and check that the model is known and can be cut.
-
-    Raises:
-        ConversionError, ConfigError: lists everything that does not fit.
-    """
-    hf = load_hf_config(hf_dir)
-    folder = hf_files.HfFolder.open(hf_dir)
-    wrong = check_layout(model_dims(hf), tp, pp, str(hf_dir))
-    if wrong:
-        raise ConfigError(problems(f"{hf_dir} cannot be cut into tp {tp} x pp {pp}", wrong))
-    return hf, folder
-
-
-def model_and_table(
-    hf: PretrainedConfig, folder: hf_files.HfFolder, *, tp: int
-) -> tuple[VisionLanguageModel, MappingTable]:
-    """Return the model without memory, its vocabulary padded for `tp`, and the folder's table, checked against it.
-
-    Process groups of one must exist.
-
-    Raises:
-        ConversionError: lists everything that does not fit.
-    """
-    rows = padded_vocab_size(hf.text_config.vocab_size, divisible_by=VOCAB_DIVISIBLE_BY, tensor_model_parallel_size=tp)
-    model = meta_model(hf, num_vocab_rows=rows)
-    table = checked_table(hf, folder, parameter_shapes(model), rows)
-    check_shard_rules(table, model)
-    return model, table
-
-
-def checked_table(
-    hf: PretrainedConfig, folder: hf_files.HfFolder, megatron_shapes: dict[str, tuple[int, ...]], rows: int
-) -> MappingTable:
-    """Return the folder's table after comparing names, shapes and dtypes with the model.
-
-    Raises:
-        ConversionError: lists everything that does not fit.
-    """
-    names = detect_names(hf, folder.tensors, source=str(folder.path))
-    table = mapping_table(hf, names, hf_tensors=folder.tensors, padded_vocab_size=rows)
-    check_coverage(table, hf_shapes=folder.shapes, megatron_shapes=megatron_shapes, source=str(folder.path))
-    found = []
-    for entry in table.entries.values():
-        dtypes = {folder.tensors[name].dtype for name in entry.hf_names}
-        if len(dtypes) > 1:
-            found.append(f"{', '.join(entry.hf_names)} become one tensor, but have dtypes {', '.join(sorted(dtypes))}")
-    for copy, original in table.copies.items():
-        if not _same(folder, copy, original):
-            found.append(f"{copy} differs from {original}, but config.json ties them (tie_word_embeddings)")
-    if found:
-        raise ConversionError(problems(f"{folder.path} cannot be converted exactly", found))
-    return table
-
-
-def _same(folder: hf_files.HfFolder, a: str, b: str) -> bool:
-    """Compare two tensors, one in memory at a time."""
-    x, y = folder.where(a), folder.where(b)
-    return (x.shape, x.dtype) == (y.shape, y.dtype) and sha256((x,)) == sha256((y,))
-
-
-def _write_companions(
-    folder: hf_files.HfFolder, table: MappingTable, checkpoint: Path, *, tp: int, pp: int
-) -> dict[str, str]:
-    """Let config, tokenizer, processor and unused tensors travel inside the checkpoint; return the latters' SHA-256."""
-    target = layout.hf_folder(checkpoint)
-    hf_files.copy_companions(folder.path, target)
-    sources = {name: folder.where(name) for name in table.unused}
-    plan = plan_file(target / layout.UNUSED, {name: (x.dtype, x.shape) for name, x in sources.items()})
-    write_tensors(plan, ((name, x.map()) for name, x in sources.items()))
-    record = {"layout": {"tp": tp, "pp": pp}, "unused": dict(table.unused), "tensors": folder.record()}
-    layout.write_record(checkpoint, record)
-    return {name: sha256((x,)) for name, x in sources.items()}
+from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.convert.jobs import DTYPES
 
 
 def run(args: argparse.Namespace) -> int:
@@ -193,8 +21,8 @@ def run(args: argparse.Namespace) -> int:
     written = import_hf(
         args.hf_dir,
         args.megatron_dir,
-        tp=args.tp,
-        pp=args.pp,
+        tensor_parallel=args.tp,
+        pipeline_parallel=args.pp,
         dtype=dtype,
         workers=args.workers,
         verify=args.verify,
@@ -209,6 +37,4 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit code."""
-    from llava_mcore.cli.common import conversion_main
-
     return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))

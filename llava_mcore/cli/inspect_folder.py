@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from llava_mcore.checkpoint import layout
+from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.inspect_folder import parser
-from llava_mcore.convert.inventory import Inventory, Row, of_hf, of_megatron
-from llava_mcore.errors import ConversionError
+from llava_mcore.convert.inventory import Inventory, Row, of_folder
 
 WIDE = 160  # columns where there is no terminal: names are not to be cut off
 
@@ -77,18 +75,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConversionError: neither a Hugging Face folder nor one of checkpoints.
     """
-    folder: Path = args.dir
-    if (folder / layout.TRACKER).is_file():
-        checkpoint, iteration = layout.latest_checkpoint(folder)
-        inventory = of_megatron(checkpoint, iteration)
-    elif (folder / "metadata.json").is_file() and (folder / ".metadata").is_file():  # one iteration's folder
-        inventory = of_megatron(folder, None)
-    elif (folder / "config.json").is_file():
-        inventory = of_hf(folder)
-    else:
-        raise ConversionError(
-            f"{folder}: neither a Hugging Face folder (config.json) nor one of Megatron checkpoints ({layout.TRACKER})"
-        )
+    inventory = of_folder(args.dir)
     console = Console()
     show(inventory, console if console.is_terminal else Console(width=WIDE))
     return 0
@@ -96,6 +83,4 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit code."""
-    from llava_mcore.cli.common import conversion_main
-
     return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))

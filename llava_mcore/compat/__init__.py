@@ -1,1 +1,1 @@
-"""What differs between versions of the packages below us: a file a package, each mend with the versions it is for."""
+"""Every patch of the packages below us, and what differs between their versions: each says for which versions it is."""

@@ -1,6 +1,6 @@
 """Run megatron-core 0.19 on a machine without CUDA, over gloo. With CUDA, `install` does nothing.
 
-This is the only file that patches torch or megatron-core. megatron-core asks for "the current CUDA device",
+megatron-core asks for "the current CUDA device",
 CUDA generators and streams unconditionally; here all of those are the CPU's. As a consequence "CUDA" and CPU
 randomness are one stream: code that draws random numbers on one rank only must use a generator of its own.
 Packages that work on GPUs only count as not installed.
@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._device import _device_constructors
+from torch.utils import _device
+
+from llava_mcore.compat.required import replace_name, required
 
 _CPU = torch.device("cpu")
 
@@ -63,29 +65,42 @@ def install() -> None:
     _patch_distributed_optimizer()
 
 
+_CONSTRUCTORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
+
+
 def _patch_torch() -> None:
-    whole: Any = torch
-    cuda: Any = torch.cuda
     stream = _NoStream()
-    cuda.current_device = lambda: _CPU  # megatron-core only uses it as a `device=` argument
-    cuda.synchronize = lambda device=None: None
-    cuda.current_stream = lambda device=None: stream
-    cuda.default_generators = _CpuGenerators()
-    cuda._lazy_call = lambda function, **_: function()  # otherwise queued until CUDA starts, that is: never
-    for module in (cuda, cuda.random):
-        module.get_rng_state = lambda device="cuda": torch.default_generator.get_state()
-        module.set_rng_state = lambda state, device="cuda": torch.default_generator.set_state(state)
-        module.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    for_cuda = {
+        "current_device": lambda: _CPU,  # megatron-core only uses it as a `device=` argument
+        "synchronize": lambda device=None: None,
+        "current_stream": lambda device=None: stream,
+        "default_generators": _CpuGenerators(),
+        "_lazy_call": lambda function, **_: function(),  # otherwise queued until CUDA starts, that is: never
+    }
+    for_random = {
+        "get_rng_state": lambda device="cuda": torch.default_generator.get_state(),
+        "set_rng_state": lambda state, device="cuda": torch.default_generator.set_state(state),
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
+    }
+    _replace_names(torch.cuda, for_cuda | for_random)
+    _replace_names(torch.cuda.random, for_random)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed within GPU RNG context" not in record.getMessage()
     )
     # `with torch.device(...)` recognises constructors by identity: let it note the originals first.
-    _device_constructors()
-    for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    required(_device, "_device_constructors")()
+    _replace_names(torch, {name: _on_cpu(required(torch, name)) for name in _CONSTRUCTORS})
     _patch_classes()
     # megatron.core.jit compiles small functions; on a CPU that costs a second of every start, and half a minute later.
-    whole.compile = _not_compiled
+    replace_name(torch, "compile", _not_compiled)
+
+
+def _replace_names(owner: object, values: dict[str, Any]) -> None:
+    """Replace all or, if the owner lacks one of them, none."""
+    for name in values:
+        required(owner, name)
+    for name, value in values.items():
+        replace_name(owner, name, value)
 
 
 def _not_compiled(function: Any = None, **_: Any) -> Any:
@@ -103,18 +118,15 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_classes() -> None:
-    tensor_type = torch.Tensor.type
-    tensor: Any = torch.Tensor
-    module: Any = torch.nn.Module
+    tensor_type = required(torch.Tensor, "type")
 
     def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
             return _TypeName(tensor_type(self))
         return tensor_type(self, dtype, *args, **kwargs)
 
-    tensor.cuda = lambda self, *args, **kwargs: self
-    module.cuda = lambda self, *args, **kwargs: self
-    tensor.type = type_name
+    _replace_names(torch.Tensor, {"cuda": lambda self, *args, **kwargs: self, "type": type_name})
+    replace_name(torch.nn.Module, "cuda", lambda self, *args, **kwargs: self)
 
 
 def _patch_distributed_optimizer() -> None:
@@ -125,8 +137,8 @@ def _patch_distributed_optimizer() -> None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    cls: Any = DistributedOptimizer
-    set_states, load = cls._set_main_param_and_optimizer_states, cls.load_state_dict
+    set_states = required(DistributedOptimizer, "_set_main_param_and_optimizer_states")
+    load = required(DistributedOptimizer, "load_state_dict")
 
     def set_main_param_and_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         # "step" comes with the parameter groups in load_state_dict; what is here is absent or stale.
@@ -139,5 +151,5 @@ def _patch_distributed_optimizer() -> None:
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
 
-    cls._set_main_param_and_optimizer_states = set_main_param_and_states
-    cls.load_state_dict = load_state_dict
+    replace_name(DistributedOptimizer, "_set_main_param_and_optimizer_states", set_main_param_and_states)
+    replace_name(DistributedOptimizer, "load_state_dict", load_state_dict)

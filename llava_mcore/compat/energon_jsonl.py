@@ -6,7 +6,9 @@ from megatron.energon import CrudeSample
 from megatron.energon.flavors.jsonl.crude_jsonl_dataset import DefaultCrudeJsonlDatasetFactory
 from megatron.energon.flavors.webdataset.structs import FilteredSample
 
-_load = DefaultCrudeJsonlDatasetFactory._load_sample
+from llava_mcore.compat.required import replace_name, required
+
+_load = required(DefaultCrudeJsonlDatasetFactory, "_load_sample")
 
 
 def _load_or_refuse(self: DefaultCrudeJsonlDatasetFactory, sample: FilteredSample) -> CrudeSample:
@@ -17,5 +19,9 @@ def _load_or_refuse(self: DefaultCrudeJsonlDatasetFactory, sample: FilteredSampl
 
 
 def leave_out_nested_lines() -> None:
-    """Let such a line be left out and counted. Calling it again changes nothing."""
-    DefaultCrudeJsonlDatasetFactory._load_sample = _load_or_refuse
+    """Let such a line be left out and counted. Calling it again changes nothing.
+
+    Raises:
+        AttributeError: energon reads lines in another way.
+    """
+    replace_name(DefaultCrudeJsonlDatasetFactory, "_load_sample", _load_or_refuse)

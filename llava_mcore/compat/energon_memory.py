@@ -10,7 +10,9 @@ from tarfile import TarInfo
 
 from megatron.energon.flavors.webdataset.itar import ITarFile
 
-_read_next = ITarFile.next
+from llava_mcore.compat.required import replace_name, required
+
+_read_next = required(ITarFile, "next")
 
 
 def _read_next_and_forget(self: ITarFile) -> TarInfo | None:
@@ -26,5 +28,9 @@ def _read_next_and_forget(self: ITarFile) -> TarInfo | None:
 
 
 def forget_what_was_read() -> None:
-    """Let open shards forget the files that were read of them. Calling it again changes nothing."""
-    ITarFile.next = _read_next_and_forget
+    """Let open shards forget the files that were read of them. Calling it again changes nothing.
+
+    Raises:
+        AttributeError: energon reads shards in another way.
+    """
+    replace_name(ITarFile, "next", _read_next_and_forget)

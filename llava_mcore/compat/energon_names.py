@@ -14,6 +14,7 @@ from megatron.energon import BaseCoreDatasetFactory, CrudeSample, DatasetLoaderI
 from megatron.energon.module_loader import ModuleLoader
 from megatron.energon.typed_converter import JsonParser
 
+from llava_mcore.compat.required import required
 from llava_mcore.errors import DataError
 
 PACKAGE = "megatron.energon"
@@ -32,6 +33,7 @@ def run_no_named_code() -> None:
     Raises AttributeError if energon has no such functions any more: another version may run named code elsewhere.
     """
     for owner, name in REPLACED.items():
+        required(owner, name)
         if not inspect.isfunction(inspect.getattr_static(owner, name)):
             raise AttributeError(f"{owner.__qualname__}.{name} is no function: energon has changed")
     JsonParser._resolve_object = _resolve

@@ -13,7 +13,9 @@ from typing import Any
 
 from megatron.energon.wrappers.repeat_dataset import RepeatDataset
 
-_repeat_whole = RepeatDataset.__iter__
+from llava_mcore.compat.required import replace_name, required
+
+_repeat_whole = required(RepeatDataset, "__iter__")
 
 
 def _repeat(self: RepeatDataset[Any]) -> Iterator[Any]:
@@ -33,5 +35,9 @@ def _repeat(self: RepeatDataset[Any]) -> Iterator[Any]:
 
 
 def repeat_parts_exactly() -> None:
-    """Let energon keep to repetitions such as 0.5. Calling it again changes nothing."""
-    RepeatDataset.__iter__ = _repeat
+    """Let energon keep to repetitions such as 0.5. Calling it again changes nothing.
+
+    Raises:
+        AttributeError: energon repeats in another way.
+    """
+    replace_name(RepeatDataset, "__iter__", _repeat)

@@ -1,17 +1,25 @@
-"""megatron-core beside other versions of torch. Import `llava_mcore.parallel` first, as for megatron.core itself."""
+"""Checkpoints by megatron-core 0.19.2, beside other versions of torch too.
+
+Import `llava_mcore.parallel` first, as for megatron.core itself.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from importlib.metadata import version
+import queue
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from llava_mcore.compat.required import replace_name, required
 
 FACTORY_OPTIONS = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
 """Those fields of torch's TensorProperties that torch.empty takes."""
@@ -42,15 +50,15 @@ def _without_newer(stored: Any) -> Any:
     return dataclasses.replace(stored, properties=known)
 
 
-def replace_name(module: ModuleType, name: str, value: Any) -> None:
-    """Set a module's private name; one that the module does not have would be set without any effect.
+def keep_write_results_here() -> None:
+    """Give the next save a queue of this process for what its writers report.
 
-    Raises:
-        RuntimeError: the module has no such name: it is of a version that llava_mcore was not written for.
+    The one that megatron-core 0.19.2 would make lives in a manager process, which imports the whole program once more.
     """
-    if not hasattr(module, name):
-        raise RuntimeError(
-            f"{module.__name__} has no {name!r} (megatron-core {version('megatron-core')}): llava_mcore replaces it; "
-            "install a version that pyproject.toml allows"
-        )
-    setattr(module, name, value)
+    replace_name(filesystem_async, "_results_queue", queue.Queue())
+
+
+def by_sharded_key(state: ShardedStateDict, *, keep_only_main_replica: bool) -> dict[str, Any]:
+    """Return a sharded state's parts as megatron-core stores them: by key, flat."""
+    by_key = required(strategies, "_replace_state_dict_keys_with_sharded_keys")
+    return by_key(state, keep_only_main_replica)[0]

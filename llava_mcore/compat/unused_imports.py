@@ -1,4 +1,7 @@
-"""Leaves out what libraries import in vain. For processes that train and do nothing else."""
+"""Leaves out what libraries import in vain. For processes that train and do nothing else.
+
+Written for transformers 5.17 to 5.23 and megatron-core 0.19.2. A version that imports others is slower, not wrong.
+"""
 
 from __future__ import annotations
 

@@ -79,6 +79,20 @@ def load_run_config(
     return config
 
 
+def as_run_config(config: RunConfig | Mapping[str, Any] | Path | str) -> RunConfig:
+    """Return a configuration as it is, or made of nested sections and keys, or read from a file.
+
+    Raises:
+        ConfigError: lists every unknown key and every wrong value with its origin.
+    """
+    if isinstance(config, RunConfig):
+        return config
+    if isinstance(config, Path | str):
+        return load_run_config(Path(config))
+    values = dict(_flatten(config))
+    return load_run_config(flags=values, flag_names=dict.fromkeys(values, "the mapping"))
+
+
 def save_run_config(config: RunConfig, path: Path) -> None:
     """Write the whole configuration as YAML, so that `load_run_config(path)` gives an equal object."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,9 +24,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from transformers import AutoProcessor, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS
 from llava_mcore.checkpoint import layout
 from llava_mcore.compat.transformers import tower_names_in_files
+from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
 from llava_mcore.errors import CheckpointError, ConversionError, problems
 from llava_mcore.files import hf_folder as hf_files
@@ -91,10 +91,10 @@ def compare_logits(hf_dir: Path, checkpoint: Path, picture: Path, *, tp: int, pp
     require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=tp * pp)
     hf = load_hf_config(hf_dir)
     names = detect_names(hf, folder.tensors, source=str(hf_dir))
-    inputs = _inputs(hf_dir, picture)
+    theirs, inputs = _inputs(hf, hf_dir, picture)
     with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
         job = Path(name)
-        expected, modules, inputs[FEATURE_POSITIONS] = _hugging_face(hf, hf_dir, inputs, names)
+        expected, modules = _hugging_face(hf, hf_dir, theirs, names)
         torch.save(
             {"checkpoint": str(checkpoint), "tp": tp, "pp": pp, "inputs": inputs, "names": names}, job / "job.pt"
         )
@@ -126,8 +126,11 @@ def require_memory(num_numbers: int, *, num_processes: int) -> None:
         )
 
 
-def _inputs(hf_dir: Path, picture: Path) -> dict[str, Tensor]:
-    """Return input_ids [1, s] and pixel_values of one question, by the folder's own processor."""
+def _inputs(hf: PretrainedConfig, hf_dir: Path, picture: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return one question for Hugging Face's model, by the folder's own processor, and the same for ours.
+
+    Both have input_ids [1, s].
+    """
     try:
         processor = AutoProcessor.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
         image = Image.open(picture).convert("RGB")
@@ -140,13 +143,18 @@ def _inputs(hf_dir: Path, picture: Path) -> dict[str, Tensor]:
         content = [{"type": "image"}, {"type": "text", "text": _PROMPT}]
         text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     made = processor(images=image, text=text, return_tensors="pt")
-    return {name: made[name] for name in ("input_ids", "pixel_values")}
+    theirs = {name: x for name, x in made.items() if name != "attention_mask"}
+    try:
+        media = processed_media(hf, theirs, [[(image.height, image.width)]])
+    except ConversionError as error:
+        raise ConversionError(f"{hf_dir}: {error}") from error
+    return theirs, {"input_ids": theirs["input_ids"], **media}
 
 
 def _hugging_face(
     hf: PretrainedConfig, hf_dir: Path, inputs: dict[str, Tensor], shown_as: HfNames
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Return logits [1, s, vocabulary], what the modules gave, and where the picture is [n]; the model is gone then."""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return logits [1, s, vocabulary] and what the modules gave; the model is gone then."""
     disable_progress_bar()
     capped = "attn_logit_softcapping" in hf.text_config.to_dict()
     model = architecture_of(hf).model_class.from_pretrained(
@@ -158,7 +166,7 @@ def _hugging_face(
     with torch.no_grad():
         logits = model(**inputs).logits.float()
     modules = tower_names_in_files(recorder.found, shown_as.vision, model.config.vision_config.model_type)
-    return logits, modules, (inputs["input_ids"][0] == model.config.image_token_id).nonzero().flatten()
+    return logits, modules
 
 
 def _run_world(job: Path, num_processes: int) -> None:

@@ -17,12 +17,13 @@ from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.convert.io.torch_dist_index import StoredTensors
-from llava_mcore.errors import CheckpointError
+from llava_mcore.errors import CheckpointError, ConversionError
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.safetensors_writer import DTYPES
 from llava_mcore.mapping.table import MappingTable
 from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.table import detect_names, mapping_table
 from llava_mcore.models.vision.geometry import image_side, patch_side
@@ -76,6 +77,23 @@ class _Tensor:
     ignored: str = ""
 
 
+def of_folder(folder: Path) -> Inventory:
+    """Look a Hugging Face folder, a folder of checkpoints (its newest one) or one iteration's folder over.
+
+    Raises:
+        ConversionError, CheckpointError: none of these, or not readable.
+    """
+    if (folder / layout.TRACKER).is_file():
+        return of_megatron(*layout.latest_checkpoint(folder))
+    if layout.is_iteration(folder):
+        return of_megatron(folder, None)
+    if (folder / "config.json").is_file():
+        return of_hf(folder)
+    raise ConversionError(
+        f"{folder}: neither a Hugging Face folder (config.json) nor one of Megatron checkpoints ({layout.TRACKER})"
+    )
+
+
 def of_hf(folder: Path) -> Inventory:
     """Look a Hugging Face folder over.
 
@@ -87,7 +105,10 @@ def of_hf(folder: Path) -> Inventory:
     names = detect_names(hf, weights.tensors, source=str(folder))
     table = mapping_table(hf, names, hf_tensors=weights.tensors, padded_vocab_size=hf.text_config.vocab_size)
     files = {x.file for x in weights.tensors.values()}
-    facts = [f"{folder}: a Hugging Face LLaVA in {len(files)} weight file(s)", *_model_facts(hf)]
+    facts = [
+        f"{folder}: a Hugging Face {architecture_of(hf).model_class.__name__} in {len(files)} weight file(s)",
+        *_model_facts(hf),
+    ]
     tensors = [
         _hf_tensor(name, info.shape, DTYPES[info.dtype], names, table) for name, info in sorted(weights.tensors.items())
     ]
@@ -95,7 +116,8 @@ def of_hf(folder: Path) -> Inventory:
 
 
 def _hf_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, names: HfNames, table: MappingTable) -> _Tensor:
-    part = VISION if name.startswith(names.vision) else PROJECTION if name.startswith(names.projection) else LANGUAGE
+    is_projection = name.startswith(names.projection) or name == names.newline
+    part = VISION if name.startswith(names.vision) else PROJECTION if is_projection else LANGUAGE
     if name in table.unused:
         return _Tensor(name, part, shape, dtype, "unused", table.unused[name])
     if name in table.copies:

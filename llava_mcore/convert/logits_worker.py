@@ -16,11 +16,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from llava_mcore import log
 from llava_mcore.batch_fields import PIXEL_SCALE
-from llava_mcore.checkpoint.dist import load_weights
-from llava_mcore.checkpoint.layout import hf_folder
+from llava_mcore.convert.load_model import load_part
 from llava_mcore.errors import LlavaMcoreError
-from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_ours
@@ -47,7 +44,7 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
     )
     seed_everything(0)
     try:
-        model = _load(groups, Path(given["checkpoint"]))
+        model = load_part(groups, Path(given["checkpoint"]))
     except LlavaMcoreError as error:
         print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -57,20 +54,6 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
     if groups.tp_rank == 0:
         torch.save(result, job / f"stage{groups.pp_rank}.pt")
     shut_down()
-
-
-def _load(groups: Groups, checkpoint: Path) -> VisionLanguageModel:
-    """Build this rank's part in fp32 and fill it."""
-    options = ModelOptions(
-        tensor_model_parallel_size=groups.tp_size,
-        pipeline_model_parallel_size=groups.pp_size,
-        initialise=False,
-        on_cpu=True,
-    )
-    hf = load_hf_config(hf_folder(checkpoint))
-    model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)
-    load_weights([model], checkpoint)
-    return model.eval()
 
 
 def _gather(groups: Groups, x: Tensor) -> Tensor:

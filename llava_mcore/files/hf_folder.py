@@ -25,6 +25,8 @@ from llava_mcore.files.tensor_bytes import TensorAt
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""Of a tokenizer; it has one of them at least."""
 _LISTED = 20  # names of a damaged index in one message
 
 

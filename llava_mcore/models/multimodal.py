@@ -8,6 +8,7 @@ b: samples, s: tokens, i: tiles, n: features per tile, h: language hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -15,10 +16,21 @@ from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import PretrainedConfig
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_SCALE, PIXEL_VALUES
+from llava_mcore.batch_fields import (
+    FEATURE_POSITIONS,
+    FEATURE_ROWS,
+    NEWLINE_POSITIONS,
+    PIXEL_SCALE,
+    PIXEL_VALUES,
+    RESIZED_POSITIONS,
+    RESIZED_ROWS,
+    RESIZED_WEIGHTS,
+)
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.models.language.decoder import LanguageModel, padded_vocab_size
@@ -46,6 +58,7 @@ class VisionLanguageModel(MegatronModule):
     ) -> None:
         configs = part_configs(hf, options)
         super().__init__(config=configs.language)
+        self.hf = hf
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = hf.tie_word_embeddings
@@ -56,6 +69,8 @@ class VisionLanguageModel(MegatronModule):
             width = vision.hidden_size * len(features.layers)
             self.connector = architecture.connector(hf)
             self.vision_projection = self.connector.build(hf, configs.projection, input_size=width)
+            if architecture.has_newline:
+                self.vision_projection.image_newline = new_newline(configs.projection)
             self.image_size = image_side(hf.vision_config)
         self.language_model = LanguageModel(
             configs.language,
@@ -101,8 +116,7 @@ class VisionLanguageModel(MegatronModule):
         decoder_input = None
         if self.pre_process:
             embeddings = self.language_model.embed(input_ids, position_ids)  # [s, b, h]
-            pixels = normalise(media[PIXEL_VALUES], media[PIXEL_SCALE])
-            decoder_input = place_features(embeddings, self.image_features(pixels), media[FEATURE_POSITIONS])
+            decoder_input = self._with_features(embeddings, media)
             if torch.is_grad_enabled() and not decoder_input.requires_grad and self._needs_input_gradient():
                 decoder_input.requires_grad_()
             if self.config.sequence_parallel:  # each rank goes on with its part of the tokens, [s / tp, b, h]
@@ -118,6 +132,20 @@ class VisionLanguageModel(MegatronModule):
             output_processor=self.language_model.loss_or_logits,
             output_processor_context=num_trained,
         )
+
+    def _with_features(self, embeddings: Tensor, media: Mapping[str, Tensor]) -> Tensor:
+        """Return the embeddings [s, b, h] with features, newlines and resized features in their places."""
+        features = self.image_features(normalise(media[PIXEL_VALUES], media[PIXEL_SCALE]))
+        chosen = features[media[FEATURE_ROWS]] if FEATURE_ROWS in media else features
+        found, positions = [chosen], [media[FEATURE_POSITIONS]]
+        if NEWLINE_POSITIONS in media:
+            positions.append(media[NEWLINE_POSITIONS])
+            found.append(self.vision_projection.get_parameter("image_newline").expand(len(positions[-1]), -1))
+        if RESIZED_ROWS in media:
+            positions.append(media[RESIZED_POSITIONS])
+            weights = media[RESIZED_WEIGHTS].unsqueeze(-1)  # products in fp32, as torch's interpolate
+            found.append((features[media[RESIZED_ROWS]] * weights).sum(1).to(features.dtype))
+        return place_features(embeddings, torch.cat(found), torch.cat(positions))
 
     def image_features(self, pixel_values: Tensor) -> Tensor:
         """Return the features [i * n, h] of tiles [i, 3, height, width].
@@ -153,6 +181,12 @@ class VisionLanguageModel(MegatronModule):
     def shared_embedding_or_output_weight(self) -> Tensor:
         """Return the tied embedding of this stage (called by megatron-core's gradient finalisation)."""
         return self.language_model.shared_embedding_or_output_weight()
+
+
+def new_newline(config: TransformerConfig) -> Parameter:
+    """Return a newline [h] as transformers begins it: normal, 1 / sqrt(h)."""
+    width = config.hidden_size
+    return Parameter(torch.randn(width, dtype=config.params_dtype) / math.sqrt(width))
 
 
 def place_features(embeddings: Tensor, features: Tensor, positions: Tensor) -> Tensor:

@@ -48,12 +48,13 @@ class LayerNames:
 
 @dataclass(frozen=True)
 class HfNames:
-    """The prefixes one HF folder uses, and the name of the output layer."""
+    """The prefixes one HF folder uses, and the names of the output layer and the newline (empty: there is none)."""
 
     vision: str
     projection: str
     text: str
     lm_head: str
+    newline: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class KnownNames:
 
     `vision`, `projection`, `text`: prefixes, longest first, as the first one that some tensor has is taken. `lm_head`:
     the output layer's name by the language model's prefix. `styles`: whole sets that a user may mean in a pattern; the
-    first is that of the class's usual files.
+    first is that of the class's usual files. `newline`: of the vector that ends rows of features, if it has one.
     """
 
     vision: tuple[str, ...]
@@ -70,6 +71,7 @@ class KnownNames:
     text: tuple[str, ...]
     lm_head: Mapping[str, str]
     styles: tuple[HfNames, ...]
+    newline: tuple[str, ...] = ()
 
     def usual(self, *, wrapped: bool) -> HfNames:
         """Return the names of the class's usual files. `wrapped`: see `VisionFamily`."""
@@ -97,7 +99,10 @@ class KnownNames:
             first("projector", self.projection),
             first("language model", self.text),
         )
+        newline = next((name for name in self.newline if name in names), "")
+        if self.newline and not newline:
+            missing.append(f"no newline: no tensor is {' or '.join(self.newline)}")
         if missing:
             raise ConversionError(problems(f"{source} holds no whole model", missing))
         lm_head = next((name for name in dict.fromkeys(self.lm_head.values()) if name in names), self.lm_head[text])
-        return HfNames(vision, projection, text, lm_head)
+        return HfNames(vision, projection, text, lm_head, newline)

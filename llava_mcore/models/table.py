@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from transformers import PretrainedConfig
 
-from llava_mcore.mapping.table import MappingTable
+from llava_mcore.mapping.sharding import REPLICATED
+from llava_mcore.mapping.table import Entry, MappingTable
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.language.dense import end_entries
 from llava_mcore.models.language.registry import language_family
@@ -32,6 +33,7 @@ def mapping_table(
     entries = [
         *tower.weight_entries(vision, megatron="vision_model.", prefix=names.vision, num_layers=num_layers),
         *connector.weight_entries(hf, megatron="vision_projection.", prefix=names.projection),
+        *([Entry("vision_projection.image_newline", names.newline, REPLICATED)] if names.newline else []),
         *end_entries(text, text_names, padded_vocab_size=padded_vocab_size, tied=tied),
         *language_family(text).weight_entries(text, text_names),
     ]

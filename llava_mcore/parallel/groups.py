@@ -14,6 +14,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 
+from llava_mcore.errors import ConfigError
+
 # The group for small host-side messages (errors, stop signals, counts): always gloo, so it never touches a GPU stream.
 ControlGroup = dist.ProcessGroup
 
@@ -125,16 +127,38 @@ def shut_down() -> None:
 
 @contextlib.contextmanager
 def single_process() -> Iterator[Groups]:
-    """A world of one without network, for conversions: the model is built at tp 1, pp 1."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    """A world of one without network, for conversions: the model is built at tp 1, pp 1.
+
+    If the process is in one already (`join_alone`), that one serves, and stays.
+    """
+    if dist.is_initialized():
+        yield join_alone()
+        return
+    groups = join_alone()
     try:
-        world = dist.new_group()
-        yield _groups(torch.device("cpu"), world, world)
+        yield groups
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def join_alone() -> Groups:
+    """Begin a world of one without network, which lasts until `shut_down`; in one already, return its groups.
+
+    Raises:
+        ConfigError: torch.distributed is in use for something else.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+    elif dist.get_world_size() > 1 or not parallel_state.model_parallel_is_initialized():
+        raise ConfigError(
+            "torch.distributed is in use in this process, and a model of one process needs groups of its own: call "
+            "this in another process, or after torch.distributed.destroy_process_group()"
+        )
+    world = dist.new_group()
+    return _groups(torch.device("cpu"), world, world)
 
 
 def agree(groups: Groups, problem: str | None) -> list[str]:

@@ -7,8 +7,6 @@ minute to end: one that hangs, or is stopped, takes all of it.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import logging
 import os
 import signal
@@ -16,17 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import psutil
 
+from llava_mcore.compat.torchrun import limit_closing
 from llava_mcore.errors import HUNG
 from llava_mcore.launch.process import FORWARDED, STOP, STOPPED_EARLY, leave
 from llava_mcore.run.messages import with_messages
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a run at once; the others ask it to save first."""
@@ -93,25 +88,12 @@ class Run:
                 worker.send_signal(number)
         return bool(found)
 
-    def end_soon_after_a_failure(self, api: ModuleType) -> None:
-        """Patch torchrun: when a rank has failed, note which were first, and give the others little time.
-
-        Raises:
-            RuntimeError: this torch ends its workers in another way.
-        """
-        context: type[SubprocessContext] = api.SubprocessContext
-        close = context._close
-        if list(inspect.signature(close).parameters) != ["self", "death_sig", "timeout"]:
-            raise RuntimeError(f"torch has changed {close.__qualname__}: llava_mcore/run/torchrun.py has to follow")
-
-        @functools.wraps(close)
-        def close_soon(self_: Any, death_sig: signal.Signals, timeout: int = 30) -> None:
-            if not self.first:
-                self.first.update(self_._failures)
-            codes = [failure.exitcode for failure in self.first.values()]
-            close(self_, death_sig, max((_OTHER_LIMITS.get(code, _SECONDS_TO_END) for code in codes), default=1))
-
-        context._close = close_soon  # type: ignore[method-assign,assignment]
+    def seconds_to_end(self, failures: Mapping[int, Failure]) -> int:
+        """Note which ranks failed first, and return how long the others have."""
+        if not self.first:
+            self.first.update(failures)
+        codes = [failure.exitcode for failure in self.first.values()]
+        return max((_OTHER_LIMITS.get(code, _SECONDS_TO_END) for code in codes), default=1)
 
 
 def cause(failures: Mapping[int, Failure]) -> tuple[int, int]:
@@ -139,7 +121,7 @@ def main() -> int:
     args = parse_args(sys.argv[1:])
     args.signals_to_handle = ",".join(number.name for number in ENDING)  # never come: they are blocked
     args.training_script_args += ["--parent", str(os.getpid())]
-    attended.end_soon_after_a_failure(api)
+    limit_closing(api, attended.seconds_to_end)
     attended.module = args.training_script
     try:
         run(args)

@@ -16,7 +16,7 @@ from llava_mcore.parallel.together import raise_on_all_ranks, together
 from llava_mcore.training.closing import attempt
 from llava_mcore.training.faults import NotFinite, out_of_memory_says_what_to_do
 from llava_mcore.training.fetch import Loader, Remembering, fetch_step
-from llava_mcore.training.logs.report import Reporter
+from llava_mcore.training.logs.reporter import Reporter
 from llava_mcore.training.optimizer import learning_rates
 from llava_mcore.training.profiling import IterationProfiler
 from llava_mcore.training.save import Saver

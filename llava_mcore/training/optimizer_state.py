@@ -25,6 +25,13 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 
+from llava_mcore.compat.megatron_optimizer import (
+    hand_state_to_parts,
+    own_part,
+    own_stretches,
+    set_weights_and_moments,
+    weights_and_moments,
+)
 from llava_mcore.mapping.slices import boxes_of_stretch
 from llava_mcore.parallel.groups import Groups
 
@@ -51,7 +58,7 @@ def optimizer_state(
         distributed.load_state_dict(_common_state(distributed, num_updates))  # makes room for what will be loaded
     places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model)[0])}
     parts = {}
-    for number, (param, start, stop) in enumerate(_own_stretches(distributed)):
+    for number, (param, start, stop) in enumerate(own_stretches(distributed)):
         tensors = {} if is_loading else _own_tensors(distributed, param)
         parts[number] = {
             name: _boxes(f"optimizer.state.{name}", places[param], start, stop, tensors.get(name))
@@ -74,13 +81,13 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
             group.setdefault("step", 0)  # else the update with which it made room for its state would count
     distributed.load_state_dict({name: value for name, value in loaded.items() if name != PARAM_STATE})
     with torch.no_grad():
-        for number, (param, _, _) in enumerate(_own_stretches(distributed)):
+        for number, (param, _, _) in enumerate(own_stretches(distributed)):
             boxes = loaded[PARAM_STATE][number]
             tensors = {name: torch.cat([box.flatten() for box in boxes[name]]) for name in boxes}
-            distributed._set_main_param_and_optimizer_states(param, tensors)
+            set_weights_and_moments(distributed, param, tensors)
     inner = distributed.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
-        inner._sync_hdo_state_to_sub_optimizers()
+        hand_state_to_parts(inner)
         for group in inner.param_groups:
             group.pop("step", None)  # the count of its part on the GPU would be set back to this one at every update
 
@@ -191,23 +198,13 @@ def _make_moments(optimizer: MegatronOptimizer) -> None:
                     inner.state[param] = {"step": torch.tensor(0.0), **zeros}
 
 
-def _own_stretches(distributed: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """Yield every parameter of which this rank holds a part, with the part's first and last element + 1."""
-    for ranges_by_type in distributed.gbuf_ranges:
-        for buckets in ranges_by_type.values():
-            for bucket in buckets:
-                for param, ranges in bucket["param_map"].items():
-                    yield param, ranges["param"].start, ranges["param"].end
-
-
 def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Return this rank's part of a parameter's fp32 weights and moments, flat; moments begin as zeros."""
-    group, number = distributed.model_param_group_index_map[param]
-    own = distributed.optimizer.param_groups[group]["params"][number]
+    own = own_part(distributed, param)
     if distributed.config.use_precision_aware_optimizer and not distributed.optimizer.state.get(own):
         tensors = {"param": own.float()}  # it makes its fp32 weights at its first update
     else:
-        tensors = distributed._get_main_param_and_optimizer_states(param)
+        tensors = weights_and_moments(distributed, param)
     weights = tensors["param"]
     tensors = {name: tensors[name] if name in tensors else torch.zeros_like(weights) for name in _names(distributed)}
     if distributed.config.use_precision_aware_optimizer:  # its moments may be made for this call: not all on the GPU

@@ -10,11 +10,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from llava_mcore.compat.megatron_optimizer import update_unless
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups
 
@@ -37,14 +38,6 @@ class StepResult:
     updated: bool
     finite: bool = True
     not_finite: tuple[int, ...] = ()
-
-
-class _NotFiniteError(Exception):
-    """The gradient norm, or the loss, of a step whose update must not be made."""
-
-    def __init__(self, grad_norm: float) -> None:
-        super().__init__(grad_norm)
-        self.grad_norm = grad_norm
 
 
 def loss_sum(loss_mask: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Report]:
@@ -103,37 +96,12 @@ def train_step(
     reports = forward_backward(chunks, batches)
     lr = scheduler.get_lr({})
     total, count, not_finite = _sum_over_ranks(groups, reports)
-    updated, grad_norm = _update(optimizer, loss_is_finite=math.isfinite(total))
+    updated, grad_norm = update_unless(optimizer, lambda norm: not (math.isfinite(total) and math.isfinite(norm)))
     if updated:  # fp16 skips an update whose gradients overflowed
         scheduler.step(increment=global_batch_size)
     loss = total / count if count else float("nan")
     finite = math.isfinite(total) and math.isfinite(grad_norm)
     return StepResult(loss, grad_norm, lr, int(count), updated, finite, not_finite)
-
-
-def _update(optimizer: MegatronOptimizer, *, loss_is_finite: bool) -> tuple[bool, float]:
-    """Run optimizer.step() up to the gradient norm and, if that and the loss are finite, to its end.
-
-    Returns:
-        Whether the weights changed, and the norm (0 if fp16's loss scaler found an overflow before it was taken).
-    """
-    assert isinstance(optimizer, ChainedOptimizer), "megatron-core's, whose step asks for the norm by this method"
-    take_norm = optimizer.get_grad_norm
-
-    def checked() -> float:
-        norm = float(take_norm() or 0.0)
-        if not (loss_is_finite and math.isfinite(norm)):
-            raise _NotFiniteError(norm)
-        return norm
-
-    optimizer.get_grad_norm = checked
-    try:
-        updated, grad_norm, _ = optimizer.step()
-    except _NotFiniteError as error:
-        return False, error.grad_norm
-    finally:
-        del optimizer.get_grad_norm
-    return bool(updated), grad_norm or 0.0
 
 
 def _sum_over_ranks(groups: Groups, reports: Sequence[Report]) -> tuple[float, float, tuple[int, ...]]:

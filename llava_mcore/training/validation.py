@@ -15,9 +15,10 @@ import torch.distributed as dist
 from llava_mcore.checkpoint.fp8_scales import scaled_modules
 from llava_mcore.data.loading.validation_data import ValidationData, ValidationPass
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
-from llava_mcore.parallel.batch import HostBatch, fill_rows, share_step, without_loss
+from llava_mcore.parallel.batch import HostBatch, fill_rows, without_loss
 from llava_mcore.parallel.groups import agree, sum_over_ranks
 from llava_mcore.parallel.random import kept_random_state
+from llava_mcore.parallel.share import share_step
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.step import forward_backward

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.commands import read_metrics, run
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
@@ -87,7 +87,7 @@ class World:
 def make_material(folder: Path) -> Path:
     """Write a model with dropout, its checkpoint, and data."""
     make_hf_llava(folder / "hf", text_overrides={"attention_dropout": 0.1})
-    import_hf(folder / "hf", folder / "megatron", tp=2)
+    import_hf(folder / "hf", folder / "megatron", tensor_parallel=2)
     make_dataset(folder / "data")
     return folder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.commands import run
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava

@@ -19,8 +19,8 @@ from benchmarks.async_save import measured
 from benchmarks.runs import read_lines
 from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.checkpoint.complete import incomplete, iterations
-from llava_mcore.cli.import_hf import import_hf
 from llava_mcore.config.load import load_run_config
+from llava_mcore.convert.import_hf import import_hf
 from tests.e2e.chaos_run import Running, still_open
 from tests.e2e.chaos_world import last_line
 from tests.helpers.commands import ROOT, command, kill_tree, read_metrics, run

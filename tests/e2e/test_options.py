@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlavaForConditionalGeneration
 
-from llava_mcore.cli.export_hf import export_hf
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.run.carried_folder import write_init_folder
 from llava_mcore.templates.named import family_format
 from tests.helpers.commands import read_metrics, run

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llava_mcore.checkpoint.layout import write_tracker
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.commands import read_metrics, run, run_and_kill
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
@@ -23,7 +23,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("resume")
     for name, dropout in (("exact", 0.0), ("dropout", 0.1)):
         make_hf_llava(root / f"hf-{name}", text_overrides={"attention_dropout": dropout})
-        import_hf(root / f"hf-{name}", root / name, tp=2)
+        import_hf(root / f"hf-{name}", root / name, tensor_parallel=2)
     data = make_dataset(root / "data", num_samples=60, num_shards=3)
     split = "split_parts: {train: [000000.tar, 000001.tar], val: [000002.tar], test: []}\nexclude: []\n"
     (data / ".nv-meta" / "split.yaml").write_text(split)
@@ -59,7 +59,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["distributed", pytest.param("dropout", marks=pytest.mark.long)])
 def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], case: str) -> None:
     layout, other, model, more = CASES[case]
     save = material["root"] / "save"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.commands import read_metrics, run
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import LAYOUTS, run_world
 

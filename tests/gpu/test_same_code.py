@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder, write_tracker
-from llava_mcore.cli.export_hf import export_hf
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.cases import CASES, hf_logits, make_case, make_inputs
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import LAYOUTS, run_world
@@ -46,7 +46,7 @@ def test_logits_and_round_trip(tmp_path: Path, tp: int, pp: int) -> None:
         root = tmp_path / case.name
         copy_hf(hf_folder(iteration_folder(root / "megatron", 0)), hf_folder(iteration_folder(root / "resharded", 0)))
         write_tracker(root / "resharded", 0)
-        export_hf(root / "resharded", root / "out", tp=tp)
+        export_hf(root / "resharded", root / "out", tensor_parallel=tp)
         assert_same_folder(root / "hf", root / "out")
     print(f"tp {tp} pp {pp}: largest logit difference {worst:.2e}")
     assert worst <= 1e-4

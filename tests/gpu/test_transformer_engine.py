@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
-from llava_mcore.cli.export_hf import export_hf
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.models.language.registry import language_family
 from tests.gpu.te_checks import TE
 from tests.helpers.cases import CASES, hf_logits, make_inputs, make_sharp_case

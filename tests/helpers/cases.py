@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlavaForConditionalGeneration
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_VALUES
-from llava_mcore.models.architectures.registry import features_per_tile
+from llava_mcore.data.samples import EncodedSample, PlacedMedia, TokenConversation
+from llava_mcore.data.streams.collate import collate
+from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
+from llava_mcore.models.media import MediaTokens
 from llava_mcore.models.vision.geometry import image_side
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -33,16 +39,17 @@ TWO_ROPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny LLaVA. `layouts`: the (tp, pp) it is tested at; None: at all."""
+    """One tiny model. `layouts`: the (tp, pp) it is tested at; None: at all."""
 
     vision: str
     text: str
     options: dict[str, Any] = field(default_factory=dict)
     layouts: tuple[tuple[int, int], ...] | None = None
+    architecture: str = "llava"
 
     @property
     def name(self) -> str:
-        return f"{self.vision}-{self.text}"
+        return f"{self.architecture}-{self.vision}-{self.text}"
 
 
 ONE_AXIS, BOTH_AXES = ((1, 2), (2, 1)), ((2, 2),)
@@ -69,17 +76,28 @@ CASES = [
     Case("dinov2_with_registers", "gemma2", {"tie": True}, ONE_AXIS + BOTH_AXES),
     Case("internvit", "gemma3", {"tie": True, "feature_layer": -1}, ONE_AXIS),
     Case("siglip", "gemma3", {"text_overrides": {"rope_parameters": TWO_ROPES}}, BOTH_AXES),
+    Case("clip", "mistral", {}, ONE_AXIS + BOTH_AXES, "llava_next"),
+    Case("siglip", "qwen2", {"feature_layer": -1, "tie": True}, ONE_AXIS + BOTH_AXES, "llava_onevision"),
 ]
 
 
 def make_case(case: Case, folder: Path) -> LlavaForConditionalGeneration:
     """Write the case's Hugging Face folder and return its model."""
-    return make_hf_llava(folder, vision=case.vision, text=case.text, seed=len(case.name), **case.options)
+    return make_hf_llava(
+        folder,
+        vision=case.vision,
+        text=case.text,
+        architecture=case.architecture,
+        seed=len(case.vision),
+        **case.options,
+    )
 
 
 def make_inputs(model: LlavaForConditionalGeneration, *, num_text: int = 24, seed: int = 0) -> dict[str, torch.Tensor]:
     """Two samples: one with two pictures, one with text alone (padded to the same length)."""
     hf = model.config
+    if architecture_of(hf).media(hf).any_size:
+        return any_size_inputs(model, seed=seed)
     n = features_per_tile(hf)
     g = torch.Generator().manual_seed(seed)
     length = 2 * n + num_text
@@ -99,7 +117,45 @@ def make_inputs(model: LlavaForConditionalGeneration, *, num_text: int = 24, see
 def hf_logits(model: LlavaForConditionalGeneration, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return Hugging Face's logits [b, s, vocabulary] for the same inputs."""
     with torch.no_grad():
-        return model(input_ids=inputs["input_ids"], pixel_values=inputs["pixel_values"]).logits
+        theirs = {name.removeprefix(THEIRS): x for name, x in inputs.items() if name.startswith(THEIRS)}
+        return model(input_ids=inputs["input_ids"], **(theirs or {PIXEL_VALUES: inputs[PIXEL_VALUES]})).logits
+
+
+THEIRS = "hugging face: "
+"""Before the names of inputs that only Hugging Face's model takes."""
+SIZES = (((56, 140),), (), ((100, 60), (40, 40)), ((120, 120),))
+"""Heights and widths of the pictures of each sample."""
+
+
+def any_size_inputs(model: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Samples of one length with pictures of several sizes, one picture, none, two; collated as the loader does."""
+    hf = model.config
+    plan, side, g = architecture_of(hf).media(hf), image_side(hf.vision_config), torch.Generator().manual_seed(seed)
+    items = [plan.tokens(sizes) for sizes in SIZES]
+    length = max(sum(map(len, each)) for each in items) + 24
+    conversations = [_conversation(each, length, g) for each in items]
+    num_tiles = [item.num_tiles for each in items for item in each]
+    pixels = torch.randn(sum(num_tiles), 3, side, side, generator=g)
+    starts = torch.tensor([0, *(sum(c.num_tiles for c in conversations[: i + 1]) for i in range(len(SIZES)))])
+    samples = [
+        EncodedSample(__key__="s", __restore_key__=(), conversations=[c], pixel_values=pixels[first:end])
+        for c, (first, end) in zip(conversations, pairwise(starts.tolist()), strict=True)
+    ]
+    batch = collate(samples, seq_length=length, pad_token_id=3, packed=False, fields=plan.fields)
+    padded = pad_sequence(list(pixels.split(num_tiles)), batch_first=True)  # [pictures, most tiles, 3, side, side]
+    theirs = {"pixel_values": padded, "image_sizes": torch.tensor([x for sizes in SIZES for x in sizes])}
+    if hf.model_type == "llava_onevision":
+        theirs["batch_num_images"] = torch.tensor([len(sizes) for sizes in SIZES if sizes])
+    return {"input_ids": batch.input_ids, **batch.media, **{THEIRS + name: x for name, x in theirs.items()}}
+
+
+def _conversation(items: list[MediaTokens], length: int, g: torch.Generator) -> TokenConversation:
+    ids, start, media = torch.randint(5, 300, (length,), generator=g).numpy(), 3, []
+    for item in items:
+        ids[start : start + len(item)] = item.ids
+        media.append(PlacedMedia(b"", start, item))
+        start += len(item) + 2
+    return TokenConversation("k", ids, np.ones(length, dtype=np.bool_), tuple(media), truncated=False)
 
 
 def make_sharp_case(case: Case, folder: Path) -> LlavaForConditionalGeneration:

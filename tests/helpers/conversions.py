@@ -26,8 +26,8 @@ def forkserver() -> Context:
 def convert(step: str, source: Path, target: Path, options: dict[str, Any]) -> None:
     """Run one conversion; `step` is import or export."""
     from llava_mcore import log
-    from llava_mcore.cli.export_hf import export_hf
-    from llava_mcore.cli.import_hf import import_hf
+    from llava_mcore.convert.export_hf import export_hf
+    from llava_mcore.convert.import_hf import import_hf
 
     log.quiet_libraries()
     torch.set_num_threads(1)
@@ -63,8 +63,8 @@ def _measure(queue: Any, function: Callable[..., None], arguments: tuple[Any, ..
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key + ":"))
 
-    import llava_mcore.cli.export_hf
-    import llava_mcore.cli.import_hf  # noqa: F401  what importing takes is not counted
+    import llava_mcore.convert.export_hf
+    import llava_mcore.convert.import_hf  # noqa: F401  what importing takes is not counted
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = status("VmRSS")

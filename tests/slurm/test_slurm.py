@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.checkpoint.complete import incomplete, iterations
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.commands import ROOT, command, read_metrics
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava

@@ -10,10 +10,10 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from llava_mcore.checkpoint.choose_start import StartPoint, start_point
 from llava_mcore.checkpoint.layout import hf_folder
-from llava_mcore.cli.export_hf import export_hf
-from llava_mcore.cli.import_hf import import_hf
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.encoding.chat_template_file import require_same_template, write_chat_template
 from llava_mcore.errors import CheckpointError

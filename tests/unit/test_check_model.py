@@ -14,8 +14,11 @@ import transformers
 from torch import Tensor
 
 from llava_mcore.checkpoint import checksums, layout
-from llava_mcore.cli import check, export_hf, import_hf
+from llava_mcore.cli import check, export_hf
+from llava_mcore.cli import import_hf as import_command
+from llava_mcore.convert.check import check_manifest
 from llava_mcore.convert.compare_logits import compare_logits
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import CheckpointError, ConversionError
 from llava_mcore.mapping.sharding import ROW
 from llava_mcore.mapping.table import Entry, MappingTable
@@ -50,7 +53,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Entry]],
         change(entries)
         return replace(table, entries=entries)
 
-    monkeypatch.setattr(import_hf, "mapping_table", wrong)
+    monkeypatch.setattr("llava_mcore.convert.import_hf.mapping_table", wrong)
     monkeypatch.setattr("llava_mcore.convert.megatron_weights.mapping_table", wrong)
 
 
@@ -86,7 +89,7 @@ def test_logits_agree_at_a_layout_and_bf16_weights_are_compared_in_fp32(
     hf: Path, picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m"), "--tp", "2", "--pp", "2"]
-    assert import_hf.main([*flags, "--workers", "1", "--verify", "--logits", str(picture)]) == 0
+    assert import_command.main([*flags, "--workers", "1", "--verify", "--logits", str(picture)]) == 0
     said = capsys.readouterr().out
     assert "every tensor read back and equal" in said and "at tp 2 x pp 2: max abs difference" in said
     # embedding, patches, positions, CLIP's norm, projector, final norm; 3 layers of the tower, 4 of Qwen3
@@ -126,7 +129,7 @@ def test_tensors_that_are_wrong_in_both_directions_are_named(
     expected: str,
 ) -> None:
     mutate(monkeypatch, change)
-    import_hf.import_hf(hf, tmp_path / "m", verify=True)  # hashes agree: both directions are wrong alike
+    import_hf(hf, tmp_path / "m", verify=True)  # hashes agree: both directions are wrong alike
     flags = ["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m")]
     assert check.main(flags) == 0
     assert check.main([*flags, "--logits", str(picture)]) == 2
@@ -160,7 +163,7 @@ def test_tables_that_are_wrong_in_one_direction_are_found_by_hashes(
         megatron = tmp_path / f"m{i}"
         with monkeypatch.context() as patch:
             mutate(patch, change)
-            import_hf.import_hf(hf, megatron)
+            import_hf(hf, megatron)
         assert check.main(["--hf-dir", str(hf), "--megatron-dir", str(megatron)]) == 2
         assert f"{name}: largest difference" in capsys.readouterr().err
         assert check.main(["--megatron-dir", str(megatron)]) == 2
@@ -170,17 +173,17 @@ def test_tables_that_are_wrong_in_one_direction_are_found_by_hashes(
 def test_an_import_alone_is_checked_against_its_manifest(
     hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = import_hf.import_hf(hf, tmp_path / "m", tp=2, dtype=torch.float16)
+    checkpoint = import_hf(hf, tmp_path / "m", tensor_parallel=2, dtype=torch.float16)
     assert check.main(["--megatron-dir", str(tmp_path / "m")]) == 0
     assert f"tensors have the SHA-256 of their import from {hf}" in capsys.readouterr().out
     assert check.main(["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m")]) == 0
     assert "bit for bit after a cast to torch.float16" in capsys.readouterr().out
     (layout.hf_folder(checkpoint) / layout.MANIFEST).unlink()
     checksums.write_checksums(checkpoint, {})
-    assert "files have the checksums" in check.check_manifest(tmp_path / "m", tp=1, workers=1)
+    assert "files have the checksums" in check_manifest(tmp_path / "m", tp=1, workers=1)
     (checkpoint / checksums.FILE).unlink()
     with pytest.raises(CheckpointError, match="nothing to be compared with"):
-        check.check_manifest(tmp_path / "m", tp=1, workers=1)
+        check_manifest(tmp_path / "m", tp=1, workers=1)
 
 
 def test_what_cannot_be_compared_says_so(
@@ -204,7 +207,7 @@ def replace_available(num_bytes: int) -> object:
 def test_the_page_names_only_flags_that_there_are() -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "convert.md").read_text(encoding="utf-8")
-    parsers = [import_hf.parser(), export_hf.parser(), check.parser()]
+    parsers = [import_command.parser(), export_hf.parser(), check.parser()]
     known = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
     benchmarks = [root / "benchmarks" / name for name in ("convert.py", "convert_kills.py")]
     benchmark = {flag for file in benchmarks for flag in re.findall(r'add_argument\("(--[a-z-]+)"', file.read_text())}

@@ -15,7 +15,7 @@ from llava_mcore.checkpoint.complete import write_run_json
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.cli import check, export_hf
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import CheckpointError
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -31,7 +31,7 @@ def flip(path: Path, position: int) -> None:
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("imported")
     make_hf_llava(root / "hf")
-    import_hf(root / "hf", root / "m", tp=2)
+    import_hf(root / "hf", root / "m", tensor_parallel=2)
     return root
 
 

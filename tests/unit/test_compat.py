@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
+import functools
 import inspect
+import math
+import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.optimizer import ChainedOptimizer, distrib_optimizer
 from megatron.core.transformer import attention
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from llava_mcore.compat.megatron import FACTORY_OPTIONS, LoadStrategy, replace_name
-from llava_mcore.compat.torch import NUM_STATE, accept_newer_metadata
+from llava_mcore.compat import (
+    cpu,
+    energon_jsonl,
+    energon_memory,
+    energon_names,
+    energon_repeat,
+    megatron,
+    megatron_layers,
+    megatron_optimizer,
+)
+from llava_mcore.compat.megatron import FACTORY_OPTIONS, LoadStrategy
+from llava_mcore.compat.required import replace_name, required
+from llava_mcore.compat.torch import NUM_STATE, accept_newer_metadata, file_offset, place_in_file
 from llava_mcore.compat.transformers import tower_names_in_files
 from llava_mcore.models.probes import Recorder, watch_hf
 from llava_mcore.models.table import detect_names, usual_names
@@ -46,17 +63,143 @@ def test_metadata_of_a_newer_torch_are_read() -> None:
 
 
 def test_a_name_that_is_gone_is_not_replaced_in_silence() -> None:
-    module = ModuleType("some.module")
-    with pytest.raises(RuntimeError, match=r"some\.module has no '_queue' \(megatron-core 0\.19"):
+    module = ModuleType("megatron.core.some")
+    with pytest.raises(AttributeError, match=r"megatron\.core\.some has no '_queue' \(megatron-core 0\.19"):
         replace_name(module, "_queue", 1)
     module._queue = None  # type: ignore[attr-defined]
     replace_name(module, "_queue", 1)
     assert module._queue == 1
+    with pytest.raises(AttributeError, match=r"test_compat\.Changed has no 'step': llava_mcore relies on it"):
+        required(Changed(), "step")
+
+
+class Changed:
+    """A class or an object of another version, which lacks what is replaced."""
+
+
+@pytest.mark.parametrize(
+    ("patch", "owner"),
+    [
+        (energon_jsonl.leave_out_nested_lines, "DefaultCrudeJsonlDatasetFactory"),
+        (energon_memory.forget_what_was_read, "ITarFile"),
+        (energon_names.run_no_named_code, "REPLACED"),
+        (megatron.keep_write_results_here, "filesystem_async"),
+        (functools.partial(megatron.by_sharded_key, {}, keep_only_main_replica=True), "strategies"),
+        (functools.partial(place_in_file, "a", 0, 1), "filesystem"),
+    ],
+)
+def test_each_patch_notices_that_its_name_is_gone(
+    patch: Callable[[], object], owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: Any = {Changed: "_resolve_object"} if owner == "REPLACED" else Changed
+    function = patch.func if isinstance(patch, functools.partial) else patch
+    monkeypatch.setitem(function.__globals__, owner, names)
+    with pytest.raises(AttributeError, match="Changed"):
+        patch()
+
+
+def test_repetitions_notice_another_energon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(energon_repeat, "RepeatDataset", Changed)
+    with pytest.raises(AttributeError, match=r"Changed has no '__iter__'"):
+        energon_repeat.repeat_parts_exactly()
+
+
+@pytest.mark.parametrize("name", ["_lazy_call", "current_device", "default_generators", "manual_seed"])
+def test_the_cpu_platform_notices_another_torch_before_it_changes_anything(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.cuda, name)
+    before = dict(vars(torch.cuda))
+    with pytest.raises(AttributeError, match=rf"torch\.cuda has no '{name}' \(torch 2\."):
+        cpu._patch_torch()
+    assert vars(torch.cuda) == before
+
+
+@pytest.mark.parametrize("name", ["_set_main_param_and_optimizer_states", "load_state_dict"])
+def test_the_cpu_platform_notices_another_optimizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = type("Optimizer", (), {"_set_main_param_and_optimizer_states": 1, "load_state_dict": 1})
+    delattr(optimizer, name)
+    monkeypatch.setattr(distrib_optimizer, "DistributedOptimizer", optimizer)
+    with pytest.raises(AttributeError, match=f"Optimizer has no '{name}'"):
+        cpu._patch_distributed_optimizer()
+
+
+def test_layers_of_another_megatron_core_are_noticed() -> None:
+    layer: Any = torch.nn.Linear(1, 1)
+    with pytest.raises(AttributeError, match="has no 'inv_freq'"):
+        megatron_layers.set_frequencies(layer, torch.ones(1))
+    with pytest.raises(AttributeError, match="has no '_yarn_concentration_factor'"):
+        megatron_layers.set_rotary_factor(layer, 1.0)
+    with pytest.raises(AttributeError, match="has built a Linear: Conv1d is none of these"):
+        megatron_layers.change_class(layer, torch.nn.Conv1d)
+
+
+def test_attention_of_another_megatron_core_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils: Any = ModuleType("transformer_engine.pytorch.utils")
+    utils.SplitAlongDim = SimpleNamespace(apply=torch.split)
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("transformer_engine.pytorch"))
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    monkeypatch.setattr(attention, "SplitAlongDim", None)
+    megatron_layers.split_gradients_side_by_side()
+    assert attention.SplitAlongDim is torch.split
+    monkeypatch.setattr(megatron_layers, "attention", Changed)
+    with pytest.raises(AttributeError, match="has no 'SplitAlongDim'"):
+        megatron_layers.split_gradients_side_by_side()
+
+
+class Optimizer(ChainedOptimizer):
+    """One parameter, and a step that may forget to ask for the norm."""
+
+    def __init__(self, norm: float, *, asks: bool) -> None:
+        self.weight, self.norm, self.asks = 0, norm, asks
+
+    def get_grad_norm(self) -> float:
+        return self.norm
+
+    def step(self) -> tuple[bool, float, None]:
+        norm = self.get_grad_norm() if self.asks else self.norm
+        self.weight += 1
+        return True, norm, None
+
+
+def test_an_update_without_a_look_at_the_norm_is_noticed() -> None:
+    asking = Optimizer(2.0, asks=True)
+    assert megatron_optimizer.update_unless(asking, lambda norm: False) == (True, 2.0)
+    assert megatron_optimizer.update_unless(asking, math.isfinite) == (False, 2.0)
+    assert asking.weight == 1 and "get_grad_norm" not in vars(asking)
+    with pytest.raises(AttributeError, match=r"Optimizer\.step no longer calls get_grad_norm"):
+        megatron_optimizer.update_unless(Optimizer(math.nan, asks=False), lambda norm: not math.isfinite(norm))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: list(megatron_optimizer.own_stretches(x)),
+        lambda x: megatron_optimizer.own_part(x, x),
+        lambda x: megatron_optimizer.weights_and_moments(x, x),
+        lambda x: megatron_optimizer.set_weights_and_moments(x, x, {}),
+        megatron_optimizer.hand_state_to_parts,
+        lambda x: file_offset(SimpleNamespace(untyped_storage=Changed)),  # type: ignore[arg-type]
+    ],
+)
+def test_private_names_that_are_used_are_noticed_too(use: Callable[[Any], object]) -> None:
+    with pytest.raises(AttributeError, match="Changed has no "):
+        use(Changed())
+
+
+def test_metadata_of_another_torch_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llava_mcore.compat.torch.fields", lambda of: ())
+    monkeypatch.setattr("llava_mcore.compat.torch.TensorProperties", Changed)
+    with pytest.raises(AttributeError, match=r"Changed has no '__setstate__'"):
+        accept_newer_metadata.__wrapped__()
 
 
 def test_megatron_core_reads_the_names_that_are_replaced() -> None:
     assert "return _results_queue" in inspect.getsource(filesystem_async.get_write_results_queue)
     assert "SplitAlongDim(mixed_qkv" in inspect.getsource(attention)
+    step = inspect.getsource(ChainedOptimizer.step)
+    assert step.index("self.get_grad_norm()") < step.index("self.step_with_ready_grads()")
 
 
 @pytest.mark.parametrize("vision", ["dinov2", "dinov2_with_registers"])

@@ -16,7 +16,10 @@ import pytest
 import torch
 
 from llava_mcore.checkpoint import layout
-from llava_mcore.cli import export_hf, import_hf
+from llava_mcore.cli import export_hf as export_command
+from llava_mcore.cli import import_hf as import_command
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.convert.io import export_jobs, import_jobs, streamed_save
 from llava_mcore.errors import ConversionError
 from llava_mcore.files import hf_folder as hf_files
@@ -32,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A Hugging Face folder and the checkpoint made of it."""
     root = tmp_path_factory.mktemp("safety")
     make_hf_llava(root / "hf")
-    import_hf.import_hf(root / "hf", root / "m", tp=2)
+    import_hf(root / "hf", root / "m", tensor_parallel=2)
     return root / "hf", root / "m"
 
 
@@ -50,7 +53,7 @@ def test_killed_anywhere_and_run_again(folders: tuple[Path, Path], tmp_path: Pat
     draw = random.Random(0)
     steps: list[tuple[str, Path, str]] = [("import", hf, "m"), ("export", megatron, "out")]
     for step, source, name in steps:
-        options: dict[str, Any] = {"tp": 2}
+        options: dict[str, Any] = {"tensor_parallel": 2}
         seconds = time_convert(step, source, tmp_path / "timing", options)
         shutil.rmtree(tmp_path / "timing")
         interrupted = 0
@@ -63,7 +66,7 @@ def test_killed_anywhere_and_run_again(folders: tuple[Path, Path], tmp_path: Pat
                 assert_whole(step, hf, target, tmp_path / "check")
                 shutil.rmtree(target)
         assert interrupted >= 1
-        {"import": import_hf.import_hf, "export": export_hf.export_hf}[step](source, tmp_path / name, **options)
+        {"import": import_hf, "export": export_hf}[step](source, tmp_path / name, **options)
         assert_whole(step, hf, tmp_path / name, tmp_path / "check")
         assert sorted(p.name for p in tmp_path.iterdir()) == [name]
         shutil.rmtree(tmp_path / name)
@@ -74,7 +77,7 @@ def assert_whole(step: str, hf: Path, target: Path, scratch: Path) -> None:
     exported = target
     if step == "import":
         exported = scratch
-        export_hf.export_hf(target, scratch)
+        export_hf(target, scratch)
     assert (exported / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
     shutil.rmtree(scratch, ignore_errors=True)
 
@@ -94,8 +97,8 @@ def test_a_failed_write_is_one_message_and_leaves_nothing(
 ) -> None:
     hf, megatron = folders
     for main, argv in (
-        (import_hf.main, ["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m")]),
-        (export_hf.main, ["--megatron-dir", str(megatron), "--hf-dir", str(tmp_path / "out")]),
+        (import_command.main, ["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m")]),
+        (export_command.main, ["--megatron-dir", str(megatron), "--hf-dir", str(tmp_path / "out")]),
     ):
         assert main([*argv, "--workers", "1"]) == 2
         text = capsys.readouterr().err
@@ -113,14 +116,14 @@ def test_a_full_disk(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: py
         pytest.skip("cannot mount a small disk here")
     try:
         with pytest.raises(ConversionError, match=r"import needs 0.07 GB, but 0.00 GB are free there"):
-            import_hf.import_hf(hf, disk / "m", workers=workers)
+            import_hf(hf, disk / "m", workers=workers)
         # Somebody else fills the disk meanwhile:
         monkeypatch.setattr(hf_files, "require_room", lambda *_, **__: None)
         monkeypatch.setattr(streamed_save, "FILE_BYTES", 200_000)
         with pytest.raises(ConversionError, match=r"stopped, nothing is left of it: .*No space left"):
-            import_hf.import_hf(hf, disk / "m", workers=workers)
+            import_hf(hf, disk / "m", workers=workers)
         with pytest.raises(ConversionError, match=r"stopped, nothing is left of it: .*No space left"):
-            export_hf.export_hf(megatron, disk / "out", workers=workers)
+            export_hf(megatron, disk / "out", workers=workers)
         assert not list(disk.iterdir())
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -141,7 +144,7 @@ def test_verification_names_a_tensor_that_was_written_wrongly(
 
     monkeypatch.setattr(import_jobs, "as_saved", wrong)
     with pytest.raises(ConversionError, match=r"does not hold what was imported[\s\S]*: SHA-256 .*, expected"):
-        import_hf.import_hf(hf, tmp_path / "m", verify=True)
+        import_hf(hf, tmp_path / "m", verify=True)
     monkeypatch.undo()
 
     def transposed(data: raw.Data) -> Iterator[torch.Tensor]:
@@ -151,7 +154,7 @@ def test_verification_names_a_tensor_that_was_written_wrongly(
     first = hf_files.HfFolder.open(hf).get(LAYER + "self_attn.o_proj.weight")[0, 0]
     monkeypatch.setattr(export_jobs, "as_bytes", transposed)
     with pytest.raises(ConversionError) as caught:
-        export_hf.export_hf(megatron, tmp_path / "out", verify=True)
+        export_hf(megatron, tmp_path / "out", verify=True)
     assert "(1 problem)" in str(caught.value) and LAYER + "self_attn.o_proj.weight: SHA-256" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
@@ -159,12 +162,12 @@ def test_verification_names_a_tensor_that_was_written_wrongly(
 def test_verification_names_a_tensor_that_rotted_in_the_checkpoint(folders: tuple[Path, Path], tmp_path: Path) -> None:
     hf, _ = folders
     megatron = tmp_path / "m"
-    checkpoint = import_hf.import_hf(hf, megatron)
+    checkpoint = import_hf(hf, megatron)
     tensor = hf_files.HfFolder.open(hf).get(LAYER + "mlp.down_proj.weight")
     path = checkpoint / "__0_1.distcp"
     flip(path, path.read_bytes().index(tensor.numpy().tobytes()) + 100)
     with pytest.raises(ConversionError) as caught:
-        export_hf.export_hf(megatron, tmp_path / "out", verify=True, verify_checkpoint=False)
+        export_hf(megatron, tmp_path / "out", verify=True, verify_checkpoint=False)
     assert "differs from what was imported (1 problem)" in str(caught.value)
     assert LAYER + "mlp.down_proj.weight" in str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
@@ -172,7 +175,7 @@ def test_verification_names_a_tensor_that_rotted_in_the_checkpoint(folders: tupl
 
 def test_a_checkpoint_that_lacks_numbers_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     hf, _ = folders
-    checkpoint = import_hf.import_hf(hf, tmp_path / "m")
+    checkpoint = import_hf(hf, tmp_path / "m")
     (layout.hf_folder(checkpoint) / layout.UNUSED).unlink()
     with pytest.raises(ConversionError, match=r"unused\.safetensors cannot be read"):
-        export_hf.export_hf(tmp_path / "m", tmp_path / "out")
+        export_hf(tmp_path / "m", tmp_path / "out")

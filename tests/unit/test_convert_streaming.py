@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.dist import load_weights, save_state
 from llava_mcore.checkpoint.manifest import read_manifest
-from llava_mcore.cli.export_hf import export_hf
-from llava_mcore.cli.import_hf import import_hf
 from llava_mcore.convert import jobs as conversion
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.convert.io import streamed_save
 from llava_mcore.convert.io.export_jobs import Chunk
 from llava_mcore.errors import ConversionError
@@ -77,7 +77,7 @@ def test_any_number_of_workers_writes_the_same_files(hf: Path, tmp_path: Path, m
     monkeypatch.setattr(conversion, "JOB_BYTES", 60_000)
     written = {}
     for workers in (1, 3):
-        checkpoint = import_hf(hf, tmp_path / f"m{workers}", tp=2, workers=workers, verify=True)
+        checkpoint = import_hf(hf, tmp_path / f"m{workers}", tensor_parallel=2, workers=workers, verify=True)
         export_hf(tmp_path / f"m{workers}", tmp_path / f"out{workers}", workers=workers, verify=True)
         metadata = FileSystemReader(checkpoint).read_metadata()
         described = list(metadata.storage_data.items()), metadata.state_dict_metadata
@@ -95,7 +95,7 @@ def test_any_number_of_workers_writes_the_same_files(hf: Path, tmp_path: Path, m
 @pytest.mark.parametrize("dtype", [None, "fp16", "fp32"])
 def test_the_manifest_holds_the_hash_of_every_tensor_as_imported(hf: Path, tmp_path: Path, dtype: str | None) -> None:
     cast = None if dtype is None else conversion.DTYPES[dtype]
-    checkpoint = import_hf(hf, tmp_path / "m", tp=2, pp=2, dtype=cast, verify=True)
+    checkpoint = import_hf(hf, tmp_path / "m", tensor_parallel=2, pipeline_parallel=2, dtype=cast, verify=True)
     manifest = read_manifest(layout.hf_folder(checkpoint))
     assert manifest is not None
     folder = HfFolder.open(hf)
@@ -139,12 +139,13 @@ def test_files_of_a_given_size(hf: Path, tmp_path: Path) -> None:
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
     sizes, growths = {}, {}
+    options = {"tensor_parallel": 2}
     for layers in (2, 14):
         hf, megatron = tmp_path / f"hf{layers}", tmp_path / f"m{layers}"
         make_hf_llava(hf, text_overrides=wide | {"num_hidden_layers": layers}, strategy="default")
         sizes[layers] = (hf / "model.safetensors").stat().st_size
-        growths["import", layers] = peak_growth(convert, "import", hf, megatron, {"tp": 2})
-        growths["export", layers] = peak_growth(convert, "export", megatron, tmp_path / f"o{layers}", {"tp": 2})
+        growths["import", layers] = peak_growth(convert, "import", hf, megatron, options)
+        growths["export", layers] = peak_growth(convert, "export", megatron, tmp_path / f"o{layers}", options)
     grown = sizes[14] - sizes[2]
     assert grown > 150e6
     for step in ("import", "export"):

@@ -16,9 +16,10 @@ from transformers import LlavaForConditionalGeneration, Qwen2Config, Siglip2Visi
 from llava_mcore.build.sources import Source
 from llava_mcore.build.vision import load_vision_config
 from llava_mcore.checkpoint.layout import latest_checkpoint
-from llava_mcore.cli.export_hf import export_hf
-from llava_mcore.cli.import_hf import import_hf, main
+from llava_mcore.cli.import_hf import main
 from llava_mcore.convert.compare_logits import compare_logits
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.mapping.layouts import Copy
 from llava_mcore.mapping.table import Entry
@@ -73,7 +74,7 @@ def leave_fused_rows(entries: dict[str, Entry]) -> None:
 
 
 def test_logits_and_every_module_agree(gemma: Path, tmp_path: Path) -> None:
-    import_hf(gemma, tmp_path / "m", tp=2, verify=True)
+    import_hf(gemma, tmp_path / "m", tensor_parallel=2, verify=True)
     got = compare_logits(gemma, latest_checkpoint(tmp_path / "m")[0], CHINA, tp=2, pp=1)
     assert got.difference <= 1e-5 < got.largest
     # embedding, patches, positions, projector, final norm; 3 layers of the tower, 4 of Gemma 3
@@ -104,7 +105,7 @@ def test_tensors_that_are_wrong_in_both_directions_are_named(
 
 
 def test_an_export_generates_what_the_source_does(gemma: Path, tmp_path: Path) -> None:
-    import_hf(gemma, tmp_path / "m", tp=2)
+    import_hf(gemma, tmp_path / "m", tensor_parallel=2)
     export_hf(tmp_path / "m", tmp_path / "out", max_shard_size="100KB")
     made = []
     for folder in (gemma, tmp_path / "out"):

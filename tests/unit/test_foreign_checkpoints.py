@@ -17,7 +17,7 @@ from llava_mcore.checkpoint.checksums import write_checksums
 from llava_mcore.checkpoint.dist import load_state, load_weights
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.cli import check, export_hf, inspect_folder
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.convert.io.megatron_lm import LegacyTensors
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files.torch_files import load_tensors

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from llava_mcore.checkpoint.checksums import write_checksums
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
-from llava_mcore.cli import check, export_hf, import_hf
+from llava_mcore.cli import check, export_hf
+from llava_mcore.cli import import_hf as import_command
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.errors import DataError
 from tests.helpers.tiny_hf import make_hf_llava
@@ -29,7 +31,7 @@ WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "c
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("foreign")
     make_hf_llava(root / "hf")
-    import_hf.import_hf(root / "hf", root / "m")
+    import_hf(root / "hf", root / "m")
     return root
 
 
@@ -120,7 +122,7 @@ def test_what_is_refused(
     change: Change, message: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(hf)
-    assert import_hf.main(["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m")]) == 2
+    assert import_command.main(["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and message in said and not (tmp_path / "m").exists()
 
@@ -132,7 +134,7 @@ def test_no_weights_are_read_from_elsewhere(hf: Path, tmp_path: Path, capsys: py
     (hf / WEIGHTS).rename(outside)
     index(dict.fromkeys(load_file(outside), "../outside/w.safetensors"))(hf)
     flags = ["--hf-dir", str(hf)]
-    for main, more in ((import_hf.main, ["--megatron-dir", str(tmp_path / "m")]), (check.main, [])):
+    for main, more in ((import_command.main, ["--megatron-dir", str(tmp_path / "m")]), (check.main, [])):
         assert main([*flags, *more]) == 2
         assert "not beside it" in capsys.readouterr().err
 
@@ -202,7 +204,7 @@ def test_a_folder_s_own_code_is_not_run(
         entry = ["evil.X", None] if name == "tokenizer_config.json" else "evil.X"
         content |= {"auto_map": dict.fromkeys(keys, entry), "tokenizer_class": "X", "processor_class": "X"}
         (hf / name).write_text(json.dumps(content))
-    assert import_hf.main(["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m")]) == 0
+    assert import_command.main(["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m")]) == 0
     assert check.main(["--hf-dir", str(hf)]) == 0
     try:
         load_assets(hf, checkpoint_hf_dir=hf, chat_template=None, lang=None, image_token_id=None, pad_token_id=None)
@@ -224,7 +226,7 @@ def test_tokenizers_and_processors_that_cannot_be_read(name: str, data: bytes, h
 def test_pipes_are_not_carried(hf: Path, tmp_path: Path) -> None:
     os.mkfifo(hf / "notes.txt")
     (hf / "zero.txt").symlink_to("/dev/zero")
-    import_hf.import_hf(hf, tmp_path / "m")
+    import_hf(hf, tmp_path / "m")
     carried = {path.name for path in hf_folder(iteration_folder(tmp_path / "m", 0)).iterdir()}
     assert CONFIG in carried and not {"notes.txt", "zero.txt"} & carried
 
@@ -236,8 +238,8 @@ def test_weights_that_are_no_numbers_are_named(hf: Path, tmp_path: Path, caplog:
     weights[names[1]].flatten()[0] = -torch.inf
     weights[names[2]].flatten()[0] = 1e6  # not in fp16
     save_file(weights, hf / WEIGHTS, metadata={"format": "pt"})
-    import_hf.import_hf(hf, tmp_path / "m", workers=2)
+    import_hf(hf, tmp_path / "m", workers=2)
     assert f"2 tensors of {hf} hold NaN or infinite values: {names[0]}, {names[1]}" in caplog.text
     caplog.clear()
-    import_hf.import_hf(hf, tmp_path / "m16", dtype=torch.float16)
+    import_hf(hf, tmp_path / "m16", dtype=torch.float16)
     assert f"3 tensors of {hf} hold NaN or infinite values as float16: {', '.join(names)}" in caplog.text

@@ -14,8 +14,12 @@ from transformers import AutoTokenizer
 
 from llava_mcore.checkpoint.checksums import write_checksums
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder, latest_checkpoint, write_tracker
-from llava_mcore.cli import check, export_hf, import_hf
+from llava_mcore.cli import check
+from llava_mcore.cli import export_hf as export_command
+from llava_mcore.cli import import_hf as import_command
 from llava_mcore.convert import jobs as conversion
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import CheckpointError, ConfigError, ConversionError
 from tests.helpers.tiny_hf import make_hf_llava, make_tokenizer
 
@@ -37,8 +41,8 @@ def hf(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("tp_in", [1, 2, 4])
 @pytest.mark.parametrize("tp_out", [1, 4])
 def test_round_trip_is_bitwise_at_any_cut(hf: Path, tmp_path: Path, tp_in: int, tp_out: int) -> None:
-    import_hf.import_hf(hf, tmp_path / "m", tp=tp_in, pp=2)
-    export_hf.export_hf(tmp_path / "m", tmp_path / "out", tp=tp_out)
+    import_hf(hf, tmp_path / "m", tensor_parallel=tp_in, pipeline_parallel=2)
+    export_hf(tmp_path / "m", tmp_path / "out", tensor_parallel=tp_out)
     before, after = load_file(hf / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[k], after[k]) for k in before)
@@ -59,8 +63,8 @@ def test_mixed_dtypes_sharded_files_and_older_names_survive(tmp_path: Path) -> N
         save_file({k: old[k].contiguous() for k in members}, tmp_path / "hf" / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {k: file for file, members in files.items() for k in members}}
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
-    import_hf.import_hf(tmp_path / "hf", tmp_path / "m", tp=2)
-    export_hf.export_hf(tmp_path / "m", tmp_path / "out", tp=2)
+    import_hf(tmp_path / "hf", tmp_path / "m", tensor_parallel=2)
+    export_hf(tmp_path / "m", tmp_path / "out", tensor_parallel=2)
     for file, members in files.items():
         after = load_file(tmp_path / "out" / file)
         assert sorted(after) == sorted(members)
@@ -72,8 +76,8 @@ def test_mixed_dtypes_sharded_files_and_older_names_survive(tmp_path: Path) -> N
 
 
 def test_cast_on_request_and_say_so_in_the_config(hf: Path, tmp_path: Path) -> None:
-    import_hf.import_hf(hf, tmp_path / "m", dtype=torch.bfloat16)
-    export_hf.export_hf(tmp_path / "m", tmp_path / "out")
+    import_hf(hf, tmp_path / "m", dtype=torch.bfloat16)
+    export_hf(tmp_path / "m", tmp_path / "out")
     before, after = load_file(hf / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     used = "language_model.model.layers.0.mlp.down_proj.weight"
     assert torch.equal(after[used], before[used].bfloat16())
@@ -84,11 +88,10 @@ def test_cast_on_request_and_say_so_in_the_config(hf: Path, tmp_path: Path) -> N
 def test_an_explicit_dtype_is_that_of_every_trained_tensor(hf: Path, tmp_path: Path, name: str) -> None:
     """Imported as one dtype, exported as another; what training does not use keeps its own."""
     back = {"bf16": "fp32", "fp16": "bf16", "fp32": "fp16"}[name]
-    assert (
-        import_hf.main(["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m"), "--dtype", name, "--verify"]) == 0
-    )
+    flags = ["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m"), "--dtype", name, "--verify"]
+    assert import_command.main(flags) == 0
     flags = ["--megatron-dir", str(tmp_path / "m"), "--hf-dir", str(tmp_path / "out"), "--dtype", back, "--verify"]
-    assert export_hf.main(flags) == 0
+    assert export_command.main(flags) == 0
     first, second = (conversion.DTYPES[x] for x in (name, back))
     before, after = load_file(hf / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     kept = [key for key in before if "post_layernorm" in key or "vision_tower.encoder.layers.3." in key]
@@ -108,7 +111,7 @@ def test_every_misfit_is_listed_before_anything_is_written(hf: Path, tmp_path: P
 
     rewrite(hf, change)
     with pytest.raises(ConversionError) as caught:
-        import_hf.import_hf(hf, tmp_path / "m")
+        import_hf(hf, tmp_path / "m")
     text = str(caught.value)
     assert "layers.1.self_attn.k_proj.weight" in text
     assert "extra_proj" in text
@@ -122,13 +125,13 @@ def test_a_tied_copy_that_differs_is_refused(tmp_path: Path) -> None:
     head = "language_model.lm_head.weight"
     embedding = "language_model.model.embed_tokens.weight"
     rewrite(tmp_path / "hf", lambda w: w.update({head: w[embedding].clone()}))
-    import_hf.import_hf(tmp_path / "hf", tmp_path / "m")
-    export_hf.export_hf(tmp_path / "m", tmp_path / "out")
+    import_hf(tmp_path / "hf", tmp_path / "m")
+    export_hf(tmp_path / "m", tmp_path / "out")
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(after[head], after[embedding])
     rewrite(tmp_path / "hf", lambda w: w.update({head: w[embedding] + 1}))
     with pytest.raises(ConversionError, match=r"lm_head.*differs"):
-        import_hf.import_hf(tmp_path / "hf", tmp_path / "m2")
+        import_hf(tmp_path / "hf", tmp_path / "m2")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def test_a_tied_copy_that_differs_is_refused(tmp_path: Path) -> None:
 )
 def test_layouts_that_do_not_fit(hf: Path, tmp_path: Path, tp: int, pp: int, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
-        import_hf.import_hf(hf, tmp_path / "m", tp=tp, pp=pp)
+        import_hf(hf, tmp_path / "m", tensor_parallel=tp, pipeline_parallel=pp)
 
 
 def test_command_line_errors_are_one_message_and_exit_code_2(
@@ -148,36 +151,36 @@ def test_command_line_errors_are_one_message_and_exit_code_2(
         return capsys.readouterr().err
 
     here = str(tmp_path)
-    nothing = failing(import_hf.main, "--hf-dir", f"{here}/no", "--megatron-dir", f"{here}/m")
+    nothing = failing(import_command.main, "--hf-dir", f"{here}/no", "--megatron-dir", f"{here}/m")
     assert "no config.json" in nothing and "Traceback" not in nothing
-    full = failing(import_hf.main, "--hf-dir", str(hf), "--megatron-dir", here)
+    full = failing(import_command.main, "--hf-dir", str(hf), "--megatron-dir", here)
     assert "never overwrites" in full
-    untracked = failing(export_hf.main, "--megatron-dir", here, "--hf-dir", f"{here}/out")
+    untracked = failing(export_command.main, "--megatron-dir", here, "--hf-dir", f"{here}/out")
     assert "latest_checkpointed_iteration.txt" in untracked
     config = json.loads((hf / "config.json").read_text())
     config["text_config"]["model_type"] = "gemma"
     (hf / "config.json").write_text(json.dumps(config))
-    family = failing(import_hf.main, "--hf-dir", str(hf), "--megatron-dir", f"{here}/m")
+    family = failing(import_command.main, "--hf-dir", str(hf), "--megatron-dir", f"{here}/m")
     assert "'gemma' is not supported; known: gemma2, gemma3_text, llama, mistral, phi3, qwen2, qwen3" in family
 
 
 def test_a_damaged_file_and_a_damaged_checkpoint(hf: Path, tmp_path: Path) -> None:
-    import_hf.import_hf(hf, tmp_path / "m")
+    import_hf(hf, tmp_path / "m")
     checkpoint, _ = latest_checkpoint(tmp_path / "m")
     (checkpoint / "metadata.json").unlink()
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        export_hf.export_hf(tmp_path / "m", tmp_path / "out")
+        export_hf(tmp_path / "m", tmp_path / "out")
     write_tracker(tmp_path / "m", 7)
     with pytest.raises(CheckpointError, match=str(iteration_folder(tmp_path / "m", 7))):
-        export_hf.export_hf(tmp_path / "m", tmp_path / "out")
+        export_hf(tmp_path / "m", tmp_path / "out")
     weights = hf / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ConversionError, match=r"model\.safetensors"):
-        import_hf.import_hf(hf, tmp_path / "m2")
+        import_hf(hf, tmp_path / "m2")
 
 
 def test_check_names_what_differs(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import_hf.import_hf(hf, tmp_path / "m", tp=2)
+    import_hf(hf, tmp_path / "m", tensor_parallel=2)
     argv = ["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m"), "--tp", "4", "--pp", "2"]
     assert check.main(argv) == 0
     assert "bit for bit" in capsys.readouterr().out
@@ -194,7 +197,7 @@ def test_check_names_what_differs(hf: Path, tmp_path: Path, capsys: pytest.Captu
 
 def test_another_tokenizer_replaces_all_of_the_first(hf: Path, tmp_path: Path) -> None:
     """Its template is in tokenizer_config.json, and the checkpoint's, in a file of its own, would win."""
-    import_hf.import_hf(hf, tmp_path / "megatron")
+    import_hf(hf, tmp_path / "megatron")
     carried = hf_folder(iteration_folder(tmp_path / "megatron", 0))
     (carried / "chat_template.jinja").write_text("old")
     (carried / "added_tokens.json").write_text("{}")
@@ -204,18 +207,18 @@ def test_another_tokenizer_replaces_all_of_the_first(hf: Path, tmp_path: Path) -
     tokenizer.chat_template = None
     tokenizer.save_pretrained(other)
     settings = json.loads((other / "tokenizer_config.json").read_text())
-    export_hf.export_hf(tmp_path / "megatron", tmp_path / "kept", tokenizer_dir=other)
+    export_hf(tmp_path / "megatron", tmp_path / "kept", tokenizer_dir=other)
     assert (tmp_path / "kept" / "chat_template.jinja").read_text() == "old", "the new folder has none"
     (other / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "new"}))
-    export_hf.export_hf(tmp_path / "megatron", tmp_path / "replaced", tokenizer_dir=other)
+    export_hf(tmp_path / "megatron", tmp_path / "replaced", tokenizer_dir=other)
     assert AutoTokenizer.from_pretrained(tmp_path / "replaced").chat_template == "new"
     assert not (tmp_path / "replaced" / "added_tokens.json").exists()
     (other / "tokenizer.json").unlink()
-    export_hf.export_hf(tmp_path / "megatron", tmp_path / "settings", tokenizer_dir=other)
+    export_hf(tmp_path / "megatron", tmp_path / "settings", tokenizer_dir=other)
     assert (tmp_path / "settings" / "tokenizer.json").is_file(), "the new folder has no vocabulary"
     (other / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConversionError, match=r"--tokenizer-dir .* no tokenizer_config"):
-        export_hf.export_hf(tmp_path / "megatron", tmp_path / "none", tokenizer_dir=other)
+        export_hf(tmp_path / "megatron", tmp_path / "none", tokenizer_dir=other)
 
 
 def test_damaged_json_and_folders_that_cannot_be_made(hf: Path, tmp_path: Path) -> None:
@@ -223,12 +226,12 @@ def test_damaged_json_and_folders_that_cannot_be_made(hf: Path, tmp_path: Path) 
     shutil.copytree(hf, broken)
     (broken / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ConversionError, match=r"index\.json: no index of weight files, copy it again"):
-        import_hf.import_hf(broken, tmp_path / "megatron")
+        import_hf(broken, tmp_path / "megatron")
     (broken / "model.safetensors.index.json").unlink()
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"vision_feature_select_strategy": "patch"}))
     with pytest.raises(ConversionError, match=r"config\.json: transformers cannot read it .*patch"):
-        import_hf.import_hf(broken, tmp_path / "megatron")
+        import_hf(broken, tmp_path / "megatron")
     (tmp_path / "file").touch()
     with pytest.raises(ConversionError, match=r"the import cannot be written to .*(Not a directory|File exists)"):
-        import_hf.import_hf(hf, tmp_path / "file" / "megatron")
+        import_hf(hf, tmp_path / "file" / "megatron")

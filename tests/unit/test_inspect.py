@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.cli import inspect_folder
-from llava_mcore.cli.import_hf import import_hf
 from llava_mcore.config.load import load_run_config, save_run_config
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.convert.inventory import Row, of_hf, of_megatron
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -20,7 +20,7 @@ from tests.helpers.tiny_hf import make_hf_llava
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("inspect")
     make_hf_llava(root / "hf", vision="siglip", tie=True, dtype=torch.bfloat16)
-    import_hf(root / "hf", root / "m", tp=2, pp=2)
+    import_hf(root / "hf", root / "m", tensor_parallel=2, pipeline_parallel=2)
     return root / "hf", root / "m"
 
 

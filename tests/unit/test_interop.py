@@ -19,8 +19,10 @@ from megatron.core import dist_checkpointing
 
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.checkpoint.layout import TRACKER, iteration_folder
-from llava_mcore.cli import check, export_hf
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.cli import check
+from llava_mcore.cli import export_hf as export_command
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.mapping.sharding import Shard
 from llava_mcore.models.architectures.hf_config import load_hf_config
@@ -69,9 +71,9 @@ def test_what_megatron_core_saved_is_exported_with_a_folder_that_describes_it(hf
         dist_checkpointing.save({"model": model.sharded_state_dict(), "iteration": 7}, str(theirs))
     (theirs.parent / TRACKER).write_text("7")
     with pytest.raises(Exception, match="export it with --hf-config"):
-        export_hf.export_hf(theirs.parent, tmp_path / "out")
+        export_hf(theirs.parent, tmp_path / "out")
     flags = ["--megatron-dir", str(theirs.parent), "--hf-dir", str(tmp_path / "out"), "--hf-config", str(hf)]
-    assert export_hf.main([*flags, "--verify"]) == 0
+    assert export_command.main([*flags, "--verify"]) == 0
     before, after = (LlavaForConditionalGeneration.from_pretrained(x, dtype="auto") for x in (hf, tmp_path / "out"))
     name = "model.multi_modal_projector.linear_1.weight"
     changed = [key for key, x in before.state_dict().items() if not torch.equal(x, after.state_dict()[key])]
@@ -131,7 +133,7 @@ def fuse(name: str) -> str:
 @pytest.mark.parametrize(("tp", "pp", "fused"), [(1, 1, False), (2, 2, True), (4, 1, True)])
 def test_an_older_checkpoint_is_exported_bit_for_bit(hf: Path, tmp_path: Path, tp: int, pp: int, fused: bool) -> None:
     megatron = legacy_folder(hf, tmp_path, tp=tp, pp=pp, fused=fused)
-    assert export_hf.export_hf(megatron, tmp_path / "out", hf_config=hf, workers=2, verify=True) == 12
+    assert export_hf(megatron, tmp_path / "out", hf_config=hf, workers=2, verify=True) == 12
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
 
 
@@ -141,7 +143,7 @@ def test_a_config_alone_describes_a_checkpoint(hf: Path, tmp_path: Path, capsys:
     (tmp_path / "config").mkdir()
     shutil.copyfile(hf / "config.json", tmp_path / "config" / "config.json")
     flags = ["--megatron-dir", str(megatron), "--hf-dir", str(tmp_path / "out")]
-    assert export_hf.main([*flags, "--hf-config", str(tmp_path / "config"), "--verify"]) == 0
+    assert export_command.main([*flags, "--hf-config", str(tmp_path / "config"), "--verify"]) == 0
     before, after = (load_file(x / "model.safetensors") for x in (hf, tmp_path / "out"))
     before = {key.replace("vision_tower.", "vision_tower.vision_model."): x for key, x in before.items()}
     assert all(torch.equal(before[key], x) and before[key].dtype == x.dtype for key, x in after.items())
@@ -163,7 +165,7 @@ def test_a_config_alone_describes_a_checkpoint(hf: Path, tmp_path: Path, capsys:
 
 def test_tied_embeddings_on_two_stages(tied: Path, tmp_path: Path) -> None:
     megatron = legacy_folder(tied, tmp_path, tp=2, pp=2, fused=False)
-    export_hf.export_hf(megatron, tmp_path / "out", hf_config=tied)
+    export_hf(megatron, tmp_path / "out", hf_config=tied)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tied / "model.safetensors").read_bytes()
 
 
@@ -177,7 +179,7 @@ def test_older_checkpoints_that_do_not_fit_are_refused(
 
     def said(model: dict[str, Tensor] | None) -> str:
         torch.save({**whole, "model": model} if model is not None else {"model0": {}}, path)
-        assert export_hf.main(flags) == 2
+        assert export_command.main(flags) == 2
         return capsys.readouterr().err
 
     name = "language_model.decoder.layers.1.mlp.linear_fc1.weight"
@@ -186,7 +188,7 @@ def test_older_checkpoints_that_do_not_fit_are_refused(
     assert f"does not have (1 problem):\n{extra}" in said(whole["model"] | {extra: torch.ones(3)}).replace("  - ", "")
     assert "holds no 'model'" in said(None)
     path.unlink()
-    assert export_hf.main(flags) == 2
+    assert export_command.main(flags) == 2
     assert "is not complete" in capsys.readouterr().err
     assert check.main(["--megatron-dir", str(megatron)]) == 2
 
@@ -196,7 +198,7 @@ def test_nothing_that_a_checkpoint_names_is_run(hf: Path, tmp_path: Path, capsys
     path = iteration_folder(megatron, 12) / "mp_rank_00" / "model_optim_rng.pt"
     whole = torch.load(path, weights_only=False)
     torch.save({**whole, "args": Touch(tmp_path / "touched")}, path)
-    export_hf.export_hf(megatron, tmp_path / "out", hf_config=hf)
+    export_hf(megatron, tmp_path / "out", hf_config=hf)
     assert not (tmp_path / "touched").exists()
 
 
@@ -211,8 +213,8 @@ class Touch:
 
 
 def test_an_export_generates_what_the_source_does(hf: Path, tmp_path: Path) -> None:
-    import_hf(hf, tmp_path / "m", tp=2)
-    export_hf.export_hf(tmp_path / "m", tmp_path / "out", max_shard_size="100KB")
+    import_hf(hf, tmp_path / "m", tensor_parallel=2)
+    export_hf(tmp_path / "m", tmp_path / "out", max_shard_size="100KB")
     made = []
     for folder in (hf, tmp_path / "out"):
         model, info = LlavaForConditionalGeneration.from_pretrained(

@@ -21,7 +21,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.tiny_hf import make_hf_llava
@@ -97,7 +97,7 @@ def test_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf = make_hf_llava(
         tmp_path / "hf", vision_overrides={"image_size": 336}, text_overrides={"max_position_embeddings": 1024}
     )
-    checkpoint = import_hf(tmp_path / "hf", tmp_path / "megatron", tp=2)
+    checkpoint = import_hf(tmp_path / "hf", tmp_path / "megatron", tensor_parallel=2)
     text = torch.randint(5, 300, (1, 30), generator=torch.Generator().manual_seed(3))
     pixels = torch.randn(1, 3, 336, 336, generator=torch.Generator().manual_seed(4))
     placeholder = torch.cat([text[:, :4], torch.full((1, 1), -200), text[:, 4:]], dim=1)

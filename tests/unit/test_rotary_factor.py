@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.models.language.shape import Rope
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.cases import YARN, Case, hf_logits, make_inputs, make_sharp_case

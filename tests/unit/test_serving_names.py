@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from transformers import LlavaForConditionalGeneration
 
-from llava_mcore.cli.export_hf import export_hf
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.files.hf_folder import HfFolder
 
 pytest_plugins = ("tests.helpers.build_fixtures",)
@@ -80,8 +80,8 @@ def test_every_exported_tensor_finds_its_module(
     build_tiny: Any, tiny_parts: Any, tmp_path: Path, vision: str, text: str, tie: bool
 ) -> None:
     folder = build_tiny(tiny_parts(text, tie=tie), tiny_parts(vision))
-    import_hf(folder, tmp_path / "m", tp=2)
-    export_hf(tmp_path / "m", tmp_path / "out", tp=2, max_shard_size="200KB")
+    import_hf(folder, tmp_path / "m", tensor_parallel=2)
+    export_hf(tmp_path / "m", tmp_path / "out", tensor_parallel=2, max_shard_size="200KB")
     names = HfFolder.open(tmp_path / "out").shapes.keys()
     assert [name for name in names if not known_to_vllm(name, text)] == []
     assert [name for name in names if not known_to_sglang(name) and not name.startswith("vision_tower.")] == []

@@ -13,6 +13,8 @@ import pytest
 
 from llava_mcore.cli import train
 from llava_mcore.config.load import load_run_config, run_config_yaml
+from llava_mcore.run import launch
+from llava_mcore.run.preflight import resolve
 from tests.helpers.shards import make_dataset
 
 HF_CONFIG: dict[str, Any] = {
@@ -71,7 +73,7 @@ def folders(tmp_path: Path, shards: Path) -> Folders:
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_count_gpus", lambda: 0)
+    monkeypatch.setattr(launch, "_count_gpus", lambda: 0)
 
 
 def refusal(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -97,7 +99,7 @@ def test_workers_are_started_with_the_resolved_run(
         "sys.exit(3 if os.environ.get('STUB_FAILS') else 0)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(train, "WORKER", "stub_worker")
+    monkeypatch.setattr(launch, "WORKER", "stub_worker")
     assert train.main(folders.flags("--save", "training.seed=3")) == 0
     written = folders.save / "r" / "run.yaml"
     given = {(tmp_path / f"rank{rank}").read_text().rpartition(" --parent ")[0] for rank in (0, 1)}
@@ -188,21 +190,21 @@ def test_a_finished_run_of_another_name_is_no_start_with_its_optimizer(
     ],
 )
 def test_what_the_machine_decides(gpus: int, flag: int, world: int, precision: str, backend: str) -> None:
-    run, world_size = train.resolve(load_run_config(None, [f"launch.num_gpus={flag}", "data.path=d"]), gpus)
+    run, world_size = resolve(load_run_config(None, [f"launch.num_gpus={flag}", "data.path=d"]), gpus)
     assert (world_size, run.launch.num_gpus) == (world, world)
     assert (run.training.precision, run.parallel.backend) == (precision, backend)
     assert run.data.path == Path.cwd() / "d"
 
 
 def test_what_is_given_is_kept() -> None:
-    run, _ = train.resolve(load_run_config(None, ["training.precision=fp32", "parallel.backend=gloo"]), 8)
+    run, _ = resolve(load_run_config(None, ["training.precision=fp32", "parallel.backend=gloo"]), 8)
     assert (run.training.precision, run.parallel.backend) == ("fp32", "gloo")
 
 
 def test_more_gpus_than_there_are(
     folders: Folders, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "_count_gpus", lambda: 1)
+    monkeypatch.setattr(launch, "_count_gpus", lambda: 1)
     assert "--gpus 2: this machine has 1" in refusal(folders.flags(), capsys)
 
 

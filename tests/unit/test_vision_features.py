@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llava_mcore.checkpoint.dist import load_weights
-from llava_mcore.cli.import_hf import import_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.configs import ModelOptions

@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore check",
         allow_abbrev=False,
-        description="Check that a Hugging Face LLaVA folder converts completely; with --megatron-dir, also that the "
+        description="Check that a Hugging Face folder converts completely; with --megatron-dir, also that the "
         "newest checkpoint there holds exactly the folder's weights; with --logits, also that it computes the same. "
         "--megatron-dir alone compares a checkpoint with its checksums, an import also with its manifest. Or, with "
         "--data-path, look a dataset over as training will read it. Exit code 0 means yes, 2 no.",

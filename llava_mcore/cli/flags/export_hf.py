@@ -13,7 +13,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="convert_megatron_to_hf.py",
         allow_abbrev=False,
-        description="Convert the newest Megatron checkpoint of a folder into a Hugging Face LLaVA folder.",
+        description="Convert the newest Megatron checkpoint of a folder into a Hugging Face folder.",
     )
     p.add_argument("--megatron-dir", type=Path, required=True, help="folder with latest_checkpointed_iteration.txt")
     p.add_argument("--hf-dir", type=Path, required=True, help="folder to write; must not exist or be empty")

@@ -13,7 +13,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="convert_hf_to_megatron.py",
         allow_abbrev=False,
-        description="Convert a Hugging Face LLaVA folder into a Megatron checkpoint (torch_dist), exactly and without "
+        description="Convert a Hugging Face folder into a Megatron checkpoint (torch_dist), exactly and without "
         "a GPU. The checkpoint loads at any tensor x pipeline x data parallel size.",
     )
     p.add_argument("--hf-dir", type=Path, required=True, help="Hugging Face LLaVA folder to read")

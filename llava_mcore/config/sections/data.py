@@ -65,6 +65,10 @@ class DataConfig(Section):
     """Pack samples into sequences of seq_length tokens; they do not attend to each other."""
     packing_buffer_size: Size = 64
     """Number of samples among which each stream looks for those that fill a pack best."""
+    max_media_tokens: Size | None = None
+    """Maximum number of patches of the pictures in a pack (without packing: in a sample), so that no rank's vision
+    tower gets more than fits into memory; a sample that has more by itself is too long. Not given: seq_length is the
+    only limit."""
     on_too_long: Literal["drop", "truncate", "error"] = "drop"
     """What happens to a conversation longer than seq_length: it is skipped and counted, truncated (never inside a
     picture), or an error that ends the run."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llava_mcore.compat.torch import file_offset
 from llava_mcore.convert.io.byte_ranges import runs_of
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files.direct_writer import Writer
@@ -44,11 +45,9 @@ class Chunk:
             raise CheckpointError(f"{self.path}: at byte {self.offset}: {why_refused(error)}") from error
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{self.path}: at byte {self.offset}: a {type(tensor).__name__}, expected a tensor")
-        storage: Any = tensor.untyped_storage()
-        begin = int(storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize)
         if not tensor.is_contiguous():
             raise CheckpointError(f"{self.path}: the tensor at byte {self.offset} is not contiguous")
-        return TensorAt(self.path, self.offset + begin, tensor.dtype, tuple(tensor.shape))
+        return TensorAt(self.path, self.offset + file_offset(tensor), tensor.dtype, tuple(tensor.shape))
 
 
 class _Window(io.RawIOBase):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llava_mcore.compat.torch import file_offset
 from llava_mcore.convert.io.torch_dist_index import StoredParameter
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.regular import require_regular
@@ -154,9 +155,7 @@ def _read(path: Path) -> dict[str, TensorAt]:
 def _place(path: Path, tensor: Tensor) -> TensorAt:
     if not tensor.is_contiguous():
         raise CheckpointError(f"{path}: a tensor of shape {tuple(tensor.shape)} is not contiguous")
-    storage: Any = tensor.untyped_storage()
-    begin = int(storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize)
-    return TensorAt(path, begin, tensor.dtype, tuple(tensor.shape))
+    return TensorAt(path, file_offset(tensor), tensor.dtype, tuple(tensor.shape))
 
 
 class _Unknown:

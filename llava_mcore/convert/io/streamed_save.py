@@ -19,15 +19,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from llava_mcore.checkpoint.dist import CHECKPOINT_VERSION
+from llava_mcore.compat.megatron import by_sharded_key
+from llava_mcore.compat.torch import place_in_file
 from llava_mcore.convert.io.import_jobs import EntryWrite, FileWrite, FileWritten
 
 FILE_BYTES = 512 << 20
@@ -78,7 +78,7 @@ class _StreamedSave(TorchDistSaveShardedStrategy):
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
         """Do what torch.distributed.checkpoint.save does, on one rank, with our own writing of tensors."""
         folder = Path(checkpoint_dir)
-        by_key = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)[0]
+        by_key = by_sharded_key(sharded_state_dict, keep_only_main_replica=self.keep_only_main_replica)
         planner = MCoreSavePlanner(
             dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
         )
@@ -120,7 +120,7 @@ class _StreamedSave(TorchDistSaveShardedStrategy):
 
 
 def _result(item: WriteItem, path: Path, start: int, length: int) -> WriteResult:
-    return WriteResult(index=item.index, size_in_bytes=length, storage_data=_StorageInfo(path.name, start, length))
+    return WriteResult(index=item.index, size_in_bytes=length, storage_data=place_in_file(path.name, start, length))
 
 
 def _files(entries: Iterable[EntryWrite], folder: Path) -> Iterator[FileWrite]:

@@ -28,6 +28,11 @@ class Architecture(ABC):
     names: ClassVar[KnownNames]
     """The names that its tensors have had in files."""
 
+    @property
+    def has_newline(self) -> bool:
+        """Whether a learnt vector ends the rows of a picture's features; it is a parameter of the connector."""
+        return bool(self.names.newline)
+
     @abstractmethod
     def connector(self, hf: PretrainedConfig) -> Connector:
         """Return what stands between tower and language model. Raises ConversionError for one that is not known."""

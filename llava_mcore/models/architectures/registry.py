@@ -6,8 +6,10 @@ from transformers import PretrainedConfig
 
 from llava_mcore.models.architectures.base import Architecture
 from llava_mcore.models.architectures.llava import Llava
+from llava_mcore.models.architectures.llava_next import LlavaNext
+from llava_mcore.models.architectures.llava_onevision import LlavaOnevision
 
-_ALL: tuple[Architecture, ...] = (Llava(),)
+_ALL: tuple[Architecture, ...] = (Llava(), LlavaNext(), LlavaOnevision())
 ARCHITECTURES: dict[str, Architecture] = {x.config_class.model_type: x for x in _ALL}
 """By model_type."""
 

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from llava_mcore.compat.megatron_layers import change_class, set_frequencies, set_rotary_factor
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import SDPAttention, sees_window
 from llava_mcore.models.language.layers import NormedRowParallelLinear, TwoRopeSelfAttention
@@ -99,13 +100,12 @@ class LanguageModel(GPTModel):
         )
         self.true_vocab_size = hf.vocab_size
         if post_process:  # GPTModel lets nobody choose this layer's class
-            self.output_layer.__class__ = OutputLayer
+            change_class(self.output_layer, OutputLayer)
         if config.use_te_activation_func:
             for layer in self.decoder.layers:
                 layer.mlp.activation_func = StatelessActivation(layer.mlp.activation_func)
         self.shape = shape
-        assert "inv_freq" in vars(self.rotary_pos_emb), "megatron-core has renamed the rotary frequencies"
-        self.rotary_pos_emb.inv_freq = shape.rope.inv_freq  # megatron-core moves it on first use
+        set_frequencies(self.rotary_pos_emb, shape.rope.inv_freq)
         for layer in self.decoder.layers:
             self._scale_rope(layer.self_attention, shape.rope)
         if shape.local_rope is not None:
@@ -114,16 +114,15 @@ class LanguageModel(GPTModel):
     def _use_local_rope(self, rope: Rope) -> None:
         """Give the layers that see a window rotary frequencies of their own, one object for all of them."""
         embedding = RotaryEmbedding(self.config.kv_channels, rotary_percent=1.0)
-        embedding.inv_freq = rope.inv_freq
+        set_frequencies(embedding, rope.inv_freq)
         for layer in self.decoder.layers:
             if sees_window(self.config, layer.layer_number):
                 layer.self_attention.local_rope = embedding
                 self._scale_rope(layer.self_attention, rope)
 
     def _scale_rope(self, attention: SelfAttention, rope: Rope) -> None:
-        """Let a layer scale cosines and sines (YaRN). The name is megatron-core's own, private, and must be there."""
-        assert "_yarn_concentration_factor" in vars(attention), "megatron-core has renamed the rotary factor"
-        attention._yarn_concentration_factor = rope.factor(is_fused=self.config.apply_rope_fusion)
+        """Let a layer scale cosines and sines (YaRN)."""
+        set_rotary_factor(attention, rope.factor(is_fused=self.config.apply_rope_fusion))
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return token embeddings [s, b, h], scaled in the families that do; int64 [b, s] both."""

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_transformer_engine_spec
-from megatron.core.transformer import attention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 
-from llava_mcore.compat.megatron import replace_name
+from llava_mcore.compat.megatron_layers import split_gradients_side_by_side
 from llava_mcore.models.activations import StatelessActivation, quick_gelu
 
 
@@ -41,12 +40,8 @@ def _adding_its_bias(linear: Callable[..., nn.Module]) -> Callable[..., nn.Modul
 def use_fewer_kernels(encoder: TransformerBlock) -> None:
     """Let one kernel do what several do in an encoder of `te_layer_spec`."""
     from transformer_engine.pytorch.ops import QGELU  # on GPUs only
-    from transformer_engine.pytorch.utils import SplitAlongDim
 
-    # megatron-core 0.19.2 looks for it where Transformer Engine 2.20 no longer has it, and then gradients of query, key
-    # and value are copied together although they lie side by side. It looks once, for the decoder too, whose rotary
-    # embeddings part them: there they are copied as before.
-    replace_name(attention, "SplitAlongDim", SplitAlongDim.apply)
+    split_gradients_side_by_side()
     for layer in encoder.layers:
         for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
             # Set for every row-parallel layer, but only a sum over ranks must come between product and bias.

@@ -1,0 +1,94 @@
+"""Parts of megatron-core 0.19.2's optimizers that it offers nobody.
+
+Import `llava_mcore.parallel` first, as for megatron.core itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+from torch.nn import Parameter
+
+from llava_mcore.compat.required import replace_name, required
+
+
+class _RefusedError(Exception):
+    """The gradient norm of a step whose update must not be made."""
+
+    def __init__(self, grad_norm: float) -> None:
+        super().__init__(grad_norm)
+        self.grad_norm = grad_norm
+
+
+def update_unless(optimizer: MegatronOptimizer, refused: Callable[[float], bool]) -> tuple[bool, float]:
+    """Run optimizer.step() up to the gradient norm and, unless that is refused, to its end.
+
+    `step` asks for the norm by a method of its own, before it changes anything.
+
+    Returns:
+        Whether the weights changed, and the norm (0 if fp16's loss scaler found an overflow before it was taken).
+
+    Raises:
+        AttributeError: `step` has changed weights without asking for the norm, which may have been anything.
+    """
+    assert isinstance(optimizer, ChainedOptimizer), "megatron-core's, whose step asks for the norm by this method"
+    take_norm = required(optimizer, "get_grad_norm")
+    asked = False
+
+    def checked() -> float:
+        nonlocal asked
+        asked = True
+        norm = float(take_norm() or 0.0)
+        if refused(norm):
+            raise _RefusedError(norm)
+        return norm
+
+    replace_name(optimizer, "get_grad_norm", checked)
+    try:
+        updated, grad_norm, _ = optimizer.step()
+    except _RefusedError as error:
+        return False, error.grad_norm
+    finally:
+        del optimizer.get_grad_norm
+    if updated and not asked:
+        raise AttributeError(
+            f"{type(optimizer).__qualname__}.step no longer calls get_grad_norm: gradients that are not finite would "
+            "reach the weights; install a version of megatron-core that pyproject.toml allows"
+        )
+    return bool(updated), grad_norm or 0.0
+
+
+def own_stretches(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int, int]]:
+    """Yield every parameter of which this rank holds a part, with the part's first and last element + 1."""
+    for ranges_by_type in required(optimizer, "gbuf_ranges"):
+        for buckets in ranges_by_type.values():
+            for bucket in buckets:
+                for param, ranges in bucket["param_map"].items():
+                    yield param, ranges["param"].start, ranges["param"].end
+
+
+def own_part(optimizer: DistributedOptimizer, param: Parameter) -> Parameter:
+    """Return this rank's part of a parameter, which the inner optimizer updates."""
+    group, number = required(optimizer, "model_param_group_index_map")[param]
+    return optimizer.optimizer.param_groups[group]["params"][number]
+
+
+def weights_and_moments(optimizer: DistributedOptimizer, param: Parameter) -> dict[str, Tensor]:
+    """Return this rank's part of a parameter's fp32 weights ("param") and moments, flat."""
+    return required(optimizer, "_get_main_param_and_optimizer_states")(param)
+
+
+def set_weights_and_moments(optimizer: DistributedOptimizer, param: Parameter, tensors: dict[str, Tensor]) -> None:
+    """Inverse of `weights_and_moments`."""
+    required(optimizer, "_set_main_param_and_optimizer_states")(param, tensors)
+
+
+def hand_state_to_parts(optimizer: HybridDeviceOptimizer) -> None:
+    """Let the parts of an offloaded optimizer, on the GPU and on the host, take over the state that it was given."""
+    sync: Any = required(optimizer, "_sync_hdo_state_to_sub_optimizers")
+    sync()

@@ -1,0 +1,55 @@
+"""Names of other packages that are replaced, or used although they are private: one that is gone is missed at once."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from llava_mcore.compat.tested import installed_versions
+
+_PACKAGES = {
+    "megatron.core": "megatron-core",
+    "megatron.energon": "megatron-energon",
+    "torch": "torch",
+    "transformer_engine": "transformer-engine",
+}
+
+
+def required(owner: object, name: str) -> Any:
+    """Return what a module, a class or an object has under a name.
+
+    Raises:
+        AttributeError: it has no such name: its package is of a version that llava_mcore was not written for.
+    """
+    if not hasattr(owner, name):
+        where = _where(owner)
+        raise AttributeError(
+            f"{where} has no {name!r}{_version_of(where)}: llava_mcore relies on it; install a version that "
+            "pyproject.toml allows"
+        )
+    return getattr(owner, name)
+
+
+def replace_name(owner: object, name: str, value: Any) -> None:
+    """Set a name that is there already: one that is not would be set without any effect.
+
+    Raises:
+        AttributeError: as `required`.
+    """
+    required(owner, name)
+    setattr(owner, name, value)
+
+
+def _where(owner: object) -> str:
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    kind = owner if isinstance(owner, type) else type(owner)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _version_of(where: str) -> str:
+    """Return " (package version)" for what belongs to one of ours, else nothing."""
+    for prefix, package in _PACKAGES.items():
+        if where == prefix or where.startswith(f"{prefix}."):
+            return f" ({package} {installed_versions().get(package, 'of an unknown version')})"
+    return ""

@@ -1,0 +1,212 @@
+"""Megatron checkpoint → Hugging Face folder, under the names and in the files the weights came from."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from llava_mcore.checkpoint import layout
+from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.checkpoint.verify import require_undamaged
+from llava_mcore.config.rules.all_rules import check_layout
+from llava_mcore.convert.jobs import compare_digests, export_all, hash_files
+from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
+from llava_mcore.data.encoding import chat_template_file as chat_template
+from llava_mcore.errors import ConfigError, ConversionError, problems
+from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.direct_writer import Writer
+from llava_mcore.files.json_files import read_object
+from llava_mcore.files.safetensors_writer import PlannedFile, plan_file
+from llava_mcore.files.tensor_bytes import as_bytes, sha256
+from llava_mcore.models.architectures.hf_config import model_dims
+from llava_mcore.parallel.groups import single_process
+
+
+def export_hf(
+    megatron_dir: Path | str,
+    hf_dir: Path | str,
+    *,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    hf_config: Path | None = None,
+    tokenizer_dir: Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str | None = None,
+    workers: int = 1,
+    verify: bool = False,
+    verify_checkpoint: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> int:
+    """Write one Hugging Face folder from the newest checkpoint and return its iteration.
+
+    >>> export_hf("megatron", "exported", verify=True)
+    0
+
+    Args:
+        megatron_dir: folder of checkpoints.
+        hf_dir: folder to write; must not exist or be empty.
+        tensor_parallel: only checked, like `pipeline_parallel`: every parameter must divide.
+        hf_config: a Hugging Face folder of the same model: says names, files and what training does not use, in place
+            of what the checkpoint carries. For checkpoints that Megatron-LM wrote. With config.json alone, names are
+            llava-hf's and what training does not use is not written.
+        tokenizer_dir: take tokenizer, processor and template files from here instead of the checkpoint.
+        dtype: cast every trained weight; None keeps the checkpoint's.
+        max_shard_size: split into files of at most this, such as "5GB"; None keeps the files the weights came in.
+        workers: number of threads; the files are the same for any.
+        verify: read the files back and compare the SHA-256 of every tensor, before the folder counts as finished.
+        verify_checkpoint: first compare the checkpoint's files with the checksums that they were written with.
+        say: is told the outcome of that comparison, one line.
+
+    Raises:
+        CheckpointError, ConversionError, ConfigError: before anything is written, or nothing is left of it.
+    """
+    megatron_dir, hf_dir = Path(megatron_dir), Path(hf_dir)
+    tp, pp = tensor_parallel, pipeline_parallel
+    hf_files.require_absent(hf_dir, what="the export")
+    checkpoint, iteration = layout.latest_readable(megatron_dir)
+    side = HfSide.carried(checkpoint) if hf_config is None else HfSide.given(hf_config)
+    wrong = check_layout(model_dims(side.hf), tp, pp, str(side.files))
+    if wrong:
+        raise ConfigError(problems(f"{checkpoint} cannot be read as tp {tp} x pp {pp}", wrong))
+    replaced = () if tokenizer_dir is None else _replaced(tokenizer_dir)
+    with single_process():
+        weights = CheckpointWeights(side, checkpoint, tp)
+    files = planned_files(weights, dtype, max_shard_size)
+    room = sum(x.size for x in files.values()) + sum(x.stat().st_size for x in hf_files.companion_files(side.files))
+    if verify_checkpoint:
+        say(require_undamaged(checkpoint))
+    with hf_files.written_beside(hf_dir, num_bytes=room, what="the export") as partial:
+        digests = _write_weights(weights, files, partial, dtype=dtype, hashed=verify, workers=workers)
+        if verify:
+            _verify(partial, digests, workers=workers)
+            if iteration == 0 and dtype is None:
+                _compare_with_import(side.files, digests)
+        trained = weights.trained_names()
+        dtypes = {x for name, x in weights.dtypes(dtype).items() if name in trained}
+        _write_companions(side.files, tokenizer_dir, replaced, partial, dtypes)
+    return iteration
+
+
+def planned_files(
+    weights: CheckpointWeights, dtype: torch.dtype | None, max_shard_size: str | None
+) -> dict[str, PlannedFile]:
+    """Return each weight file's name and contents; paths are relative to the folder.
+
+    Raises:
+        ConversionError: not a size.
+    """
+    dtypes = weights.dtypes(dtype)
+    missing = sorted(weights.infos.keys() - dtypes.keys())
+    if missing:
+        raise ConversionError(problems(f"{weights.checkpoint} lacks tensors that {layout.RECORD} names", missing))
+    files = {name: info.file for name, info in weights.infos.items()}
+    if max_shard_size is not None:
+        sizes = {name: math.prod(x.shape) * dtypes[name].itemsize for name, x in weights.infos.items()}
+        files = _files_of_at_most(max_shard_size, sizes)
+    members: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+    for name, info in weights.infos.items():
+        members.setdefault(files[name], {})[name] = (dtypes[name], info.shape)
+    return {file: plan_file(Path(file), tensors) for file, tensors in members.items()}
+
+
+def _files_of_at_most(size: str, sizes: dict[str, int]) -> dict[str, str]:
+    """Return the file of each tensor, split and named as transformers would."""
+    try:
+        split = split_state_dict_into_shards_factory(
+            sizes, get_storage_size=lambda x: x, filename_pattern="model{suffix}.safetensors", max_shard_size=size
+        )
+    except ValueError as error:
+        raise ConversionError(f"--max-shard-size {size!r}: expected a number and KB, MB, GB or TB ({error})") from error
+    return split.tensor_to_filename
+
+
+def _write_weights(
+    weights: CheckpointWeights,
+    files: dict[str, PlannedFile],
+    target: Path,
+    *,
+    dtype: torch.dtype | None,
+    hashed: bool,
+    workers: int,
+) -> dict[str, str]:
+    """Write all weight files and the index; return the SHA-256 of every tensor, if `hashed`."""
+    placed = {file: plan.moved_to(target / file) for file, plan in files.items()}
+    for plan in placed.values():
+        plan.create()
+    targets = {name: at for plan in placed.values() for name, at in plan.tensors.items()}
+    digests = export_all("export", weights.reads(dtype, targets), hashed=hashed, workers=workers)
+    with Writer() as writer:
+        for name in weights.table.unused:
+            data = weights.unused.get(name)
+            writer.write(targets[name].path, targets[name].offset, as_bytes(data))
+            if hashed:
+                digests[name] = sha256(data)
+    if hashed:
+        digests |= {copy: digests[original] for copy, original in weights.table.copies.items()}
+    if set(files) != {hf_files.SINGLE}:
+        names = {name: file for file, plan in files.items() for name in plan.tensors}
+        hf_files.write_index(target, names, sum(x.num_bytes for x in targets.values()))
+    return digests
+
+
+def _verify(target: Path, expected: dict[str, str], *, workers: int) -> None:
+    """Read the written files as anyone would, and compare them with what the checkpoint gave."""
+    folder = hf_files.HfFolder.open(target)
+    found = hash_files("verify", {name: folder.where(name) for name in folder.tensors}, workers=workers)
+    compare_digests(found, expected, title="the files do not hold what the checkpoint does")
+
+
+def _compare_with_import(companions: Path, digests: dict[str, str]) -> None:
+    """An untrained checkpoint must give back what was imported, whichever version imported it."""
+    manifest = read_manifest(companions)
+    if manifest is not None:
+        compare_digests(digests, manifest.digests, title="the export differs from what was imported")
+
+
+TEMPLATE_FILES = (chat_template.FILE, chat_template.LEGACY_FILE)
+TOKENIZER_FILES = (
+    *hf_files.VOCABULARY_FILES,
+    *("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
+)
+
+
+def _write_companions(
+    source: Path, tokenizer_dir: Path | None, replaced: Sequence[str], target: Path, dtypes: set[torch.dtype]
+) -> None:
+    """Copy config, tokenizer and processor files; the config changes only where the dtype did."""
+    hf_files.copy_companions(source, target, skip=(*layout.companion_skip(), *replaced))
+    for path in [] if tokenizer_dir is None else hf_files.companion_files(tokenizer_dir):
+        if path.name not in ("config.json", "generation_config.json"):
+            shutil.copyfile(path, target / path.name)
+    if len(dtypes) != 1:
+        return
+    name = str(next(iter(dtypes))).removeprefix("torch.")
+    path = target / "config.json"
+    config = read_object(path, ConversionError)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if config.get(key, name) != name:
+        config[key] = name
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _replaced(tokenizer_dir: Path) -> tuple[str, ...]:
+    """Return which of the checkpoint's files would speak against those of another tokenizer's folder.
+
+    Raises:
+        ConversionError: it has no tokenizer_config.json that can be read.
+    """
+    path = tokenizer_dir / "tokenizer_config.json"
+    try:
+        config = read_object(path, ConversionError)
+    except ConversionError as error:
+        raise ConversionError(f"--tokenizer-dir {tokenizer_dir}: no tokenizer_config.json ({error})") from error
+    names = {path.name for path in hf_files.companion_files(tokenizer_dir)}
+    has_template = bool(config.get("chat_template")) or not names.isdisjoint(TEMPLATE_FILES)
+    tokenizer = () if names.isdisjoint(hf_files.VOCABULARY_FILES) else TOKENIZER_FILES
+    return tokenizer + (TEMPLATE_FILES if has_template else ())

@@ -1,0 +1,67 @@
+"""A checkpoint's model in this process, weights loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+import torch
+
+from llava_mcore.checkpoint.dist import load_weights
+from llava_mcore.checkpoint.layout import hf_folder, is_iteration, latest_checkpoint
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.parallel.groups import Groups, join_alone
+
+
+def load_model(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> VisionLanguageModel:
+    """Return a checkpoint's whole model, weights loaded, in eval mode; on the GPU if there is one, else on the CPU.
+
+    >>> model = load_model("megatron")
+    >>> inputs = {"input_ids": torch.tensor([[1, 50, 51, 52]])}  # no picture among them
+    >>> with torch.no_grad():
+    ...     logits = model(**model_inputs(model, inputs, sizes=[[]]))
+    >>> logits.shape  # [b, s, vocabulary]
+    torch.Size([1, 4, 401])
+
+    The model is of one process: its process groups of one (torch.distributed, gloo, no network) stay until
+    `llava_mcore.parallel.groups.shut_down()`. Conversions in the same process use them too. torch is seeded anew.
+
+    Args:
+        folder: of checkpoints, of which the newest is taken, or of one iteration.
+        dtype: of the weights in memory.
+
+    Raises:
+        CheckpointError: not a checkpoint of ours, of another model, or one that holds NaN.
+        ConfigError: this process is part of a larger world.
+    """
+    folder = Path(folder)
+    checkpoint = folder if is_iteration(folder) else latest_checkpoint(folder)[0]
+    model = load_part(join_alone(), checkpoint, dtype=dtype, on_cpu=not torch.cuda.is_available())
+    return model.to(dtype)  # megatron-core makes norms in fp32
+
+
+def load_part(
+    groups: Groups, checkpoint: Path, *, dtype: torch.dtype = torch.float32, on_cpu: bool = True
+) -> VisionLanguageModel:
+    """Return this rank's part of a model, weights loaded, in eval mode; a collective call.
+
+    Args:
+        checkpoint: folder of one iteration, which carries the model's Hugging Face config.
+
+    Raises:
+        CheckpointError: the checkpoint does not fill the model.
+    """
+    options = ModelOptions(
+        params_dtype=dtype,
+        tensor_model_parallel_size=groups.tp_size,
+        pipeline_model_parallel_size=groups.pp_size,
+        initialise=False,
+        on_cpu=on_cpu,
+    )
+    hf = load_hf_config(hf_folder(checkpoint))
+    model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)
+    load_weights([model], checkpoint)
+    return model.eval()

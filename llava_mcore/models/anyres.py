@@ -1,0 +1,185 @@
+"""Pictures of any size as a base view and a grid of tiles (LLaVA-NeXT, LLaVA-OneVision).
+
+All geometry is decided here, on the host, once: the loader's placeholders and the features that the model puts in their
+place are counted from the same arrays. Which of a grid's features are left once its padding is cut off is asked of
+transformers' own functions, so no rounding of ours can disagree with it.
+
+n: features per tile, p: their rows and columns, p * p = n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL.Image import Image
+from torch import Tensor
+from transformers import BaseImageProcessor
+from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
+
+from llava_mcore.batch_fields import (
+    FEATURE_POSITIONS,
+    FEATURE_ROWS,
+    NEWLINE_POSITIONS,
+    PICTURE_FIELDS,
+    RESIZED_POSITIONS,
+    RESIZED_ROWS,
+    RESIZED_WEIGHTS,
+    Field,
+    Fields,
+)
+from llava_mcore.models.media import MediaPlan, MediaTokens, Size
+
+NEXT_FIELDS: Fields = dict(PICTURE_FIELDS) | {
+    FEATURE_ROWS: Field((torch.int64,), index_of="features"),
+    NEWLINE_POSITIONS: Field((torch.int64,), index_of="tokens"),
+}
+ONEVISION_FIELDS: Fields = dict(NEXT_FIELDS) | {
+    RESIZED_POSITIONS: Field((torch.int64,), index_of="tokens"),
+    RESIZED_ROWS: Field((torch.int64,), (4,), index_of="features"),
+    RESIZED_WEIGHTS: Field((torch.float32,), (4,)),
+}
+_CACHED_SIZES = 4096
+
+
+@dataclass(frozen=True)
+class AnyRes:
+    """How a checkpoint cuts pictures.
+
+    `pinpoints`: the heights and widths in pixels that the grid may have. `max_tiles`: of a picture's grid that is not
+    resized (`anyres_max_9`: 9); None: any. `several_as_base`: whether pictures that share a conversation are seen as
+    their base view alone.
+    """
+
+    image_size: int
+    patches_per_side: int
+    pinpoints: tuple[Size, ...]
+    max_tiles: int | None = None
+    several_as_base: bool = False
+
+
+class AnyResPlan(MediaPlan):
+    """Base view first, then the grid row by row, each row of features ended by a learnt newline."""
+
+    any_size = True
+
+    def __init__(self, image_token_id: int, anyres: AnyRes) -> None:
+        """Nothing is computed before a picture's size is known; sizes that come again are remembered."""
+        self.image_token_id, self.anyres = image_token_id, anyres
+        self.fields = NEXT_FIELDS if anyres.max_tiles is None else ONEVISION_FIELDS
+        self.num_base = self.patches_per_tile = anyres.patches_per_side**2
+        # Half of a grid may be padding, which has no tokens.
+        self.tokens_per_tile = self.num_base // 2
+        self._of_size = lru_cache(_CACHED_SIZES)(self._cut)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was remembered stays where it is."""
+        return {"image_token_id": self.image_token_id, "anyres": self.anyres}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        AnyResPlan.__init__(self, **state)
+
+    def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
+        """Return the tokens of a conversation's pictures, by their heights and widths in pixels."""
+        if self.anyres.several_as_base and len(sizes) > 1:
+            return [self._base()] * len(sizes)
+        return [self._of_size(size) for size in sizes]
+
+    def pixels(
+        self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
+    ) -> Tensor:
+        """Return the tiles [tiles, 3, h, w] of pictures: whole ones are given alone, base views two at a time."""
+        found = []
+        for picture, item in zip(pictures, tokens, strict=True):
+            # The image processor cuts a picture that is alone in its conversation.
+            given = [picture] if item.num_tiles > 1 else [[picture, picture]]
+            made = processor(images=given, return_tensors="pt", **options)["pixel_values"]
+            found.append(made[0])
+        return torch.cat(found)
+
+    def _base(self) -> MediaTokens:
+        """The base view alone, ended by a newline."""
+        n = self.num_base
+        ids = np.full(n + 1, self.image_token_id, dtype=np.int64)
+        return MediaTokens(ids, 1, n, n, self._values(np.arange(n), np.arange(n), np.array([n]), None))
+
+    def _cut(self, size: Size) -> MediaTokens:
+        """The base view and the grid of a picture."""
+        p, n = self.anyres.patches_per_side, self.num_base
+        pinpoints = [list(x) for x in self.anyres.pinpoints]
+        rows, columns = get_anyres_image_grid_shape(size, pinpoints, self.anyres.image_size)
+        num_tiles = 1 + rows * columns
+        # Feature (a, b) of tile (i, j), as the connector returns them: tile by tile, behind the base view.
+        features = np.arange(n, num_tiles * n).reshape(rows, columns, p, p).transpose(0, 2, 1, 3)
+        grid = torch.from_numpy(features.reshape(1, rows * p, columns * p))
+        kept: NDArray[np.int64] = unpad_image(grid, size)[0].numpy()
+        resized = self._resize(kept)
+        height, width = kept.shape if resized is None else resized[0].shape[:2]
+        is_newline = np.zeros((height, width + 1), dtype=np.bool_)
+        is_newline[:, -1] = True
+        inside = n + np.flatnonzero(~is_newline)
+        newlines = n + np.flatnonzero(is_newline)
+        ids = np.full(n + is_newline.size, self.image_token_id, dtype=np.int64)
+        base = np.arange(n)
+        if resized is None:
+            values = self._values(np.append(base, inside), np.append(base, kept.reshape(-1)), newlines, None)
+        else:
+            values = self._values(base, base, newlines, (inside, *resized))
+        return MediaTokens(ids, num_tiles, num_tiles * n, num_tiles * n, values)
+
+    def _values(
+        self,
+        positions: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        newlines: NDArray[np.int64],
+        resized: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]] | None,
+    ) -> dict[str, NDArray[Any]]:
+        """Return the values of the fields. `resized`: positions, rows and weights of what is interpolated."""
+        values: dict[str, NDArray[Any]] = {
+            FEATURE_POSITIONS: positions,
+            FEATURE_ROWS: rows,
+            NEWLINE_POSITIONS: newlines,
+        }
+        if RESIZED_ROWS in self.fields:
+            where, four, weights = resized or (np.empty(0, np.int64), np.empty((0, 4), np.int64), np.empty((0, 4)))
+            values |= {
+                RESIZED_POSITIONS: where,
+                RESIZED_ROWS: four.reshape(-1, 4),
+                RESIZED_WEIGHTS: weights.reshape(-1, 4).astype(np.float32),
+            }
+        return values
+
+    def _resize(self, kept: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Return rows and weights [height, width, 4] of a grid that is too large; None if it stays as it is."""
+        if self.anyres.max_tiles is None:
+            return None
+        height, width = kept.shape
+        # transformers: LlavaOnevisionModel.pack_image_features
+        ratio = math.sqrt(height * width / (self.anyres.max_tiles * self.anyres.patches_per_side**2))
+        return bilinear(kept, int(height // ratio), int(width // ratio)) if ratio > 1.1 else None
+
+
+def bilinear(rows: NDArray[np.int64], height: int, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return which rows make each one of a resized grid, and by how much, [height, width, 4] both.
+
+    Those of torch's `interpolate(…, mode="bilinear")` without aligned corners. `rows`: [h, w].
+    """
+    top, bottom, down = _neighbours(rows.shape[0], height)
+    left, right, across = _neighbours(rows.shape[1], width)
+    corners = [rows[np.ix_(y, x)] for y in (top, bottom) for x in (left, right)]
+    weights = [np.outer(y, x) for y in (1 - down, down) for x in (1 - across, across)]
+    return np.stack(corners, -1), np.stack(weights, -1).astype(np.float32)
+
+
+def _neighbours(before: int, after: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    """Return lower and upper neighbour of each new point along one axis, and the weight of the upper one."""
+    points = (np.arange(after, dtype=np.float32) + np.float32(0.5)) * np.float32(before / after) - np.float32(0.5)
+    points = np.maximum(points, np.float32(0))
+    lower = points.astype(np.int64)
+    return lower, np.minimum(lower + 1, before - 1), points - lower.astype(np.float32)

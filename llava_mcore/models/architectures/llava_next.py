@@ -1,0 +1,57 @@
+"""LLaVA-NeXT (1.6): a picture is a base view and the tiles of the grid that suits its proportions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration, PretrainedConfig
+
+from llava_mcore.errors import ConversionError
+from llava_mcore.models.anyres import AnyRes, AnyResPlan
+from llava_mcore.models.architectures.llava import NAMES, Llava
+from llava_mcore.models.media import MediaPlan
+from llava_mcore.models.names import KnownNames
+from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
+
+
+class LlavaNext(Llava):
+    """LlavaNextForConditionalGeneration."""
+
+    config_class = LlavaNextConfig
+    model_class = LlavaNextForConditionalGeneration
+    names: ClassVar[KnownNames] = replace(
+        NAMES,
+        newline=("model.image_newline", "image_newline"),
+        styles=tuple(
+            replace(style, newline="model.image_newline" if style.text.startswith("model.") else "image_newline")
+            for style in NAMES.styles
+        ),
+    )
+
+    def media(self, hf: PretrainedConfig) -> MediaPlan:
+        """Return the plan of base view and grid.
+
+        Raises:
+            ConversionError: features that are no square, or pinpoints that are no multiples of the tower's pictures.
+        """
+        return AnyResPlan(hf.image_token_id, self.anyres(hf))
+
+    def anyres(self, hf: PretrainedConfig) -> AnyRes:
+        """Return how pictures are cut. Raises as `media`."""
+        vision = hf.vision_config
+        side, wanted = image_side(vision), num_patches(vision)
+        found = self.features_per_tile(hf)
+        if found != wanted:
+            raise ConversionError(
+                f"vision_feature_select_strategy = {hf.vision_feature_select_strategy!r} leaves {found} features of a "
+                f"tile of {wanted} patches, but {type(hf).__name__} lays them out as a square: take 'default' for a "
+                "tower with a class token and 'full' for one without"
+            )
+        pinpoints = tuple((int(height), int(width)) for height, width in hf.image_grid_pinpoints)
+        odd = [point for point in pinpoints if point[0] % side or point[1] % side]
+        if odd or not pinpoints:
+            raise ConversionError(
+                f"image_grid_pinpoints: expected multiples of the tower's {side} pixels, found {odd or 'none'}"
+            )
+        return AnyRes(side, side // patch_side(vision), pinpoints)

@@ -1,0 +1,175 @@
+"""From a configuration to running workers, or to a SLURM job. Nothing is started before everything has been checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.config.load import as_run_config, save_run_config
+from llava_mcore.config.rules.all_rules import check_run
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import ConfigError, problems
+from llava_mcore.files.text_files import naming
+from llava_mcore.launch import sbatch
+from llava_mcore.launch.nodes import Nodes, find_nodes
+from llava_mcore.launch.process import run_child
+from llava_mcore.launch.slurm import describe, read_job
+from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
+from llava_mcore.run.preflight import preflight, resolve
+from llava_mcore.run.run_lock import RunLock
+
+WORKER = "llava_mcore.run.worker"
+
+
+def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
+    """Train as `python -m llava_mcore train` does, in processes of their own; return their exit code when they end.
+
+    >>> train({"name": "first", "data": {"path": "shards"}, "checkpoint": {"load": "megatron", "save_dir": "runs"}})
+    0
+
+    Call it in the main thread: signals that this process gets are handed on to the workers.
+
+    Args:
+        config: a configuration, its sections and keys as in a configuration file, or such a file (YAML or JSON).
+
+    Returns:
+        0 at the end of the run, 75 if it was asked to stop early, 128 + n if signal n ended it, else an error's code.
+
+    Raises:
+        ConfigError: the run cannot start; lists why. Nothing has been started then.
+        FolderInUse: another run is in its folders.
+    """
+    run = as_run_config(config)
+    if run.launch.sif_path is not None:
+        raise ConfigError("launch.sif_path: only the command enters an image; run this program inside it instead")
+    return start(prepare(run))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A checked run and this machine's part of it: `command` starts the workers, which read `config_file`."""
+
+    run: RunConfig
+    nodes: Nodes
+    config_file: Path
+    command: list[str]
+    gpu_count: int
+
+
+def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
+    """Check a run on this machine; nothing is written.
+
+    Args:
+        keys: those that flags set, for messages about flags without effect.
+
+    Raises:
+        ConfigError: lists everything that keeps the run from starting.
+    """
+    gpu_count = _count_gpus()
+    nodes = find_nodes(typed.launch, os.environ)
+    launch = typed.launch.model_copy(update={"num_nodes": nodes.count, "node_rank": None})  # the same on all nodes
+    run, world_size = resolve(typed.model_copy(update={"launch": launch}), gpu_count)
+    found = [*preflight(run, world_size, gpu_count, keys), *_without_submit(keys)]
+    if found:
+        raise ConfigError(problems("The run cannot start", found))
+    config_file = run.run_dir / "run.yaml"
+    command = torchrun_argv(run.launch.num_gpus, WORKER, ["--config", str(config_file)], nodes)
+    return Launch(run, nodes, config_file, command, gpu_count)
+
+
+def start(launch: Launch, notices: Sequence[str] = ()) -> int:
+    """Write SAVE_DIR/NAME/run.yaml, start this machine's workers, and return their exit code when they end.
+
+    Args:
+        notices: lines to print before.
+
+    Raises:
+        FolderInUse: another run is in its folders.
+        ConfigError: a folder cannot be written to; or, at the end, another run has taken it over.
+    """
+    run = launch.run
+    environment = worker_env(
+        os.environ,
+        run.launch.num_gpus,
+        cpu_cores=len(os.sched_getaffinity(0)),
+        device_available=launch.gpu_count > 0,
+        interface=run.launch.interface,
+        gpu_ids=run.launch.chosen_gpus,
+    )
+    with RunLock(run, launch.nodes).hold():
+        with naming(launch.config_file):
+            save_run_config(run, launch.config_file)
+        for notice in notices:
+            print(notice, flush=True)
+        job = read_job(os.environ)
+        if job is not None and launch.nodes.rank == 0:
+            print(describe(job), flush=True)
+        return run_child(launch.command, environment, ours="torchrun, which starts and ends all ranks,")
+
+
+def _without_submit(keys: Collection[str]) -> list[str]:
+    """Return flags that only say how to submit a job. The job itself is started with the same flags."""
+    if read_job(os.environ) is not None:
+        return []
+    flags = {"launch.sbatch_options": "--sbatch-options", "launch.slurm_output_name": "--slurm-output-name"}
+    return [
+        f"{flag} has no effect without --submit: add it, or leave {flag} away"
+        for key, flag in flags.items()
+        if key in keys
+    ]
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """A batch file for SLURM: where it belongs, and its text."""
+
+    file: Path
+    text: str
+
+
+def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str] = ()) -> BatchJob:
+    """Check what can be checked without the nodes; nothing is written.
+
+    Args:
+        arguments: command line of `train`, which the job runs.
+        keys: those that flags set, for messages about flags without effect.
+
+    Raises:
+        ConfigError: lists everything that keeps the run from starting.
+    """
+    on_gpus = typed.parallel.backend != "gloo"
+    gpus = typed.launch.num_gpus
+    if gpus < 0:
+        raise ConfigError("--submit needs the number of GPUs of a node (with --backend gloo: of processes): give -g")
+    run, world_size = resolve(typed, gpus if on_gpus else 0)
+    inside = typed.launch.sif_path is not None  # this machine may hold neither libraries nor models
+    if inside:
+        found = check_run(run, None, world_size, on_gpus, typed=keys)
+    else:
+        found = preflight(run, world_size, gpus if on_gpus else 0, keys)
+    if found:
+        raise ConfigError(problems("The run cannot start", found))
+    text = sbatch.batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus)
+    return BatchJob(run.run_dir / sbatch.FILE, text)
+
+
+def submit(job: BatchJob) -> str:
+    """Write a batch file, hand it to SLURM and return the job's number.
+
+    Raises:
+        ConfigError: SLURM is not there, or refuses.
+    """
+    job.file.parent.mkdir(parents=True, exist_ok=True)
+    with naming(job.file):
+        job.file.write_text(job.text, encoding="utf-8")
+    return sbatch.submit(job.file)
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs without starting CUDA in this process, which would hold memory on one."""
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,97 @@
+"""Before anything starts: what the machine decides about a run, and everything that keeps the run from starting."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llava_mcore.config.rules.all_rules import check_devices, check_run
+from llava_mcore.config.rules.dims import ModelDims
+from llava_mcore.config.rules.schedule import check_schedule
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import LlavaMcoreError, os_error_text
+from llava_mcore.launch.nodes import check_gpu_ids, check_interface
+from llava_mcore.templates.named import absolute_choice, check_choice
+
+if TYPE_CHECKING:
+    from llava_mcore.checkpoint.choose_start import StartPoint
+
+_FOLDERS = ("load", "hf_dir", "save_dir", "non_persistent_dir", "non_persistent_local_dir")
+
+
+def resolve(run: RunConfig, gpu_count: int) -> tuple[RunConfig, int]:
+    """Return the run with everything decided that the machine decides, and the number of processes.
+
+    Paths become absolute, so that the stored configuration means the same from everywhere.
+    """
+    gpus = run.launch.num_gpus
+    per_node = gpus if gpus > 0 else len(run.launch.chosen_gpus) or max(1, gpu_count)
+    num_nodes = run.launch.num_nodes or 1
+    changes = {
+        "parallel": {"backend": run.parallel.backend or ("nccl" if gpu_count else "gloo")},
+        "training": {"precision": run.training.precision or ("bf16" if gpu_count else "fp32")},
+        "launch": {"num_gpus": per_node, "num_nodes": num_nodes},
+        "checkpoint": {name: _absolute(getattr(run.checkpoint, name)) for name in _FOLDERS},
+        "data": {"path": _absolute(run.data.path), "chat_template": absolute_choice(run.data.chat_template)},
+    }
+    sections = {name: getattr(run, name).model_copy(update=change) for name, change in changes.items()}
+    return run.model_copy(update=sections), per_node * num_nodes
+
+
+def _absolute[T](path: T | None) -> T | Path | None:
+    """Return an absolute path; URLs are left as they are."""
+    return path.absolute() if isinstance(path, Path) else path
+
+
+def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection[str] = ()) -> list[str]:
+    """Return everything that keeps a resolved run from starting. `typed`: the keys that flags set (`check_needs`)."""
+    # These bring in transformers and energon: --help and a mistyped flag need not wait for them.
+    from llava_mcore.checkpoint.choose_start import resumes, start_point
+    from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
+    from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
+
+    found: list[str] = check_devices(run.launch.num_gpus, gpu_count)
+    if run.logging.mlflow and importlib.util.find_spec("mlflow") is None:
+        found.append("--mlflow needs the package mlflow-skinny: pip install 'llava-mcore[mlflow]'")
+    found += [*check_gpu_ids(run.launch, gpu_count), *check_interface(run.launch)]
+    dims: ModelDims | None = None
+    source = ""
+    with collecting(found):
+        start = start_point(run)
+        source = str(start.hf_dir)
+        if resumes(run, start) and not [*check_schedule(run.training, run.optimizer)]:
+            found += _too_far(run, start)
+        dims = model_dims(load_hf_config(start.hf_dir))
+    with collecting(found):
+        check_dataset(run.data.path)
+        if run.validation.eval_interval is not None:
+            check_dataset(run.data.path, VALIDATION)
+    with collecting(found):
+        check_choice(run.data.chat_template)
+    return found + check_run(run, dims, world_size, gpu_count > 0, source, typed)
+
+
+@contextlib.contextmanager
+def collecting(found: list[str]) -> Iterator[None]:
+    """Add what goes wrong within to a list of problems."""
+    try:
+        yield
+    except LlavaMcoreError as error:
+        found.append(str(error))
+    except OSError as error:
+        found.append(os_error_text(error))
+
+
+def _too_far(run: RunConfig, start: StartPoint) -> list[str]:
+    """Return what is wrong with resuming a run that has reached its end: nothing would be trained or saved."""
+    number = run.training.num_iterations
+    if start.iteration < number:
+        return []
+    reached = f"{start.checkpoint} has reached iteration {start.iteration} of {number}"
+    more = "raise --train-iters or --train-samples, which count the whole run, to go on"
+    if start.kind == "load":
+        more += "; or leave --load-optim away this first time, to begin a new run with its weights"
+    return [f"{reached}: {more}"]

@@ -1,0 +1,57 @@
+"""Pictures of several sizes, and samples without any, train alike at every layout, padded and packed."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from llava_mcore.convert.import_hf import import_hf
+from tests.helpers.cases import CASES, make_case
+from tests.helpers.shards import jpeg, make_dataset
+from tests.helpers.world import run_world
+
+NUM_SAMPLES = 24
+SIZES = ((56, 56), (140, 60), (50, 170), (200, 190), (30, 31))
+LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
+
+
+def resized(index: int) -> bytes:
+    """A digit of one of the sizes."""
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(jpeg(index))).resize(SIZES[index % len(SIZES)]).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root: Path = tmp_path_factory.mktemp("any_size")
+    cases = {}
+    for case in (case for case in CASES if case.architecture != "llava"):
+        make_case(case, root / case.name / "hf")
+        import_hf(root / case.name / "hf", root / case.name / "megatron")
+        cases[case.name] = {"hf": str(root / case.name / "hf"), "checkpoint": str(root / case.name / "megatron")}
+    replace: dict[int, dict[str, Any]] = {i: {"jpg": None, "png": resized(i)} for i in range(NUM_SAMPLES)}
+    replace |= {i: {"jpg": None} for i in range(0, NUM_SAMPLES, 5)}
+    make_dataset(root / "data", num_samples=NUM_SAMPLES, replace=replace, sample_type="CrudeWebdataset")
+    return {"cases": cases, "data": str(root / "data"), "save_dir": str(root / "runs")}
+
+
+def test_every_layout_trains_alike(material: dict[str, Any]) -> None:
+    found = {}
+    for tp, pp in LAYOUTS:
+        ranks = run_world(tp * pp, "tests.parallel.any_size_checks:train", tp=tp, pp=pp, **material)
+        found[tp, pp] = ranks[0]
+    one = found[1, 1]
+    for run, expected in one.items():
+        assert len(set(expected["tiles"])) > 1, "batches hold different numbers of tiles"
+        assert expected["loss"][-1] < expected["loss"][0]
+        for layout in LAYOUTS[1:]:
+            assert (
+                found[layout][run]["tokens"] == expected["tokens"] and found[layout][run]["tiles"] == expected["tiles"]
+            )
+            assert found[layout][run]["loss"] == pytest.approx(expected["loss"], rel=1e-5), (layout, run)
+            assert found[layout][run]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4), (layout, run)

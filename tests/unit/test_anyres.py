@@ -1,0 +1,163 @@
+"""Pictures cut into grids: what the loader expands is what Hugging Face's processor expands and its model makes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaNextConfig,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
+    LlavaOnevisionConfig,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    PretrainedConfig,
+    SiglipVisionConfig,
+)
+from transformers.models.llava_next.modeling_llava_next import LlavaNextModel
+from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
+
+from llava_mcore.batch_fields import (
+    FEATURE_POSITIONS,
+    FEATURE_ROWS,
+    NEWLINE_POSITIONS,
+    RESIZED_POSITIONS,
+    RESIZED_ROWS,
+    RESIZED_WEIGHTS,
+)
+from llava_mcore.errors import ConversionError
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.media import MediaTokens, Size
+
+NEWLINE = -1.0
+NUM_SIZES = 10_000
+
+
+def llava_next() -> PretrainedConfig:
+    """LLaVA-1.6's geometry."""
+    return LlavaNextConfig(
+        vision_config=CLIPVisionConfig(image_size=336, patch_size=14), text_config=LlamaConfig(), image_token_id=4
+    )
+
+
+def llava_onevision() -> PretrainedConfig:
+    """LLaVA-OneVision's geometry."""
+    vision = SiglipVisionConfig(image_size=384, patch_size=14)
+    return LlavaOnevisionConfig(
+        vision_config=vision,
+        text_config=LlamaConfig(),
+        image_token_id=4,
+        vision_feature_select_strategy="full",
+    )
+
+
+def random_sizes(seed: int) -> Iterator[Size]:
+    """Heights and widths, small and large ones alike often, of every proportion."""
+    draw = np.random.default_rng(seed)
+    for _ in range(NUM_SIZES):
+        height, width = np.exp(draw.uniform(np.log(2), np.log(4000), 2)).astype(int)
+        yield int(height), int(width)
+
+
+def sequence(tokens: MediaTokens) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """What stands at each token: the number of the feature, a mean of numbers where it is resized, or NEWLINE."""
+    values, found = tokens.values, np.full(len(tokens), np.nan)
+    found[values[FEATURE_POSITIONS]] = values[FEATURE_ROWS]
+    found[values[NEWLINE_POSITIONS]] = NEWLINE
+    if RESIZED_ROWS in values:
+        found[values[RESIZED_POSITIONS]] = (values[RESIZED_ROWS] * values[RESIZED_WEIGHTS].astype(np.float64)).sum(-1)
+    return found
+
+
+def model_makes(kind: Any, hf: PretrainedConfig, size: Size, num_tiles: int, n: int) -> np.ndarray[Any, Any]:
+    """What Hugging Face's model puts together of features that are their own numbers."""
+    features = torch.arange(num_tiles * n, dtype=torch.float32).view(num_tiles, n, 1)
+    more = {} if "vision_aspect_ratio" in hf.to_dict() else {"vision_feature_select_strategy": "default"}
+    model = SimpleNamespace(config=hf)
+    newline = torch.tensor([NEWLINE])
+    packed, _ = kind.pack_image_features(model, [features], [list(size)], image_newline=newline, **more)
+    return packed[0][:, 0].numpy()
+
+
+CASES = [(llava_next, LlavaNextModel, 0), (llava_onevision, LlavaOnevisionModel, 1)]
+
+
+@pytest.mark.parametrize(("config", "model", "seed"), CASES)
+def test_features_are_where_hugging_faces_model_puts_them(config: Any, model: Any, seed: int) -> None:
+    hf = config()
+    plan, n = architecture_of(hf).media(hf), architecture_of(hf).features_per_tile(hf)
+    expected_tokens = expands(hf)
+    resized = 0
+    for size in random_sizes(seed):
+        (tokens,) = plan.tokens([size])
+        assert len(tokens) == expected_tokens(size), size
+        assert tokens.num_features == n * tokens.num_tiles and (tokens.ids == 4).all()
+        theirs = model_makes(model, hf, size, tokens.num_tiles, n)
+        resized += bool(len(tokens.values.get(RESIZED_ROWS, ())))
+        np.testing.assert_allclose(sequence(tokens), theirs, rtol=1e-6, atol=1e-2, err_msg=str(size))
+    assert bool(resized) == (model is LlavaOnevisionModel)
+
+
+def expands(hf: PretrainedConfig) -> Any:
+    """Return the number of tokens that Hugging Face's processor expands a picture of a size to."""
+    side = hf.vision_config.image_size
+    if isinstance(hf, LlavaOnevisionConfig):
+        images = LlavaOnevisionImageProcessor(image_grid_pinpoints=hf.image_grid_pinpoints)
+        processor: Any = object.__new__(LlavaOnevisionProcessor)
+        processor.num_image_tokens, processor.vision_aspect_ratio = 729, hf.vision_aspect_ratio
+    else:
+        images = LlavaNextImageProcessor(image_grid_pinpoints=hf.image_grid_pinpoints)
+        processor = object.__new__(LlavaNextProcessor)
+        processor.patch_size, processor.num_additional_image_tokens = 14, 1
+    processor.image_processor = images
+    drops = 1 if hf.vision_feature_select_strategy == "default" else 0
+    return lambda size: processor._get_number_of_features(*size, side, side) - drops
+
+
+def test_several_pictures_of_a_conversation() -> None:
+    hf = llava_onevision()
+    plan = architecture_of(hf).media(hf)
+    both = plan.tokens([(100, 900), (900, 100)])
+    assert [(len(x), x.num_tiles) for x in both] == [(730, 1)] * 2 and sequence(both[0]).tolist() == [*range(729), -1]
+    hf = llava_next()
+    plan = architecture_of(hf).media(hf)
+    assert plan.tokens([(100, 900), (900, 100)]) == [plan.tokens([x])[0] for x in ((100, 900), (900, 100))]
+
+
+def test_a_plan_travels_to_other_processes() -> None:
+    plan = architecture_of(hf := llava_onevision()).media(hf)
+    (mine,), (other,) = plan.tokens([(70, 90)]), pickle.loads(pickle.dumps(plan)).tokens([(70, 90)])
+    assert np.array_equal(mine.ids, other.ids) and np.array_equal(sequence(mine), sequence(other))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_feature_select_strategy": "full"}, r"'full' leaves 577 features of a tile of 576 patches.*'default'"),
+        ({"image_grid_pinpoints": [[336, 500]]}, r"multiples of the tower's 336 pixels, found \[\(336, 500\)\]"),
+        ({"image_grid_pinpoints": []}, "found none"),
+    ],
+)
+def test_settings_that_the_tower_cannot_take(change: dict[str, Any], message: str) -> None:
+    hf = llava_next()
+    for name, value in change.items():
+        setattr(hf, name, value)
+    with pytest.raises(ConversionError, match=message):
+        architecture_of(hf).media(hf)
+
+
+def test_only_one_way_to_cut_is_known() -> None:
+    hf = llava_onevision()
+    hf.vision_aspect_ratio = "pad"
+    with pytest.raises(ConversionError, match="vision_aspect_ratio = 'pad': expected 'anyres_max_9'"):
+        architecture_of(hf).media(hf)

@@ -1,0 +1,48 @@
+"""Gradients of pictures of any size: every parameter's is Hugging Face's, newline and resized grids included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.convert.logits_worker import given_media
+from llava_mcore.models.table import detect_names, mapping_table
+from llava_mcore.parallel.groups import single_process
+from tests.helpers.cases import CASES, THEIRS, Case, make_case, make_inputs
+from tests.parallel.checks import load_model
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.architecture != "llava"], ids=lambda case: case.name)
+def test_gradients_are_hugging_faces(case: Case, tmp_path: Path) -> None:
+    theirs = make_case(case, tmp_path / "hf")
+    checkpoint = import_hf(tmp_path / "hf", tmp_path / "megatron")
+    inputs = make_inputs(theirs)
+    ids = inputs["input_ids"]
+    labels, mask = torch.roll(ids, -1, 1), (ids != theirs.config.image_token_id).float()
+    given = {name.removeprefix(THEIRS): x for name, x in inputs.items() if name.startswith(THEIRS)}
+    logits = theirs(input_ids=ids, **given).logits
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    (losses * mask.flatten()).sum().backward()
+    expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    media = given_media({name: x for name, x in inputs.items() if not name.startswith(THEIRS)})
+    with single_process() as groups:
+        model = load_model(groups, checkpoint)
+        positions = torch.arange(ids.shape[1]).expand(ids.shape)
+        model(ids, positions, media, labels=labels, loss_mask=mask).backward()
+        names = detect_names(theirs.config, theirs.state_dict(), source="the model")
+        rows = model.language_model.embedding.word_embeddings.weight.shape[0]
+        table = mapping_table(theirs.config, names, hf_tensors=(), padded_vocab_size=rows)
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        compared = 0
+        for name, entry in table.entries.items():
+            for hf_name, gradient in entry.to_hf(found[name]).items():
+                largest = expected[hf_name].abs().max()
+                assert (gradient - expected[hf_name]).abs().max() <= 2e-5 * largest + 1e-6, hf_name
+                compared += 1
+    assert compared == len(expected)

@@ -39,11 +39,14 @@ test-all: test test-long test-newest test-cluster ## Run test, test-long, test-n
 test-cluster: .venv/.installed-dev ## Run jobs that are killed and requeued; needs slurm-wlm and root for SLURM's
 	$(PYTHON) -m pytest tests/e2e tests/slurm -m cluster --durations 5
 
-lint: .venv/.installed-dev ## Style, types and the order of imports
+lint: .venv/.installed-dev ## Check style, types, the order of imports, spelling and wording
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports --no-logo
+	.venv/bin/codespell
+	.venv/bin/codespell --builtin en-GB_to_en-US docs README.md CHANGELOG.md
+	$(PYTHON) environments/wording.py
 
 format: .venv/.installed-dev ## Rewrite the files in the project's style
 	$(PYTHON) -m ruff check --fix .

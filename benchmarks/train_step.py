@@ -293,7 +293,7 @@ def loss_off(entry: Entry, first: Entry) -> float:
 
 
 def speed(entry: Entry, unit: str) -> float:
-    """Return tokens or samples a second of all GPUs, the median of the steps."""
+    """Return tokens or samples per second of all GPUs, the median of the steps."""
     return statistics.median(step[unit] / step["seconds"] for step in entry.steps)
 
 

@@ -1,4 +1,4 @@
-"""Slices: axis-aligned parts of a tensor, and one of them put together from others.
+"""Axis-aligned slices of a tensor, and one of them assembled from others.
 
 A checkpoint stores a tensor as chunks, each a slice of it; a Hugging Face tensor is often a slice (some rows) of a
 Megatron tensor. Import and export are the same step between the two sets of slices.
@@ -99,7 +99,7 @@ def read_slice[Source](
     Args:
         parts: slices in the same coordinates as `wanted`, and where their data come from. They must not overlap.
         read: returns a part's tensor; called only for parts that are needed, one after the other.
-        scratch: holds what has to be put together.
+        scratch: holds what has to be assembled.
 
     A slice inside one part is a view of it, nothing is copied. Elements that no part holds are zero.
     """

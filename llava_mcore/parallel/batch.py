@@ -97,7 +97,7 @@ def pad_to(batch: TensorFields, length: int, fields: Fields) -> TensorFields:
 
 
 def fill_rows(batch: TensorFields, rows: int) -> TensorFields:
-    """Repeat the first row without loss and media until there are so many; a pipeline's messages need one size."""
+    """Repeat the first row without loss and media until there are `rows`; a pipeline's messages need one size."""
     missing = rows - len(batch.input_ids)
     if missing <= 0:
         return batch

@@ -136,7 +136,7 @@ def _no_media(layout: _Layout, device: torch.device) -> dict[str, Tensor]:
 
 def _in_memory(x: Tensor) -> Tensor:
     """Return pixels [tiles, 3, h, w] with the channels last, as the loader's are in memory: in any other order the host
-    would sort every byte anew. Other tensors as they are."""
+    would sort every byte again. Other tensors as they are."""
     return x.permute(0, 2, 3, 1) if x.ndim == 4 else x
 
 

@@ -1,4 +1,4 @@
-"""The loss of the validation part while training, and nothing of the training changed by it."""
+"""The loss of the validation part while training, without changing anything in the training."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class _Counts:
 
 @contextlib.contextmanager
 def as_if_not_run(trainer: Trainer) -> Iterator[None]:
-    """Run the model without dropout and without gradients, and leave nothing of it behind.
+    """Run the model without dropout and without gradients, and restore its state.
 
     That are the modules' modes, the random numbers' generators (Transformer Engine's attention moves them on even
     without dropout) and, with FP8, the largest values seen, from which the scales of the next steps are made.

@@ -15,7 +15,7 @@ from llava_mcore.build.options import BuildOptions
 from llava_mcore.build.sources import Source, check_loaded, reading
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
-from llava_mcore.models.vision.registry import VISION_FAMILIES, vision_family
+from llava_mcore.models.vision.registry import VISION_FAMILIES, towers_of_any_class, vision_family
 
 PAIRS = tuple(family.pair for family in dict.fromkeys(VISION_FAMILIES.values()) if family.pair is not None)
 """Folders with a text encoder too, of which only the tower is taken."""
@@ -51,8 +51,8 @@ def load_vision_config(source: Source) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
     if config.model_type in PAIRS:
         return config.vision_config
-    if config.model_type not in VISION_FAMILIES:
-        known = ", ".join([*PAIRS, *VISION_FAMILIES])
+    if config.model_type not in towers_of_any_class():
+        known = ", ".join([*PAIRS, *towers_of_any_class()])
         naflex = (
             " (NaFlex; take a fixed-resolution SigLIP 2, which is a siglip)" if "siglip2" in config.model_type else ""
         )

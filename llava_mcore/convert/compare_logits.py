@@ -24,7 +24,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from transformers import AutoProcessor, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS
+from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_VALUES
 from llava_mcore.checkpoint import layout
 from llava_mcore.compat.transformers import tower_names_in_files
 from llava_mcore.convert.logits_worker import run_rank
@@ -95,6 +95,7 @@ def compare_logits(hf_dir: Path, checkpoint: Path, picture: Path, *, tp: int, pp
     with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
         job = Path(name)
         expected, modules, inputs[FEATURE_POSITIONS] = _hugging_face(hf, hf_dir, inputs, names)
+        inputs[PIXEL_VALUES] = inputs[PIXEL_VALUES].flatten(0, -4)  # [tiles, 3, h, w], also of [1, tiles, 3, h, w]
         torch.save(
             {"checkpoint": str(checkpoint), "tp": tp, "pp": pp, "inputs": inputs, "names": names}, job / "job.pt"
         )
@@ -131,7 +132,7 @@ def _inputs(hf_dir: Path, picture: Path) -> dict[str, Tensor]:
     try:
         processor = AutoProcessor.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
         image = Image.open(picture).convert("RGB")
-    except (UnidentifiedImageError, OSError, ValueError, KeyError) as error:
+    except (UnidentifiedImageError, OSError, ValueError, KeyError, ImportError) as error:
         raise ConversionError(
             f"comparing logits needs a picture and a processor in {hf_dir}: {why_not_loaded(error)}"
         ) from error

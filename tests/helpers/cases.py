@@ -1,17 +1,26 @@
-"""The family pairs that the layout tests run through, each with something of its own."""
+"""The classes and family pairs that the layout tests run through, each with something of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import LlavaForConditionalGeneration
+from PIL import Image
+from transformers import LlavaForConditionalGeneration, PreTrainedModel
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_VALUES
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encoding.media import media_tokens
+from llava_mcore.data.samples import PlacedMedia
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.vision.geometry import image_side
+from llava_mcore.pixels import normalise
+from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava
 
 LLAMA3_ROPE = {
@@ -33,19 +42,21 @@ TWO_ROPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny LLaVA. `layouts`: the (tp, pp) it is tested at; None: at all."""
+    """One tiny model of the class `architecture` (model_type). `layouts`: the (tp, pp) it is tested at; None: at all."""
 
     vision: str
     text: str
     options: dict[str, Any] = field(default_factory=dict)
     layouts: tuple[tuple[int, int], ...] | None = None
+    architecture: str = "llava"
 
     @property
     def name(self) -> str:
-        return f"{self.vision}-{self.text}"
+        of_class = "" if self.architecture == "llava" else f"{self.architecture}-"
+        return f"{of_class}{self.vision}-{self.text}"
 
 
-ONE_AXIS, BOTH_AXES = ((1, 2), (2, 1)), ((2, 2),)
+ONE_AXIS, BOTH_AXES, ONE_PROCESS = ((1, 2), (2, 1)), ((2, 2),), ((1, 1),)
 
 CASES = [
     Case("clip", "llama", {"text_overrides": {"vocab_size": 401}}),
@@ -69,12 +80,54 @@ CASES = [
     Case("dinov2_with_registers", "gemma2", {"tie": True}, ONE_AXIS + BOTH_AXES),
     Case("internvit", "gemma3", {"tie": True, "feature_layer": -1}, ONE_AXIS),
     Case("siglip", "gemma3", {"text_overrides": {"rope_parameters": TWO_ROPES}}, BOTH_AXES),
+    Case("internvit", "qwen2", {"tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "internvl"),
+    Case("internvit", "llama", {"vision_feature_layer": -2}, ONE_PROCESS + BOTH_AXES, "internvl"),
 ]
 
 
-def make_case(case: Case, folder: Path) -> LlavaForConditionalGeneration:
+def make_case(case: Case, folder: Path) -> Any:
     """Write the case's Hugging Face folder and return its model."""
-    return make_hf_llava(folder, vision=case.vision, text=case.text, seed=len(case.name), **case.options)
+    make = MAKERS.get(case.architecture, make_hf_llava)
+    return make(folder, vision=case.vision, text=case.text, seed=len(case.name), **case.options)
+
+
+def case_inputs(case: Case, model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
+    """Return what the case is tested on: pictures as its own processor makes them, if their sizes matter."""
+    return make_inputs(model) if case.architecture == "llava" else pictures_of_sizes(folder)
+
+
+SIZES = ((100, 40), (56, 56), (30, 210))
+
+
+def pictures_of_sizes(folder: Path, *, sizes: Sequence[tuple[int, int]] = SIZES, seed: int = 0) -> Any:
+    """Return three samples as the data pipeline makes them: one with pictures of several sizes, one with the last of
+    them alone, one with text alone (padded to the same length)."""
+    assets = load_assets(folder)
+    data = [_noise(*size) for size in sizes]
+    generator = torch.Generator().manual_seed(seed)
+    rows, media, positions = [], [], []
+    for row, pictures in enumerate((data, data[-1:], [])):
+        parts, length = [], 0
+        for item, picture in zip(media_tokens(pictures, assets.plan, 10**6), pictures, strict=True):
+            text = torch.randint(300, 400, (3,), generator=generator)
+            parts += [text, torch.from_numpy(item.ids)]
+            media.append(PlacedMedia(picture, length + 3, item))
+            positions.append((row, length + 3 + item.values[FEATURE_POSITIONS]))
+            length += 3 + len(item)
+        rows.append(torch.cat([*parts, torch.randint(300, 400, (5,), generator=generator)]))
+    length = -(-max(map(len, rows)) // 8) * 8
+    pixels = torch.cat([assets.images.tiles([item]) for item in media])
+    return {
+        "input_ids": torch.stack([torch.cat([x, x.new_full((length - len(x),), assets.pad_token_id)]) for x in rows]),
+        PIXEL_VALUES: normalise(pixels, assets.images.pixel_scale),
+        FEATURE_POSITIONS: torch.from_numpy(np.concatenate([row * length + where for row, where in positions])),
+    }
+
+
+def _noise(height: int, width: int) -> bytes:
+    buffer = BytesIO()
+    Image.effect_noise((width, height), 200).convert("RGB").save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def make_inputs(model: LlavaForConditionalGeneration, *, num_text: int = 24, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -96,10 +149,15 @@ def make_inputs(model: LlavaForConditionalGeneration, *, num_text: int = 24, see
     }
 
 
-def hf_logits(model: LlavaForConditionalGeneration, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def hf_logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return Hugging Face's logits [b, s, vocabulary] for the same inputs."""
     with torch.no_grad():
-        return model(input_ids=inputs["input_ids"], pixel_values=inputs["pixel_values"]).logits
+        return model(input_ids=inputs["input_ids"], pixel_values=hf_pixels(model, inputs[PIXEL_VALUES])).logits
+
+
+def hf_pixels(model: Any, tiles: torch.Tensor) -> torch.Tensor:
+    """Return tiles [k, 3, h, w] as the class takes them: some as those of one sample, [1, k, 3, h, w]."""
+    return tiles[None] if model.config.model_type in ("idefics3", "smolvlm") else tiles
 
 
 def make_sharp_case(case: Case, folder: Path) -> LlavaForConditionalGeneration:

@@ -20,6 +20,11 @@ REASONS = {
 """Why a model_type that people try is not known."""
 
 
+def towers_of_any_class() -> tuple[str, ...]:
+    """Return the model_types of the towers that a class with AutoModel reads."""
+    return tuple(name for name, family in VISION_FAMILIES.items() if not family.part_of_a_class)
+
+
 def vision_family(hf: PretrainedConfig) -> VisionFamily:
     """Return the family of a vision config. `load_hf_config` has seen that it is known."""
     return VISION_FAMILIES[hf.model_type]

@@ -1,0 +1,210 @@
+"""Classes beside LLaVA: pictures of any size become the class's own tokens, FLOPs, `check`, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoProcessor
+
+from llava_mcore.cli import import_hf
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.media import expand
+from llava_mcore.data.samples import Turn
+from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
+from llava_mcore.models.flops import TrainedParts, Workload, model_flops
+from llava_mcore.models.media import Size
+from llava_mcore.pixels import normalise
+from tests.helpers.cases import SIZES, hf_pixels
+from tests.helpers.encoding import tiles
+from tests.helpers.photos import CHINA
+from tests.helpers.tiny_classes import MAKERS
+
+MODULES = {"internvl": 3 + 2 + 2 + 4 * 9 + 4 * 10}
+"""Whose outputs are compared: of the connector, the ends of tower and decoder, and the layers of both."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("classes")
+    for name, make in MAKERS.items():
+        make(root / name)
+    return {name: root / name for name in MAKERS}
+
+
+def random_sizes(number: int, longest: int, seed: int = 0) -> list[Size]:
+    """Sizes of every proportion, small ones and equal sides among them."""
+    choose = random.Random(seed)
+    found = []
+    for _ in range(number):
+        height = round(longest ** choose.random())
+        width = choose.choice([height, round(longest ** choose.random()), choose.randint(1, longest)])
+        found.append((height, width))
+    return found
+
+
+def assert_same_ids(folder: Path, assets: Assets, sizes: list[Size], together: int = 3) -> None:
+    """Compare the ids of conversations with some pictures each with those of the folder's processor, and the tiles."""
+    processor = AutoProcessor.from_pretrained(folder)
+    for some in itertools.batched(sizes, together):
+        turns = [Turn("user", "What?" + "\n<image>" * len(some)), Turn("assistant", "This.")]
+        text = assets.chat.render(turns)
+        found = expand(
+            assets.chat.text_tokens(turns, num_images=len(some)), assets.plan.image_token_id, assets.plan.tokens(some)
+        )
+        pictures = [Image.new("RGB", (width, height)) for height, width in some]
+        expected = processor(images=pictures, text=text, add_special_tokens=False, return_tensors="pt")
+        assert found.input_ids.tolist() == expected["input_ids"][0].tolist(), some
+        tokens = assets.plan.tokens(some)
+        num_tiles = expected["pixel_values"].flatten(0, -4).shape[0]
+        assert sum(item.num_tiles for item in tokens) == num_tiles, some
+        per_tile = features_per_tile(load_hf_config(folder))
+        assert [item.num_features for item in tokens] == [item.num_tiles * per_tile for item in tokens]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_pictures_of_any_size_have_the_processors_tokens(folders: dict[str, Path], name: str) -> None:
+    assert_same_ids(folders[name], load_assets(folders[name]), random_sizes(2000, 400))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKERS)
+def test_ten_thousand_sizes(folders: dict[str, Path], name: str) -> None:
+    assert_same_ids(folders[name], load_assets(folders[name]), random_sizes(10_000, 3000, seed=1))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_tiles_are_the_processors(folders: dict[str, Path], name: str) -> None:
+    """Bit for bit, normalised on the device from bytes."""
+    assets, data, pictures = load_assets(folders[name]), [], []
+    for height, width in SIZES:
+        picture = Image.effect_noise((width, height), 200).convert("RGB")
+        path = folders[name] / "picture.png"
+        picture.save(path)
+        data.append(path.read_bytes())
+        pictures.append(picture)
+        path.unlink()
+    processor = AutoProcessor.from_pretrained(folders[name])
+    text = processor.image_token * len(pictures)
+    expected = processor(images=pictures, text=text, return_tensors="pt")["pixel_values"].flatten(0, -4)
+    found = tiles(assets.images, data)
+    assert found.dtype == torch.uint8
+    assert torch.equal(normalise(found, assets.images.pixel_scale), expected)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_torch_counts_the_same_flops_over_hugging_face(folders: dict[str, Path], name: str) -> None:
+    hf = load_hf_config(folders[name])
+    model = architecture_of(hf).model_class.from_pretrained(folders[name], attn_implementation="eager")
+    n, num_tiles, side = features_per_tile(hf), 3, 56
+    ids = torch.randint(300, 400, (1, num_tiles * n + 5))
+    ids[:, 1 : 1 + num_tiles * n] = hf.image_token_id
+    work = Workload(num_tokens=ids.shape[1], num_pairs=ids.shape[1] ** 2, num_tiles=num_tiles)
+    pixels = hf_pixels(model, torch.randn(num_tiles, 3, side, side))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, pixel_values=pixels, use_cache=False).logits.sum().backward()
+    by_module = {key: sum(flops.values()) for key, flops in counter.get_flop_counts().items()}
+    rotary = sum(x for key, x in by_module.items() if key.endswith(".rotary_emb"))
+    assert counter.get_total_flops() - rotary == model_flops(hf, work, TrainedParts(True, True, True)).total
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_check_compares_the_output_of_every_module(
+    folders: dict[str, Path], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--hf-dir", str(folders[name]), "--megatron-dir", str(tmp_path / "m"), "--tp", "2", "--pp", "2"]
+    assert import_hf.main([*flags, "--workers", "1", "--verify", "--logits", str(CHINA)]) == 0
+    assert f"outputs of {MODULES[name]} modules compared)" in capsys.readouterr().out
+
+
+def edited(folder: Path, target: Path, file: str, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Copy a folder and change one of its files."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    values = json.loads((target / file).read_text())
+    change(values)
+    (target / file).write_text(json.dumps(values))
+    return target
+
+
+CONFIG, PROCESSOR, TOKENIZER = "config.json", "processor_config.json", "tokenizer_config.json"
+REFUSALS: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] = {
+    "another tower": (
+        "internvl",
+        CONFIG,
+        lambda c: c["vision_config"].update(model_type="siglip_vision_model"),
+        "vision_config.model_type = 'siglip_vision_model' is not supported; known: internvl_vision",
+    ),
+    "an odd ratio": ("internvl", CONFIG, lambda c: c.update(downsample_ratio=0.3), "downsample_ratio = 0.3 is not"),
+    "a grid that does not divide": (
+        "internvl",
+        CONFIG,
+        lambda c: c.update(downsample_ratio=1 / 3),
+        r"downsample_ratio = 0\.33+: the tower's grid is 4 x 4 patches \(vision_config.image_size 56, patch_size 14\)",
+    ),
+    "the class token": (
+        "internvl",
+        CONFIG,
+        lambda c: c.update(vision_feature_select_strategy="full"),
+        "vision_feature_select_strategy = 'full' leaves the class token",
+    ),
+    "several layers": (
+        "internvl",
+        CONFIG,
+        lambda c: c.update(vision_feature_layer=[-1, -2]),
+        r"vision_feature_layer = \[-1, -2\]: InternVL reads one layer",
+    ),
+    "a last norm": (
+        "internvl",
+        CONFIG,
+        lambda c: c["vision_config"].update(use_mean_pooling=False),
+        "use_mean_pooling = False puts a norm",
+    ),
+    "a class that nobody knows": (
+        "internvl",
+        CONFIG,
+        lambda c: c.update(model_type="blip-2"),
+        r"model_type is 'blip-2', expected one of 'llava' \(LlavaForConditionalGeneration\), 'internvl' \(InternVL",
+    ),
+    "tokens of a tile": (
+        "internvl",
+        PROCESSOR,
+        lambda c: c.update(image_seq_length=16),
+        "image_seq_length makes 16 tokens of a tile, but the model's config.json makes 4 features",
+    ),
+    "tiles of another size": (
+        "internvl",
+        PROCESSOR,
+        lambda c: c["image_processor"]["size"].update(height=70, width=70),
+        "makes pictures of 3 x 70 x 70, but the vision tower takes 3 x 56 x 56",
+    ),
+    "no marks": (
+        "internvl",
+        TOKENIZER,
+        lambda c: [c.pop(key) for key in ("start_image_token", "end_image_token")],
+        "the tokenizer names no start_image_token and no end_image_token",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_cannot_be_computed_is_refused_by_name(folders: dict[str, Path], what: str, tmp_path: Path) -> None:
+    name, file, change, expected = REFUSALS[what]
+    folder = edited(folders[name], tmp_path / "hf", file, change)
+    kind: type[LlavaMcoreError] = ConversionError if file == CONFIG else DataError
+    with pytest.raises(kind, match=expected):
+        if file == CONFIG:
+            import_hf.import_hf(folder, tmp_path / "m")
+        else:
+            load_assets(folder)

@@ -42,7 +42,7 @@ TWO_ROPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny model of the class `architecture` (model_type). `layouts`: the (tp, pp) it is tested at; None: at all."""
+    """One tiny model of the class `architecture` (model_type), at the (tp, pp) of `layouts` (None: all)."""
 
     vision: str
     text: str
@@ -82,6 +82,8 @@ CASES = [
     Case("siglip", "gemma3", {"text_overrides": {"rope_parameters": TWO_ROPES}}, BOTH_AXES),
     Case("internvit", "qwen2", {"tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "internvl"),
     Case("internvit", "llama", {"vision_feature_layer": -2}, ONE_PROCESS + BOTH_AXES, "internvl"),
+    Case("siglip", "llama", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "idefics3"),
+    Case("siglip", "llama", {"tie": True, "marks": False}, ONE_PROCESS + BOTH_AXES, "smolvlm"),
 ]
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from llava_mcore.models.architectures.base import Architecture
+from llava_mcore.models.architectures.idefics3 import Idefics3, SmolVlm
 from llava_mcore.models.architectures.internvl import InternVl
 from llava_mcore.models.architectures.llava import Llava
 
-_ALL: tuple[Architecture, ...] = (Llava(), InternVl())
+_ALL: tuple[Architecture, ...] = (Llava(), InternVl(), Idefics3(), SmolVlm())
 ARCHITECTURES: dict[str, Architecture] = {x.config_class.model_type: x for x in _ALL}
 """By model_type."""
 

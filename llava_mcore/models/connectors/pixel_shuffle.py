@@ -78,7 +78,6 @@ class PixelShuffle(Connector):
             "num_layers": 1,
             "hidden_size": width,
             "ffn_hidden_size": width,
-            "num_attention_heads": 1,
             "activation_func": activation(hf.projector_hidden_act, where="projector_hidden_act"),
             "add_bias_linear": True,
             "normalization": "LayerNorm",

@@ -31,7 +31,6 @@ class ShuffleLinear(Connector):
             "num_layers": 1,
             "hidden_size": width,
             "ffn_hidden_size": width,
-            "num_attention_heads": 1,
             "add_bias_linear": False,
             "hidden_dropout": 0.0,
         }

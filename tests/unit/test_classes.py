@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Callable
@@ -19,9 +18,7 @@ from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionCo
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 
 from llava_mcore.cli import import_hf
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.media import expand
-from llava_mcore.data.samples import Turn
+from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.idefics3 import Idefics3
@@ -31,6 +28,7 @@ from llava_mcore.models.media import Processing, Size
 from llava_mcore.models.vision.idefics import is_plain_grid
 from llava_mcore.pixels import normalise
 from tests.helpers.cases import SIZES, hf_pixels
+from tests.helpers.class_tokens import assert_same_ids
 from tests.helpers.encoding import tiles
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_classes import MAKERS, idefics3_processor
@@ -66,25 +64,6 @@ def random_sizes(number: int, longest: int, seed: int = 0) -> list[Size]:
         width = choose.choice([height, round(longest ** choose.random()), choose.randint(1, longest)])
         found.append((height, width))
     return found
-
-
-def assert_same_ids(folder: Path, assets: Assets, sizes: list[Size], together: int = 3) -> None:
-    """Compare the ids of conversations with some pictures each with those of the folder's processor, and the tiles."""
-    processor = AutoProcessor.from_pretrained(folder)
-    for some in itertools.batched(sizes, together):
-        turns = [Turn("user", "What?" + "\n<image>" * len(some)), Turn("assistant", "This.")]
-        text = assets.chat.render(turns)
-        found = expand(
-            assets.chat.text_tokens(turns, num_images=len(some)), assets.plan.image_token_id, assets.plan.tokens(some)
-        )
-        pictures = [Image.new("RGB", (width, height)) for height, width in some]
-        expected = processor(images=pictures, text=text, add_special_tokens=False, return_tensors="pt")
-        assert found.input_ids.tolist() == expected["input_ids"][0].tolist(), some
-        tokens = assets.plan.tokens(some)
-        num_tiles = expected["pixel_values"].flatten(0, -4).shape[0]
-        assert sum(item.num_tiles for item in tokens) == num_tiles, some
-        per_tile = features_per_tile(load_hf_config(folder))
-        assert [item.num_features for item in tokens] == [item.num_tiles * per_tile for item in tokens]
 
 
 @pytest.mark.parametrize("name", MAKERS)

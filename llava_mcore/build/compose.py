@@ -1,4 +1,4 @@
-"""Language model + projector + vision tower = LlavaForConditionalGeneration, without a second copy of weights."""
+"""Language model + projector + vision tower = a model of the chosen class, without a second copy of weights."""
 
 from __future__ import annotations
 
@@ -6,38 +6,32 @@ import math
 
 import torch
 from torch import nn
-from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from llava_mcore.build.classes import FolderClass
 from llava_mcore.build.language import TokenIds, settle_ids
 from llava_mcore.build.vision import FeaturePlan
 
 
-def llava_config(language: PreTrainedModel, vision: PreTrainedModel, plan: FeaturePlan, ids: TokenIds) -> LlavaConfig:
+def whole_config(
+    kind: FolderClass, language: PreTrainedModel, vision: PreTrainedModel, plan: FeaturePlan, ids: TokenIds
+) -> PretrainedConfig:
     """Return the configuration of the whole. The language model's own is changed in place: it becomes part of it."""
     settle_ids(language.config, ids)
     for part in (language.config, vision.config):
         part.name_or_path = ""  # would be a path of this machine
     # transformers ties by the top-level value, Megatron and older readers look into text_config: both must say it.
-    tied = language.config.tie_word_embeddings
-    config = LlavaConfig(
-        text_config=language.config,
-        vision_config=vision.config,
-        image_token_index=ids.image,
-        image_seq_length=plan.tokens,
-        vision_feature_layer=plan.config_value,
-        vision_feature_select_strategy=plan.strategy,
-        tie_word_embeddings=tied,
-    )
+    config = kind.config(language.config, vision.config, plan, ids.image)
     settle_ids(config, ids)
     return config
 
 
 def compose(
-    language: PreTrainedModel, vision: PreTrainedModel, config: LlavaConfig, *, seed: int
-) -> LlavaForConditionalGeneration:
+    kind: FolderClass, language: PreTrainedModel, vision: PreTrainedModel, config: PretrainedConfig, *, seed: int
+) -> PreTrainedModel:
     """Return the whole model. Its language and vision parameters are those of the arguments, not copies."""
     with torch.device("meta"):
-        model = LlavaForConditionalGeneration(config)
+        model = kind.model_class(config)
     model.model.language_model = language.model
     model.lm_head = language.lm_head
     model.model.vision_tower = vision
@@ -49,7 +43,7 @@ def compose(
 
 
 def init_projector(projector: nn.Module, seed: int) -> None:
-    """Fill the projector's linears, in place and the same on every machine: uniform ±1/√inputs, biases zero."""
+    """Fill the projector in place, on every machine alike: linears uniform ±1/√inputs, biases zero, norms one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for linear in (module for module in projector.modules() if isinstance(module, nn.Linear)):
@@ -57,3 +51,5 @@ def init_projector(projector: nn.Module, seed: int) -> None:
             linear.weight.uniform_(-bound, bound, generator=generator)
             if linear.bias is not None:
                 linear.bias.zero_()
+    for norm in (module for module in projector.modules() if isinstance(module, nn.LayerNorm)):
+        norm.reset_parameters()

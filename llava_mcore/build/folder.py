@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,25 @@ from safetensors import SafetensorError
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
+    PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
 from llava_mcore.build import language, vision
 from llava_mcore.build.chat import choose_template
-from llava_mcore.build.compose import compose, llava_config
+from llava_mcore.build.classes import folder_class
+from llava_mcore.build.compose import compose, whole_config
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import Source, find_source
 from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_folder import locked, partial_sibling, publish, require_absent
-from llava_mcore.models.vision.geometry import image_side, patch_side
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.media import Processing
+from llava_mcore.models.vision.geometry import image_side
 
 _SIZE = re.compile(r"[1-9]\d*(KB|MB|GB)")
 _PROBE = f"USER: {IMAGE_TOKEN}\nHow many of the 12 houses, 家, are red?  3."
@@ -69,7 +73,7 @@ def find_sources(options: BuildOptions) -> Sources:
 
 
 def build_llava(options: BuildOptions, say: Say) -> list[Part]:
-    """Make `options.save_dir`, a complete Hugging Face LLaVA folder, and return its parts.
+    """Make `options.save_dir`, a complete Hugging Face folder, and return its parts.
 
     Raises:
         ConfigError, ConversionError: nothing was written.
@@ -77,17 +81,21 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     require_absent(options.save_dir, what="a build")
     if not _SIZE.fullmatch(options.max_shard_size):
         raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected a size such as 500MB or 5GB")
-    sources = find_sources(options)
+    kind, sources = folder_class(options), find_sources(options)
     # Small files first: what cannot work is refused before gigabytes are read.
-    language.load_language_config(sources.text)
+    text_config = language.load_language_config(sources.text)
     own_config = vision.load_vision_config(sources.vision)
+    kind.require_tower(own_config, options)
     image_processor, side = vision.load_image_processor(sources.image_processor, own_config)
     vision_config = vision.resized(own_config, side)
-    plan = vision.plan_features(vision_config, options)
-    tokenizer = language.load_tokenizer(sources.tokenizer)
-    ids = language.add_special_tokens(tokenizer)
-    template = choose_template(tokenizer, options.chat_template, say)
-    processor = make_processor(image_processor, tokenizer, patch_side(vision_config), plan, template)
+    plan = vision.plan_features(vision_config, options, kind.layers)
+    tokenizer = language.load_tokenizer(sources.tokenizer, kind.named_tokens)
+    ids = language.add_special_tokens(tokenizer, kind.named_tokens.values())
+    with features_for(options.connector):
+        sketch = kind.config(text_config, vision_config, plan, ids.image)
+        architecture_of(sketch).features_per_tile(sketch)
+    template = tokenizer.chat_template = choose_template(tokenizer, options.chat_template, say)
+    processor = kind.processor(image_processor, tokenizer, sketch, plan, template)
 
     say(f"language model: {sources.text}")
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -98,10 +106,10 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
         say(f"  positions: those for {image_side(own_config)} px, interpolated to the image processor's {side} px")
     tower = vision.load_vision_tower(sources.vision, vision_config, text.dtype)
     generation = language.settled_generation_config(text, tokenizer, ids, say)
-    config = llava_config(text, tower, plan, ids)
-    model = compose(text, tower, config, seed=options.seed)
+    config = whole_config(kind, text, tower, plan, ids)
+    model = compose(kind, text, tower, config, seed=options.seed)
     model.generation_config = generation
-    _say_features(plan, config, options, say)
+    _say_features(plan, model, options, say)
     write_folder(model, processor, options)
     return summary(model, sources, options)
 
@@ -118,23 +126,7 @@ def fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, *, pad: bool,
     say(f"  vocabulary: {before} rows -> {rows}, {used} used; new rows are the mean of the others")
 
 
-def make_processor(
-    image_processor: Any, tokenizer: PreTrainedTokenizerBase, patch_size: int, plan: vision.FeaturePlan, template: str
-) -> LlavaProcessor:
-    """Return the processor; tokenizer and processor share one chat template."""
-    tokenizer.chat_template = template
-    return LlavaProcessor(
-        image_processor=image_processor,
-        tokenizer=tokenizer,
-        patch_size=patch_size,
-        vision_feature_select_strategy=plan.strategy,
-        num_additional_image_tokens=plan.class_tokens,
-        image_token=IMAGE_TOKEN,
-        chat_template=template,
-    )
-
-
-def write_folder(model: LlavaForConditionalGeneration, processor: LlavaProcessor, options: BuildOptions) -> None:
+def write_folder(model: PreTrainedModel, processor: ProcessorMixin, options: BuildOptions) -> None:
     """Write everything beside the target, check it, and move it into place; leave nothing behind on failure.
 
     Raises:
@@ -150,9 +142,7 @@ def write_folder(model: LlavaForConditionalGeneration, processor: LlavaProcessor
         _write_into(partial, model, processor, options)
 
 
-def _write_into(
-    partial: Path, model: LlavaForConditionalGeneration, processor: LlavaProcessor, options: BuildOptions
-) -> None:
+def _write_into(partial: Path, model: PreTrainedModel, processor: ProcessorMixin, options: BuildOptions) -> None:
     try:
         model.save_pretrained(
             partial,
@@ -177,14 +167,14 @@ def _make_readable(folder: Path) -> None:
         path.chmod(mode)
 
 
-def check_folder(folder: Path, config: LlavaConfig, processor: LlavaProcessor) -> None:
+def check_folder(folder: Path, config: PretrainedConfig, processor: ProcessorMixin) -> None:
     """Read config, tokenizer and processor back as a user would.
 
     Raises:
         ConversionError: lists what came back different.
     """
     found = []
-    read_config = LlavaConfig.from_pretrained(folder)
+    read_config = type(config).from_pretrained(folder)
     for key in ("image_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings", "vision_feature_layer"):
         if getattr(read_config, key) != getattr(config, key):
             found.append(f"config.json: {key} is {getattr(read_config, key)}, was {getattr(config, key)}")
@@ -197,15 +187,17 @@ def check_folder(folder: Path, config: LlavaConfig, processor: LlavaProcessor) -
     if not tokenizer.chat_template == read_processor.chat_template == processor.chat_template:
         found.append("chat template: differs")
     size = image_side(config.vision_config)
-    made = read_processor(images=Image.new("RGB", (size + 5, size // 2 + 3)), text=_PROBE)["input_ids"]
-    placeholders = list(made[0]).count(config.image_token_id)
-    if placeholders != config.image_seq_length:
-        found.append(f"processor: {placeholders} placeholders a picture, the tower makes {config.image_seq_length}")
+    picture = Image.new("RGB", (size + 5, size // 2 + 3))
+    placeholders = list(read_processor(images=picture, text=_PROBE)["input_ids"][0]).count(config.image_token_id)
+    plan = architecture_of(config).media(config, Processing(tokenizer, read_processor.image_processor, {}))
+    num_features = plan.tokens([(picture.height, picture.width)])[0].num_features
+    if placeholders != num_features:
+        found.append(f"processor: {placeholders} placeholders of a picture, the model makes {num_features} features")
     if found:
         raise ConversionError(problems("the folder does not read back as it was written", found))
 
 
-def summary(model: LlavaForConditionalGeneration, sources: Sources, options: BuildOptions) -> list[Part]:
+def summary(model: PreTrainedModel, sources: Sources, options: BuildOptions) -> list[Part]:
     """Return one row a part, tied weights counted once."""
     config = model.config
     text, tower = config.text_config, config.vision_config
@@ -235,9 +227,20 @@ def _count(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _say_features(plan: vision.FeaturePlan, config: LlavaConfig, options: BuildOptions, say: Say) -> None:
+@contextlib.contextmanager
+def features_for(connector: str) -> Iterator[None]:
+    """Report features that the class's connector cannot read as ConfigError."""
+    try:
+        yield
+    except ConversionError as error:
+        raise ConfigError(f"--connector {connector}: {error}") from error
+
+
+def _say_features(plan: vision.FeaturePlan, model: PreTrainedModel, options: BuildOptions, say: Say) -> None:
     """Say what the projector reads, as it decides how pictures become tokens."""
+    config, input_width = model.config, model.model.multi_modal_projector.linear_1.in_features
     layers = " and ".join(str(layer) for layer in plan.layers)
     expanded = " (--expand-projector)" if options.expand_projector else ""
-    say(f"  features: hidden state {layers}{expanded}, strategy {plan.strategy}: {plan.tokens} tokens a picture")
-    say(f"projector: {plan.input_width} -> {config.text_config.hidden_size}, new weights from seed {options.seed}")
+    tokens = f"{config.image_seq_length} tokens {'a picture' if options.connector == 'mlp' else 'a tile'}"
+    say(f"  features: hidden state {layers}{expanded}, strategy {plan.strategy}: {tokens}")
+    say(f"projector: {input_width} -> {config.text_config.hidden_size}, new weights from seed {options.seed}")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 DEFAULT_VISION_MODEL = "openai/clip-vit-large-patch14-336"
-DEFAULT_FEATURE_LAYERS = (-2,)
+CONNECTORS = ("mlp", "pixel_shuffle")
+"""By which a class is chosen: LLaVA, InternVL."""
 VOCAB_MULTIPLE = 128
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 
@@ -29,7 +30,9 @@ class BuildOptions:
         dtype: of every weight; "auto" is the text model's own.
         vocab_size_padding: round the vocabulary up to a multiple of 128.
         expand_projector: let the projector read a second layer of the tower, so that its input is twice as wide.
-        vision_feature_layers: indices into the tower's hidden states (0 is the embedding), as in LlavaConfig.
+        connector: one of CONNECTORS.
+        vision_feature_layers: indices into the tower's hidden states (0 is the embedding), as in LlavaConfig; None is
+            the class's own choice.
         vision_feature_select_strategy: None is "default" (drop the class token) for CLIP and "full" for SigLIP.
         seed: of the projector's first weights.
         max_shard_size: of one weight file, such as "5GB".
@@ -45,7 +48,8 @@ class BuildOptions:
     dtype: str = "auto"
     vocab_size_padding: bool = False
     expand_projector: bool = False
-    vision_feature_layers: tuple[int, ...] = DEFAULT_FEATURE_LAYERS
+    connector: str = "mlp"
+    vision_feature_layers: tuple[int, ...] | None = None
     vision_feature_select_strategy: Literal["default", "full"] | None = None
     seed: int = 1234
     max_shard_size: str = "5GB"

@@ -1,14 +1,14 @@
-"""The names under which a folder's tensors are written: those of llava-hf's own checkpoints."""
+"""The names under which a folder's tensors are written: those of the classes' own checkpoints on the hub."""
 
 from __future__ import annotations
 
 from torch import Tensor
-from transformers import LlavaForConditionalGeneration
+from transformers import PreTrainedModel
 
 from llava_mcore.models.vision.registry import vision_family
 
 
-def tensors_to_write(model: LlavaForConditionalGeneration) -> dict[str, Tensor]:
+def tensors_to_write(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the model's tensors by the names they get in files; a tied lm_head is not repeated."""
     tower = "vision_tower.vision_model." if vision_family(model.config.vision_config).wrapped else "vision_tower."
     prefixes = {

@@ -71,13 +71,13 @@ class TensorAt:
 
 
 Data = Tensor | tuple[TensorAt, ...]
-"""The numbers of a tensor: in memory, or in files, one run after the other."""
+"""The numbers of a tensor: in memory, or in files, one byte range after the other."""
 
 
 def as_bytes(data: Data) -> Iterator[Tensor]:
-    """Yield the bytes of a tensor, or of runs one after the other, in order: flat, and of files little at a time."""
+    """Yield the bytes of a tensor, or of byte ranges one after the other, in order: flat, of files little at a time."""
     if not isinstance(data, Tensor):
-        yield from (window for run in data for window in run.windows())
+        yield from (window for part in data for window in part.windows())
     elif data.is_contiguous():
         yield _flat_bytes(data)
     else:

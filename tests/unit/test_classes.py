@@ -27,7 +27,7 @@ from llava_mcore.models.flops import TrainedParts, Workload, model_flops
 from llava_mcore.models.media import Processing, Size
 from llava_mcore.models.vision.idefics import is_plain_grid
 from llava_mcore.pixels import normalise
-from tests.helpers.cases import SIZES, hf_pixels
+from tests.helpers.cases import PICTURE_SIZES, hf_pixels
 from tests.helpers.class_tokens import assert_same_ids
 from tests.helpers.encoding import tiles
 from tests.helpers.photos import CHINA
@@ -81,7 +81,7 @@ def test_ten_thousand_sizes(folders: dict[str, Path], name: str) -> None:
 def test_the_tiles_are_the_processors(folders: dict[str, Path], name: str) -> None:
     """Bit for bit; normalised on the device from bytes where torchvision makes them, not Pillow."""
     assets, data, pictures = load_assets(folders[name]), [], []
-    for height, width in SIZES:
+    for height, width in PICTURE_SIZES:
         picture = Image.effect_noise((width, height), 200).convert("RGB")
         path = folders[name] / "picture.png"
         picture.save(path)

@@ -50,6 +50,7 @@ def test_loss_curves_equal_those_of_one_process(results: dict[Any, Any], layout:
         assert here[run]["loss"] == pytest.approx(reference[expected]["loss"], rel=1e-5), run
         assert here[run]["grad_norm"] == pytest.approx(reference[expected]["grad_norm"], rel=1e-4), run
         assert here[run]["grad_norm"][0] == pytest.approx(reference[expected]["grad_norm"][0], rel=1e-5), run
+    assert here[f"bf16 {name}"]["loss"] == pytest.approx(reference[f"{name}, plain"]["loss"], rel=5e-3)
     norms = [here[f"{name}, only {part}"]["grad_norm"][0] for part in PARTS]
     whole = here[f"{name}, plain"]["grad_norm"][0]
     assert sum(x**2 for x in norms) == pytest.approx(whole**2, rel=1e-4), "the gradient is that of its parts"

@@ -124,6 +124,8 @@ def curves_of_classes(tp: int, pp: int, checkpoints: dict[str, str], save_dir: s
         runs[f"{name}, plain"] = (checkpoint, {1, 3, 4, 5}, short)
         runs[f"packed {name}"] = (checkpoint, {1, 3, 4, 5}, short)
         runs[f"{name}, text alone"] = (checkpoint, set(range(8)), short)
+        runs[f"bf16 {name}"] = (checkpoint, {1, 3, 4, 5}, short | {"training.precision": "bf16"})
+        runs[f"{name}, recompute"] = (checkpoint, {1, 3, 4, 5}, short | {"model.recompute": "full"})
         runs |= {f"{name}, only {part}": (checkpoint, {1, 3, 4, 5}, short | flags) for part, flags in only.items()}
     return run_all(join(tp, pp), runs, save_dir)
 

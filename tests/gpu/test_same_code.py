@@ -13,7 +13,7 @@ import torch
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder, write_tracker
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
-from tests.helpers.cases import CASES, hf_logits, make_case, make_inputs
+from tests.helpers.cases import CASES, case_inputs, hf_logits, make_case
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import LAYOUTS, run_world
 from tests.parallel.test_layouts import assert_same_folder, copy_hf
@@ -32,7 +32,7 @@ def test_logits_and_round_trip(tmp_path: Path, tp: int, pp: int) -> None:
         root = tmp_path / case.name
         model = make_case(case, root / "hf")
         import_hf(root / "hf", root / "megatron")
-        inputs = make_inputs(model)
+        inputs = case_inputs(case, model, root / "hf")
         expected.append(hf_logits(model, inputs))
         resharded = iteration_folder(root / "resharded", 0)
         resharded.mkdir(parents=True)

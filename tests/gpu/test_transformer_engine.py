@@ -14,7 +14,7 @@ from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.models.language.registry import language_family
 from tests.gpu.te_checks import TE
-from tests.helpers.cases import CASES, hf_logits, make_inputs, make_sharp_case
+from tests.helpers.cases import CASES, case_inputs, hf_logits, make_sharp_case
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import LAYOUTS, run_world
 from tests.parallel.validation_checks import make_material
@@ -34,7 +34,7 @@ def test_bf16_logits_are_as_near_to_hugging_face_as_torchs(tmp_path: Path) -> No
             continue  # those layers are refused to it
         able.append(case)
         import_hf(root / "hf", root / "megatron")
-        inputs = make_inputs(model)
+        inputs = case_inputs(case, model, root / "hf")
         expected.append(hf_logits(model, inputs))
         cases.append({"megatron": str(root / "megatron"), "inputs": inputs})
     found = run_world(1, "tests.gpu.te_checks:bf16_logits", cases=cases)[0]

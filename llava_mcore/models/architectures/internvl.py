@@ -61,10 +61,10 @@ class InternVl(Architecture):
                 f"vision_feature_select_strategy = {hf.vision_feature_select_strategy!r} leaves the class token among "
                 "the features, which are then no square grid; InternVL takes 'default'"
             )
-        if layer == -1 and not vision.use_mean_pooling:
+        if layer in (-1, vision.num_hidden_layers) and not vision.use_mean_pooling:
             raise ConversionError(
                 "vision_config.use_mean_pooling = False puts a norm behind the tower's last layer, which is not "
-                "supported for vision_feature_layer = -1; it must be True"
+                f"supported for vision_feature_layer = {layer}; it must be True"
             )
         return feature_choice(hf)
 

@@ -79,10 +79,11 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
         raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected a size such as 500MB or 5GB")
     sources = find_sources(options)
     # Small files first: what cannot work is refused before gigabytes are read.
-    language.load_language_config(sources.text)
+    text_config = language.load_language_config(sources.text)
     own_config = vision.load_vision_config(sources.vision)
-    image_processor, side = vision.load_image_processor(sources.image_processor, own_config)
-    vision_config = vision.resized(own_config, side)
+    asked_config = vision.asked_size(own_config, options.image_size, text_config.max_position_embeddings)
+    image_processor, side = vision.load_image_processor(sources.image_processor, asked_config, options)
+    vision_config = vision.resized(asked_config, side)
     plan = vision.plan_features(vision_config, options)
     tokenizer = language.load_tokenizer(sources.tokenizer)
     ids = language.add_special_tokens(tokenizer)
@@ -94,8 +95,9 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     text = language.load_language_model(sources.text, dtype, say)
     fit_vocabulary(text, tokenizer, pad=options.vocab_size_padding, say=say)
     say(f"vision tower: {sources.vision}")
-    if vision_config is not own_config:
-        say(f"  positions: those for {image_side(own_config)} px, interpolated to the image processor's {side} px")
+    if side != image_side(own_config):
+        said = "--image-size" if options.image_size else "the image processor's"
+        say(f"  positions: those for {image_side(own_config)} px, interpolated to {said} {side} px")
     tower = vision.load_vision_tower(sources.vision, vision_config, text.dtype)
     generation = language.settled_generation_config(text, tokenizer, ids, say)
     config = llava_config(text, tower, plan, ids)

@@ -29,6 +29,7 @@ class BuildOptions:
         dtype: of every weight; "auto" is the text model's own.
         vocab_size_padding: round the vocabulary up to a multiple of 128.
         expand_projector: let the projector read a second layer of the tower, so that its input is twice as wide.
+        image_size: height and width of a picture in pixels; None is what the image processor makes.
         vision_feature_layers: indices into the tower's hidden states (0 is the embedding), as in LlavaConfig.
         vision_feature_select_strategy: None is "default" (drop the class token) for CLIP and "full" for SigLIP.
         seed: of the projector's first weights.
@@ -45,6 +46,7 @@ class BuildOptions:
     dtype: str = "auto"
     vocab_size_padding: bool = False
     expand_projector: bool = False
+    image_size: int | None = None
     vision_feature_layers: tuple[int, ...] = DEFAULT_FEATURE_LAYERS
     vision_feature_select_strategy: Literal["default", "full"] | None = None
     seed: int = 1234

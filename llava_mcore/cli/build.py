@@ -73,6 +73,13 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         "twice as wide (docs/build.md says why it is not the hidden layer that widens)",
     )
     group.add_argument(
+        "--image-size",
+        type=int,
+        metavar="N",
+        help="take pictures of N x N pixels: the tower's positions are interpolated as transformers does it, and the "
+        "image processor is set to N (default: the size that the image processor makes)",
+    )
+    group.add_argument(
         "--vision-feature-layer",
         type=int,
         nargs="+",
@@ -123,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         vocab_size_padding=args.vocab_size_padding,
         expand_projector=args.expand_projector,
+        image_size=args.image_size,
         vision_feature_layers=tuple(args.vision_feature_layer),
         vision_feature_select_strategy=args.vision_feature_select_strategy,
         seed=args.seed,

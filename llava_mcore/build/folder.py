@@ -15,22 +15,25 @@ from safetensors import SafetensorError
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
 from llava_mcore.build import language, vision
 from llava_mcore.build.chat import choose_template
-from llava_mcore.build.compose import compose, llava_config
+from llava_mcore.build.classes import BuiltClass, built_class
+from llava_mcore.build.compose import compose, whole_config
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import Source, find_source
 from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_folder import locked, partial_sibling, publish, require_absent
-from llava_mcore.models.vision.geometry import image_side, patch_side
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.media import Size
+from llava_mcore.models.vision.geometry import image_side
 
 _SIZE = re.compile(r"[1-9]\d*(KB|MB|GB)")
 _PROBE = f"USER: {IMAGE_TOKEN}\nHow many of the 12 houses, 家, are red?  3."
@@ -84,11 +87,11 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     asked_config = vision.asked_size(own_config, options.image_size, text_config.max_position_embeddings)
     image_processor, side = vision.load_image_processor(sources.image_processor, asked_config, options)
     vision_config = vision.resized(asked_config, side)
-    plan = vision.plan_features(vision_config, options)
+    built = built_class(options.architecture, vision_config, vision.plan_features(vision_config, options))
     tokenizer = language.load_tokenizer(sources.tokenizer)
-    ids = language.add_special_tokens(tokenizer)
+    ids = language.add_special_tokens(tokenizer, built.media)
     template = choose_template(tokenizer, options.chat_template, say)
-    processor = make_processor(image_processor, tokenizer, patch_side(vision_config), plan, template)
+    processor = built.processor(image_processor, tokenizer, template)
 
     say(f"language model: {sources.text}")
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -100,10 +103,10 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
         say(f"  positions: those for {image_side(own_config)} px, interpolated to {said} {side} px")
     tower = vision.load_vision_tower(sources.vision, vision_config, text.dtype)
     generation = language.settled_generation_config(text, tokenizer, ids, say)
-    config = llava_config(text, tower, plan, ids)
+    config = whole_config(text, tower, built, ids)
     model = compose(text, tower, config, seed=options.seed)
     model.generation_config = generation
-    _say_features(plan, config, options, say)
+    _say_features(built, config, options, say)
     write_folder(model, processor, options)
     return summary(model, sources, options)
 
@@ -120,23 +123,7 @@ def fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, *, pad: bool,
     say(f"  vocabulary: {before} rows -> {rows}, {used} used; new rows are the mean of the others")
 
 
-def make_processor(
-    image_processor: Any, tokenizer: PreTrainedTokenizerBase, patch_size: int, plan: vision.FeaturePlan, template: str
-) -> LlavaProcessor:
-    """Return the processor; tokenizer and processor share one chat template."""
-    tokenizer.chat_template = template
-    return LlavaProcessor(
-        image_processor=image_processor,
-        tokenizer=tokenizer,
-        patch_size=patch_size,
-        vision_feature_select_strategy=plan.strategy,
-        num_additional_image_tokens=plan.class_tokens,
-        image_token=IMAGE_TOKEN,
-        chat_template=template,
-    )
-
-
-def write_folder(model: LlavaForConditionalGeneration, processor: LlavaProcessor, options: BuildOptions) -> None:
+def write_folder(model: PreTrainedModel, processor: ProcessorMixin, options: BuildOptions) -> None:
     """Write everything beside the target, check it, and move it into place; leave nothing behind on failure.
 
     Raises:
@@ -152,9 +139,7 @@ def write_folder(model: LlavaForConditionalGeneration, processor: LlavaProcessor
         _write_into(partial, model, processor, options)
 
 
-def _write_into(
-    partial: Path, model: LlavaForConditionalGeneration, processor: LlavaProcessor, options: BuildOptions
-) -> None:
+def _write_into(partial: Path, model: PreTrainedModel, processor: ProcessorMixin, options: BuildOptions) -> None:
     try:
         model.save_pretrained(
             partial,
@@ -179,14 +164,14 @@ def _make_readable(folder: Path) -> None:
         path.chmod(mode)
 
 
-def check_folder(folder: Path, config: LlavaConfig, processor: LlavaProcessor) -> None:
+def check_folder(folder: Path, config: PreTrainedConfig, processor: ProcessorMixin) -> None:
     """Read config, tokenizer and processor back as a user would.
 
     Raises:
         ConversionError: lists what came back different.
     """
     found = []
-    read_config = LlavaConfig.from_pretrained(folder)
+    read_config = type(config).from_pretrained(folder)
     for key in ("image_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings", "vision_feature_layer"):
         if getattr(read_config, key) != getattr(config, key):
             found.append(f"config.json: {key} is {getattr(read_config, key)}, was {getattr(config, key)}")
@@ -199,21 +184,31 @@ def check_folder(folder: Path, config: LlavaConfig, processor: LlavaProcessor) -
     if not tokenizer.chat_template == read_processor.chat_template == processor.chat_template:
         found.append("chat template: differs")
     size = image_side(config.vision_config)
-    made = read_processor(images=Image.new("RGB", (size + 5, size // 2 + 3)), text=_PROBE)["input_ids"]
+    height, width = size // 2 + 3, size + 5
+    made = read_processor(images=Image.new("RGB", (width, height)), text=_PROBE)["input_ids"]
     placeholders = list(made[0]).count(config.image_token_id)
-    if placeholders != config.image_seq_length:
-        found.append(f"processor: {placeholders} placeholders a picture, the tower makes {config.image_seq_length}")
+    features = _tokens(read_config, (height, width))
+    if placeholders != features:
+        found.append(f"processor: {placeholders} placeholders for a picture, the model makes {features} features of it")
     if found:
         raise ConversionError(problems("the folder does not read back as it was written", found))
 
 
-def summary(model: LlavaForConditionalGeneration, sources: Sources, options: BuildOptions) -> list[Part]:
+def _tokens(config: PreTrainedConfig, size: Size) -> int:
+    """Return the tokens of a picture of this height and width."""
+    return len(architecture_of(config).media(config).tokens([size])[0])
+
+
+def summary(model: PreTrainedModel, sources: Sources, options: BuildOptions) -> list[Part]:
     """Return one row a part, tied weights counted once."""
     config = model.config
     text, tower = config.text_config, config.vision_config
     tied = "tied" if config.tie_word_embeddings else "untied"
     projector = model.model.multi_modal_projector
     widths = f"{projector.linear_1.in_features} -> {text.hidden_size} -> {text.hidden_size}"
+    newline = []
+    if architecture_of(config).has_newline:
+        newline.append(Part("image_newline", f"new, seed {options.seed}", str(text.hidden_size), text.hidden_size))
     head = 0 if config.tie_word_embeddings else model.lm_head.weight.numel()
     return [
         Part(
@@ -223,6 +218,7 @@ def summary(model: LlavaForConditionalGeneration, sources: Sources, options: Bui
             _count(model.model.vision_tower),
         ),
         Part("multi_modal_projector", f"new, seed {options.seed}", widths, _count(projector)),
+        *newline,
         Part(
             "language_model",
             str(sources.text),
@@ -237,9 +233,14 @@ def _count(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _say_features(plan: vision.FeaturePlan, config: LlavaConfig, options: BuildOptions, say: Say) -> None:
+def _say_features(built: BuiltClass, config: PreTrainedConfig, options: BuildOptions, say: Say) -> None:
     """Say what the projector reads, as it decides how pictures become tokens."""
+    plan = built.plan
     layers = " and ".join(str(layer) for layer in plan.layers)
     expanded = " (--expand-projector)" if options.expand_projector else ""
-    say(f"  features: hidden state {layers}{expanded}, strategy {plan.strategy}: {plan.tokens} tokens a picture")
+    tokens = f"{plan.tokens} tokens a picture"
+    if built.grids:
+        most = max(_tokens(config, (height, width)) for height, width in built.pinpoints)
+        tokens = f"{plan.tokens} tokens a tile, at most {most} a picture with its grid"
+    say(f"  features: hidden state {layers}{expanded}, strategy {plan.strategy}: {tokens}")
     say(f"projector: {plan.input_width} -> {config.text_config.hidden_size}, new weights from seed {options.seed}")

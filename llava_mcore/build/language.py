@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,18 +25,20 @@ from llava_mcore.errors import ConversionError
 from llava_mcore.models.language.registry import LANGUAGE_FAMILIES
 
 IMAGE_TOKEN = "<image>"
+VIDEO_TOKEN = "<video>"
 PAD_TOKEN = "<pad>"
 _SMALLEST_VOCABULARY = 32
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Ids that config, generation and tokenizer must agree on. `bos` is None when the tokenizer has none."""
+    """Ids that config, generation and tokenizer must agree on. `bos` and `video`: None when the tokenizer has none."""
 
     image: int
     pad: int
     eos: int
     bos: int | None
+    video: int | None
 
 
 def load_language_config(source: Source) -> PreTrainedConfig:
@@ -119,9 +122,9 @@ def _repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Source) -
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
 
-def add_special_tokens(tokenizer: PreTrainedTokenizerBase) -> TokenIds:
-    """Give the tokenizer `<image>`, and `<pad>` unless it has a pad token that is not EOS."""
-    wanted: dict[str, Any] = {"extra_special_tokens": [IMAGE_TOKEN]}
+def add_special_tokens(tokenizer: PreTrainedTokenizerBase, media: Sequence[str]) -> TokenIds:
+    """Give the tokenizer the placeholders of media, and `<pad>` unless it has a pad token that is not EOS."""
+    wanted: dict[str, Any] = {"extra_special_tokens": list(media)}
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         wanted["pad_token"] = PAD_TOKEN
     tokenizer.add_special_tokens(wanted, replace_extra_special_tokens=False)
@@ -131,7 +134,8 @@ def add_special_tokens(tokenizer: PreTrainedTokenizerBase) -> TokenIds:
 def token_ids(tokenizer: PreTrainedTokenizerBase) -> TokenIds:
     """Read the ids back from a tokenizer."""
     image = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-    return TokenIds(image, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id)
+    video = tokenizer.get_vocab().get(VIDEO_TOKEN)
+    return TokenIds(image, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, video)
 
 
 def wanted_vocab_size(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, pad: bool) -> int:

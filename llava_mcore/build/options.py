@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 DEFAULT_VISION_MODEL = "openai/clip-vit-large-patch14-336"
 DEFAULT_FEATURE_LAYERS = (-2,)
 VOCAB_MULTIPLE = 128
+Architecture = Literal["llava", "llava_next", "llava_onevision"]
+ARCHITECTURE_NAMES: tuple[Architecture, ...] = get_args(Architecture)
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 
 Say = Callable[[str], None]
@@ -22,6 +24,7 @@ class BuildOptions:
 
     Attributes:
         save_dir: folder to make; must not exist or be empty.
+        architecture: model_type of the Hugging Face class that is made.
         gguf_file: name of the GGUF file inside the text model's folder; None looks for one.
         tokenizer: None takes the text model's.
         image_processor: None takes the vision model's.
@@ -39,6 +42,7 @@ class BuildOptions:
     save_dir: Path
     text_model: str
     vision_model: str = DEFAULT_VISION_MODEL
+    architecture: Architecture = "llava"
     gguf_file: str | None = None
     tokenizer: str | None = None
     image_processor: str | None = None

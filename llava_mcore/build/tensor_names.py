@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from torch import Tensor
-from transformers import LlavaForConditionalGeneration
+from transformers import PreTrainedModel
 
 from llava_mcore.models.vision.registry import vision_family
 
 
-def tensors_to_write(model: LlavaForConditionalGeneration) -> dict[str, Tensor]:
+def tensors_to_write(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the model's tensors by the names they get in files; a tied lm_head is not repeated."""
     tower = "vision_tower.vision_model." if vision_family(model.config.vision_config).wrapped else "vision_tower."
     prefixes = {
         "model.vision_tower.": tower,
         "model.multi_modal_projector.": "multi_modal_projector.",
+        "model.image_newline": "image_newline",
         "model.language_model.": "language_model.model.",
         "lm_head.": "language_model.lm_head.",
     }

@@ -8,7 +8,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llava_mcore.build.options import DEFAULT_FEATURE_LAYERS, DEFAULT_VISION_MODEL, DTYPE_NAMES, BuildOptions
+from llava_mcore.build.options import (
+    ARCHITECTURE_NAMES,
+    DEFAULT_FEATURE_LAYERS,
+    DEFAULT_VISION_MODEL,
+    DTYPE_NAMES,
+    BuildOptions,
+)
 from llava_mcore.cli.common import conversion_main
 
 
@@ -61,6 +67,13 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_shape(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--architecture",
+        choices=ARCHITECTURE_NAMES,
+        default="llava",
+        help="Hugging Face class to make: llava (1.5) sees a picture as one tile, llava_next (1.6) and llava_onevision "
+        "as a base view and the tiles of a grid, which keep its proportions (default: %(default)s)",
+    )
     group.add_argument(
         "--vocab-size-padding",
         action="store_true",
@@ -123,6 +136,7 @@ def run(args: argparse.Namespace) -> int:
         save_dir=args.save_dir,
         text_model=args.text_model,
         vision_model=args.vision_model,
+        architecture=args.architecture,
         gguf_file=args.gguf_file,
         tokenizer=args.tokenizer,
         image_processor=args.image_processor,

@@ -5,11 +5,13 @@
 PYTHON := .venv/bin/python
 NEWEST := .venv-newest
 INPUTS := pyproject.toml environments/test-models.txt scripts/setup_venv.sh
-PYTEST := -m pytest -m 'not gpu and not cluster' -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+# Tests wait for processes of their own half of the time: a third worker fills two cores.
+PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+USUAL := 'not gpu and not cluster and not long'
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-newest test-cluster test-all lint format lock lock-newest clean
+.PHONY: help venv quickstart test test-long test-newest test-cluster test-all lint format lock lock-newest clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -22,23 +24,29 @@ quickstart: .venv/.installed-quickstart ## Import, train, export and evaluate a 
 # compileall: where PYTHONDONTWRITEBYTECODE is set, as in many images, each of some hundred processes would compile it all.
 test: lint ## Run every check that needs no GPU
 	$(PYTHON) -m compileall -q llava_mcore tests
-	$(PYTHON) $(PYTEST) tests/e2e tests/parallel tests/unit
+	$(PYTHON) $(PYTEST) -m $(USUAL) tests/e2e tests/parallel tests/unit
+
+test-long: .venv/.installed-dev ## Run the tests that take long
+	$(PYTHON) $(PYTEST) -m long tests/e2e tests/parallel tests/unit
 
 # The rest of tests/e2e is about messages and processes, which versions change little.
 test-newest: $(NEWEST)/.installed-dev ## Run the tests with the newest versions that pyproject.toml allows
 	$(NEWEST)/bin/python -m compileall -q llava_mcore tests
-	$(NEWEST)/bin/python $(PYTEST) tests/e2e/test_readme.py tests/e2e/test_resume.py tests/parallel tests/unit
+	$(NEWEST)/bin/python $(PYTEST) -m $(USUAL) tests/e2e/test_readme.py tests/e2e/test_resume.py tests/parallel tests/unit
 
-test-all: test test-newest test-cluster ## Run test, test-newest and test-cluster
+test-all: test test-long test-newest test-cluster ## Run test, test-long, test-newest and test-cluster
 
 test-cluster: .venv/.installed-dev ## Run jobs that are killed and requeued; needs slurm-wlm and root for SLURM's
 	$(PYTHON) -m pytest tests/e2e tests/slurm -m cluster --durations 5
 
-lint: .venv/.installed-dev ## Style, types and the order of imports
+lint: .venv/.installed-dev ## Check style, types, the order of imports, spelling and wording
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports --no-logo
+	.venv/bin/codespell
+	.venv/bin/codespell --builtin en-GB_to_en-US docs README.md CHANGELOG.md
+	$(PYTHON) environments/wording.py
 
 format: .venv/.installed-dev ## Rewrite the files in the project's style
 	$(PYTHON) -m ruff check --fix .

@@ -1,4 +1,4 @@
-"""What a training notices of a checkpoint that is written behind it: `run.py` itself, on a published shape.
+"""How a checkpoint that is written in the background affects training: `run.py` itself, on a published shape.
 
     python -m benchmarks.async_save --shape llava-1.5-7b --gpus 2 --tp 2 --steps 40 --dir /fast/disk --json out.json
 
@@ -63,7 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30, help="before a save begins; three times as many in all")
     parser.add_argument("--warm-up", type=int, default=5, help="first steps that do not count")
-    parser.add_argument("--weights-only", action="store_true", help="save no optimizer: 2 bytes a parameter")
+    parser.add_argument("--weights-only", action="store_true", help="save no optimizer: 2 bytes per parameter")
     parser.add_argument("--plain-optimizer", action="store_true", help="not the distributed one")
     parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")

@@ -111,7 +111,7 @@ def save(groups: Groups, folder: Path, state: dict[str, ShardedTensor], iteratio
     """Save as a run does, in the background.
 
     Returns:
-        The seconds until all is done, of those the ones that checksums took, and those until training goes on.
+        The seconds until all is done, of those the ones that checksums took, and those until training continues.
     """
     unfinished = folder.with_name(f".{folder.name}.partial")
     if dist.get_rank() == 0:

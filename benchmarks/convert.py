@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", type=int, default=[default_workers()])
     parser.add_argument("--cache", choices=["warm", "cold"], help="default: warm where three copies fit into memory")
     parser.add_argument("--idle", type=float, default=10, help="seconds of rest before cp (default 10)")
-    parser.add_argument("--rounds", type=int, default=1, help="the median of so many is shown (default 1)")
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds, whose median is shown (default 1)")
     parser.add_argument("--dir", type=Path, help="where to work (default: the system's folder for such files)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

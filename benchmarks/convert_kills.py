@@ -3,8 +3,8 @@
     python -m benchmarks.convert_kills --points 30 --params 1B
 
 Makes a random LLaVA, then starts each command over and over and kills it (the command's own process, nothing else) a
-random time after it has begun to write, until so many have died unfinished. Each start finds what the last kill left.
-A target that exists must have come by renaming. In the end each command runs undisturbed with --verify, and the
+random time after it has begun to write, until that many were killed unfinished. Each start finds what the last kill
+left. A target that exists must have come by renaming. In the end each command runs undisturbed with --verify, and the
 exported files must be the source's, byte for byte.
 """
 

@@ -3,7 +3,7 @@
     python -m benchmarks.data --json out.json
     python -m benchmarks.data --only memory --memory-samples 200000
 
-The shards are made by `prepare` with the tokenizer of training, as a user's are. The bare loop (`data_bare`) decodes
+`prepare` writes the shards with the tokenizer of training, as for a user. The bare loop (`data_bare`) decodes
 with Pillow, as Hugging Face's processors do; a second one with torchvision, as the loader does where that gives the
 same bits. Bare loops and loader alternate, and medians of the rounds are shown, since other work on the machine
 disturbs all of them; CPU time per sample is disturbed least. Needs scikit-learn.
@@ -107,7 +107,7 @@ def cpu_seconds() -> float:
 
 
 def measure_speed(root: Path, assets: Assets, pictures: str, options: argparse.Namespace) -> list[Row]:
-    """Return the rows for pictures of one size, which lie in `root`."""
+    """Return the rows for pictures of one size, which are in `root`."""
     jpegs = make_pictures([SIZES[pictures]], options.num_pictures)
     samples = make_samples(options.num_samples, jpegs, text_only=0, median_tokens=options.median_tokens)
     path = prepare_shards(

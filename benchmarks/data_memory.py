@@ -33,7 +33,7 @@ class WorkerMemory:
 def memory_over_samples(
     path: Path, assets: Assets, *, samples: int, workers: int, seq_length: int, packing: bool
 ) -> tuple[list[WorkerMemory], float]:
-    """Take so many samples; return each loader process's memory and the samples per second."""
+    """Take this many samples; return each loader process's memory and the samples per second."""
     data = DataConfig(path=path, seq_length=seq_length, num_workers=workers, packing=packing)
     loader = TrainLoader(data, assets, micro_batch_size=1 if packing else 4, dp_rank=0, dp_size=1, seed=1)
     for _ in range(4 * loader.num_streams):  # all buffers are full

@@ -4,7 +4,7 @@ LlavaForConditionalGeneration with PyTorch's FSDP2 (bf16 compute, fp32 weights a
 its fused linear cross-entropy, and cuDNN's attention. It reads the same shards through the same loader.
 
 Packed: sequences of seq_length tokens, as many a micro-batch as asked for. Its attention is plainly causal, so samples
-of a pack see each other: keeping them apart would need a mask, which costs it speed. Padded: one sample a row, padded
+of a pack see each other: keeping them apart would need a mask, which costs speed. Padded: one sample per row, padded
 to the longest of the micro-batch, with an attention mask, as people run it.
 """
 
@@ -88,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", type=Path, required=True, help="Hugging Face folder of the shape")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="file for the steps, a JSON object a line")
+    parser.add_argument("--out", type=Path, required=True, help="file for the steps, a JSON object per line")
     parser.add_argument("--padded", action="store_true")
     parser.add_argument("--recompute", action="store_true", help="of all decoder layers")
     parser.add_argument("--train-vision", action="store_true")

@@ -32,7 +32,7 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def plain(loss: Callable[[Tensor, Tensor], Tensor]) -> Loss:
-    """Put a loss of logits [s, 1, vocabulary] behind the plain head."""
+    """Put a loss of logits [s, 1, vocabulary] after the plain head."""
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         return (loss(F.linear(hidden, weight), labels.transpose(0, 1)).transpose(0, 1).float() * mask).sum()
@@ -46,7 +46,7 @@ def torch_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def ours(chunk_tokens: int, world: dist.ProcessGroup, num_trained: int | None = None) -> Loss:
-    """Our function at one chunk size, over all tokens or over so many that are trained."""
+    """Our function at one chunk size, over all tokens or over this many trained ones."""
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         return linear_cross_entropy(

@@ -23,13 +23,18 @@ from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
-    LlavaForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionImageProcessor,
     LlavaProcessor,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     SiglipImageProcessor,
     SiglipVisionConfig,
 )
+
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.registry import architecture_of
 
 CLIP_L = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
 SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
@@ -49,10 +54,17 @@ SHAPES: dict[str, tuple[str, dict[str, int], str, dict[str, int]]] = {
     "llava-1.5-7b": ("clip", CLIP_L, "llama", LLAMA_7B),
     "llava-1.5-13b": ("clip", CLIP_L, "llama", LLAMA_13B),
     "siglip-so400m-qwen2.5-7b": ("siglip", SO400M, "qwen2", QWEN_7B),
+    "llava-onevision-7b": ("siglip", SO400M, "qwen2", QWEN_7B),
     "llava-1b": ("clip", CLIP_L, "llama", LLAMA_1B),
+    "tiny-onevision": ("siglip", TINY, "qwen2", {**TINY, "num_key_value_heads": 4}),
     "tiny": ("clip", TINY, "llama", TINY),
 }
 """Name -> tower and its shape, decoder and its shape. `tiny` is for trying a benchmark on a CPU."""
+
+ONEVISION = ("llava-onevision-7b", "tiny-onevision")
+"""Shapes of LlavaOnevisionForConditionalGeneration; the others are LLaVA-1.5's class."""
+MIXED_SIZES = ((640, 480), (480, 640), (1024, 768), (500, 333), (1600, 900), (800, 1200))
+"""Widths and heights of photographs on the web."""
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
@@ -86,7 +98,7 @@ def chat_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def make_hf_folder(folder: Path, shape: str, *, seq_length: int, num_layers: int | None = None) -> LlavaConfig:
+def make_hf_folder(folder: Path, shape: str, *, seq_length: int, num_layers: int | None = None) -> PretrainedConfig:
     """Write config, tokenizer and processor of a published shape; `num_layers` shortens its decoder."""
     tower, vision, decoder, text = SHAPES[shape]
     tokenizer = make_tokenizer()
@@ -101,17 +113,19 @@ def make_hf_folder(folder: Path, shape: str, *, seq_length: int, num_layers: int
         **fields, bos_token_id=1, eos_token_id=2, pad_token_id=3, tie_word_embeddings=False
     )
     strategy, features = ("default", (size // patch) ** 2) if clip else ("full", (size // patch) ** 2)
-    config = LlavaConfig(
-        vision_config=vision_config,
-        text_config=text_config,
-        image_token_id=image_id,
-        image_token_index=image_id,
-        vision_feature_layer=-2,
-        vision_feature_select_strategy=strategy,
-        image_seq_length=features,
-        tie_word_embeddings=False,
-    )
+    fields = {
+        "vision_config": vision_config,
+        "text_config": text_config,
+        "image_token_id": image_id,
+        "image_token_index": image_id,
+        "vision_feature_select_strategy": strategy,
+        "tie_word_embeddings": False,
+    }
     sizes = {"height": size, "width": size}
+    if shape in ONEVISION:
+        config: Any = LlavaOnevisionConfig(**fields, vision_feature_layer=-1)
+        return _save(folder, config, LlavaOnevisionImageProcessor(size=sizes), tokenizer)
+    config = LlavaConfig(**fields, vision_feature_layer=-2, image_seq_length=features)
     images: Any = (
         CLIPImageProcessor(size={"shortest_edge": size}, crop_size=sizes) if clip else SiglipImageProcessor(size=sizes)
     )
@@ -123,9 +137,13 @@ def make_hf_folder(folder: Path, shape: str, *, seq_length: int, num_layers: int
         num_additional_image_tokens=1 if clip else 0,
         chat_template=TEMPLATE,
     )
+    return _save(folder, config, processor)
+
+
+def _save(folder: Path, config: PretrainedConfig, *parts: Any) -> PretrainedConfig:
     folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    for part in (config, *parts):
+        part.save_pretrained(folder)
     return config
 
 
@@ -133,7 +151,8 @@ def make_weights(folder: Path) -> None:
     """Add random weights in bf16 to a folder of `make_hf_folder`, drawn on a GPU where there is one."""
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = LlavaForConditionalGeneration._from_config(LlavaConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        hf = load_hf_config(folder)
+        model = architecture_of(hf).model_class._from_config(hf, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     del model
     gc.collect()  # its parts refer to each other; the runs that follow need the GPU's memory
@@ -158,14 +177,21 @@ class Sample:
     picture: bytes | None
 
 
-def make_shards(folder: Path, *, num_samples: int, num_shards: int = 8, num_pictures: int = 64) -> Path:
+def make_shards(
+    folder: Path,
+    *,
+    num_samples: int,
+    num_shards: int = 8,
+    num_pictures: int = 64,
+    sizes: Sequence[tuple[int, int]] = ((640, 480),),
+) -> Path:
     """Write and index shards of conversations with lengths like LLaVA's mix: nine of ten with one picture.
 
     Answers are cut from Python's language reference, which every Python brings: English that a model can learn.
     """
     draw = random.Random(0)
     book = " ".join(" ".join(text.split()) for _, text in sorted(topics.items()))
-    pictures = [make_jpeg(number) for number in range(num_pictures)]
+    pictures = [make_jpeg(number, *sizes[number % len(sizes)]) for number in range(num_pictures)]
     samples = []
     for number in range(num_samples):
         has_picture = draw.random() < 0.9

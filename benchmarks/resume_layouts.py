@@ -3,7 +3,7 @@
     python -m benchmarks.resume_layouts --shape llava-1.5-13b --gpus 8 --save-at 2,2 --resume-at 2,2 4,1
 
 Trains, saves weights and optimizer, resumes at each layout (tp,pp; data parallel over the rest) and trains on. Prints
-the losses behind the checkpoint and how far they are at most from those of the first resumed layout: give the one that
+the losses after the checkpoint and their largest difference from those of the first resumed layout: give the one that
 saved first. A checkpoint has 14 bytes a trained parameter (bf16, AdamW); the disk holds one.
 """
 
@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
         "--resume-at", nargs="+", default=["1,1"], help="tp,pp; the first is what others are held against"
     )
     parser.add_argument("--steps", type=int, default=5, help="before the checkpoint")
-    parser.add_argument("--more", type=int, default=5, help="behind it")
+    parser.add_argument("--more", type=int, default=5, help="iterations after it")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
     parser.add_argument("--global-batch-size", type=int, default=16, help="packs of one step")
     parser.add_argument("--seq-length", type=int, default=4096)

@@ -29,12 +29,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import LlavaConfig
 
 from benchmarks import read_trace
-from benchmarks.material import SHAPES, make_hf_folder, make_shards, make_weights
+from benchmarks.material import MIXED_SIZES, ONEVISION, SHAPES, make_hf_folder, make_shards, make_weights
 from benchmarks.record import ROOT, show, write_record
 from benchmarks.runs import RECIPES, read_lines, training_command
+from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
 
 LOADERS = 4
@@ -69,7 +69,8 @@ def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory(dir=args.work) as work:
         folder = Path(work)
-        data = make_shards(folder / "data", num_samples=args.samples)
+        sizes = MIXED_SIZES if set(args.shape) & set(ONEVISION) else ((640, 480),)
+        data = make_shards(folder / "data", num_samples=args.samples, sizes=sizes)
         entries = []
         for shape in args.shape:
             make_hf_folder(folder / shape, shape, seq_length=args.seq_length, num_layers=args.layers)
@@ -220,7 +221,7 @@ def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     if entry.error:
         return
     entry.losses = [round(line["loss"], 3) for line in lines]
-    hf = LlavaConfig.from_pretrained(folder / entry.shape)
+    hf = load_hf_config(folder / entry.shape)
     trained, peak = TrainedParts(vision_model=args.train_vision), peak_flops(torch.cuda.get_device_name())
     for line in lines[args.warm_up :]:
         names = ("num_tokens", "num_pairs", "num_tiles", "num_trained")
@@ -292,7 +293,7 @@ def loss_off(entry: Entry, first: Entry) -> float:
 
 
 def speed(entry: Entry, unit: str) -> float:
-    """Return tokens or samples a second of all GPUs, the median of the steps."""
+    """Return tokens or samples per second of all GPUs, the median of the steps."""
     return statistics.median(step[unit] / step["seconds"] for step in entry.steps)
 
 

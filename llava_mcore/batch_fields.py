@@ -5,11 +5,14 @@ An architecture says which ones its batches have; collation, padding and broadca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,19 @@ class Field:
     item_shape: tuple[int | None, ...] = ()
     index_of: Literal["tokens", "features"] | None = None
     shared: bool = False
+
+    def joined(self, values: Sequence[NDArray[Any]], before: Sequence[int]) -> Tensor:
+        """Return the values of all pictures of a micro-batch as one tensor.
+
+        Args:
+            values: of each picture.
+            before: what stands before each picture of what the values point at, if they do.
+        """
+        if not values:
+            return torch.empty([0, *(n or 0 for n in self.item_shape)], dtype=self.dtypes[0])
+        if self.index_of is not None:
+            values = [value + number for value, number in zip(values, before, strict=True)]
+        return torch.from_numpy(np.concatenate(values)).to(self.dtypes[0])
 
 
 Fields = Mapping[str, Field]

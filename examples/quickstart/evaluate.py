@@ -17,7 +17,7 @@ MAX_NEW_TOKENS = 8
 
 
 def answer_all(model_folder: Path, exam_folder: Path, progress: Callable[[int], None]) -> list[tuple[Exam, str]]:
-    """Return every question of the exam with the model's answer. `progress` is told how many were just answered."""
+    """Return every question of the exam with the model's answer. `progress` is called with the number just answered."""
     model = LlavaForConditionalGeneration.from_pretrained(model_folder).eval()
     processor = LlavaProcessor.from_pretrained(model_folder)
     processor.tokenizer.padding_side = "left"

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from llava_mcore.cli.flags.samples import limits_of
 from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.doctor.examiner import Examiner, Finding
 from llava_mcore.data.doctor.remarks import remarks_on
 from llava_mcore.data.doctor.report import Report
-from llava_mcore.data.doctor.samples import Examiner, Finding
 from llava_mcore.data.doctor.scan import Task, choose, scan
 from llava_mcore.data.doctor.show import conversation_text
 from llava_mcore.data.doctor.tables import print_report

@@ -106,7 +106,7 @@ def _loader_class() -> type[yaml.SafeLoader]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses keys given twice, of which PyYAML keeps the last, and counts while the document is put together."""
+        """Refuses keys given twice, of which PyYAML keeps the last, and counts while the document is built."""
 
         def __init__(self, stream: str) -> None:
             super().__init__(stream)

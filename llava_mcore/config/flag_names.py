@@ -12,7 +12,7 @@ class Flag:
     key: str
     names: tuple[str, ...]
     value: str | None = None
-    """What a switch sets its key to, where the key is no switch itself."""
+    """What a switch sets its key to, if the key is not a switch itself."""
     many: bool = False
     """Takes several values, divided by spaces or commas."""
 
@@ -125,5 +125,5 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 ALREADY = {
     "--dist-ckpt": "every checkpoint is a distributed one, which loads at any layout",
 }
-"""Flags of other launchers that ask for what is always so here."""
+"""Flags of other launchers for what is always on here."""
 ALL_FLAGS = tuple(flag for group in FLAGS.values() for flag in group)

@@ -1,4 +1,4 @@
-"""docs/flags.md, made from the flags and the schema: `python -m llava_mcore.config.flag_table > docs/flags.md`."""
+"""docs/flags.md, generated from the flags and the schema: `python -m llava_mcore.config.flag_table > docs/flags.md`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from llava_mcore.config.needs import NEEDS, name_of
 _HEAD = """\
 # Flags and configuration keys
 
-Made from the code (`python -m llava_mcore.config.flag_table`); a test compares. A value is taken from a flag, else from
-`key.sub=value` on the command line, else from the file of `--config`, else it is the default. Beside the flags below
-there are `--config FILE`, `--dry-run` (print configuration and command, start nothing), `--submit` ([SLURM](slurm.md))
-and `--help`.
+Generated from the code (`python -m llava_mcore.config.flag_table`); a test compares. A value comes from a flag, else
+from `key.sub=value` on the command line, else from the file of `--config`, else it is the default. Besides the flags
+below there are `--config FILE`, `--dry-run` (print configuration and command, start nothing), `--submit`
+([SLURM](slurm.md)) and `--help`.
 """
 
 
@@ -44,8 +44,8 @@ def flag_table() -> str:
     ]
     lines += ["| key | has an effect only with |", "|---|---|"]
     lines += [f"| {_both_names(key)} | {condition.words} |" for key, condition in NEEDS.items()]
-    lines += ["", "## Always on", "", "Flags of other launchers that ask for what is always so.", ""]
-    lines += ["| flag | what it asks for |", "|---|---|"]
+    lines += ["", "## Always on", "", "Flags of other launchers for what is always on here.", ""]
+    lines += ["| flag | meaning |", "|---|---|"]
     lines += [f"| `{name}` | {reason} |" for name, reason in ALREADY.items()]
     return "\n".join(lines) + "\n"
 

@@ -67,7 +67,7 @@ def parse_command_line(
 
 
 def _take_overrides(typed: dict[str, Any]) -> list[str]:
-    """Join the values of flags that take several, and return the key=value texts that stood behind them."""
+    """Join the values of flags that take several, and return the key=value texts that followed them."""
     overrides: list[str] = []
     for flag in (flag for flag in ALL_FLAGS if flag.many and typed[flag.key] is not None):
         values = [text for text in typed[flag.key] if "=" not in text]

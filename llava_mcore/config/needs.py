@@ -105,7 +105,7 @@ def check_needs(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         if (value != default or key in typed) and not condition.holds(run):
             name = name_of(key)
             back = "" if value == default or default in (None, False) else f" (key {key}, default {shown(default)})"
-            yield f"{name} has no effect without {condition.words}: add that, or leave {name} away{back}"
+            yield f"{name} has no effect without {condition.words}: add that, or omit {name}{back}"
 
 
 def value_of(run: RunConfig, key: str) -> Any:

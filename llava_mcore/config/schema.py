@@ -28,7 +28,7 @@ STAGE_DEFAULTS: dict[int, dict[str, float | int]] = {
     1: {"optimizer.lr": 1e-3, "training.global_batch_size": 256},
     2: {"optimizer.lr": 2e-5, "training.global_batch_size": 128},
 }
-"""Values of each training stage that stand where nothing is given."""
+"""Defaults of each training stage."""
 
 NON_PERSISTENT = "non_persistent"
 
@@ -55,21 +55,21 @@ def _number(value: Any) -> Any:
 
 
 class ParallelConfig(Section):
-    """How the model is spread. The data-parallel size is what remains: processes / (tensor x pipeline)."""
+    """How the model is divided. The data-parallel size is processes / (tensor x pipeline)."""
 
     tensor_model_parallel_size: Parts = 1
     """Processes that share every layer (tensor parallelism)."""
     pipeline_model_parallel_size: Parts = 1
     """Pipeline stages that the layers are divided into."""
     num_layers_in_first_pipeline_stage: Parts | None = None
-    """Language-model layers of the first pipeline stage, which also has the vision tower; not given: as the others."""
+    """Decoder layers of the first pipeline stage, which also has the vision tower. Not given: like the others."""
     num_layers_in_last_pipeline_stage: Parts | None = None
-    """Language-model layers of the last pipeline stage, which also has the output layer; not given: as the others."""
+    """Decoder layers of the last pipeline stage, which also has the output layer. Not given: like the others."""
     num_layers_per_virtual_pipeline_stage: Parts | None = None
-    """Interleave the pipeline: cut each stage into chunks of so many layers that lie apart in the model; smaller
-    bubbles, more messages. Not given: one chunk a stage."""
+    """Interleave the pipeline: divide each stage into chunks of this many layers; smaller bubbles, more messages. Not
+    given: one chunk per stage."""
     sequence_parallel: bool = False
-    """With tensor parallelism, divide the tokens too where the layers are not divided: less activation memory."""
+    """With tensor parallelism, also divide the tokens where layers are not divided: less activation memory."""
     use_distributed_optimizer: bool = False
     """Divide the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool = True
@@ -121,6 +121,6 @@ class RunConfig(Section):
 
     @property
     def non_persistent_dir(self) -> Path:
-        """Where checkpoints lie that are replaced by the next: DIR/NAME, or SAVE_DIR/NAME/non_persistent."""
+        """Folder of checkpoints that the next one replaces: DIR/NAME, or SAVE_DIR/NAME/non_persistent."""
         chosen = self.checkpoint.non_persistent_dir
         return self.run_dir / NON_PERSISTENT if chosen is None else chosen / self.name

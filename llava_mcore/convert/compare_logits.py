@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from PIL import Image, UnidentifiedImageError
@@ -25,16 +24,15 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from transformers import AutoProcessor, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from llava_mcore.batch_fields import PIXEL_VALUES
 from llava_mcore.checkpoint import layout
 from llava_mcore.compat.transformers import tower_names_in_files
+from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
 from llava_mcore.errors import CheckpointError, ConversionError, problems
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.media import Size
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_hf
 from llava_mcore.models.table import detect_names
@@ -146,26 +144,11 @@ def _inputs(hf: PretrainedConfig, hf_dir: Path, picture: Path) -> tuple[dict[str
         text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     made = processor(images=image, text=text, return_tensors="pt")
     theirs = {name: x for name, x in made.items() if name != "attention_mask"}
-    return theirs, _as_ours(hf, hf_dir, theirs, (image.height, image.width))
-
-
-def _as_ours(hf: PretrainedConfig, hf_dir: Path, theirs: dict[str, Tensor], size: Size) -> dict[str, Tensor]:
-    """Return input_ids and media of a question about one picture of a size."""
-    plan = architecture_of(hf).media(hf)
-    (tokens,) = plan.tokens([size])
-    ids = theirs["input_ids"][0].numpy()
-    found = [i for i in range(len(ids) - len(tokens) + 1) if np.array_equal(ids[i : i + len(tokens)], tokens.ids)]
-    if not found:
-        raise ConversionError(
-            f"{hf_dir}: its processor does not expand a picture of {size[1]} x {size[0]} pixels to the {len(tokens)} "
-            "tokens that its config.json makes of it; correct the processor's settings"
-        )
-    pixels = theirs["pixel_values"].flatten(0, -4)[: tokens.num_tiles]
-    first = {name: found[0] if plan.fields[name].index_of == "tokens" else 0 for name in tokens.values}
-    values = {
-        name: torch.from_numpy(x + first[name]).to(plan.fields[name].dtypes[0]) for name, x in tokens.values.items()
-    }
-    return {"input_ids": theirs["input_ids"], PIXEL_VALUES: pixels, **values}
+    try:
+        media = processed_media(hf, theirs, [[(image.height, image.width)]])
+    except ConversionError as error:
+        raise ConversionError(f"{hf_dir}: {error}") from error
+    return theirs, {"input_ids": theirs["input_ids"], **media}
 
 
 def _hugging_face(

@@ -20,11 +20,9 @@ def load_model(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> Vis
     """Return a checkpoint's whole model, weights loaded, in eval mode; on the GPU if there is one, else on the CPU.
 
     >>> model = load_model("megatron")
-    >>> ids = torch.tensor([[1, 50, 51, 52]])  # no picture among them
-    >>> positions = torch.arange(4)[None]
-    >>> no_pictures = torch.empty(0, 3, 56, 56)
+    >>> inputs = {"input_ids": torch.tensor([[1, 50, 51, 52]])}  # no picture among them
     >>> with torch.no_grad():
-    ...     logits = model(ids, positions, no_pictures, torch.empty(0, dtype=torch.int64))
+    ...     logits = model(**model_inputs(model, inputs, sizes=[[]]))
     >>> logits.shape  # [b, s, vocabulary]
     torch.Size([1, 4, 401])
 

@@ -154,7 +154,7 @@ class CheckpointWeights:
             stored = self.parameters[name]
             goals = tuple(self._goals(x, targets) for x in entry.hf_names) if targets else ()
             read = EntryRead(
-                entry, self.shapes[name], stored.box, stored.chunks, stored.dtype, dtype or stored.dtype, goals
+                entry, self.shapes[name], stored.tensor_slice, stored.chunks, stored.dtype, dtype or stored.dtype, goals
             )
             found.append(read)
         return found
@@ -195,7 +195,7 @@ def parameters(
     check_model(state, stored.folder)
     found = places(state, shapes)
     _refuse_extra(set(stored) - {place.key for place in found.values()}, stored.folder)
-    return {name: stored.parameter(place.key, place.box) for name, place in found.items()}
+    return {name: stored.parameter(place.key, place.tensor_slice) for name, place in found.items()}
 
 
 def legacy_parameters(

@@ -87,6 +87,11 @@ class TokenConversation:
         return len(self.input_ids)
 
     @property
+    def num_patches(self) -> int:
+        """Patches of all pictures."""
+        return sum(item.tokens.num_patches for item in self.media)
+
+    @property
     def num_tiles(self) -> int:
         """Tiles of all pictures."""
         return sum(item.tokens.num_tiles for item in self.media)
@@ -99,6 +104,8 @@ class TokenSample(Sample):
     conversations: list[TokenConversation]
     num_tokens: int
     """Of all conversations."""
+    num_patches: int = 0
+    """Of all their pictures."""
 
 
 @edataclass

@@ -49,7 +49,7 @@ class Writer:
         for part in parts:
             while len(part):
                 count = min(len(part), _BUFFER - end)
-                self._buffer[end : end + count].copy_(part[:count])  # by torch: others run meanwhile
+                self._buffer[end : end + count].copy_(part[:count])  # by torch: other threads run
                 part, end = part[count:], end + count
                 if end == _BUFFER:
                     file.write(self._buffer[begin:end], position)
@@ -78,7 +78,7 @@ class _File:
             self._direct = None
 
     def write(self, part: Tensor, position: int) -> None:
-        """Write bytes that lie in memory where they lie in the file, counted from a block's begin."""
+        """Write bytes whose offset in a block is the same in memory and in the file."""
         first = -position % _BLOCK
         last = len(part) - (position + len(part)) % _BLOCK
         done = 0

@@ -122,7 +122,7 @@ def infos_from_record(record: Mapping[str, Any], source: Path) -> dict[str, Tens
     """Inverse of `to_record`.
 
     Raises:
-        ConversionError: not made by it: an export would write where these files say.
+        ConversionError: not written by it: an export would write where these files say.
     """
     try:
         infos = {name: TensorInfo(x["file"], x["dtype"], tuple(map(int, x["shape"]))) for name, x in record.items()}
@@ -177,7 +177,9 @@ def require_own_files(folder: Path) -> None:
     """
     paths = sorted(folder.rglob("*"))
     wrong = [f"{path.name} is a link to {os.readlink(path)}" for path in paths if path.is_symlink()]
-    wrong += [f"{path.name} is no file" for path in paths if not (path.is_symlink() or path.is_file() or path.is_dir())]
+    wrong += [
+        f"{path.name} is not a file" for path in paths if not (path.is_symlink() or path.is_file() or path.is_dir())
+    ]
     if wrong:
         raise ConversionError(problems(f"{folder} is to hold files only; put them there if they belong to it", wrong))
 

@@ -123,8 +123,8 @@ class FolderLock:
             what: what is locked, for messages.
             advice: what to do if another process holds it, for the same.
             group: processes that give the same may be there together; the first one holds the lock.
-            say: is told that this process waits, or takes over a stale lock.
-            lost: is told, in a thread, that another process has taken the lock over.
+            say: called with a message when this process waits, or takes over a stale lock.
+            lost: called in a thread when another process has taken the lock over.
         """
         self.path, self.what, self.advice = path, what, advice
         self._say, self._lost, self._job_has_ended = say, lost, job_has_ended

@@ -24,7 +24,7 @@ def read_regular_file(path: Path, most_bytes: int) -> bytes:
     Raises:
         OSError: it is not there, or cannot be read.
         ValueError: a name that no file can have.
-        RefusedFileError: it is no regular file, or larger than most_bytes.
+        RefusedFileError: it is not a regular file, or larger than most_bytes.
     """
     with open_regular_file(path, most_bytes) as file:
         return file.read(most_bytes)

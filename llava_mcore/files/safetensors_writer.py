@@ -1,6 +1,6 @@
 """A safetensors file whose tensors are written one by one, in any order, also by several processes.
 
-Names, dtypes and shapes decide the header and every position. Tensors lie in the order in which safetensors' own
+Names, dtypes and shapes decide the header and every position. Tensors are in the order in which safetensors' own
 `save_file` puts them, so that the same tensors give the same file.
 """
 

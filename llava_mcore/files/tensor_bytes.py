@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 _WINDOW = 32 << 20  # how much of a file is mapped at a time, to be hashed or written
-_ROWS = 1 << 20  # bytes of a tensor with gaps that are put together at a time: they stay in the core's cache
+_ROWS = 1 << 20  # bytes of a tensor with gaps that are assembled at a time: they stay in the core's cache
 HASHERS = 2
 """Threads of one process that hash: SHA-256 takes about twice as long as a copy."""
 
 
 def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor that lies in a file, contiguous, without reading it.
+    """Return a contiguous tensor in a file, without reading it.
 
     Only the pages that are used come into memory, and they leave it with the tensor. Writing to the tensor does not
     change the file. `offset` in bytes; where it does not suit the dtype, the bytes are copied.
@@ -71,13 +71,13 @@ class TensorAt:
 
 
 Data = Tensor | tuple[TensorAt, ...]
-"""The numbers of a tensor: in memory, or in files, one run after the other."""
+"""The numbers of a tensor: in memory, or in files, one byte range after the other."""
 
 
 def as_bytes(data: Data) -> Iterator[Tensor]:
-    """Yield the bytes of a tensor, or of runs one after the other, in order: flat, and of files little at a time."""
+    """Yield the bytes of a tensor, or of byte ranges one after the other, in order: flat, of files little at a time."""
     if not isinstance(data, Tensor):
-        yield from (window for run in data for window in run.windows())
+        yield from (window for part in data for window in part.windows())
     elif data.is_contiguous():
         yield _flat_bytes(data)
     else:

@@ -63,7 +63,7 @@ def why_not_loaded(error: BaseException) -> str:
 def without_objects() -> Iterator[None]:
     """Let every torch.load refuse Python objects, also where a library asks for them.
 
-    torch.distributed.checkpoint (2.11) reads a checkpoint's entries that are no tensors with `weights_only=False`. The
+    torch.distributed.checkpoint (2.11) reads a checkpoint's entries that are not tensors with `weights_only=False`. The
     variable is torch's own, made to overrule that.
     """
     before = {name: os.environ.pop(name, None) for name in (_FORCED, _LIFTED)}

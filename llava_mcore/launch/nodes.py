@@ -73,11 +73,13 @@ def check_gpu_ids(launch: LaunchConfig, gpu_count: int) -> list[str]:
     if launch.gpu_ids is None:
         return []
     if not gpu_count:
-        return [f"--gpu-ids {launch.gpu_ids}: this machine has no GPU: leave the flag away"]
+        return [f"--gpu-ids {launch.gpu_ids}: this machine has no GPU: omit the flag"]
     ids = launch.chosen_gpus
     found = []
     if launch.num_gpus not in (-1, len(ids)):
-        found.append(f"--gpu-ids {launch.gpu_ids} names {len(ids)} GPUs, --gpus says {launch.num_gpus}: leave one away")
+        found.append(
+            f"--gpu-ids {launch.gpu_ids} names {len(ids)} GPUs, --gpus says {launch.num_gpus}: omit one of them"
+        )
     if max(ids) >= gpu_count:
         found.append(f"--gpu-ids {launch.gpu_ids}: this machine shows {gpu_count}, numbered 0 to {gpu_count - 1}")
     return found
@@ -97,5 +99,5 @@ def _contradictions(launch: LaunchConfig, job: SlurmJob) -> list[str]:
             "srun --ntasks-per-node=1, as scripts/slurm/train.sbatch does, or say --node 1"
         )
     if job.num_nodes > 1 and launch.num_nodes not in (None, job.num_nodes):
-        found.append(f"--node {launch.num_nodes}: SLURM started run.py on {job.num_nodes} nodes: leave the flag away")
+        found.append(f"--node {launch.num_nodes}: SLURM started run.py on {job.num_nodes} nodes: omit the flag")
     return found

@@ -1,4 +1,4 @@
-"""How our processes begin and end: children that go when we are told to or are gone, signals, the way out."""
+"""How our processes begin and end: children that end when we are asked to end or are gone, signals, exiting."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, ours
 
 
 def unblock_signals() -> None:
-    """Be ready for the signals that `run_child` hands on."""
+    """Prepare for the signals that `run_child` forwards."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
 

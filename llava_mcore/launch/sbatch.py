@@ -16,7 +16,7 @@ from llava_mcore.launch.singularity import REPOSITORY
 
 FILE = "train.sbatch"
 SECONDS_BEFORE_LIMIT = 300
-"""How long before its time limit a job is told to save and end."""
+"""How long before its time limit a job is asked to save and end."""
 _UNQUOTABLE = re.compile(r"[\"'\\#\x00-\x1f\x7f-\x9f\u2028\u2029]")
 """What sbatch's own reading of a #SBATCH line makes something else of: quotes, escapes, comments, the line's end."""
 

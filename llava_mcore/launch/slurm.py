@@ -42,7 +42,7 @@ class SlurmJob:
 
     @property
     def port(self) -> int:
-        """Return the port at which the job's nodes meet unless told otherwise."""
+        """Return the job's rendezvous port unless one is given."""
         return default_port(self.job_id)
 
 

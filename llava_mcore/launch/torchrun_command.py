@@ -46,7 +46,7 @@ of a GPU's memory is lost between them. The host memory that a save in the backg
 the GPU by eight threads: one takes more than twice as long, while the training waits."""
 LAUNCH_QUEUES = ("CUDA_SCALE_LAUNCH_QUEUES", "4x")
 """CUDA lets the host be about a thousand kernels ahead. The backward pass of a vision tower alone has as many,
-short ones, behind which the host would be late with the next forward pass."""
+short ones, after which the host would be late with the next forward pass."""
 
 
 def worker_env(

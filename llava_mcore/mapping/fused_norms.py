@@ -1,4 +1,4 @@
-"""Transformer Engine has a layer's norms inside the linear layers behind them; its names are those of checkpoints."""
+"""Transformer Engine has a layer's norms inside the linear layers after them; its names are those of checkpoints."""
 
 FUSED_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",

@@ -1,7 +1,7 @@
-"""Boxes: axis-aligned parts of a tensor, and one of them put together from others.
+"""Axis-aligned slices of a tensor, and one of them assembled from others.
 
-A checkpoint stores a tensor as chunks, each a box of it; a Hugging Face tensor is often a box (some rows) of a
-Megatron tensor. Import and export are the same step between the two sets of boxes.
+A checkpoint stores a tensor as chunks, each a slice of it; a Hugging Face tensor is often a slice (some rows) of a
+Megatron tensor. Import and export are the same step between the two sets of slices.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorSlice:
     """`size[d]` elements from `start[d]` on, in every dim of some tensor."""
 
     start: Shape
     size: Shape
 
     @classmethod
-    def whole(cls, shape: Shape) -> Box:
-        """The box that is all of a tensor."""
+    def whole(cls, shape: Shape) -> TensorSlice:
+        """The slice that is all of a tensor."""
         return cls((0,) * len(shape), shape)
 
     @property
     def numel(self) -> int:
         return math.prod(self.size)
 
-    def seen_from(self, origin: Shape) -> Box:
-        """Return the same box in the coordinates of a tensor that begins at `origin`."""
-        return Box(tuple(a - b for a, b in zip(self.start, origin, strict=True)), self.size)
+    def seen_from(self, origin: Shape) -> TensorSlice:
+        """Return the same slice in the coordinates of a tensor that begins at `origin`."""
+        return TensorSlice(tuple(a - b for a, b in zip(self.start, origin, strict=True)), self.size)
 
-    def overlap(self, other: Box) -> Box | None:
-        """Return what both boxes hold, or None."""
+    def overlap(self, other: TensorSlice) -> TensorSlice | None:
+        """Return what both slices hold, or None."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         ends = zip(self.start, self.size, other.start, other.size, strict=True)
         size = tuple(min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True))
-        return Box(start, size) if all(n > 0 for n in size) else None
+        return TensorSlice(start, size) if all(n > 0 for n in size) else None
 
     def cut(self, tensor: Tensor) -> Tensor:
         """Return this part of a tensor, as a view."""
@@ -50,10 +50,10 @@ class Box:
         return tensor
 
 
-def boxes_of_stretch(shape: Shape, start: int, stop: int) -> list[Box]:
+def slices_of_range(shape: Shape, start: int, stop: int) -> list[TensorSlice]:
     """Return what the elements from `start` to before `stop` of a flattened tensor are in the tensor, in order.
 
-    A matrix gives at most three boxes: the end of a row, whole rows, the beginning of a row.
+    A matrix gives at most three slices: the end of a row, whole rows, the beginning of a row.
     """
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # whole rows: from first to before last
@@ -63,14 +63,14 @@ def boxes_of_stretch(shape: Shape, start: int, stop: int) -> list[Box]:
         return _in_row(last, shape, start, stop)
     found = _in_row(first - 1, shape, start, first * row) if start < first * row else []
     if first < last:
-        found.append(Box((first, *[0] * len(shape[1:])), (last - first, *shape[1:])))
+        found.append(TensorSlice((first, *[0] * len(shape[1:])), (last - first, *shape[1:])))
     return found + _in_row(last, shape, last * row, stop)
 
 
-def _in_row(number: int, shape: Shape, start: int, stop: int) -> list[Box]:
+def _in_row(number: int, shape: Shape, start: int, stop: int) -> list[TensorSlice]:
     row = math.prod(shape[1:])
-    inside = boxes_of_stretch(shape[1:], start - number * row, stop - number * row)
-    return [Box((number, *box.start), (1, *box.size)) for box in inside]
+    inside = slices_of_range(shape[1:], start - number * row, stop - number * row)
+    return [TensorSlice((number, *tensor_slice.start), (1, *tensor_slice.size)) for tensor_slice in inside]
 
 
 class Scratch:
@@ -87,30 +87,34 @@ class Scratch:
         return self._buffer[:num_bytes].view(dtype).view(size)
 
 
-def read_box[Source](
-    wanted: Box,
-    parts: Sequence[tuple[Box, Source]],
+def read_slice[Source](
+    wanted: TensorSlice,
+    parts: Sequence[tuple[TensorSlice, Source]],
     read: Callable[[Source], Tensor],
     dtype: torch.dtype,
     scratch: Scratch,
 ) -> tuple[Tensor, int]:
-    """Put one box together and return it with the number of its elements that some part holds.
+    """Put one slice together and return it with the number of its elements that some part holds.
 
     Args:
-        parts: boxes in the same coordinates as `wanted`, and where their data come from. They must not overlap.
+        parts: slices in the same coordinates as `wanted`, and where their data come from. They must not overlap.
         read: returns a part's tensor; called only for parts that are needed, one after the other.
-        scratch: holds what has to be put together.
+        scratch: holds what has to be assembled.
 
-    A box inside one part is a view of it, nothing is copied. Elements that no part holds are zero.
+    A slice inside one part is a view of it, nothing is copied. Elements that no part holds are zero.
     """
-    needed = [(box, common, source) for box, source in parts if (common := wanted.overlap(box)) is not None]
+    needed = [
+        (tensor_slice, common, source)
+        for tensor_slice, source in parts
+        if (common := wanted.overlap(tensor_slice)) is not None
+    ]
     if len(needed) == 1 and needed[0][1] == wanted:
-        box, common, source = needed[0]
-        return common.seen_from(box.start).cut(read(source)), wanted.numel
+        tensor_slice, common, source = needed[0]
+        return common.seen_from(tensor_slice.start).cut(read(source)), wanted.numel
     held = sum(common.numel for _, common, _ in needed)
     whole = scratch.empty(wanted.size, dtype)
     if held < wanted.numel:
         whole.zero_()
-    for box, common, source in needed:
-        common.seen_from(wanted.start).cut(whole).copy_(common.seen_from(box.start).cut(read(source)))
+    for tensor_slice, common, source in needed:
+        common.seen_from(wanted.start).cut(whole).copy_(common.seen_from(tensor_slice.start).cut(read(source)))
     return whole, held

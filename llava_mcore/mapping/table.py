@@ -15,7 +15,7 @@ from torch import Tensor
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.mapping.layouts import Copy, Layout
 from llava_mcore.mapping.sharding import Shard
-from llava_mcore.mapping.slices import Box, Shape
+from llava_mcore.mapping.slices import Shape, TensorSlice
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class Entry:
         """Return the Hugging Face tensors of one full Megatron tensor."""
         return dict(zip(self.hf_names, self.layout.to_hf(megatron), strict=True))
 
-    def hf_boxes(self, megatron_shape: Shape) -> tuple[Box, ...] | None:
+    def hf_boxes(self, megatron_shape: Shape) -> tuple[TensorSlice, ...] | None:
         """Return which part of the full Megatron tensor each Hugging Face tensor is, in the order of `hf_names`.
 
         None where the layout does more than put rows below each other: then the whole tensor is needed at once.
         """
         full = torch.empty(megatron_shape, device="meta")
-        boxes = []
+        slices = []
         for part in self.layout.to_hf(full):
             same_rows = part.shape[1:] == full.shape[1:] and part.stride() == full.stride()
             if not same_rows or (part is not full and part._base is not full):
                 return None
             first = part.storage_offset() // full.stride(0)
-            boxes.append(Box((first,) + (0,) * (full.ndim - 1), tuple(part.shape)))
-        return tuple(boxes)
+            slices.append(TensorSlice((first,) + (0,) * (full.ndim - 1), tuple(part.shape)))
+        return tuple(slices)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class AnyResPlan(MediaPlan):
         """Nothing is computed before a picture's size is known; sizes that come again are remembered."""
         self.image_token_id, self.anyres = image_token_id, anyres
         self.fields = NEXT_FIELDS if anyres.max_tiles is None else ONEVISION_FIELDS
-        self.num_base = anyres.patches_per_side**2
+        self.num_base = self.patches_per_tile = anyres.patches_per_side**2
         # Half of a grid may be padding, which has no tokens.
         self.tokens_per_tile = self.num_base // 2
         self._of_size = lru_cache(_CACHED_SIZES)(self._cut)
@@ -107,7 +107,7 @@ class AnyResPlan(MediaPlan):
         """The base view alone, ended by a newline."""
         n = self.num_base
         ids = np.full(n + 1, self.image_token_id, dtype=np.int64)
-        return MediaTokens(ids, 1, n, self._values(np.arange(n), np.arange(n), np.array([n]), None))
+        return MediaTokens(ids, 1, n, n, self._values(np.arange(n), np.arange(n), np.array([n]), None))
 
     def _cut(self, size: Size) -> MediaTokens:
         """The base view and the grid of a picture."""
@@ -131,7 +131,7 @@ class AnyResPlan(MediaPlan):
             values = self._values(np.append(base, inside), np.append(base, kept.reshape(-1)), newlines, None)
         else:
             values = self._values(base, base, newlines, (inside, *resized))
-        return MediaTokens(ids, num_tiles, num_tiles * n, values)
+        return MediaTokens(ids, num_tiles, num_tiles * n, num_tiles * n, values)
 
     def _values(
         self,

@@ -24,13 +24,14 @@ class MediaTokens:
     """What one picture becomes in a sequence.
 
     `ids`: int64 [n], its placeholders, with marks and separators between them. `num_tiles`: the pictures of the
-    tower's size that the image processor makes of it. `num_features`: rows that the connector makes of the tiles.
-    `values`: of the batch's other fields; those that point at something are counted from the picture's own first token
-    or feature.
+    tower's size that the image processor makes of it. `num_patches`: what the tower computes on, over all tiles.
+    `num_features`: rows that the connector makes of the tiles. `values`: of the batch's other fields; those that point
+    at something are counted from the picture's own first token or feature.
     """
 
     ids: NDArray[np.int64]
     num_tiles: int
+    num_patches: int
     num_features: int
     values: Mapping[str, NDArray[Any]]
 
@@ -47,6 +48,8 @@ class MediaPlan(ABC):
     """Of a micro-batch."""
     any_size: bool
     """Whether the tokens depend on the sizes of the pictures."""
+    patches_per_tile: int
+    """What the tower computes on."""
     tokens_per_tile: int
     """About how many a tile takes; where it varies, hardly ever fewer. Buffers for pixels are sized by it."""
 
@@ -70,12 +73,13 @@ class MediaPlan(ABC):
 class SameTokens(MediaPlan):
     """Every picture is one tile and as many placeholders as the tower makes features of it."""
 
-    def __init__(self, image_token_id: int, num_tokens: int) -> None:
-        """num_tokens: of a picture."""
+    def __init__(self, image_token_id: int, num_tokens: int, num_patches: int) -> None:
+        """num_tokens, num_patches: of a picture, in the language model and in the tower."""
         self.image_token_id, self.fields = image_token_id, PICTURE_FIELDS
         self.any_size, self.tokens_per_tile = False, num_tokens
         ids = np.full(num_tokens, image_token_id, dtype=np.int64)
-        self._picture = MediaTokens(ids, 1, num_tokens, {FEATURE_POSITIONS: np.arange(num_tokens)})
+        self.patches_per_tile = num_patches
+        self._picture = MediaTokens(ids, 1, num_patches, num_tokens, {FEATURE_POSITIONS: np.arange(num_tokens)})
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
         """Return the same tokens for every picture."""

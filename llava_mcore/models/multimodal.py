@@ -58,6 +58,7 @@ class VisionLanguageModel(MegatronModule):
     ) -> None:
         configs = part_configs(hf, options)
         super().__init__(config=configs.language)
+        self.hf = hf
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = hf.tie_word_embeddings

@@ -27,7 +27,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(states: dict[str, Any]) -> None:
-    """Let all generators go on from where `random_state` found them."""
+    """Let all generators continue from where `random_state` found them."""
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

@@ -17,8 +17,8 @@ from llava_mcore.data.doctor.show import in_words
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.encoding.chat_template_file import require_same_template
 from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.loading.source import noticing_killed_loaders
 from llava_mcore.data.loading.validation_data import ValidationData
-from llava_mcore.data.loading.worker import noticing_killed_loaders
 from llava_mcore.errors import LlavaMcoreError, problems
 from llava_mcore.launch.process import StopSignals
 from llava_mcore.parallel.groups import Groups, agree, initialise, shut_down, wait_for_all

@@ -17,7 +17,7 @@ _ANSWER = "A 9c1e."
 
 
 def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str) -> str:
-    """Return the template, behind the preamble if it does not understand typed content; it stays unchanged itself.
+    """Return the template, after the preamble if it does not understand typed content; it stays unchanged itself.
 
     Args:
         origin: where the template comes from, for the message.

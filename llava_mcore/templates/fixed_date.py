@@ -1,4 +1,4 @@
-"""The date that chat templates are told: always the same one, as tokens would else change from day to day.
+"""The date that chat templates get: always the same one, as tokens would otherwise change from day to day.
 
 transformers gives templates a function `strftime_now`, and since 5.22.2 it takes none from its callers; a macro of
 the template's own comes before it at any version.
@@ -10,7 +10,7 @@ import string
 from datetime import datetime
 
 TODAY = datetime(2024, 7, 26)
-"""As Llama 3's own template says where there is no clock."""
+"""What Llama 3's own template says without a clock."""
 
 _PERCENT = "\0"
 _DIRECTIVES = [flag + letter for letter in string.ascii_letters for flag in ("%", "%-")]
@@ -23,7 +23,7 @@ VARIABLES = {
 }
 """What a template from `with_fixed_date` needs to be rendered: the texts of strftime's directives."""
 
-# Blocks in transformers' templates take the line break behind them with them, so the template begins a line as before.
+# Blocks in transformers' templates also take the line break after them, so the template begins a line as before.
 _MACRO = (
     "{% macro strftime_now(format) %}{% set date = namespace(text=format) %}"
     "{% for directive, text in llava_mcore_date %}{% set date.text = date.text.replace(directive, text) %}{% endfor %}"

@@ -29,7 +29,7 @@ SPECIAL_TOKENS = {
 """What a format writes and its own family's tokenizers hold as one token each, beside BOS and EOS."""
 
 _OPEN_BEGINNING = ("vicuna", "chatml", "plain")
-"""Formats that say nothing of BOS: it is written if the tokenizer begins its texts with it."""
+"""Formats that do not define BOS: it is written if the tokenizer begins its texts with it."""
 _BOS = "{{- bos_token -}}\n"
 _SAMPLE = "Which digit is shown?"
 

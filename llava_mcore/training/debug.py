@@ -85,7 +85,7 @@ def _print_shapes(
     given = [*args, *(value for value in kwargs.values() if isinstance(value, Tensor))]
     entered = ", ".join(_shape(value) for value in given if isinstance(value, Tensor)) or "the stage before's output"
     place = f"stage {groups.pp_rank}, tensor rank {groups.tp_rank}"
-    # Every first replica's rank has something of its own to say, so this is no message of rank 0 alone.
+    # Every first replica's rank has something of its own to say, so this is not a message of rank 0 alone.
     if groups.dp_rank == 0:
         print(f"{place}: {name}: {entered} -> {_shapes(output)}", flush=True)
 

@@ -32,7 +32,7 @@ class NotFinite:
     in_a_row: int = 0
 
     def check(self, iteration: int, result: StepResult, batches: Sequence[LoadedBatch]) -> str | None:
-        """Return a warning if the step was not finite and the run goes on; a collective call then.
+        """Return a warning if the step was not finite and the run continues; a collective call then.
 
         Args:
             batches: the micro-batches that this rank has read for it; empty on ranks that read none.
@@ -47,7 +47,7 @@ class NotFinite:
         message = self._describe(iteration, result, batches)
         if self.run.faults.on_nan == "stop" or self.in_a_row >= MOST_IN_A_ROW:
             advice = (
-                "look at the samples, lower --lr, or go on without them: --on-nan skip, or "
+                "look at the samples, lower --lr, or continue without them: --on-nan skip, or "
                 f"--skip-train-iteration-range {iteration}-{iteration}"
             )
             if self.in_a_row >= MOST_IN_A_ROW:

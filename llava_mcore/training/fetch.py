@@ -6,8 +6,9 @@ from typing import Any, Protocol
 
 from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
-from llava_mcore.parallel.batch import MicroBatch, share_step
+from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups, agree
+from llava_mcore.parallel.share import share_step
 from llava_mcore.training.skipped import Counts, LoadedBatch, SkipBudget, count_all
 
 

@@ -16,7 +16,7 @@ from llava_mcore.parallel.together import raise_on_all_ranks, together
 from llava_mcore.training.closing import attempt
 from llava_mcore.training.faults import NotFinite, out_of_memory_says_what_to_do
 from llava_mcore.training.fetch import Loader, Remembering, fetch_step
-from llava_mcore.training.logs.report import Reporter
+from llava_mcore.training.logs.reporter import Reporter
 from llava_mcore.training.optimizer import learning_rates
 from llava_mcore.training.profiling import IterationProfiler
 from llava_mcore.training.save import Saver
@@ -69,7 +69,7 @@ def train(
                 raise_on_all_ranks(groups, reporter.problem)
             is_last = progress.iteration == run.training.num_iterations
             if validator.due(progress.iteration) and (is_last or not asked):
-                reporter.validation(validator.run(progress.iteration))  # before the save, which a resume goes on from
+                reporter.validation(validator.run(progress.iteration))  # before the save, from which a resume continues
             number, config = progress.iteration, run.checkpoint
             keep = config.saves and (is_last or asked or is_due(number, config.save_interval))
             if keep or is_due(number, config.non_persistent_save_interval):
@@ -96,14 +96,14 @@ def train(
 
 
 def keep_from_garbage_collection() -> None:
-    """Leave what exists now, all that the libraries have made, to no later collection: those come on each rank at
-    another time, while the others wait."""
+    """Exclude the objects that exist now, all those of the libraries, from later collections: these come at
+    another time on each rank, while the others wait."""
     gc.collect()
     gc.freeze()
 
 
 def is_due(iteration: int, interval: int | None) -> bool:
-    """Tell whether what happens every so many iterations happens after this one."""
+    """Tell whether what happens every `interval` iterations happens after this one."""
     return interval is not None and iteration % interval == 0
 
 
@@ -120,7 +120,7 @@ class _Iteration:
         self.not_finite = NotFinite(run, groups)
 
     def loader_state(self) -> object:
-        """Return the place behind the last batch, on ranks that load data."""
+        """Return the position after the last batch, on ranks that load data."""
         return None if self.loader is None else self.loader.state()
 
     def run(self, reporter: Reporter) -> None:

@@ -66,8 +66,8 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
     wanted = run.optimizer
     if wanted.use_precision_aware_optimizer and not HAVE_TE:
         raise ConfigError(
-            "optimizer.use_precision_aware_optimizer needs the package transformer-engine: install it, or leave the "
-            "option away"
+            "optimizer.use_precision_aware_optimizer needs the package transformer-engine: install it, or omit "
+            "the option"
         )
     config = OptimizerConfig(
         optimizer="adam",
@@ -144,14 +144,14 @@ def follow_settings(saved: dict[str, Any], before: OptimizerSection, now: Optimi
         before: the configuration that it was saved under.
 
     Raises:
-        CheckpointError: rates that were equal are to differ now: their groups cannot be told apart.
+        CheckpointError: rates that were equal are to differ now: their groups cannot be distinguished.
     """
     pairs = set(zip(part_rates(before).values(), part_rates(now).values(), strict=True))
     new = dict(pairs)
     if len(new) < len(pairs):
         raise CheckpointError(
             "the checkpoint was saved with equal learning rates of several parts (--lr, optimizer.vision_lr, "
-            "optimizer.projection_lr), which cannot be told apart: let them be equal again"
+            "optimizer.projection_lr), which cannot be distinguished: make them equal again"
         )
     for group in saved.get("optimizer", saved)["param_groups"]:
         rates = new[Rates(group["max_lr"], group["min_lr"])]

@@ -1,4 +1,4 @@
-"""The optimizer in a checkpoint. Of a distributed one every rank saves and loads its own part, as boxes of parameters.
+"""The optimizer in a checkpoint. Of a distributed one every rank saves and loads its own part, as slices of parameters.
 
 megatron-core's own form that loads at any layout ("fully_reshardable") first gathers the whole state in the host memory
 of every data-parallel rank. The files hold the same: keys, shapes and types are megatron-core's, only cut elsewhere, so
@@ -32,7 +32,7 @@ from llava_mcore.compat.megatron_optimizer import (
     set_weights_and_moments,
     weights_and_moments,
 )
-from llava_mcore.mapping.slices import boxes_of_stretch
+from llava_mcore.mapping.slices import slices_of_range
 from llava_mcore.parallel.groups import Groups
 
 PARAM_STATE = "param_state"
@@ -82,8 +82,8 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
     distributed.load_state_dict({name: value for name, value in loaded.items() if name != PARAM_STATE})
     with torch.no_grad():
         for number, (param, _, _) in enumerate(own_stretches(distributed)):
-            boxes = loaded[PARAM_STATE][number]
-            tensors = {name: torch.cat([box.flatten() for box in boxes[name]]) for name in boxes}
+            slices = loaded[PARAM_STATE][number]
+            tensors = {name: torch.cat([tensor_slice.flatten() for tensor_slice in slices[name]]) for name in slices}
             set_weights_and_moments(distributed, param, tensors)
     inner = distributed.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
@@ -226,18 +226,18 @@ def _boxes(
         shape = tensor.local_shape
         first, last = max(start, offset), min(stop, offset + math.prod(shape))
         done = first
-        for box in boxes_of_stretch(shape, first - offset, last - offset):
+        for tensor_slice in slices_of_range(shape, first - offset, last - offset):
             lead = tensor.prepend_axis_num
-            values = None if data is None else data[done - start : done - start + box.numel]
-            done += box.numel
+            values = None if data is None else data[done - start : done - start + tensor_slice.numel]
+            done += tensor_slice.numel
             found.append(
                 replace(
                     tensor,
                     key=f"{prefix}.{tensor.key}",
-                    data=None if values is None else values.view((1,) * lead + box.size),
+                    data=None if values is None else values.view((1,) * lead + tensor_slice.size),
                     dtype=torch.float32,
-                    local_shape=(1,) * lead + box.size,
-                    global_offset=_moved(tensor.global_offset, box.start),
+                    local_shape=(1,) * lead + tensor_slice.size,
+                    global_offset=_moved(tensor.global_offset, tensor_slice.start),
                     axis_fragmentations=None,
                     prepend_axis_num=0,
                     replica_id=(*tensor.replica_id[:2], 0),  # no other data-parallel rank holds it

@@ -36,7 +36,7 @@ class IterationProfiler:
 
     @contextlib.contextmanager
     def iteration(self, number: int) -> Iterator[None]:
-        """Surround one iteration; the trace is written behind the last one."""
+        """Surround one iteration; the trace is written after the last one."""
         if number not in self.span:
             yield
             return

@@ -1,4 +1,4 @@
-"""The run's names at services that collect metrics: a resumed run goes on in the same ones."""
+"""The run's names at services that collect metrics: a resumed run continues the same ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = "tracking_run_ids"
 
 
 def read_ids(run_dir: Path) -> dict[str, str]:
-    """Return service -> id, of the services that the run has been told to. Raises FileError for a file without text."""
+    """Return service -> id, of the services that the run uses. Raises FileError for a file without text."""
     files = {service: run_dir / name for service, name in FILES.items()}
     ids = {service: read_text(file).strip() for service, file in files.items() if file.exists()}
     return {service: run_id for service, run_id in ids.items() if run_id}

@@ -1,4 +1,4 @@
-"""Saving a run, in the foreground or behind the training.
+"""Saving a run, in the foreground or in the background.
 
 A checkpoint is written beside its final place, flushed to the disk and renamed, and the tracker moves last: a save that
 is killed at any moment leaves the newest complete checkpoint as it was.
@@ -225,7 +225,7 @@ class Saver:
         return buffer.getvalue()
 
     def _write_files(self, partial: Path, loader_state: bytes | None) -> dict[str, str]:
-        """Write what is no tensor of the model: rank 0 the Hugging Face files, loading ranks their place.
+        """Write all but the model's tensors: rank 0 the Hugging Face files, loading ranks their position in the data.
 
         Returns:
             Their checksums, by path relative to `partial`.

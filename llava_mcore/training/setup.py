@@ -179,14 +179,12 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
     wanted = "--fp8" if run.model.transformer_impl is None else "model.transformer_impl = transformer_engine"
     if language_family(hf.text_config).shape(hf.text_config).needs_local_layers:
         if run.model.transformer_impl == "transformer_engine" or run.training.fp8:
-            raise ConfigError(
-                f"{wanted}: {hf.text_config.model_type} models are made of local layers only: leave that away"
-            )
+            raise ConfigError(f"{wanted}: {hf.text_config.model_type} models are made of local layers only: omit that")
         return "local"
     usable = groups.device.type == "cuda" and HAVE_TE
     chosen = run.model.transformer_impl or ("transformer_engine" if usable or run.training.fp8 else "local")
     if chosen == "transformer_engine" and not usable:
-        raise ConfigError(f"{wanted} needs GPUs and the package transformer-engine: install it, or leave that away")
+        raise ConfigError(f"{wanted} needs GPUs and the package transformer-engine: install it, or omit that")
     return chosen
 
 

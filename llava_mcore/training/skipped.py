@@ -1,4 +1,4 @@
-"""Samples that were left out: told, counted over the whole run, and too many of them end it."""
+"""Samples that were skipped: reported, counted over the whole run, and too many of them end it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llava_mcore.parallel.groups import Groups, agree, sum_over_ranks
 logger = logging.getLogger(__name__)
 
 LEAST_SAMPLES = 1000
-"""The rate is taken of at least so many samples, so that a broken one among the first does not end a run."""
+"""The rate is taken over at least this many samples, so that a broken one among the first does not end a run."""
 SHOWN = 10
 
 
@@ -95,6 +95,6 @@ class SkipBudget:
         found = agree(groups, problems("left out last", list(self.last)) if self.last else None)
         title = (
             f"{num_skipped} of {seen} samples could not be used, more than data.max_skip_rate = {self.max_rate:g} "
-            "(--max-skip-rate) allows; mend the data, or see --on-too-long"
+            "(--max-skip-rate) allows; fix the data, or see --on-too-long"
         )
         raise DataError(problems(title, found), on_all_ranks=True)

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward over the micro-batches, gradient finalisation, update."""
+"""One optimizer step: forward and backward over the micro-batches, gradient finalization, update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of the validation part while training, and nothing of the training changed by it."""
+"""The loss of the validation part while training, without changing anything in the training."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch.distributed as dist
 from llava_mcore.checkpoint.fp8_scales import scaled_modules
 from llava_mcore.data.loading.validation_data import ValidationData, ValidationPass
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
-from llava_mcore.parallel.batch import HostBatch, fill_rows, share_step, without_loss
+from llava_mcore.parallel.batch import HostBatch, fill_rows, without_loss
 from llava_mcore.parallel.groups import agree, sum_over_ranks
 from llava_mcore.parallel.random import kept_random_state
+from llava_mcore.parallel.share import share_step
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.step import forward_backward
@@ -164,7 +165,7 @@ class _Counts:
 
 @contextlib.contextmanager
 def as_if_not_run(trainer: Trainer) -> Iterator[None]:
-    """Run the model without dropout and without gradients, and leave nothing of it behind.
+    """Run the model without dropout and without gradients, and restore its state.
 
     That are the modules' modes, the random numbers' generators (Transformer Engine's attention moves them on even
     without dropout) and, with FP8, the largest values seen, from which the scales of the next steps are made.

@@ -22,13 +22,13 @@ _LAST_RESORT = 15
 
 
 class Watchdog:
-    """Ends this process when what it does takes too long. `begin` says what that is and starts the time anew."""
+    """Ends this process when what it does takes too long. `begin` says what that is and restarts the clock."""
 
     def __init__(self, seconds: float, folder: Path, rank: int) -> None:
         """Watch from here on.
 
         Args:
-            folder: where the stacks go, one file a rank; empty files are removed by `close`.
+            folder: where the stacks go, one file per rank; empty files are removed by `close`.
         """
         self.seconds, self.rank = seconds, rank
         folder.mkdir(parents=True, exist_ok=True)

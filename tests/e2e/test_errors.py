@@ -54,6 +54,7 @@ def test_a_checkpoint_of_another_model(root: Path) -> None:
     assert "mlp.linear_fc1.weight" in text and "mlp.linear_fc2.weight" in text
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_passed_over_and_a_foreign_one_runs_nothing(root: Path) -> None:
     own = ("--name", "own", "--save-interval", 2, "--save-optim")
     assert "files have the checksums that they were written with" in train(root, *own, "--train-iters", 4, expect=0)
@@ -84,6 +85,7 @@ def test_a_folder_without_tokenizer(root: Path) -> None:
     assert str(root / "bare") in text and "tokenizer" in text
 
 
+@pytest.mark.long
 def test_broken_pictures_are_left_out_until_they_are_too_many(root: Path) -> None:
     """Two of 40 samples are broken. Each is named and counted; a rate that forbids them ends all ranks."""
     make_dataset(root / "broken", replace={i: {"jpg": jpeg(i)[:400]} for i in (17, 30)})

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.commands import ROOT, read_metrics
 from tests.helpers.shards import write_shards
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_tokenizer, text_config, vision_config
@@ -60,6 +62,7 @@ def test_readme_commands(tmp_path: Path) -> None:
         assert len(read_metrics(tmp_path / "work" / "runs" / stage)) == 2
 
 
+@pytest.mark.long
 def test_quickstart_in_short(tmp_path: Path) -> None:
     """All stages with a few iterations: everything is written, and the missed goal is said."""
     out = tmp_path / "quickstart"

@@ -59,7 +59,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["distributed", pytest.param("dropout", marks=pytest.mark.long)])
 def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], case: str) -> None:
     layout, other, model, more = CASES[case]
     save = material["root"] / "save"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from llava_mcore.checkpoint.choose_start import start_point
-from llava_mcore.parallel.batch import share_step
+from llava_mcore.parallel.share import share_step
 from llava_mcore.training.loop import fetch_step
 from llava_mcore.training.save import Saver
 from llava_mcore.training.skipped import SkipBudget

@@ -19,7 +19,7 @@ N = 16
 
 
 def tokens_of_a_picture(image_token_id: int, num_tokens: int = N) -> MediaTokens:
-    return SameTokens(image_token_id, num_tokens).tokens([(0, 0)])[0]
+    return SameTokens(image_token_id, num_tokens, num_tokens).tokens([(0, 0)])[0]
 
 
 def encoded(format_: ChatFormat, turns: Sequence[Turn], *, num_images: int, num_tokens: int = N) -> ChatTokens:

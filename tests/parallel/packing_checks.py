@@ -18,8 +18,8 @@ from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.samples import Batch
-from llava_mcore.parallel.batch import share_step
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.parallel.share import share_step
 from tests.parallel.checks import join, load_model
 
 STEPS = 10

@@ -10,8 +10,13 @@ from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 
+LONG = pytest.mark.long
 
-@pytest.mark.parametrize(("tp", "pp", "dp", "fused"), [(1, 1, 2, False), (1, 2, 2, False), (1, 2, 2, True)])
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "fused"),
+    [(1, 2, 2, False), pytest.param(1, 1, 2, False, marks=LONG), pytest.param(1, 2, 2, True, marks=LONG)],
+)
 def test_frozen_parts_are_saved_and_resumed(tmp_path: Path, tp: int, pp: int, dp: int, fused: bool) -> None:
     make_hf_llava(tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "megatron")

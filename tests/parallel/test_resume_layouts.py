@@ -12,13 +12,13 @@ from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 
 Layout = tuple[int, int, int]
-CASES: list[tuple[bool, Layout, list[Layout]]] = [
-    (False, (2, 2, 2), [(1, 2, 1), (1, 1, 2), (2, 2, 1), (4, 1, 2), (2, 2, 2)]),
+CASES: list[Any] = [
     (True, (1, 2, 2), [(2, 1, 2), (1, 2, 2)]),  # the first and the last stage hold the same embedding
+    pytest.param(False, (2, 2, 2), [(1, 2, 1), (1, 1, 2), (2, 2, 1), (4, 1, 2), (2, 2, 2)], marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.parametrize(("tied", "saved_at", "resumed_at"), CASES, ids=["untied", "tied"])
+@pytest.mark.parametrize(("tied", "saved_at", "resumed_at"), CASES, ids=["tied", "untied"])
 def test_resumed_at_another_layout(tmp_path: Path, tied: bool, saved_at: Layout, resumed_at: list[Layout]) -> None:
     make_hf_llava(tmp_path / "hf", tie=tied)
     import_hf(tmp_path / "hf", tmp_path / "megatron")

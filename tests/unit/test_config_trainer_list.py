@@ -64,7 +64,7 @@ def test_what_cannot_be_mapped_is_refused_key_by_key(tmp_path: Path) -> None:
         "dataset_config.dataset_format (in",
         "data/some.json: make shards of it",
         "dataset_config.processor_config.processor_type (in",
-        "Qwen/Qwen2-VL-2B-Instruct is no Megatron checkpoint",
+        "Qwen/Qwen2-VL-2B-Instruct is not a Megatron checkpoint",
         "model_config.model_class (in",
         "gradient_accumulation_steps (in",
         "give training.global_batch_size instead",

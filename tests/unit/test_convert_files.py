@@ -1,4 +1,4 @@
-"""The parts that streaming is made of: boxes, mapped tensors, planned safetensors files."""
+"""The parts that streaming is made of: slices, mapped tensors, planned safetensors files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from llava_mcore.convert.io import import_jobs
-from llava_mcore.convert.io.byte_ranges import runs_of
+from llava_mcore.convert.io.byte_ranges import byte_ranges_of
 from llava_mcore.convert.io.export_jobs import Chunk
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files import direct_writer as writer
@@ -26,7 +26,7 @@ from llava_mcore.files.direct_writer import Writer
 from llava_mcore.files.safetensors_writer import DTYPES, plan_file, read_offsets, write_tensors
 from llava_mcore.mapping.layouts import Concat, FuseQKV, PadRows, Reshape
 from llava_mcore.mapping.sharding import COLUMN
-from llava_mcore.mapping.slices import Box, Scratch, boxes_of_stretch, read_box
+from llava_mcore.mapping.slices import Scratch, TensorSlice, read_slice, slices_of_range
 from llava_mcore.mapping.table import Entry
 
 BLOCK = writer._BLOCK
@@ -155,27 +155,27 @@ def test_large_tensors_pass_by_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
 @given(st.data())
 def test_runs_of_a_box_are_its_numbers_in_order(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
-    x, boxes = torch.arange(Box.whole(shape).numel).view(shape), grid(data, shape)
+    x, slices = torch.arange(TensorSlice.whole(shape).numel).view(shape), grid(data, shape)
     folder = tmp_path_factory.mktemp("runs")
     parts = []
-    for i, box in enumerate(data.draw(st.permutations(boxes))):
-        (folder / str(i)).write_bytes(b"ab" + box.cut(x).numpy().tobytes())
-        parts.append((box, raw.TensorAt(folder / str(i), 2, x.dtype, box.size)))
+    for i, tensor_slice in enumerate(data.draw(st.permutations(slices))):
+        (folder / str(i)).write_bytes(b"ab" + tensor_slice.cut(x).numpy().tobytes())
+        parts.append((tensor_slice, raw.TensorAt(folder / str(i), 2, x.dtype, tensor_slice.size)))
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    wanted = Box(start, tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True)))
-    runs = runs_of(wanted, parts, lambda at: at)
+    wanted = TensorSlice(start, tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True)))
+    runs = byte_ranges_of(wanted, parts, lambda at: at)
     if runs is not None:
         assert torch.equal(torch.cat([run.map().flatten() for run in runs]), wanted.cut(x).flatten())
-        assert runs_of(Box.whole(shape), parts[1:], lambda at: at) is None
-    rows_only = all(box.size[1:] == shape[1:] for box in boxes) and wanted.size[1:] == shape[1:]
+        assert byte_ranges_of(TensorSlice.whole(shape), parts[1:], lambda at: at) is None
+    rows_only = all(tensor_slice.size[1:] == shape[1:] for tensor_slice in slices) and wanted.size[1:] == shape[1:]
     assert runs is not None or not rows_only
 
 
-def grid(data: st.DataObject, shape: tuple[int, ...]) -> list[Box]:
+def grid(data: st.DataObject, shape: tuple[int, ...]) -> list[TensorSlice]:
     """A tensor cut at some places in every dim."""
     edges = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
     cells = itertools.product(*(itertools.pairwise(x) for x in edges))
-    return [Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in cells]
+    return [TensorSlice(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in cells]
 
 
 def test_pieces_are_what_torch_saves(tmp_path: Path) -> None:
@@ -214,17 +214,17 @@ def test_chunks_are_found_inside_files_wherever_they_begin(tmp_path: Path, shift
 @given(st.data())
 def test_a_box_is_put_together_from_any_grid(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
-    x = torch.arange(Box.whole(shape).numel).view(shape)
-    boxes = grid(data, shape)
+    x = torch.arange(TensorSlice.whole(shape).numel).view(shape)
+    slices = grid(data, shape)
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    wanted = Box(start, tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True)))
+    wanted = TensorSlice(start, tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True)))
     scratch = Scratch()
-    parts = [(box, box.cut(x).clone()) for box in boxes]
-    found, held = read_box(wanted, parts, lambda part: part, x.dtype, scratch)
+    parts = [(tensor_slice, tensor_slice.cut(x).clone()) for tensor_slice in slices]
+    found, held = read_slice(wanted, parts, lambda part: part, x.dtype, scratch)
     assert torch.equal(found, wanted.cut(x)) and held == wanted.numel
-    gap = data.draw(st.sampled_from(boxes))
-    missing = [(box, part) for box, part in parts if box != gap]
-    found, held = read_box(wanted, missing, lambda part: part, x.dtype, scratch)
+    gap = data.draw(st.sampled_from(slices))
+    missing = [(tensor_slice, part) for tensor_slice, part in parts if tensor_slice != gap]
+    found, held = read_slice(wanted, missing, lambda part: part, x.dtype, scratch)
     common = wanted.overlap(gap)
     assert held == wanted.numel - (common.numel if common else 0)
     expected = x.clone()
@@ -236,23 +236,25 @@ def test_a_box_is_put_together_from_any_grid(data: st.DataObject) -> None:
 @given(st.data())
 def test_a_stretch_of_a_flattened_tensor_is_a_few_boxes(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
-    x = torch.arange(Box.whole(shape).numel).view(shape)
+    x = torch.arange(TensorSlice.whole(shape).numel).view(shape)
     start = data.draw(st.integers(0, x.numel()))
     stop = data.draw(st.integers(0, x.numel()))
-    boxes = boxes_of_stretch(shape, start, stop)
-    assert [value for box in boxes for value in box.cut(x).flatten().tolist()] == list(range(start, stop))
-    assert all(box.cut(x).is_contiguous() for box in boxes) and len(boxes) <= 2 * len(shape) - 1
+    slices = slices_of_range(shape, start, stop)
+    assert [value for tensor_slice in slices for value in tensor_slice.cut(x).flatten().tolist()] == list(
+        range(start, stop)
+    )
+    assert all(tensor_slice.cut(x).is_contiguous() for tensor_slice in slices) and len(slices) <= 2 * len(shape) - 1
 
 
 def test_only_layouts_that_stack_rows_have_boxes() -> None:
-    def boxes(layout: object, names: int, shape: tuple[int, ...]) -> object:
+    def slices(layout: object, names: int, shape: tuple[int, ...]) -> object:
         return Entry("m", tuple("abc"[:names]), COLUMN, layout).hf_boxes(shape)  # type: ignore[arg-type]
 
-    assert boxes(Concat(2), 2, (8, 3)) == (Box((0, 0), (4, 3)), Box((4, 0), (4, 3)))
-    assert boxes(PadRows(5, 8), 1, (8, 3)) == (Box((0, 0), (5, 3)),)
-    assert Entry("m", "a", COLUMN).hf_boxes((4,)) == (Box((0,), (4,)),)
-    assert boxes(FuseQKV(4, 2), 3, (16, 3)) is None
-    assert boxes(Reshape((4,), (1, 1, 4)), 1, (1, 1, 4)) is None
+    assert slices(Concat(2), 2, (8, 3)) == (TensorSlice((0, 0), (4, 3)), TensorSlice((4, 0), (4, 3)))
+    assert slices(PadRows(5, 8), 1, (8, 3)) == (TensorSlice((0, 0), (5, 3)),)
+    assert Entry("m", "a", COLUMN).hf_boxes((4,)) == (TensorSlice((0,), (4,)),)
+    assert slices(FuseQKV(4, 2), 3, (16, 3)) is None
+    assert slices(Reshape((4,), (1, 1, 4)), 1, (1, 1, 4)) is None
 
 
 def test_planned_headers_are_read_by_safetensors(tmp_path: Path) -> None:

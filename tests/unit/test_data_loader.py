@@ -382,3 +382,15 @@ def test_repetitions_that_are_no_whole_number(assets: Assets, tmp_path: Path, re
         resumed = open_loader(tmp_path / "blend.yaml", assets, shuffle=0, saved=[loader.state()], **options)
         loader.close()
         loader = resumed
+
+
+def test_packs_keep_to_the_patches_of_the_tower(mixed: Path, assets: Assets) -> None:
+    most = 2 * assets.plan.patches_per_tile
+    options = {"packing": True, "seq_length": 256, "num_streams": 1, "micro_batch_size": 1}
+    tiles = []
+    for limit in (None, most):
+        loader = open_loader(mixed / "crude", assets, max_media_tokens=limit, **options)
+        tiles.append([len(batch.media["pixel_values"]) for batch in take(loader, 12)])
+    assert max(tiles[0]) > 2 >= max(tiles[1]) and sum(tiles[1]) > 0
+    with pytest.raises(DataError, match=f"max_media_tokens is 3, but the smallest picture has {most // 2} patches"):
+        open_loader(mixed / "crude", assets, max_media_tokens=3)

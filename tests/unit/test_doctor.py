@@ -15,7 +15,7 @@ import pytest
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS
 from llava_mcore.cli.check import main
-from llava_mcore.data.doctor.samples import Examiner, Finding
+from llava_mcore.data.doctor.examiner import Examiner, Finding
 from llava_mcore.data.doctor.scan import choose, scan
 from llava_mcore.data.doctor.show import conversation_text
 from llava_mcore.data.encoding.assets import Assets, load_assets
@@ -151,7 +151,7 @@ class WrongTokens(SameTokens):
 
 def test_model_input_that_does_not_fit_ends_training(dataset: Path, assets: Assets) -> None:
     """Assets that contradict themselves, as a fault in our own code or in a folder would make them."""
-    wrong = dataclasses.replace(assets, plan=WrongTokens(assets.plan.image_token_id, 16))
+    wrong = dataclasses.replace(assets, plan=WrongTokens(assets.plan.image_token_id, 16, 16))
     found = Examiner(dataset, wrong, seq_length=64).examine(0, 0)
     assert found.status == "stop" and found.reasons == ("16 placeholders, but 15 features of 1 pictures",)
     other_eos = dataclasses.replace(assets, eos_token_id=0)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llava_mcore.data.doctor.datasets import Dataset, Shard
-from llava_mcore.data.doctor.samples import Finding
+from llava_mcore.data.doctor.examiner import Finding
 from llava_mcore.data.doctor.scan import LEAST_SAMPLES, choose
 from llava_mcore.data.doctor.tally import EXAMPLES, DatasetTally, Tally, bins, expected_fill, quantile
 

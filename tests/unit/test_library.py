@@ -71,6 +71,7 @@ def test_the_docstrings(here: Path) -> None:
     try:
         for function in (llava_mcore.import_hf, llava_mcore.load_model, llava_mcore.export_hf):
             (test,) = doctest.DocTestFinder(recurse=False).find(function, globs={**vars(llava_mcore), "torch": torch})
+            test.globs["model_inputs"] = llava_mcore.model_inputs
             test.globs[function.__name__] = function
             assert runner.run(test) == (0, len(test.examples)) and test.examples
         half = llava_mcore.load_model(here / "megatron" / "iter_0000000", dtype=torch.bfloat16)
@@ -110,4 +111,4 @@ def test_importing_it_imports_nothing_heavy() -> None:
         "print(heavy, hasattr(llava_mcore, 'nothing'), sorted(llava_mcore.__all__))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[] False ['export_hf', 'import_hf', 'load_model', 'train']"
+    assert done.stdout.strip() == "[] False ['export_hf', 'import_hf', 'load_model', 'model_inputs', 'train']"

@@ -11,7 +11,7 @@ from megatron.energon.typed_converter import JsonParser
 from llava_mcore.compat import energon_names
 from llava_mcore.compat.energon_names import run_no_named_code
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.doctor.samples import Examiner
+from llava_mcore.data.doctor.examiner import Examiner
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.storage.dataset_path import check_dataset

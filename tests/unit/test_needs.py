@@ -67,7 +67,7 @@ def test_every_row_has_a_case() -> None:
 def test_without_what_it_needs(key: str) -> None:
     value, needed = CASES[key]
     (message,) = found(f"{key}={value}", *OFF.get(key, []))
-    assert message.startswith(f"{name_of(key)} has no effect without {NEEDS[key].words}: add that, or leave")
+    assert message.startswith(f"{name_of(key)} has no effect without {NEEDS[key].words}: add that, or omit")
     assert found(f"{key}={value}", *needed) == []
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llava_mcore.data.encoding.encode import TooLongError, cut, fit
-from llava_mcore.data.packing.best_fit import best_fit, fill, fullest_pack, online_fill
+from llava_mcore.data.packing.best_fit import LEVELS, Media, best_fit, fill, fullest_pack, online_fill
 from llava_mcore.data.samples import EncodedSample, TokenConversation
 from llava_mcore.data.streams.collate import collate
 from tests.helpers.encoding import placed
@@ -40,6 +40,34 @@ def test_every_sample_is_in_one_pack_that_it_fits_into(lengths: list[int]) -> No
 def test_too_long_for_a_pack() -> None:
     with pytest.raises(ValueError, match="41 tokens does not fit into a pack of 40"):
         best_fit([3, 41], 40)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=1, max_size=8),
+    st.integers(40, 90),
+    st.integers(30, 70),
+)
+def test_a_pack_keeps_to_both_budgets(samples: list[tuple[int, int]], capacity: int, most: int) -> None:
+    """As full as the best of all packs whose patches, counted in steps, fit."""
+    lengths, patches = [length for length, _ in samples], [number for _, number in samples]
+    media = Media(patches, most)
+    found = fullest_pack(lengths, capacity, media)
+    assert found[0] == 0 and sorted(set(found)) == found
+    assert sum(lengths[i] for i in found) <= capacity and sum(patches[i] for i in found) <= most
+    levels, best = media.levels(), 0
+    for chosen in range(1 << len(samples) - 1):
+        pack = [0, *(i + 1 for i in range(len(samples) - 1) if chosen >> i & 1)]
+        total = sum(lengths[i] for i in pack)
+        if total <= capacity and sum(levels[i] for i in pack) <= LEVELS:
+            best = max(best, total)
+    assert sum(lengths[i] for i in found) == best
+
+
+def test_more_patches_than_a_pack_may_have() -> None:
+    with pytest.raises(ValueError, match="31 patches does not fit into a pack of 30"):
+        fullest_pack([3, 4], 10, Media([31, 0], 30))
+    assert fullest_pack([3, 4, 5], 12, Media([30, 1, 0], 30)) == [0, 2]
+    assert fullest_pack([3, 4, 5], 12, Media([0, 0, 0], 30)) == fullest_pack([3, 4, 5], 12)
 
 
 def llava_lengths(number: int) -> list[int]:

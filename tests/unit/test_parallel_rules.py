@@ -68,7 +68,7 @@ def test_options_that_fit(good: list[str], changes: list[str]) -> None:
         ),
         ([f"{VIRTUAL}=4"], [f"{VIRTUAL} 4 does not divide the 4 layers", "use 1 or 2"]),
         ([f"{VIRTUAL}=3"], [f"{VIRTUAL} 3 does not divide the 4 layers", "use 1 or 2"]),
-        ([f"{VIRTUAL}=2", f"{FIRST}=3"], ["stages of equal size only"]),
+        ([f"{VIRTUAL}=2", f"{FIRST}=3"], ["needs stages of equal size"]),
         (["optimizer.exp_avg_dtype=bf16"], ["optimizer.exp_avg_dtype has no effect without", PRECISION_AWARE]),
         (["optimizer.cpu_offload=true"], ["optimizer.cpu_offload has no effect without", PRECISION_AWARE]),
         ([*AWARE, "parallel.use_distributed_optimizer=true"], ["no GPU was found"]),

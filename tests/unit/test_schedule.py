@@ -105,7 +105,7 @@ def test_the_schedule_counts_samples_under_a_ramp() -> None:
         (["training.train_iters=9", "optimizer.lr_wsd_decay_style=cosine"], "--lr-wsd-decay-style has no effect"),
         (
             ["training.train_iters=9", "optimizer.lr_decay_style=WSD", "optimizer.lr_wsd_decay_iters=10"],
-            "--lr-wsd-decay-iters 10: the decay is longer than the 72 samples behind the warm-up (9 iterations in all)",
+            "--lr-wsd-decay-iters 10: the decay is longer than the 72 samples after the warm-up (9 iterations in all)",
         ),
     ],
 )

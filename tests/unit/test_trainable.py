@@ -91,7 +91,7 @@ def test_a_resumed_run_may_change_rates_but_not_tell_equal_ones_apart() -> None:
     assert [group["max_lr"] for group in groups] == [5e-4, 1e-3]
     assert all(group["betas"] == (0.9, 0.95) and group["eps"] == 1e-8 for group in groups)
     equal = OptimizerConfig(lr=1e-3, vision_lr=1e-3)
-    with pytest.raises(CheckpointError, match="cannot be told apart"):
+    with pytest.raises(CheckpointError, match="cannot be distinguished"):
         follow_settings({"param_groups": []}, equal, before)
 
 

@@ -61,11 +61,11 @@ def check_run(
     ]
     found += check_operations(run, world_size)
     if run.parallel.backend == "nccl" and not device_available:
-        found.append("--backend nccl needs GPUs and none was found: leave the flag away, or use gloo")
+        found.append("--backend nccl needs GPUs and none was found: omit the flag, or use gloo")
     if run.model.attention_backend and (not device_available or run.model.transformer_impl == "local"):
-        found.append("--fused-attn and --flash-attn choose Transformer Engine's kernels, on GPUs: leave them away")
+        found.append("--fused-attn and --flash-attn choose Transformer Engine's kernels, on GPUs: omit them")
     if run.training.fp8 and not device_available:
-        found.append("--fp8 needs a GPU with FP8 (Hopper or newer) and none was found: leave the flag away")
+        found.append("--fp8 needs a GPU with FP8 (Hopper or newer) and none was found: omit the flag")
     if dims is not None:
         parallel = run.parallel
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -74,7 +74,7 @@ def check_run(
         if run.model.drop_class_token and dims.keeps_class_token:
             found.append(
                 f"--no-add-class-token, but {source} hands the class token on (vision_feature_select_strategy full): "
-                "leave the flag away, or build the model with vision_feature_select_strategy default"
+                "omit the flag, or build the model with vision_feature_select_strategy default"
             )
     return found
 
@@ -127,7 +127,7 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         yield "all three parts are frozen, so nothing would be trained: unfreeze one of model.freeze_*"
     training = run.training
     if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):
-        yield "--fp8 goes with Transformer Engine and half precision: leave --precision fp32 and local layers away"
+        yield "--fp8 needs Transformer Engine and half precision: omit --precision fp32 and local layers"
     if (
         training.fp8
         and training.fp8_recipe == "delayed"
@@ -142,7 +142,7 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         ("projection_lr", optimizer.projection_lr, model.freeze_vision_projection),
     ):
         if lr is not None and frozen and not model.unfreeze:
-            yield f"optimizer.{key} has no effect on a part that is frozen: leave it away, or train the part"
+            yield f"optimizer.{key} has no effect on a part that is frozen: omit it, or train the part"
     if optimizer.lr_decay_style != "constant" and optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}: lower it"
 

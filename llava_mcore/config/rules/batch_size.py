@@ -53,11 +53,11 @@ class BatchSizes:
         return tuple(size for _, size in self.steps)
 
     def at(self, consumed: int) -> int:
-        """Return the size of the iteration that begins behind so many samples."""
+        """Return the size of the iteration that begins after this many samples."""
         return max((first, size) for first, size in self.steps if first <= consumed)[1]
 
     def samples_after(self, iterations: int) -> int:
-        """Return how many samples so many iterations consume."""
+        """Return how many samples this many iterations consume."""
         consumed = 0
         for number, size in self._stretches():
             taken = iterations if number is None else min(number, iterations)
@@ -65,7 +65,7 @@ class BatchSizes:
         return consumed
 
     def iterations_within(self, samples: int) -> int:
-        """Return how many whole iterations so many samples give."""
+        """Return how many whole iterations fit into this many samples."""
         iterations = 0
         for number, size in self._stretches():
             taken = samples // size if number is None else min(number, samples // size)

@@ -13,14 +13,14 @@ def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
     model, parallel = run.model, run.parallel
     if model.recompute_vision != "none" and model.freeze_vision_model and not model.unfreeze:
         yield (
-            "model.recompute_vision has no effect on a frozen vision tower, which keeps nothing: leave it away, or "
+            "model.recompute_vision has no effect on a frozen vision tower, which keeps nothing: omit it, or "
             "train the tower with model.freeze_vision_model=false"
         )
     yield from _check_optimizer(run, device_available)
     uneven_too = parallel.num_layers_per_virtual_pipeline_stage is not None and has_uneven_stages(parallel)
     if uneven_too and parallel.pipeline_model_parallel_size > 1:
         yield (
-            "parallel.num_layers_per_virtual_pipeline_stage goes with stages of equal size only: leave it away, or "
+            "parallel.num_layers_per_virtual_pipeline_stage needs stages of equal size: omit it, or "
             "parallel.num_layers_in_first_pipeline_stage and …_last_…"
         )
 
@@ -31,11 +31,11 @@ def _check_optimizer(run: RunConfig, device_available: bool) -> Iterator[str]:
     if not optimizer.use_precision_aware_optimizer:
         return
     if not device_available:
-        yield f"{key} needs GPUs and Transformer Engine, and no GPU was found: leave it away"
+        yield f"{key} needs GPUs and Transformer Engine, and no GPU was found: omit it"
     if not run.parallel.use_distributed_optimizer:
         yield f"{key} works inside the distributed optimizer only: add --dist-optim"
     if run.training.precision == "fp32":
-        yield f"{key} keeps fp32 weights beside half-precision ones: leave --precision fp32 away"
+        yield f"{key} keeps fp32 weights beside half-precision ones: omit --precision fp32"
 
 
 def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) -> Iterator[str]:

@@ -43,7 +43,7 @@ def _check_wsd(training: TrainingConfig, optimizer: OptimizerConfig, num_iterati
     warmup, total, decay = schedule_samples(training, optimizer)
     if decay > total - warmup:
         yield (
-            f"{names[0]} {given[names[0]]}: the decay is longer than the {total - warmup} samples behind the warm-up "
+            f"{names[0]} {given[names[0]]}: the decay is longer than the {total - warmup} samples after the warm-up "
             f"({num_iterations} iterations in all): lower it"
         )
 

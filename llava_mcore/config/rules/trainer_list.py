@@ -77,7 +77,7 @@ def _attention(value: Any) -> Values:
 def _model(value: Any) -> Values:
     if (Path(str(value)) / "latest_checkpointed_iteration.txt").is_file():
         return {"checkpoint.load": value}
-    raise _RefusedError(f"{value} is no Megatron checkpoint: convert it (docs/convert.md) and give that folder")
+    raise _RefusedError(f"{value} is not a Megatron checkpoint: convert it (docs/convert.md) and give that folder")
 
 
 def _dataset(value: Any) -> Values:
@@ -87,18 +87,18 @@ def _dataset(value: Any) -> Values:
 
 
 KEYS: dict[str, Callable[[Any], Values]] = {
-    "trainer_type": _only("megatron", instead="there is one trainer, on megatron-core: leave the key away"),
-    "dataset_config.dataset_type": _only("vision", instead="pictures and text only: use vision, or leave it away"),
+    "trainer_type": _only("megatron", instead="there is one trainer, on megatron-core: omit the key"),
+    "dataset_config.dataset_type": _only("vision", instead="pictures and text only: use vision, or omit it"),
     "dataset_config.dataset_format": _only(
         "energon", instead="'python -m llava_mcore prepare' makes shards of it first"
     ),
     "dataset_config.dataset_path": _dataset,
     "dataset_config.packing": _to("data.packing"),
     "dataset_config.processor_config.processor_name": _to("checkpoint.hf_dir"),
-    "dataset_config.processor_config.processor_modality": _only("vision", instead="use vision, or leave it away"),
+    "dataset_config.processor_config.processor_modality": _only("vision", instead="use vision, or omit it"),
     "dataset_config.processor_config.processor_type": _only("llava", instead="LLaVA models only: use llava"),
     "model_config.model_name_or_path": _model,
-    "model_config.model_class": _only("LlavaForConditionalGeneration", instead="LLaVA models only; leave it away"),
+    "model_config.model_class": _only("LlavaForConditionalGeneration", instead="LLaVA models only; omit it"),
     "model_config.attn_implementation": _attention,
     "per_device_train_batch_size": _to("training.micro_batch_size"),
     "gradient_accumulation_steps": _refuse("depends on the number of GPUs: give training.global_batch_size instead"),
@@ -124,7 +124,7 @@ KEYS: dict[str, Callable[[Any], Values]] = {
     "fp16": _precision("fp16"),
     "use_rmpad": _to("data.packing"),
     "group_by_length": _unless_off("samples are not sorted; data.packing (use_rmpad) saves the padding"),
-    "use_liger_kernel": _unless_off("the loss never makes logits as a whole anyway: leave it away"),
+    "use_liger_kernel": _unless_off("the loss never computes whole logits anyway: omit it"),
     "gradient_checkpointing": lambda value: {"model.recompute": "full"} if value else {},
     "deepspeed": _refuse("--tp, --pp and --dist-optim divide the model and the optimizer here"),
     "fsdp": _refuse("--tp, --pp and --dist-optim divide the model and the optimizer here"),
@@ -139,7 +139,7 @@ def translate(content: list[Any], file: Path) -> tuple[list[tuple[str, Any, str]
         (our key, value, their key) for each value, and one line for each key that is refused or unknown.
 
     Raises:
-        ConfigError: the file is no list of exactly one trainer.
+        ConfigError: the file is not a list of exactly one trainer.
     """
     trainers = [entry for entry in content if isinstance(entry, Mapping) and entry.keys() == {"type", "config"}]
     if len(content) != 1 or not trainers or trainers[0]["type"] != "trainer" or not _is_section(trainers[0]["config"]):

@@ -17,28 +17,28 @@ class CheckpointConfig(Section):
     save: bool = False
     """Save a checkpoint at the end of the run; a save interval asks for that too."""
     save_interval: Iterations | None = None
-    """Iterations between two checkpoints, beside the one at the end; not given: only that one, if asked for."""
+    """Iterations between two checkpoints, besides the one at the end; not given: only that one, if asked for."""
     async_save: bool = False
-    """Write checkpoints behind the training, which waits only until the tensors have been copied to the host."""
+    """Write checkpoints in the background; training waits only until the tensors have been copied to the host."""
     keep_last: Iterations | None = None
-    """Checkpoints of the run that are kept, older ones are deleted; not given: all."""
+    """Number of checkpoints to keep; older ones are deleted. Not given: keep all."""
     keep_every: Iterations | None = None
-    """Checkpoints whose iteration is a multiple of this are kept for ever; with keep_last."""
+    """Never delete checkpoints whose iteration is a multiple of this; with keep_last."""
     non_persistent_save_interval: Iterations | None = None
-    """Iterations between two checkpoints that only serve to go on after a failure, each replacing the one before. Where
-    one that is kept is due as well, only that is written."""
+    """Iterations between two checkpoints that only serve to resume after a failure, each replacing the one before. If
+    a kept one is due as well, only that is written."""
     non_persistent_dir: UserPath | None = None
-    """Folder for those, such as a fast disk or /dev/shm, that every node of the run sees; they lie in DIR/NAME. Not
+    """Folder for those, such as a fast disk or /dev/shm, that every node of the run sees; they are in DIR/NAME. Not
     given: SAVE_DIR/NAME/non_persistent."""
     non_persistent_local_dir: UserPath | None = None
-    """Folder on each node's own disk for their tensors: every rank writes and reads what it holds, in DIR/NAME. All
-    else of them stays where every node sees it. A run goes on from them at the same layout, on the same nodes."""
+    """Folder on each node's own disk for their tensors: every rank writes and reads what it holds, in DIR/NAME. Their
+    other files stay where every node sees them. A run resumes from them at the same layout, on the same nodes."""
     save_optim: bool = False
-    """Also save the optimizer, the schedule, the random state and the place in the data, so that a run can resume."""
+    """Also save the optimizer, the schedule, the random state and the position in the data: what a resume needs."""
     load_optim: bool = False
-    """Resume what --save-optim saved: from SAVE_DIR/NAME if it holds a checkpoint, else from the load folder."""
+    """Resume what --save-optim saved: from SAVE_DIR/NAME if it has a checkpoint, else from the load folder."""
     skip_verification: bool = False
-    """Load a checkpoint without comparing its files with the checksums that they were written with."""
+    """Load a checkpoint without comparing its files with their checksums."""
     init: bool = False
     """Start from random weights of the model that hf_dir describes instead of loading a checkpoint."""
 

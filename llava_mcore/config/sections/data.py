@@ -27,7 +27,7 @@ Handling = Literal["text", "control"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a sample may take, so that a single one cannot take all memory or time. One that takes more is left out."""
+    """What a sample may take, so that a single one cannot take all memory or time. One that takes more is skipped."""
 
     sample_bytes: int = 1 << 28
     """Of its json and pictures together, and of each of them."""
@@ -46,29 +46,34 @@ class DataConfig(Section):
     path: DataPath | None = None
     """Prepared folder of shards, or the .yaml file of a blend; or the URL of either in an object store."""
     seq_length: Size = 2048
-    """Most tokens of a sample, or of a pack of samples; image tokens included."""
+    """Maximum number of tokens of a sample, or of a pack of samples; image tokens included."""
     num_workers: int = Field(2, ge=0, le=1024)
-    """Loader processes of each data-parallel rank; 0 loads in the training process."""
+    """Loader processes per data-parallel rank; 0 loads in the training process."""
     timeout: Seconds = 600
-    """Seconds that a loader process may take for a batch before the run ends; without any, only storage has limits."""
+    """Seconds that a loader process may take for a batch before the run ends. With num_workers 0, only storage has time
+    limits."""
     shuffle_buffer_size: int = Field(100, ge=0, le=10**7)
     """Samples that each stream keeps to shuffle among; 0 or 1 keeps the order within a shard."""
     num_streams: Parts | None = None
-    """Streams that the data are divided into for the whole run: at least as many as data-parallel ranks will ever
-    serve them, best a multiple of their number. Not given: a multiple of it from 16 on, which a resumed run keeps."""
+    """Streams that the data are divided into for the whole run: at least as many as it will ever have data-parallel
+    ranks, best a multiple of their number. Not given: such a multiple, at least 16, which a resumed run keeps."""
     image_token_id: int | None = Field(None, ge=0, le=10**9)
     """Id of the tokenizer's placeholder for pictures; not given: the one the tokenizer names, else that of <image>."""
     pad_token_id: int | None = Field(None, ge=0, le=10**9)
-    """Id of the token that fills up batches, which is never trained; not given: the tokenizer's pad token."""
+    """Id of the token that pads batches, which is never trained; not given: the tokenizer's pad token."""
     packing: bool = False
-    """Pack samples into sequences of seq_length tokens; they neither see nor follow each other."""
+    """Pack samples into sequences of seq_length tokens; they do not attend to each other."""
     packing_buffer_size: Size = 64
-    """Samples among which each stream looks for those that fill a pack best."""
+    """Number of samples among which each stream looks for those that fill a pack best."""
+    max_media_tokens: Size | None = None
+    """Maximum number of patches of the pictures in a pack (without packing: in a sample), so that no rank's vision
+    tower gets more than fits into memory; a sample that has more by itself is too long. Not given: seq_length is the
+    only limit."""
     on_too_long: Literal["drop", "truncate", "error"] = "drop"
-    """What becomes of a conversation longer than seq_length: left out and counted, cut (never inside a picture), or an
-    error that ends the run."""
+    """What happens to a conversation longer than seq_length: it is skipped and counted, truncated (never inside a
+    picture), or an error that ends the run."""
     max_skip_rate: float = Field(0.01, ge=0, le=1)
-    """Part of the samples that may be left out as broken or too long before the run ends with a list of them."""
+    """Fraction of the samples that may be skipped as broken or too long before the run ends with a list of them."""
     chat_template: str | None = None
     """Chat template to train with and to export: vicuna, llama-2, llama-3, chatml, llm-jp, mistral, plain, or a .jinja
     file. Not given: the tokenizer's own."""
@@ -76,14 +81,14 @@ class DataConfig(Section):
     """Language of prompts for data without questions; a tokenizer without a chat template gets llm-jp (jp) or vicuna
     (en)."""
     special_tokens_in_text: Handling = "text"
-    """What special tokens of the tokenizer are where they stand in the text of a conversation, such as <|im_end|> in an
-    answer: plain text, as somebody typed them, or the tokens themselves, for data that rely on it."""
+    """What special tokens of the tokenizer mean in the text of a conversation, such as <|im_end|> in an answer: plain
+    text, as somebody typed them, or the tokens themselves, for data that rely on it."""
     max_sample_bytes: int = Field(LIMITS.sample_bytes, ge=1, le=1 << 40)
-    """Bytes of a sample, its json and pictures together; a larger one is left out."""
+    """Bytes of a sample, its json and pictures together; a larger one is skipped."""
     max_text_chars: int = Field(LIMITS.text_chars, ge=1, le=1 << 40)
-    """Characters of a conversation; a longer one is left out before it is tokenised."""
+    """Characters of a conversation; a longer one is skipped before it is tokenized."""
     max_picture_pixels: int = Field(LIMITS.picture_pixels, ge=1, le=LIMITS.picture_pixels)
-    """Width times height of a picture; a sample with a larger one is left out. By default as many as Pillow decodes."""
+    """Width times height of a picture; a sample with a larger one is skipped. By default as many as Pillow decodes."""
 
     @property
     def limits(self) -> Limits:

@@ -29,7 +29,7 @@ def _ranges_text(text: str) -> str:
 
 
 class FaultConfig(Section):
-    """Hangs, broken numbers, spikes of the loss, the end of a job's time."""
+    """Hangs, NaN and infinite values, spikes of the loss, the end of a job's time."""
 
     timeout: Seconds = 1200
     """Seconds that one iteration, a save or a part of the start may take before the job ends with the stacks of every
@@ -37,11 +37,11 @@ class FaultConfig(Section):
     exit_duration_in_mins: float | None = Field(None, gt=0, le=10**7)
     """Minutes after which the run saves and ends with exit code 75, at the end of an iteration."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """When loss or gradients are not finite: end the run, or leave the update out and go on (at most 10 in a row). The
-    weights stay as they were and the batch is written to SAVE_DIR/NAME/faults."""
+    """When loss or gradients are not finite: end the run, or skip the update and continue (at most 10 in a row). The
+    weights stay unchanged and the batch is written to SAVE_DIR/NAME/faults."""
     alert_spike: bool = False
-    """Warn of a loss far above those before it, and suggest which iterations to skip."""
+    """Warn of a loss far above the previous ones, and suggest which iterations to skip."""
     spike_thr: float = Field(2.0, gt=1)
     """A spike is a loss above this times the median of the last 32."""
     skip_train_iteration_range: Annotated[str, AfterValidator(_ranges_text)] | None = None
-    """Iterations whose data are read and not trained on, such as 100-110 300-300 (both ends included)."""
+    """Iterations whose data are read but not trained on, such as 100-110 300-300 (both ends included)."""

@@ -37,20 +37,20 @@ class LaunchConfig(Section):
     num_nodes: Parts | None = None
     """Machines of the run, each of which starts the same command; not given: SLURM's, else 1."""
     node_rank: int | None = Field(None, ge=0, le=10**5)
-    """Number of this machine, from 0; not given: SLURM's."""
+    """Rank of this machine, from 0; not given: SLURM's."""
     master_addr: str | None = None
     """Name or address of the first machine; not given: that of SLURM's first node."""
     master_port: int | None = Field(None, ge=1, le=65535)
-    """Port of the first machine at which all meet; two runs on one machine need two. Not given: any free one on one
-    machine, 20000 + job number modulo 10000 under SLURM, else 29500."""
+    """Rendezvous port on the first machine; two runs on one machine need two. Not given: any free one on one machine,
+    20000 + job id modulo 10000 under SLURM, else 29500."""
     interface: str | None = None
     """Network interface for communication, such as eth0; not given: NCCL's and gloo's own choice."""
     slurm_job_id: str | None = None
-    """Number of the SLURM job, which names the meeting and chooses its port; not given: SLURM's."""
+    """Id of the SLURM job, which names the rendezvous and chooses its port; not given: SLURM's."""
     slurm_output_name: str | None = None
-    """File for the output of a job that --submit makes; not given: SAVE_DIR/NAME/slurm-%j.out."""
+    """Output file of a job that --submit submits; not given: SAVE_DIR/NAME/slurm-%j.out."""
     sbatch_options: str | None = None
-    """Further sbatch options of a job that --submit makes, such as '--partition=gpu --time=24:00:00'."""
+    """Further sbatch options of a job that --submit submits, such as '--partition=gpu --time=24:00:00'."""
     sif_path: UserPath | None = None
     """Singularity/Apptainer image inside which the same command is run."""
 

@@ -24,7 +24,7 @@ def parse_numbers(text: str | None) -> tuple[int, ...]:
     """Return the numbers of `0,3`, in rising order; none for None. ValueError for anything else."""
     parts = text.split(",") if text is not None else []
     if not all(part.strip().isdecimal() for part in parts):
-        raise ValueError("expected numbers divided by commas, such as 0,3")
+        raise ValueError("expected numbers separated by commas, such as 0,3")
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -46,19 +46,19 @@ class LoggingConfig(Section):
     tensorboard: bool = False
     """Also write TensorBoard's event files, in SAVE_DIR/NAME/tensorboard."""
     wandb: bool = False
-    """Also log to Weights & Biases; a resumed run goes on in the same one. WANDB_MODE=offline needs no network."""
+    """Also log to Weights & Biases; a resumed run continues the same one. WANDB_MODE=offline needs no network."""
     wandb_project: str = "llava_mcore"
-    """Project of Weights & Biases that the run belongs to."""
+    """Weights & Biases project of the run."""
     mlflow: bool = False
     """Also log to MLflow, to the server that MLFLOW_TRACKING_URI names, else into SAVE_DIR/NAME/mlruns; a resumed run
-    goes on in the same one."""
+    continues the same one."""
     mlflow_experiment: str = "llava_mcore"
-    """Experiment of MLflow that the run belongs to."""
+    """MLflow experiment of the run."""
     debug: bool = False
-    """Print the first batch in words, trained parts marked, and the shapes that enter and leave each part of the model
-    on every pipeline stage."""
+    """Print the first batch as text, with the trained parts marked, and the input and output shapes of each part of the
+    model on every pipeline stage."""
     profile: Annotated[str, AfterValidator(_span_text)] | None = None
-    """Iterations START:END (both included) of which every rank writes torch's profile, and on a GPU a snapshot of its
-    memory, into SAVE_DIR/NAME/profile."""
+    """Iterations START:END (both included) that every rank profiles with torch, and on a GPU a snapshot of its memory;
+    both go to SAVE_DIR/NAME/profile."""
     profile_ranks: Annotated[str, AfterValidator(_numbers_text)] | None = None
     """Ranks that write a profile, such as 0,8; not given: all."""

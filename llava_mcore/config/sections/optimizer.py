@@ -13,12 +13,12 @@ class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
     lr: float = Field(gt=0)
-    """Highest learning rate."""
+    """Peak learning rate."""
     vision_lr: float | None = Field(None, gt=0)
-    """Highest learning rate of the vision tower; not given: lr. Its schedule has the same shape, its lowest rate the
-    same ratio to the highest."""
+    """Peak learning rate of the vision tower; not given: lr. Its schedule has the same shape, and the same ratio of
+    lowest to peak rate."""
     projection_lr: float | None = Field(None, gt=0)
-    """The same of the projection."""
+    """The same for the projection."""
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the schedule."""
     lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
@@ -30,11 +30,11 @@ class OptimizerConfig(Section):
     lr_wsd_decay_samples: Samples | None = None
     """Samples of the decay at the end of WSD."""
     lr_warmup_fraction: float = Field(0.03, ge=0, lt=1)
-    """Part of the iterations over which the learning rate rises from 0."""
+    """Fraction of the iterations over which the learning rate rises from 0."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     decay_norms_and_biases: bool = False
-    """Let weight decay act on norms and biases too, not only on matrices and embeddings."""
+    """Apply weight decay to norms and biases too, not only to matrices and embeddings."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the mean of the gradients."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
@@ -42,7 +42,7 @@ class OptimizerConfig(Section):
     adam_eps: float = Field(1e-8, gt=0)
     """Added to the denominator of the update."""
     clip_grad: float = Field(1.0, ge=0)
-    """Largest global gradient norm; 0 clips nothing."""
+    """Maximum global gradient norm; 0 turns clipping off."""
     use_precision_aware_optimizer: bool = False
     """On GPUs with the distributed optimizer: keep the state as exp_avg_dtype and exp_avg_sq_dtype say; fp32 weights
     stay."""
@@ -53,4 +53,4 @@ class OptimizerConfig(Section):
     cpu_offload: bool = False
     """With use_precision_aware_optimizer: keep the optimizer's state in host memory and update there; slow."""
     cpu_offload_fraction: float = Field(1.0, gt=0, le=1)
-    """Part of the state that cpu_offload moves."""
+    """Fraction of the state that cpu_offload moves."""

@@ -19,34 +19,35 @@ class TrainingConfig(Section):
     """How long, how much at a time, and in which number format."""
 
     train_iters: Iterations | None = None
-    """Iterations (optimizer steps) of the whole run, those before a resume included; needed, or train_samples."""
+    """Iterations (optimizer steps) of the whole run, including those before a resume; required unless train_samples is
+    given."""
     train_samples: Samples | None = None
-    """Samples of the whole run instead of iterations: as many whole iterations as they give."""
+    """Samples of the whole run instead of iterations: as many whole iterations as fit into them."""
     micro_batch_size: Size = 1
     """Samples of one forward pass on one data-parallel rank."""
     global_batch_size: Size
     """Samples of one iteration over all data-parallel ranks and micro-batches."""
     rampup_batch_size: Annotated[str, AfterValidator(_ramp_text)] | None = None
-    """START,INCREMENT,SAMPLES: begin with global batches of START samples and enlarge them by INCREMENT, evenly over
+    """START,INCREMENT,SAMPLES: start with global batches of START samples and increase them by INCREMENT, evenly over
     SAMPLES samples, up to the global batch size. Not given: all have that size."""
     precision: Literal["bf16", "fp16", "fp32"] | None = None
     """Number format of weights and activations; not given: bf16 with GPUs, fp32 without."""
     loss_scale: float | None = Field(None, gt=0)
-    """What fp16 multiplies the loss by; not given: a factor that adapts, from 65536 on."""
+    """Loss scale for fp16; not given: dynamic, starting at 65536."""
     fp8: bool = False
-    """Multiply in FP8 in the language model's layers (Transformer Engine on Hopper or newer), beside bf16."""
+    """Multiply in FP8 in the language model's layers (Transformer Engine on Hopper or newer), together with bf16."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
-    """How FP8 values are scaled: by the largest value of earlier steps, of this tensor, or of its blocks."""
+    """How FP8 values are scaled: by the maximum of earlier steps, of this tensor, or of its blocks."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
-    """FP8 numbers: e4m3 forward and e5m2 for gradients (hybrid), or e4m3 for all."""
+    """FP8 format: e4m3 forward and e5m2 for gradients (hybrid), or e4m3 for both."""
     fp8_first_layers_bf16: int = Field(0, ge=0, le=10**5)
     """First layers of the language model that stay in bf16 (not with the delayed recipe)."""
     fp8_last_layers_bf16: int = Field(0, ge=0, le=10**5)
     """Last layers of the language model that stay in bf16 (not with the delayed recipe)."""
     seed: int = Field(1234, ge=0, le=2**53)
-    """Seed of initialisation, dropout and shuffling."""
+    """Seed of initialization, dropout and shuffling."""
     deterministic: bool = False
-    """Use only deterministic kernels: equal runs give equal bits, more slowly."""
+    """Use deterministic kernels only: equal runs give equal bits, but are slower."""
 
     @property
     def ramp(self) -> Ramp | None:

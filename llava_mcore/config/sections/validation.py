@@ -9,7 +9,7 @@ class ValidationConfig(Section):
     """When the loss of the data's validation part is measured, and of how much of it."""
 
     eval_interval: Iterations | None = None
-    """Iterations between two validations, beside the one after the last iteration; not given: none. Training goes on
-    with the very bits that it would have without."""
+    """Iterations between two validations, besides the one after the last iteration; not given: none. Training continues
+    with the same bits as without."""
     eval_iters: Iterations | None = None
-    """Samples of a validation, counted in global batches, always the same ones; not given: every sample once."""
+    """Number of global batches in a validation, always the same samples; not given: every sample once."""

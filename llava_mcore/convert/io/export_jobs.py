@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from llava_mcore.compat.torch import file_offset
-from llava_mcore.convert.io.byte_ranges import runs_of
+from llava_mcore.convert.io.byte_ranges import byte_ranges_of
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files.direct_writer import Writer
 from llava_mcore.files.tensor_bytes import HASHERS, Data, TensorAt, as_bytes, sha256
 from llava_mcore.files.torch_files import LOAD_ERRORS, why_refused
-from llava_mcore.mapping.slices import Box, Scratch, Shape, read_box
+from llava_mcore.mapping.slices import Scratch, Shape, TensorSlice, read_slice
 from llava_mcore.mapping.table import Entry
 
 
@@ -79,7 +79,7 @@ class _Window(io.RawIOBase):
 
 @dataclass(frozen=True)
 class EntryRead:
-    """One parameter: it is `box` of a stored tensor, whose chunks (in the same coordinates) are given.
+    """One parameter: it is `tensor_slice` of a stored tensor, whose chunks (in the same coordinates) are given.
 
     `shape` is the parameter's own; a stored tensor may count layers in a dim before. `dtype`: what is written.
     `targets`: where each Hugging Face tensor goes, a tied copy in its original's list; empty to only read.
@@ -87,15 +87,15 @@ class EntryRead:
 
     entry: Entry
     shape: Shape
-    box: Box
-    chunks: tuple[tuple[Box, Chunk | TensorAt], ...]
+    tensor_slice: TensorSlice
+    chunks: tuple[tuple[TensorSlice, Chunk | TensorAt], ...]
     stored_dtype: torch.dtype
     dtype: torch.dtype
     targets: tuple[tuple[TensorAt, ...], ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
+        return self.tensor_slice.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -127,42 +127,42 @@ def hf_tensors(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Tensor]]
     Raises:
         CheckpointError: the checkpoint does not hold the whole parameter.
     """
-    boxes = job.entry.hf_boxes(job.shape)
-    if boxes is None:
-        yield from job.entry.to_hf(_read(job, Box.whole(job.shape), scratch)).items()
+    slices = job.entry.hf_boxes(job.shape)
+    if slices is None:
+        yield from job.entry.to_hf(_read(job, TensorSlice.whole(job.shape), scratch)).items()
         return
-    for name, box in zip(job.entry.hf_names, boxes, strict=True):
-        yield name, _read(job, box, scratch)
+    for name, tensor_slice in zip(job.entry.hf_names, slices, strict=True):
+        yield name, _read(job, tensor_slice, scratch)
 
 
 def _hf_data(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Data]]:
     """Do what `hf_tensors` does, but leave in its files what can be copied from them."""
-    boxes = job.entry.hf_boxes(job.shape)
-    if boxes is None or job.dtype != job.stored_dtype:
+    slices = job.entry.hf_boxes(job.shape)
+    if slices is None or job.dtype != job.stored_dtype:
         yield from hf_tensors(job, scratch)
         return
-    for name, box in zip(job.entry.hf_names, boxes, strict=True):
-        runs = runs_of(_stored_box(job, box), job.chunks, lambda x: x.locate())
-        if runs is None or any(run.dtype != job.dtype for run in runs):
-            yield name, _read(job, box, scratch)
+    for name, tensor_slice in zip(job.entry.hf_names, slices, strict=True):
+        ranges = byte_ranges_of(_stored_slice(job, tensor_slice), job.chunks, lambda x: x.locate())
+        if ranges is None or any(x.dtype != job.dtype for x in ranges):
+            yield name, _read(job, tensor_slice, scratch)
         else:
-            yield name, runs
+            yield name, ranges
 
 
-def _stored_box(job: EntryRead, box: Box) -> Box:
+def _stored_slice(job: EntryRead, tensor_slice: TensorSlice) -> TensorSlice:
     """Return a part of the parameter in the coordinates of the stored tensor."""
-    layers = len(job.box.size) - len(job.shape)
-    first = tuple(a + b for a, b in zip(job.box.start, (0,) * layers + box.start, strict=True))
-    return Box(first, (1,) * layers + box.size)
+    layers = len(job.tensor_slice.size) - len(job.shape)
+    first = tuple(a + b for a, b in zip(job.tensor_slice.start, (0,) * layers + tensor_slice.start, strict=True))
+    return TensorSlice(first, (1,) * layers + tensor_slice.size)
 
 
-def _read(job: EntryRead, box: Box, scratch: Scratch) -> Tensor:
+def _read(job: EntryRead, tensor_slice: TensorSlice, scratch: Scratch) -> Tensor:
     """Return one part of the parameter."""
-    wanted = _stored_box(job, box)
-    data, held = read_box(wanted, job.chunks, lambda x: x.locate().map(), job.stored_dtype, scratch)
+    wanted = _stored_slice(job, tensor_slice)
+    data, held = read_slice(wanted, job.chunks, lambda x: x.locate().map(), job.stored_dtype, scratch)
     if held != wanted.numel:
         raise CheckpointError(f"{job.entry.megatron}: the checkpoint holds {held} of {wanted.numel} numbers")
-    return data.reshape(box.size).to(job.dtype)
+    return data.reshape(tensor_slice.size).to(job.dtype)
 
 
 def export_entries(job: Export) -> Exported:

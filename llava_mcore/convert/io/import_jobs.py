@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from llava_mcore.checkpoint.checksums import Checksum
-from llava_mcore.convert.io.byte_ranges import runs_of
+from llava_mcore.convert.io.byte_ranges import byte_ranges_of
 from llava_mcore.files.direct_writer import Writer
 from llava_mcore.files.tensor_bytes import HASHERS, Data, TensorAt, as_bytes, is_finite, sha256
-from llava_mcore.mapping.slices import Box, Scratch, Shape, read_box
+from llava_mcore.mapping.slices import Scratch, Shape, TensorSlice, read_slice
 from llava_mcore.mapping.table import Entry
 
 _CHECKSUMS = threading.Lock()  # whether torch.save makes them is the same for all threads
@@ -29,12 +29,12 @@ _ALIGNMENT = 64  # bytes; lets an export use the numbers where they lie
 
 @dataclass(frozen=True)
 class Piece:
-    """One chunk of the stored tensor `key`: at `offset`, of `shape`; `box` says which part of the parameter it is."""
+    """One chunk of the stored tensor `key`: at `offset`, of `shape`; `tensor_slice`: of the parameter."""
 
     key: str
     offset: Shape
     shape: Shape
-    box: Box
+    tensor_slice: TensorSlice
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class EntryWrite:
 
     @property
     def num_bytes(self) -> int:
-        return Box.whole(self.shape).numel * self.dtype.itemsize
+        return TensorSlice.whole(self.shape).numel * self.dtype.itemsize
 
     @property
     def located(self) -> dict[str, TensorAt]:
@@ -187,17 +187,17 @@ class _Gap:
 
 def _cut(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Iterator[tuple[Piece, Data]]:
     """Yield every piece with its numbers, valid until the next; the full tensor is made only where it must be."""
-    boxes = entry.entry.hf_boxes(entry.shape)
-    located: list[tuple[Box, TensorAt]] = []
-    if boxes is None:
-        parts = [(Box.whole(entry.shape), entry.entry.to_megatron(tensors))]
+    slices = entry.entry.hf_boxes(entry.shape)
+    located: list[tuple[TensorSlice, TensorAt]] = []
+    if slices is None:
+        parts = [(TensorSlice.whole(entry.shape), entry.entry.to_megatron(tensors))]
     else:
-        parts = list(zip(boxes, tensors.values(), strict=True))
-        located = [] if entry.is_cast else list(zip(boxes, entry.sources, strict=True))
+        parts = list(zip(slices, tensors.values(), strict=True))
+        located = [] if entry.is_cast else list(zip(slices, entry.sources, strict=True))
     for piece in entry.pieces:
-        data: Data | None = runs_of(piece.box, located, lambda at: at)
+        data: Data | None = byte_ranges_of(piece.tensor_slice, located, lambda at: at)
         if data is None:
-            data, _ = read_box(piece.box, parts, lambda x: x, entry.dtype, scratch)
+            data, _ = read_slice(piece.tensor_slice, parts, lambda x: x, entry.dtype, scratch)
         yield piece, data
 
 

@@ -25,7 +25,7 @@ from llava_mcore.files.tensor_bytes import TensorAt
 from llava_mcore.files.torch_files import LOAD_ERRORS, why_refused
 from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.mapping.sharding import Shard
-from llava_mcore.mapping.slices import Box, Shape
+from llava_mcore.mapping.slices import Shape, TensorSlice
 
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
@@ -102,13 +102,13 @@ class LegacyTensors:
         wrong = [at.shape for at in slices if at.shape != (shape if shard.dim is None else expected)]
         if wrong:
             raise CheckpointError(f"{self.folder}: {name}: a slice is {wrong[0]}, expected {expected} of {shape}")
-        chunks = [(Box.whole(shape), slices[0])]
+        chunks = [(TensorSlice.whole(shape), slices[0])]
         if shard.dim is not None:
             chunks = [part for rank, at in enumerate(slices) for part in _parts(at, shape, shard, rank)]
-        return StoredParameter(Box.whole(shape), tuple(chunks), slices[0].dtype)
+        return StoredParameter(TensorSlice.whole(shape), tuple(chunks), slices[0].dtype)
 
 
-def _parts(at: TensorAt, shape: Shape, shard: Shard, rank: int) -> Iterator[tuple[Box, TensorAt]]:
+def _parts(at: TensorAt, shape: Shape, shard: Shard, rank: int) -> Iterator[tuple[TensorSlice, TensorAt]]:
     """Yield the places in the whole parameter of what one rank has: a part of each block."""
     assert shard.dim is not None and (shard.blocks == 1 or shard.dim == 0), "blocks are rows"
     size = at.shape[shard.dim] // shard.blocks
@@ -116,8 +116,8 @@ def _parts(at: TensorAt, shape: Shape, shard: Shard, rank: int) -> Iterator[tupl
     num_bytes = at.num_bytes // shard.blocks
     for block in range(shard.blocks):
         start = block * shape[shard.dim] // shard.blocks + rank * size
-        box = Box(tuple(start if dim == shard.dim else 0 for dim in range(len(shape))), part)
-        yield box, TensorAt(at.path, at.offset + block * num_bytes, at.dtype, part)
+        tensor_slice = TensorSlice(tuple(start if dim == shard.dim else 0 for dim in range(len(shape))), part)
+        yield tensor_slice, TensorAt(at.path, at.offset + block * num_bytes, at.dtype, part)
 
 
 def _ranks(folder: Path) -> list[list[Path]]:

@@ -20,7 +20,7 @@ from llava_mcore.convert.io.import_jobs import EntryWrite, Piece
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.tensor_bytes import TensorAt
 from llava_mcore.mapping.sharding import Shard
-from llava_mcore.mapping.slices import Box, Shape
+from llava_mcore.mapping.slices import Shape, TensorSlice
 from llava_mcore.mapping.table import MappingTable
 
 SharedState = dict[str, Any]
@@ -50,10 +50,10 @@ def check_shard_rules(table: MappingTable, model: torch.nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter is `box` of the tensor stored under `key`, which may count layers in dims before its own."""
+    """A parameter is `tensor_slice` of the tensor stored under `key`, which may count layers in dims before its own."""
 
     key: str
-    box: Box
+    tensor_slice: TensorSlice
 
 
 def places(model_state: SharedState, shapes: Mapping[str, Shape]) -> dict[str, Place]:
@@ -90,7 +90,7 @@ def planned_weights(
         meta = {x: _meta(at.shape, wanted) for x, at in zip(entry.hf_names, tensors, strict=True)}
         full = entry.to_megatron(meta)
         whole = _with_data(sharded, full)
-        origin = _place(whole, tuple(full.shape)).box.start
+        origin = _place(whole, tuple(full.shape)).tensor_slice.start
         state[name] = [cut for block in whole for cut in _cut(block, entry.shard, tp_size)]
         pieces = tuple(_piece(cut, origin) for cut in state[name])
         writes.append(EntryWrite(entry, tensors, wanted, tuple(full.shape), pieces))
@@ -102,16 +102,16 @@ def _meta(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _place(pieces: list[ShardedTensor], shape: Shape) -> Place:
-    """Return the box around the blocks of a whole parameter."""
+    """Return the slice around the blocks of a whole parameter."""
     origin = tuple(min(starts) for starts in zip(*(x.global_offset for x in pieces), strict=True))
-    return Place(pieces[0].key, Box(origin, (1,) * pieces[0].prepend_axis_num + shape))
+    return Place(pieces[0].key, TensorSlice(origin, (1,) * pieces[0].prepend_axis_num + shape))
 
 
 def _piece(cut: ShardedTensor, origin: Shape) -> Piece:
     layers = cut.prepend_axis_num
-    stored = Box(tuple(cut.global_offset), (1,) * layers + tuple(cut.local_shape))
+    stored = TensorSlice(tuple(cut.global_offset), (1,) * layers + tuple(cut.local_shape))
     seen = stored.seen_from(origin)
-    return Piece(cut.key, stored.start, stored.size, Box(seen.start[layers:], seen.size[layers:]))
+    return Piece(cut.key, stored.start, stored.size, TensorSlice(seen.start[layers:], seen.size[layers:]))
 
 
 def _with_data(sharded: ShardedTensor | ShardedTensorFactory, full: Tensor) -> list[ShardedTensor]:

@@ -13,15 +13,15 @@ from llava_mcore.checkpoint.torch_dist_metadata import read_metadata
 from llava_mcore.convert.io.export_jobs import Chunk
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files.tensor_bytes import TensorAt
-from llava_mcore.mapping.slices import Box, Shape
+from llava_mcore.mapping.slices import Shape, TensorSlice
 
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter is `box` of a stored tensor, of which `chunks` (in the same coordinates) hold something of it."""
+    """A parameter is `tensor_slice` of a stored tensor; `chunks`, in the same coordinates, hold something of it."""
 
-    box: Box
-    chunks: tuple[tuple[Box, Chunk | TensorAt], ...]
+    tensor_slice: TensorSlice
+    chunks: tuple[tuple[TensorSlice, Chunk | TensorAt], ...]
     dtype: torch.dtype
 
 
@@ -61,14 +61,14 @@ class StoredTensors:
         """Return the dtype of one tensor."""
         return self._tensors[key].properties.dtype
 
-    def parameter(self, key: str, wanted: Box) -> StoredParameter:
-        """Return a box of one tensor, with the chunks that hold something of it.
+    def parameter(self, key: str, wanted: TensorSlice) -> StoredParameter:
+        """Return a slice of one tensor, with the chunks that hold something of it.
 
         Raises:
             CheckpointError: a chunk is stored in a way that only torch.distributed.checkpoint's extensions read.
         """
         low, high = (wanted.start[0], wanted.start[0] + wanted.size[0]) if wanted.size else (0, 1)
-        found: list[tuple[Box, Chunk | TensorAt]] = []
+        found: list[tuple[TensorSlice, Chunk | TensorAt]] = []
         for x in self._tensors[key].chunks:
             if wanted.size and not (x.offsets[0] < high and low < x.offsets[0] + x.sizes[0]):
                 continue  # another layer, mostly: a stored tensor has a chunk for each
@@ -76,5 +76,5 @@ class StoredTensors:
             if info.transform_descriptors:
                 raise CheckpointError(f"{self.folder}: {key} is stored with {info.transform_descriptors}")
             path = self.folder / info.relative_path
-            found.append((Box(tuple(x.offsets), tuple(x.sizes)), Chunk(path, info.offset, info.length)))
+            found.append((TensorSlice(tuple(x.offsets), tuple(x.sizes)), Chunk(path, info.offset, info.length)))
         return StoredParameter(wanted, tuple(found), self.dtype(key))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llava_mcore.data.doctor.samples import Finding
+from llava_mcore.data.doctor.examiner import Finding
 from llava_mcore.data.packing.best_fit import online_fill
 
 EXAMPLES = 3

@@ -12,7 +12,7 @@ from typing import Any, Self
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.stored_tokens import log_origin
-from llava_mcore.data.loading.worker import LEAST_AHEAD, Source, reading
+from llava_mcore.data.loading.source import LEAST_AHEAD, Source, reading
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import check_dataset, fingerprint
 from llava_mcore.data.streams.open_stream import check_streams, open_stream
@@ -73,6 +73,12 @@ class TrainLoader:
             DataError: data that are not prepared; a place that does not belong to these data and settings.
         """
         leaves = check_dataset(data.path)
+        least = assets.plan.patches_per_tile
+        if data.max_media_tokens is not None and data.max_media_tokens < least:
+            raise DataError(
+                f"data.max_media_tokens is {data.max_media_tokens}, but the smallest picture has {least} patches: "
+                "raise it, or leave it away"
+            )
         assert data.path is not None
         self.path: Path | str = data.path
         self._timeout = data.timeout
@@ -98,6 +104,8 @@ class TrainLoader:
         num_batches = {n: 0 if place is None else num_given(place) for n, place in self._places.items()}
         self._turns = iter(RoundRobin(num_batches))
         most_tiles = micro_batch_size * data.seq_length // assets.plan.tokens_per_tile
+        if data.max_media_tokens is not None:
+            most_tiles = min(most_tiles, micro_batch_size * data.max_media_tokens // assets.plan.patches_per_tile)
         buffer_bytes = most_tiles * assets.images.num_bytes
         self._sources = _serve(streams, num_batches, data, seed, buffer_bytes, num_micro_batches)
         self._closed = False
@@ -196,6 +204,7 @@ def _settings_to_resume_with(data: DataConfig, path: Path | str, seed: int, micr
         "data.packing": data.packing,
         "data.packing_buffer_size": data.packing_buffer_size if data.packing else None,
         "data.seq_length": data.seq_length if data.packing else None,
+        "data.max_media_tokens": data.max_media_tokens if data.packing else None,
         MICRO_BATCH: micro_batch_size,
         "training.seed": seed,
         "data.special_tokens_in_text": data.special_tokens_in_text,

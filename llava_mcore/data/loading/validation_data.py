@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.loading.worker import Source, reading
+from llava_mcore.data.loading.source import Source, reading
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
 from llava_mcore.data.streams.open_stream import open_stream

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+LEVELS = 64
+"""Steps in which patches are counted; what a sample has is rounded up to whole ones."""
 
 
-def fullest_pack(lengths: Sequence[int], capacity: int) -> list[int]:
+@dataclass(frozen=True)
+class Media:
+    """A second budget of a pack: patches of each sample, and the most that a pack may have."""
+
+    patches: Sequence[int]
+    most: int
+
+    def levels(self) -> list[int]:
+        """Return the steps, of LEVELS for a pack, that each sample takes; never fewer than it has."""
+        return [-(-number * LEVELS // self.most) for number in self.patches]
+
+
+def fullest_pack(lengths: Sequence[int], capacity: int, media: Media | None = None) -> list[int]:
     """Return ascending indices of a pack that holds sample 0 and is filled as well as the others allow.
 
     Those of the others are taken whose lengths add up closest to the free room (exact subset sum); among equal sums
@@ -14,14 +30,22 @@ def fullest_pack(lengths: Sequence[int], capacity: int) -> list[int]:
     Args:
         lengths: tokens of each sample, each at least 1.
         capacity: tokens of a pack.
+        media: what else a pack must keep to.
 
     Raises:
-        ValueError: sample 0 is longer than a pack.
+        ValueError: sample 0 is longer than a pack, or has more patches.
     """
     if lengths[0] > capacity:
         raise ValueError(f"a sample of {lengths[0]} tokens does not fit into a pack of {capacity}")
     others = sorted(range(1, len(lengths)), key=lambda i: (-lengths[i], i))
-    chosen = _closest_subset([lengths[i] for i in others], capacity - lengths[0])
+    if media is not None and any(media.patches):
+        levels = media.levels()
+        if levels[0] > LEVELS:
+            raise ValueError(f"a sample of {media.patches[0]} patches does not fit into a pack of {media.most}")
+        room = (capacity - lengths[0], LEVELS - levels[0])
+        chosen = _closest_subset_of_both([(lengths[i], levels[i]) for i in others], *room)
+    else:
+        chosen = _closest_subset([lengths[i] for i in others], capacity - lengths[0])
     return [0, *sorted(others[place] for place in chosen)]
 
 
@@ -60,6 +84,30 @@ def _closest_subset(lengths: Sequence[int], room: int) -> list[int]:
         if lengths[place] <= target and sums[k - 1] >> target - lengths[place] & 1:
             chosen.append(place)
             target -= lengths[place]
+    return chosen
+
+
+def _closest_subset_of_both(samples: Sequence[tuple[int, int]], room: int, levels: int) -> list[int]:
+    """As `_closest_subset` of (length, levels), whose levels add up to at most `levels`.
+
+    The same bit sets, one for each number of levels: bit s of sums[k][m] says that some of the k shortest samples add
+    up to s with at most m levels.
+    """
+    within = (1 << room + 1) - 1
+    sums = [[1] * (levels + 1)]
+    for length, taken in reversed(samples):
+        before = sums[-1]
+        sums.append(
+            [bits | (before[m - taken] << length & within if m >= taken else 0) for m, bits in enumerate(before)]
+        )
+    target, left = sums[-1][levels].bit_length() - 1, levels
+    chosen = []
+    for k in range(len(sums) - 1, 0, -1):
+        place = len(samples) - k
+        length, taken = samples[place]
+        if length <= target and taken <= left and sums[k - 1][left - taken] >> target - length & 1:
+            chosen.append(place)
+            target, left = target - length, left - taken
     return chosen
 
 

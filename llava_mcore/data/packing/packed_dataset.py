@@ -9,7 +9,7 @@ from megatron.energon import SavableDataset, WorkerConfig
 from megatron.energon.wrappers.base import BaseWrapperDataset, SampleIndex
 from megatron.energon.wrappers.buffer import SavableSampleBuffer
 
-from llava_mcore.data.packing.best_fit import fullest_pack
+from llava_mcore.data.packing.best_fit import Media, fullest_pack
 from llava_mcore.data.samples import TokenSample
 
 
@@ -23,12 +23,19 @@ class PackingDataset(BaseWrapperDataset[TokenSample, TokenSample]):
     _savable_fields = ("_waiting", "_pack_index")
 
     def __init__(
-        self, dataset: SavableDataset[TokenSample], *, buffer_size: int, capacity: int, worker_config: WorkerConfig
+        self,
+        dataset: SavableDataset[TokenSample],
+        *,
+        buffer_size: int,
+        capacity: int,
+        most_patches: int | None = None,
+        worker_config: WorkerConfig,
     ) -> None:
-        """buffer_size: samples that wait to be packed; capacity: tokens of a pack."""
+        """buffer_size: samples that wait to be packed; capacity, most_patches: tokens and patches of a pack."""
         super().__init__(dataset, worker_config=worker_config)
         self.buffer_size = buffer_size
         self.capacity = capacity
+        self.most_patches = most_patches
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
@@ -51,7 +58,11 @@ class PackingDataset(BaseWrapperDataset[TokenSample, TokenSample]):
             yield self._next_pack()
 
     def _next_pack(self) -> TokenSample:
-        chosen = fullest_pack([sample.num_tokens for sample in self._waiting.buffer], self.capacity)
+        waiting = self._waiting.buffer
+        media = None
+        if self.most_patches is not None:
+            media = Media([sample.num_patches for sample in waiting], self.most_patches)
+        chosen = fullest_pack([sample.num_tokens for sample in waiting], self.capacity, media)
         samples = [self._waiting.buffer[index] for index in chosen]
         for index in reversed(chosen):
             self._waiting.pop(index)
@@ -62,6 +73,7 @@ class PackingDataset(BaseWrapperDataset[TokenSample, TokenSample]):
             __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
             conversations=[conversation for sample in samples for conversation in sample.conversations],
             num_tokens=sum(sample.num_tokens for sample in samples),
+            num_patches=sum(sample.num_patches for sample in samples),
         )
 
     def config(self) -> dict[str, Any]:
@@ -70,5 +82,6 @@ class PackingDataset(BaseWrapperDataset[TokenSample, TokenSample]):
             "type": type(self).__qualname__,
             "buffer_size": self.buffer_size,
             "capacity": self.capacity,
+            "most_patches": self.most_patches,
             "dataset": self.dataset.config(),
         }

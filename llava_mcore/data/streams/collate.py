@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -55,25 +55,13 @@ class _Media:
             for conversation, start in zip(conversations, starts, strict=True)
             for item in conversation.media
         ]
-        features = np.cumsum([0, *(tokens.num_features for tokens, _ in items)])
+        starts_of_items = [start for _, start in items]
+        features = [0, *accumulate(tokens.num_features for tokens, _ in items)][:-1]
         found = {PIXEL_VALUES: _together(pixels), PIXEL_SCALE: self.pixel_scale}
         for name in self.fields.keys() - found.keys():
-            found[name] = self._concatenated(
-                name, [tokens.values[name] for tokens, _ in items], [start for _, start in items], features[:-1]
-            )
+            before = starts_of_items if self.fields[name].index_of == "tokens" else features
+            found[name] = self.fields[name].joined([tokens.values[name] for tokens, _ in items], before)
         return {name: found[name] for name in self.fields}
-
-    def _concatenated(
-        self, name: str, values: Sequence[NDArray[Any]], starts: Sequence[int], features: NDArray[np.int64]
-    ) -> Tensor:
-        """Put one field's values together; indices move with the tokens or features that stand before a picture's."""
-        field = self.fields[name]
-        if field.index_of is not None:
-            before = starts if field.index_of == "tokens" else features.tolist()
-            values = [value + number for value, number in zip(values, before, strict=True)]
-        if not values:
-            return torch.empty([0, *(n or 0 for n in field.item_shape)], dtype=field.dtypes[0])
-        return torch.from_numpy(np.concatenate(values)).to(field.dtypes[0])
 
 
 def _pad(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_token_id: int, multiple: int) -> Batch:

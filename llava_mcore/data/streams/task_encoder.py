@@ -20,7 +20,7 @@ from megatron.energon import (
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.conversation import TextDecoder, chat_from_standard, cook_chat, with_prompt
-from llava_mcore.data.encoding.encode import fit, tokenise
+from llava_mcore.data.encoding.encode import TooLongError, fit, tokenise
 from llava_mcore.data.encoding.prompts import POOL_KEY, choose_prompt
 from llava_mcore.data.packing.packed_dataset import PackingDataset
 from llava_mcore.data.samples import (
@@ -83,7 +83,16 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             fit(tokenise(self._prompted(chat, conversation, key), self.assets, key), self.data.seq_length, truncate)
             for key, conversation in zip(keys, chat.conversations, strict=True)
         ]
-        tokens = TokenSample.derive_from(chat, conversations=found, num_tokens=sum(map(len, found)))
+        num_patches = sum(conversation.num_patches for conversation in found)
+        tokens = TokenSample.derive_from(
+            chat, conversations=found, num_tokens=sum(map(len, found)), num_patches=num_patches
+        )
+        most = self.data.max_media_tokens
+        if most is not None and num_patches > most:
+            raise TooLongError(
+                f"its pictures have {num_patches} patches, but data.max_media_tokens is {most}; raise that, or leave "
+                "such samples out"
+            )
         if tokens.num_tokens > self.data.seq_length:
             raise DataError(
                 f"a pack of {tokens.num_tokens} tokens was written, but data.seq_length is {self.data.seq_length}; "
@@ -155,6 +164,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
                 dataset,
                 buffer_size=self.data.packing_buffer_size,
                 capacity=self.data.seq_length,
+                most_patches=self.data.max_media_tokens,
                 worker_config=worker_config,
             )
         return super().build_batch(

@@ -12,6 +12,7 @@ from llava_mcore.models.connectors.mlp import Mlp
 from llava_mcore.models.media import MediaPlan, SameTokens
 from llava_mcore.models.names import HfNames, KnownNames
 from llava_mcore.models.vision.features import FeatureChoice, feature_choice
+from llava_mcore.models.vision.geometry import num_patches
 
 NAMES = KnownNames(
     vision=(
@@ -51,4 +52,4 @@ class Llava(Architecture):
 
     def media(self, hf: PretrainedConfig) -> MediaPlan:
         """Return one tile and a fixed number of placeholders for every picture."""
-        return SameTokens(hf.image_token_id, self.features_per_tile(hf))
+        return SameTokens(hf.image_token_id, self.features_per_tile(hf), num_patches(hf.vision_config))

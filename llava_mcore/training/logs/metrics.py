@@ -1,4 +1,4 @@
-"""What a step reports: one JSON object an iteration, and a line on the console."""
+"""What a step reports: one JSON object per iteration, and a line on the console."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ VALIDATION_FILE = "validation.jsonl"
 
 @dataclass(frozen=True)
 class Metrics:
-    """One iteration. Seconds are wall time; tokens leave padding out; fill: the part of a batch that is no padding.
+    """One iteration. Seconds are wall time; tokens leave padding out; fill: the part of a batch that is not padding.
 
     loss, grad_norm: None where the iteration's data were not trained on. updated: whether the weights changed.
     lr_by_part: the learning rate of each part that is trained.
     skipped_iterations, failed_updates: totals of the run so far.
-    mfu: model FLOPs utilisation, None where the device's peak is not known; memory: the most that rank 0 has allocated
+    mfu: model FLOPs utilization, None where the device's peak is not known; memory: the most that rank 0 has allocated
     on its GPU since the start, None without one.
     """
 
@@ -72,10 +72,10 @@ class Metrics:
 
 
 class JsonLines:
-    """Appends objects to a file, a line each; after a resume, what lies beyond the checkpoint is dropped."""
+    """Appends objects to a file, a line each; after a resume, lines beyond the checkpoint are dropped."""
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
-        """keep_until: the iteration that the run goes on from. Raises FileError for a file of anything else."""
+        """keep_until: the iteration that the run resumes from. Raises FileError for a file of anything else."""
         self.path = path
         kept = [record for record in read_lines(path) if record["iteration"] <= keep_until]
         self.losses: list[float | None] = [record["loss"] for record in kept]
@@ -110,10 +110,10 @@ def append_line(path: Path, line: str) -> None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file of JSON lines that a run writes, none without a file.
 
-    A last line that is cut short, by a kill or a full disk, is left out.
+    A last line that is cut short, by a kill or a full disk, is skipped.
 
     Raises:
-        FileError: a line is no object with an iteration and a loss.
+        FileError: a line is not an object with an iteration and a loss.
         OSError: the file cannot be read.
     """
     if not path.exists():
@@ -133,7 +133,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
 
 
 class MetricsFile(JsonLines):
-    """`metrics.jsonl`, one object an iteration."""
+    """`metrics.jsonl`, one object per iteration."""
 
     def __init__(self, run_dir: Path, *, keep_until: int) -> None:
         super().__init__(run_dir / FILE, keep_until=keep_until)

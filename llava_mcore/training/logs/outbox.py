@@ -23,7 +23,7 @@ class Failed(Exception):
 
 
 class Refused(Failed):
-    """The server does not want the first of the letters: it is left out."""
+    """The server does not accept the first of the letters: it is dropped."""
 
 
 class Outbox[Letter]:

@@ -34,7 +34,7 @@ class Sinks:
     end for a copy of its metrics."""
 
     def __init__(self, run: RunConfig, *, iteration: int) -> None:
-        """Open them. `iteration`: where the run goes on from; what was written beyond it is given up.
+        """Open them. `iteration`: where the run resumes; what was written beyond it is dropped.
 
         Raises:
             ConfigError: Weights & Biases or MLflow refuse the run, or do not answer.

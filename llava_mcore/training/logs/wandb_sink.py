@@ -15,7 +15,7 @@ _START_SECONDS = 60.0
 
 
 class Wandb:
-    """One run of Weights & Biases, the same one after a resume: its id lies in the run's folder."""
+    """One run of Weights & Biases, the same one after a resume: its id is in the run's folder."""
 
     def __init__(self, run: RunConfig, seconds: float) -> None:
         """Open it.

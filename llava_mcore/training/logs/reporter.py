@@ -29,7 +29,7 @@ class Reporter:
     """Reports the iterations of a run; on other ranks than the first it does nothing."""
 
     def __init__(self, trainer: Trainer, progress: Progress) -> None:
-        """Cut metrics.jsonl back to the iteration that the run goes on from.
+        """Truncate metrics.jsonl to the iteration that the run resumes from.
 
         Raises:
             FileError, OSError, ConfigError: a file of the run cannot be used, or a server refuses the run.

@@ -1,0 +1,85 @@
+"""What a Hugging Face processor returns, as our model takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES
+from llava_mcore.errors import ConversionError
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.media import MediaTokens, Size
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.vision.geometry import image_side
+from llava_mcore.pixels import NO_SCALE
+
+
+def model_inputs(
+    model: VisionLanguageModel, inputs: Mapping[str, Tensor], sizes: Sequence[Sequence[Size]]
+) -> dict[str, Tensor | dict[str, Tensor]]:
+    """Return the arguments of a forward pass, from what the folder's own processor returned.
+
+    Args:
+        inputs: the processor's, with input_ids [b, s].
+        sizes: height and width in pixels of the pictures of each row.
+
+    Raises:
+        ConversionError: a picture is not there as the tokens that the model expects.
+    """
+    ids = inputs["input_ids"]
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    media = processed_media(model.hf, inputs, sizes)
+    return {"input_ids": ids, "position_ids": positions, "media": media}
+
+
+def processed_media(
+    hf: PretrainedConfig, inputs: Mapping[str, Tensor], sizes: Sequence[Sequence[Size]]
+) -> dict[str, Tensor]:
+    """Return the media of a forward pass: the architecture's fields. Arguments and errors as of `model_inputs`."""
+    plan = architecture_of(hf).media(hf)
+    tokens = [plan.tokens(row) for row in sizes]
+    rows = inputs["input_ids"].numpy()
+    starts = [
+        number * rows.shape[1] + start
+        for number, (row, items) in enumerate(zip(rows, tokens, strict=True))
+        for start in _starts(row, items)
+    ]
+    items = [item for row in tokens for item in row]
+    features = [0, *accumulate(item.num_features for item in items)][:-1]
+    found = {PIXEL_VALUES: _tiles(inputs, items, image_side(hf.vision_config)), PIXEL_SCALE: NO_SCALE}
+    for name in plan.fields.keys() - found.keys():
+        before = starts if plan.fields[name].index_of == "tokens" else features
+        found[name] = plan.fields[name].joined([item.values[name] for item in items], before)
+    return found
+
+
+def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens]) -> Iterator[int]:
+    """Yield where each picture's tokens begin in a row."""
+    start = 0
+    for number, item in enumerate(items):
+        last = len(ids) - len(item)
+        while start <= last and not np.array_equal(ids[start : start + len(item)], item.ids):
+            start += 1
+        if start > last:
+            raise ConversionError(
+                f"picture {number} is not expanded to the {len(item)} tokens that the model's config.json makes of its "
+                "size; correct the processor's settings"
+            )
+        yield start
+        start += len(item)
+
+
+def _tiles(inputs: Mapping[str, Tensor], items: Sequence[MediaTokens], side: int) -> Tensor:
+    """Return the tiles [tiles, 3, side, side] of pictures that a processor padded to one number of tiles."""
+    if not items:
+        return torch.empty(0, 3, side, side)
+    pixels = inputs["pixel_values"]
+    if pixels.ndim == 4:
+        return pixels
+    return torch.cat([tiles[: item.num_tiles] for tiles, item in zip(pixels, items, strict=True)])

@@ -1,0 +1,202 @@
+"""A step's micro-batches from the rank of a model replica that read them to its other ranks.
+
+A whole step is shared before the pipeline starts: every rank then knows all shapes, nothing is communicated between
+stages in an order of its own, and a broken sample stops all ranks before any of them has begun.
+
+b: samples, s: tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llava_mcore.batch_fields import Field, Fields
+from llava_mcore.parallel.batch import MicroBatch, TensorFields, longest, num_trained, pad_to
+from llava_mcore.parallel.groups import Groups
+
+_DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32)
+"""Of fields, by the number that stands for them in the header."""
+_ALIGNMENT = 8
+"""Bytes that every tensor of a message begins at a multiple of."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the header says of one micro-batch: what every rank must know to take the rest apart.
+
+    `media`: dtype and shape of each field, as it is in memory (see `_in_memory`).
+    """
+
+    b: int
+    s: int
+    num_bounds: int
+    max_seqlen: int
+    num_trained: int
+    media: dict[str, tuple[torch.dtype, list[int]]]
+
+    @classmethod
+    def of(cls, batch: TensorFields, fields: Fields) -> _Layout:
+        b, s = batch.input_ids.shape
+        media = {name: _in_memory(batch.media[name]) for name in fields}
+        return cls(
+            b,
+            s,
+            batch.cu_seqlens.numel(),
+            longest(batch.cu_seqlens),
+            num_trained(batch),
+            {name: (x.dtype, list(x.shape)) for name, x in media.items()},
+        )
+
+    def numbers(self) -> list[int]:
+        """Return the row of the header."""
+        media = [n for dtype, shape in self.media.values() for n in (_DTYPES.index(dtype), *shape)]
+        return [self.b, self.s, self.num_bounds, self.max_seqlen, self.num_trained, *media]
+
+    @classmethod
+    def read(cls, row: Sequence[int], fields: Fields) -> _Layout:
+        """The inverse of `numbers`."""
+        b, s, num_bounds, max_seqlen, num_trained, *rest = row
+        media = {}
+        for name, field in fields.items():
+            dtype, *shape = rest[: _width(field)]
+            media[name] = (_DTYPES[dtype], shape)
+            rest = rest[_width(field) :]
+        return cls(b, s, num_bounds, max_seqlen, num_trained, media)
+
+
+def _width(field: Field) -> int:
+    """Numbers of a field in the header: its dtype, and its shape."""
+    return 2 + len(field.item_shape)
+
+
+def share_step(
+    groups: Groups, batches: Sequence[TensorFields] | None, num_micro_batches: int, fields: Fields
+) -> list[MicroBatch]:
+    """Hand the step's micro-batches to every rank of this model replica; a collective call.
+
+    Args:
+        batches: on the rank that loads data its micro-batches, elsewhere None.
+        fields: those of `media`.
+
+    Returns:
+        The micro-batches on this rank's device, without media beyond the first stage. With a pipeline all are
+        padded to one length, which its fixed-size messages need.
+    """
+    if batches is not None and groups.pp_size > 1:
+        length = max(x.input_ids.shape[1] for x in batches)
+        batches = [pad_to(x, length, fields) for x in batches]
+    if groups.tp_size * groups.pp_size == 1:
+        assert batches is not None
+        return [_to_device(x, groups.device) for x in batches]
+    header = torch.zeros(num_micro_batches, 5 + sum(map(_width, fields.values())), dtype=torch.int64)
+    if batches is not None:
+        header = torch.tensor([_Layout.of(x, fields).numbers() for x in batches], dtype=torch.int64)
+    dist.broadcast(header, groups.model_parallel_source, group=groups.control_replica)
+    layouts = [_Layout.read(row, fields) for row in header.tolist()]
+    tokens = _broadcast_tokens(groups, batches, layouts)
+    if groups.is_first_stage:
+        media = _broadcast_media(groups, batches, layouts)
+    else:
+        media = [_no_media(layout, groups.device) for layout in layouts]
+    return [_unpack(t, m, layout) for t, m, layout in zip(tokens, media, layouts, strict=True)]
+
+
+def _broadcast_tokens(
+    groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_Layout]
+) -> list[list[Tensor]]:
+    """Broadcast token planes int64 [4, b, s] and bounds int32 of all micro-batches to the whole replica."""
+    shapes = [[(torch.int64, [4, x.b, x.s]), (torch.int32, [x.num_bounds])] for x in layouts]
+    tensors = None if batches is None else [[_token_planes(x), x.cu_seqlens] for x in batches]
+    return _broadcast(groups, groups.model_parallel, tensors, shapes)
+
+
+def _broadcast_media(
+    groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_Layout]
+) -> list[dict[str, Tensor]]:
+    """Broadcast the media of all micro-batches within the first stage."""
+    names = list(layouts[0].media)
+    shapes = [list(x.media.values()) for x in layouts]
+    tensors = None if batches is None else [[_in_memory(x.media[name]) for name in names] for x in batches]
+    found = _broadcast(groups, groups.tensor_parallel, tensors, shapes)
+    return [{name: _as_used(x) for name, x in zip(names, part, strict=True)} for part in found]
+
+
+def _no_media(layout: _Layout, device: torch.device) -> dict[str, Tensor]:
+    return {
+        name: _as_used(torch.empty([0, *shape[1:]], dtype=dtype, device=device))
+        for name, (dtype, shape) in layout.media.items()
+    }
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    """Return pixels [tiles, 3, h, w] with the channels last, as the loader's are in memory: in any other order the host
+    would sort every byte again. Other tensors as they are."""
+    return x.permute(0, 2, 3, 1) if x.ndim == 4 else x
+
+
+def _as_used(x: Tensor) -> Tensor:
+    """The inverse of `_in_memory`."""
+    return x.permute(0, 3, 1, 2) if x.ndim == 4 else x
+
+
+def _token_planes(batch: TensorFields) -> Tensor:
+    """Stack everything of shape [b, s] into one int64 [4, b, s]."""
+    return torch.stack([batch.input_ids, batch.labels, batch.position_ids, batch.loss_mask.to(torch.int64)])
+
+
+def _broadcast(
+    groups: Groups,
+    group: dist.ProcessGroup,
+    tensors: list[list[Tensor]] | None,
+    shapes: Sequence[Sequence[tuple[torch.dtype, list[int]]]],
+) -> list[list[Tensor]]:
+    """Broadcast tensors of known dtypes and shapes from the loading rank as one message of bytes.
+
+    Args:
+        tensors: of each micro-batch, on the loading rank.
+        shapes: dtype and shape of each of them.
+    """
+    wanted = [x for part in shapes for x in part]
+    sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in wanted]
+    starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+    message = torch.empty(starts[-1], dtype=torch.uint8, device=groups.device)
+    parts = [
+        message[start : start + size].view(dtype).view(shape)
+        for start, size, (dtype, shape) in zip(starts[:-1], sizes, wanted, strict=True)
+    ]
+    if tensors is not None:
+        for part, x in zip(parts, (x for each in tensors for x in each), strict=True):
+            part.copy_(x, non_blocking=True)  # the loader's tensors are pinned: the host need not wait
+    if message.numel():
+        dist.broadcast(message, groups.model_parallel_source, group=group)
+    rest = iter(parts)
+    return [[next(rest) for _ in part] for part in shapes]
+
+
+def _unpack(tokens: list[Tensor], media: dict[str, Tensor], layout: _Layout) -> MicroBatch:
+    (input_ids, labels, position_ids, loss_mask), cu_seqlens = tokens
+    return MicroBatch(
+        input_ids, labels, loss_mask.float(), position_ids, media, cu_seqlens, layout.max_seqlen, layout.num_trained
+    )
+
+
+def _to_device(batch: TensorFields, device: torch.device) -> MicroBatch:
+    def moved(x: Tensor) -> Tensor:
+        return x.to(device, non_blocking=True)
+
+    return MicroBatch(
+        input_ids=moved(batch.input_ids),
+        labels=moved(batch.labels),
+        loss_mask=moved(batch.loss_mask),
+        position_ids=moved(batch.position_ids),
+        media={name: moved(x) for name, x in batch.media.items()},
+        cu_seqlens=moved(batch.cu_seqlens),
+        max_seqlen=longest(batch.cu_seqlens),
+        num_trained=num_trained(batch),
+    )

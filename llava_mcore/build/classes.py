@@ -1,25 +1,26 @@
-"""What differs between the Hugging Face classes that are built: fields of config.json, tokens, processors."""
+"""The Hugging Face class of a built folder: its configuration, its tokens, its processor."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from transformers import (
     BaseImageProcessor,
-    LlavaConfig,
-    LlavaNextConfig,
+    LlavaForConditionalGeneration,
+    LlavaNextForConditionalGeneration,
     LlavaNextImageProcessor,
     LlavaNextProcessor,
-    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionImageProcessor,
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
     LlavaProcessor,
     PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from llava_mcore.build.language import IMAGE_TOKEN, VIDEO_TOKEN, TokenIds
 from llava_mcore.build.options import Architecture
@@ -33,111 +34,173 @@ _PIXEL_SETTINGS = ("resample", "do_rescale", "rescale_factor", "do_normalize", "
 """What a class's image processor takes over from the tower's own."""
 
 
-@dataclass(frozen=True)
-class BuiltClass:
-    """LLaVA-1.5 with the tower and the features that it reads: a picture is one tile."""
+class FolderClass(ABC):
+    """A class with its configuration and its processor."""
 
-    vision: PreTrainedConfig
-    plan: FeaturePlan
-
-    config_class: ClassVar[type[PreTrainedConfig]] = LlavaConfig
-    media: ClassVar[tuple[str, ...]] = (IMAGE_TOKEN,)
+    model_class: ClassVar[type[PreTrainedModel]]
+    media_tokens: ClassVar[tuple[str, ...]] = (IMAGE_TOKEN,)
     """The placeholders that the tokenizer needs."""
     grids: ClassVar[tuple[tuple[int, int], ...]] = ()
-    """Rows and columns of tiles that a picture may be cut into."""
+    """Rows and columns of tiles that a picture may be cut into; none: it stays whole."""
 
-    @property
-    def side(self) -> int:
-        """Height and width of a tile in pixels."""
-        return image_side(self.vision)
+    def pinpoints(self, vision: PreTrainedConfig) -> list[list[int]]:
+        """Return height and width of the grids in pixels."""
+        side = image_side(vision)
+        return [[rows * side, columns * side] for rows, columns in self.grids]
 
-    @property
-    def pinpoints(self) -> list[list[int]]:
-        """Height and width of the grids in pixels."""
-        return [[rows * self.side, columns * self.side] for rows, columns in self.grids]
+    def config(
+        self, text: PreTrainedConfig, vision: PreTrainedConfig, plan: FeaturePlan, ids: TokenIds
+    ) -> PreTrainedConfig:
+        """Return the configuration of the whole, around those of its parts."""
+        return self.model_class.config_class(
+            text_config=text,
+            vision_config=vision,
+            image_token_index=ids.image,
+            vision_feature_layer=plan.config_value,
+            vision_feature_select_strategy=plan.strategy,
+            # transformers ties by the top-level value, Megatron and older readers look into text_config.
+            tie_word_embeddings=text.tie_word_embeddings,
+            **self.own_fields(vision, plan, ids),
+        )
 
-    def config_fields(self, ids: TokenIds) -> dict[str, Any]:
+    @abstractmethod
+    def own_fields(self, vision: PreTrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
         """Return the fields of config.json that not every class has."""
-        return {"image_seq_length": self.plan.tokens}
 
-    def processor(self, images: BaseImageProcessor, tokenizer: Tokenizer, template: str) -> ProcessorMixin:
-        """Return the processor; tokenizer and processor share one chat template. `images`: the tower's own."""
-        return LlavaProcessor(image_processor=images, **self._by_patches(tokenizer, template))
-
-    def _common(self, tokenizer: Tokenizer, template: str) -> dict[str, Any]:
-        tokenizer.chat_template = template
-        strategy = {"vision_feature_select_strategy": self.plan.strategy}
-        return {"tokenizer": tokenizer, "image_token": IMAGE_TOKEN, "chat_template": template, **strategy}
-
-    def _by_patches(self, tokenizer: Tokenizer, template: str) -> dict[str, Any]:
-        counted = {"patch_size": patch_side(self.vision), "num_additional_image_tokens": self.plan.class_tokens}
-        return self._common(tokenizer, template) | counted
+    @abstractmethod
+    def processor(
+        self,
+        images: BaseImageProcessor,
+        tokenizer: PreTrainedTokenizerBase,
+        vision: PreTrainedConfig,
+        plan: FeaturePlan,
+        template: str,
+    ) -> ProcessorMixin:
+        """Return the processor. `images`: the source's, for pictures of the tower's size."""
 
 
-class NextClass(BuiltClass):
+class LlavaFolder(FolderClass):
+    """LLaVA-1.5: every picture is one tile."""
+
+    model_class = LlavaForConditionalGeneration
+
+    def own_fields(self, vision: PreTrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
+        """Return the fields of config.json that not every class has."""
+        return {"image_seq_length": plan.tokens}
+
+    def processor(
+        self,
+        images: BaseImageProcessor,
+        tokenizer: PreTrainedTokenizerBase,
+        vision: PreTrainedConfig,
+        plan: FeaturePlan,
+        template: str,
+    ) -> ProcessorMixin:
+        """Return the processor; the image processor is the source's."""
+        return LlavaProcessor(
+            image_processor=images,
+            tokenizer=tokenizer,
+            patch_size=patch_side(vision),
+            vision_feature_select_strategy=plan.strategy,
+            num_additional_image_tokens=plan.class_tokens,
+            image_token=IMAGE_TOKEN,
+            chat_template=template,
+        )
+
+
+class NextFolder(FolderClass):
     """LLaVA-NeXT: a base view and a grid, as LLaVA-1.6 has them."""
 
-    config_class = LlavaNextConfig
+    model_class = LlavaNextForConditionalGeneration
     grids = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
 
-    def config_fields(self, ids: TokenIds) -> dict[str, Any]:
+    def own_fields(self, vision: PreTrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
         """Return the fields of config.json that not every class has."""
-        return super().config_fields(ids) | {"image_grid_pinpoints": self.pinpoints}
+        return {"image_seq_length": plan.tokens, "image_grid_pinpoints": self.pinpoints(vision)}
 
-    def processor(self, images: BaseImageProcessor, tokenizer: Tokenizer, template: str) -> ProcessorMixin:
-        """Return the processor, whose image processor cuts pictures and scales them as the tower's own."""
-        tiles = LlavaNextImageProcessor(
-            size={"shortest_edge": self.side},
-            crop_size={"height": self.side, "width": self.side},
-            image_grid_pinpoints=self.pinpoints,
-            **_pixel_settings(images),
+    def processor(
+        self,
+        images: BaseImageProcessor,
+        tokenizer: PreTrainedTokenizerBase,
+        vision: PreTrainedConfig,
+        plan: FeaturePlan,
+        template: str,
+    ) -> ProcessorMixin:
+        """Return the processor; tiles are resized and normalised as the source's pictures are."""
+        side = image_side(vision)
+        return LlavaNextProcessor(
+            image_processor=LlavaNextImageProcessor(
+                size={"shortest_edge": side},
+                crop_size={"height": side, "width": side},
+                image_grid_pinpoints=self.pinpoints(vision),
+                **_pixel_settings(images),
+            ),
+            tokenizer=tokenizer,
+            patch_size=patch_side(vision),
+            vision_feature_select_strategy=plan.strategy,
+            num_additional_image_tokens=plan.class_tokens,
+            image_token=IMAGE_TOKEN,
+            chat_template=template,
         )
-        return LlavaNextProcessor(image_processor=tiles, **self._by_patches(tokenizer, template))
 
 
-class OnevisionClass(BuiltClass):
+class OnevisionFolder(FolderClass):
     """LLaVA-OneVision: large grids are resized, and there are videos."""
 
-    config_class = LlavaOnevisionConfig
-    media = (IMAGE_TOKEN, VIDEO_TOKEN)
+    model_class = LlavaOnevisionForConditionalGeneration
+    media_tokens = (IMAGE_TOKEN, VIDEO_TOKEN)
     grids = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
 
-    def config_fields(self, ids: TokenIds) -> dict[str, Any]:
+    def own_fields(self, vision: PreTrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
         """Return the fields of config.json that not every class has."""
-        own = {"vision_aspect_ratio": ASPECT_RATIO, "video_token_index": ids.video}
-        return {"image_grid_pinpoints": self.pinpoints, **own}
+        return {
+            "image_grid_pinpoints": self.pinpoints(vision),
+            "vision_aspect_ratio": ASPECT_RATIO,
+            "video_token_index": ids.video,
+        }
 
-    def processor(self, images: BaseImageProcessor, tokenizer: Tokenizer, template: str) -> ProcessorMixin:
-        """Return the processor, whose image and video processors scale pictures as the tower's own."""
-        settings = _pixel_settings(images) | {"size": {"height": self.side, "width": self.side}}
+    def processor(
+        self,
+        images: BaseImageProcessor,
+        tokenizer: PreTrainedTokenizerBase,
+        vision: PreTrainedConfig,
+        plan: FeaturePlan,
+        template: str,
+    ) -> ProcessorMixin:
+        """Return the processor; tiles and frames are resized and normalised as the source's pictures are."""
+        side = image_side(vision)
+        how = _pixel_settings(images) | {"size": {"height": side, "width": side}}
         return LlavaOnevisionProcessor(
-            image_processor=LlavaOnevisionImageProcessor(image_grid_pinpoints=self.pinpoints, **settings),
-            video_processor=LlavaOnevisionVideoProcessor(**settings),
+            image_processor=LlavaOnevisionImageProcessor(image_grid_pinpoints=self.pinpoints(vision), **how),
+            tokenizer=tokenizer,
+            video_processor=LlavaOnevisionVideoProcessor(**how),
             # The processor takes the class token off again.
-            num_image_tokens=self.plan.tokens + int(self.plan.strategy == "default"),
+            num_image_tokens=plan.tokens + int(plan.strategy == "default"),
+            vision_feature_select_strategy=plan.strategy,
+            image_token=IMAGE_TOKEN,
             video_token=VIDEO_TOKEN,
             vision_aspect_ratio=ASPECT_RATIO,
-            **self._common(tokenizer, template),
+            chat_template=template,
         )
 
 
-_CLASSES: dict[Architecture, type[BuiltClass]] = {
-    "llava": BuiltClass,
-    "llava_next": NextClass,
-    "llava_onevision": OnevisionClass,
+_CLASSES: dict[Architecture, FolderClass] = {
+    "llava": LlavaFolder(),
+    "llava_next": NextFolder(),
+    "llava_onevision": OnevisionFolder(),
 }
 
 
-def built_class(architecture: Architecture, vision: PreTrainedConfig, plan: FeaturePlan) -> BuiltClass:
-    """Return the class with its tower.
+def folder_class(architecture: Architecture, vision: PreTrainedConfig, plan: FeaturePlan) -> FolderClass:
+    """Return the class of the folder.
 
     Raises:
-        ConfigError: it lays features out as a square, and the tower's are none; or transformers cannot read the tower.
+        ConfigError: it takes features as a square, and the tower's are none; or transformers cannot read the tower.
     """
-    built = _CLASSES[architecture](vision, plan)
-    if built.grids:
+    kind = _CLASSES[architecture]
+    if kind.grids:
         _require_square(architecture, vision, plan)
-    return built
+    return kind
 
 
 def _require_square(architecture: Architecture, vision: PreTrainedConfig, plan: FeaturePlan) -> None:
@@ -153,7 +216,7 @@ def _require_square(architecture: Architecture, vision: PreTrainedConfig, plan: 
     if plan.class_tokens > 1:
         advice = f"{vision.model_type} has registers among them; take a tower without, or --architecture llava"
     raise ConfigError(
-        f"--architecture {architecture} lays the features of a tile out as a square, but strategy {plan.strategy} "
+        f"--architecture {architecture} takes the features of a tile as a square, but strategy {plan.strategy} "
         f"leaves {plan.tokens} features of {wanted} patches: {advice}"
     )
 

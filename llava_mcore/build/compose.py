@@ -8,29 +8,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llava_mcore.build.classes import BuiltClass
+from llava_mcore.build.classes import FolderClass
 from llava_mcore.build.language import TokenIds, settle_ids
+from llava_mcore.build.vision import FeaturePlan
 from llava_mcore.models.architectures.registry import architecture_of
 
 
 def whole_config(
-    language: PreTrainedModel, vision: PreTrainedModel, built: BuiltClass, ids: TokenIds
+    kind: FolderClass, language: PreTrainedModel, vision: PreTrainedModel, plan: FeaturePlan, ids: TokenIds
 ) -> PreTrainedConfig:
     """Return the configuration of the whole. The language model's own is changed in place: it becomes part of it."""
     settle_ids(language.config, ids)
     for part in (language.config, vision.config):
         part.name_or_path = ""  # would be a path of this machine
-    # transformers ties by the top-level value, Megatron and older readers look into text_config: both must say it.
-    tied = language.config.tie_word_embeddings
-    config = built.config_class(
-        text_config=language.config,
-        vision_config=vision.config,
-        image_token_index=ids.image,
-        vision_feature_layer=built.plan.config_value,
-        vision_feature_select_strategy=built.plan.strategy,
-        tie_word_embeddings=tied,
-        **built.config_fields(ids),
-    )
+    config = kind.config(language.config, vision.config, plan, ids)
     settle_ids(config, ids)
     return config
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from llava_mcore.build import language, vision
 from llava_mcore.build.chat import choose_template
-from llava_mcore.build.classes import BuiltClass, built_class
+from llava_mcore.build.classes import FolderClass, folder_class
 from llava_mcore.build.compose import compose, whole_config
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
@@ -87,11 +87,12 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     asked_config = vision.asked_size(own_config, options.image_size, text_config.max_position_embeddings)
     image_processor, side = vision.load_image_processor(sources.image_processor, asked_config, options)
     vision_config = vision.resized(asked_config, side)
-    built = built_class(options.architecture, vision_config, vision.plan_features(vision_config, options))
+    plan = vision.plan_features(vision_config, options)
+    kind = folder_class(options.architecture, vision_config, plan)
     tokenizer = language.load_tokenizer(sources.tokenizer)
-    ids = language.add_special_tokens(tokenizer, built.media)
-    template = choose_template(tokenizer, options.chat_template, say)
-    processor = built.processor(image_processor, tokenizer, template)
+    ids = language.add_special_tokens(tokenizer, kind.media_tokens)
+    template = tokenizer.chat_template = choose_template(tokenizer, options.chat_template, say)
+    processor = kind.processor(image_processor, tokenizer, vision_config, plan, template)
 
     say(f"language model: {sources.text}")
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -103,10 +104,10 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
         say(f"  positions: those for {image_side(own_config)} px, interpolated to {said} {side} px")
     tower = vision.load_vision_tower(sources.vision, vision_config, text.dtype)
     generation = language.settled_generation_config(text, tokenizer, ids, say)
-    config = whole_config(text, tower, built, ids)
+    config = whole_config(kind, text, tower, plan, ids)
     model = compose(text, tower, config, seed=options.seed)
     model.generation_config = generation
-    _say_features(built, config, options, say)
+    _say_features(kind, plan, config, options, say)
     write_folder(model, processor, options)
     return summary(model, sources, options)
 
@@ -233,14 +234,15 @@ def _count(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _say_features(built: BuiltClass, config: PreTrainedConfig, options: BuildOptions, say: Say) -> None:
+def _say_features(
+    kind: FolderClass, plan: vision.FeaturePlan, config: PreTrainedConfig, options: BuildOptions, say: Say
+) -> None:
     """Say what the projector reads, as it decides how pictures become tokens."""
-    plan = built.plan
     layers = " and ".join(str(layer) for layer in plan.layers)
     expanded = " (--expand-projector)" if options.expand_projector else ""
     tokens = f"{plan.tokens} tokens a picture"
-    if built.grids:
-        most = max(_tokens(config, (height, width)) for height, width in built.pinpoints)
+    if kind.grids:
+        most = max(_tokens(config, (height, width)) for height, width in kind.pinpoints(config.vision_config))
         tokens = f"{plan.tokens} tokens a tile, at most {most} a picture with its grid"
     say(f"  features: hidden state {layers}{expanded}, strategy {plan.strategy}: {tokens}")
     say(f"projector: {plan.input_width} -> {config.text_config.hidden_size}, new weights from seed {options.seed}")

@@ -243,6 +243,6 @@ def _say_features(
     tokens = f"{plan.tokens} tokens a picture"
     if kind.grids:
         most = max(_tokens(config, (height, width)) for height, width in kind.pinpoints(config.vision_config))
-        tokens = f"{plan.tokens} tokens a tile, at most {most} a picture with its grid"
+        tokens = f"{plan.tokens} tokens a tile, about {most} a picture with the largest grid"
     say(f"  features: hidden state {layers}{expanded}, strategy {plan.strategy}: {tokens}")
     say(f"projector: {plan.input_width} -> {config.text_config.hidden_size}, new weights from seed {options.seed}")

@@ -181,4 +181,4 @@ def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFix
     assert "invalid choice: 'llava_video' (choose from" in capsys.readouterr().err
     assert main([*argv, "llava_next"]) == 0
     said = capsys.readouterr().out
-    assert "16 tokens a tile, at most 88 a picture with its grid" in said and "image_newline" in said
+    assert "16 tokens a tile, about 88 a picture with the largest grid" in said and "image_newline" in said

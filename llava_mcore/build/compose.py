@@ -1,4 +1,4 @@
-"""Language model + projector + vision tower = a Hugging Face class, without a second copy of weights."""
+"""Language model + projector + vision tower = a model of the chosen class, without a second copy of weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from llava_mcore.build.classes import FolderClass
 from llava_mcore.build.language import TokenIds, settle_ids
@@ -16,43 +16,46 @@ from llava_mcore.models.architectures.registry import architecture_of
 
 def whole_config(
     kind: FolderClass, language: PreTrainedModel, vision: PreTrainedModel, plan: FeaturePlan, ids: TokenIds
-) -> PreTrainedConfig:
+) -> PretrainedConfig:
     """Return the configuration of the whole. The language model's own is changed in place: it becomes part of it."""
     settle_ids(language.config, ids)
     for part in (language.config, vision.config):
         part.name_or_path = ""  # would be a path of this machine
+    # transformers ties by the top-level value, Megatron and older readers look into text_config: both must say it.
     config = kind.config(language.config, vision.config, plan, ids)
     settle_ids(config, ids)
     return config
 
 
 def compose(
-    language: PreTrainedModel, vision: PreTrainedModel, config: PreTrainedConfig, *, seed: int
+    kind: FolderClass, language: PreTrainedModel, vision: PreTrainedModel, config: PretrainedConfig, *, seed: int
 ) -> PreTrainedModel:
     """Return the whole model. Its language and vision parameters are those of the arguments, not copies."""
-    architecture, generator = architecture_of(config), torch.Generator().manual_seed(seed)
     with torch.device("meta"):
-        model = architecture.model_class(config)
+        model = kind.model_class(config)
     model.model.language_model = language.model
     model.lm_head = language.lm_head
     model.model.vision_tower = vision
     projector = model.model.multi_modal_projector.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
     init_projector(projector, generator)
     projector.to(language.dtype)
-    if architecture.has_newline:
+    if architecture_of(config).has_newline:
         model.model.image_newline = new_newline(config.text_config.hidden_size, language.dtype, generator)
     assert not any(p.is_meta for p in model.parameters())
     return model.eval()
 
 
 def init_projector(projector: nn.Module, generator: torch.Generator) -> None:
-    """Fill the projector's linears, in place and the same on every machine: uniform ±1/√inputs, biases zero."""
+    """Fill the projector in place, on every machine alike: linears uniform ±1/√inputs, biases zero, norms one."""
     with torch.no_grad():
         for linear in (module for module in projector.modules() if isinstance(module, nn.Linear)):
             bound = 1 / math.sqrt(linear.in_features)
             linear.weight.uniform_(-bound, bound, generator=generator)
             if linear.bias is not None:
                 linear.bias.zero_()
+    for norm in (module for module in projector.modules() if isinstance(module, nn.LayerNorm)):
+        norm.reset_parameters()
 
 
 def new_newline(width: int, dtype: torch.dtype, generator: torch.Generator) -> nn.Parameter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
-    PreTrainedConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -32,7 +33,7 @@ from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_folder import locked, partial_sibling, publish, require_absent
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.media import Size
+from llava_mcore.models.media import Processing, Size
 from llava_mcore.models.vision.geometry import image_side
 
 _SIZE = re.compile(r"[1-9]\d*(KB|MB|GB)")
@@ -72,7 +73,7 @@ def find_sources(options: BuildOptions) -> Sources:
 
 
 def build_llava(options: BuildOptions, say: Say) -> list[Part]:
-    """Make `options.save_dir`, a complete Hugging Face LLaVA folder, and return its parts.
+    """Make `options.save_dir`, a complete Hugging Face folder, and return its parts.
 
     Raises:
         ConfigError, ConversionError: nothing was written.
@@ -80,19 +81,22 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     require_absent(options.save_dir, what="a build")
     if not _SIZE.fullmatch(options.max_shard_size):
         raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected a size such as 500MB or 5GB")
-    sources = find_sources(options)
+    kind, sources = folder_class(options), find_sources(options)
     # Small files first: what cannot work is refused before gigabytes are read.
     text_config = language.load_language_config(sources.text)
     own_config = vision.load_vision_config(sources.vision)
+    kind.require_tower(own_config, options)
     asked_config = vision.asked_size(own_config, options.image_size, text_config.max_position_embeddings)
     image_processor, side = vision.load_image_processor(sources.image_processor, asked_config, options)
     vision_config = vision.resized(asked_config, side)
-    plan = vision.plan_features(vision_config, options)
-    kind = folder_class(options.architecture, vision_config, plan)
-    tokenizer = language.load_tokenizer(sources.tokenizer)
-    ids = language.add_special_tokens(tokenizer, kind.media_tokens)
+    plan = vision.plan_features(vision_config, options, kind.layers)
+    tokenizer = language.load_tokenizer(sources.tokenizer, kind.named_tokens)
+    ids = language.add_special_tokens(tokenizer, kind.named_tokens.values())
+    with features_for(kind.connector):
+        sketch = kind.config(text_config, vision_config, plan, ids)
+        architecture_of(sketch).features_per_tile(sketch)
     template = tokenizer.chat_template = choose_template(tokenizer, options.chat_template, say)
-    processor = kind.processor(image_processor, tokenizer, vision_config, plan, template)
+    processor = kind.processor(image_processor, tokenizer, sketch, plan, template)
 
     say(f"language model: {sources.text}")
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -105,9 +109,9 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     tower = vision.load_vision_tower(sources.vision, vision_config, text.dtype)
     generation = language.settled_generation_config(text, tokenizer, ids, say)
     config = whole_config(kind, text, tower, plan, ids)
-    model = compose(text, tower, config, seed=options.seed)
+    model = compose(kind, text, tower, config, seed=options.seed)
     model.generation_config = generation
-    _say_features(kind, plan, config, options, say)
+    _say_features(kind, plan, model, processor, options, say)
     write_folder(model, processor, options)
     return summary(model, sources, options)
 
@@ -165,7 +169,7 @@ def _make_readable(folder: Path) -> None:
         path.chmod(mode)
 
 
-def check_folder(folder: Path, config: PreTrainedConfig, processor: ProcessorMixin) -> None:
+def check_folder(folder: Path, config: PretrainedConfig, processor: ProcessorMixin) -> None:
     """Read config, tokenizer and processor back as a user would.
 
     Raises:
@@ -185,19 +189,19 @@ def check_folder(folder: Path, config: PreTrainedConfig, processor: ProcessorMix
     if not tokenizer.chat_template == read_processor.chat_template == processor.chat_template:
         found.append("chat template: differs")
     size = image_side(config.vision_config)
-    height, width = size // 2 + 3, size + 5
-    made = read_processor(images=Image.new("RGB", (width, height)), text=_PROBE)["input_ids"]
-    placeholders = list(made[0]).count(config.image_token_id)
-    features = _tokens(read_config, (height, width))
-    if placeholders != features:
-        found.append(f"processor: {placeholders} placeholders for a picture, the model makes {features} features of it")
+    picture = Image.new("RGB", (size + 5, size // 2 + 3))
+    placeholders = list(read_processor(images=picture, text=_PROBE)["input_ids"][0]).count(config.image_token_id)
+    num_features = placeholders_of(read_config, read_processor, (picture.height, picture.width))
+    if placeholders != num_features:
+        found.append(f"processor: {placeholders} placeholders of a picture, the model makes {num_features} features")
     if found:
         raise ConversionError(problems("the folder does not read back as it was written", found))
 
 
-def _tokens(config: PreTrainedConfig, size: Size) -> int:
-    """Return the tokens of a picture of this height and width."""
-    return len(architecture_of(config).media(config).tokens([size])[0])
+def placeholders_of(config: PretrainedConfig, processor: ProcessorMixin, size: Size) -> int:
+    """Return how many placeholders the model needs for a picture of this height and width."""
+    plan = architecture_of(config).media(config, Processing(processor.tokenizer, processor.image_processor, {}))
+    return int((plan.tokens([size])[0].ids == config.image_token_id).sum())
 
 
 def summary(model: PreTrainedModel, sources: Sources, options: BuildOptions) -> list[Part]:
@@ -234,15 +238,30 @@ def _count(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+@contextlib.contextmanager
+def features_for(connector: str) -> Iterator[None]:
+    """Report features that the class's connector cannot read as ConfigError."""
+    try:
+        yield
+    except ConversionError as error:
+        raise ConfigError(f"--connector {connector}: {error}") from error
+
+
 def _say_features(
-    kind: FolderClass, plan: vision.FeaturePlan, config: PreTrainedConfig, options: BuildOptions, say: Say
+    kind: FolderClass,
+    plan: vision.FeaturePlan,
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    options: BuildOptions,
+    say: Say,
 ) -> None:
     """Say what the projector reads, as it decides how pictures become tokens."""
+    config, input_width = model.config, model.model.multi_modal_projector.linear_1.in_features
     layers = " and ".join(str(layer) for layer in plan.layers)
     expanded = " (--expand-projector)" if options.expand_projector else ""
-    tokens = f"{plan.tokens} tokens a picture"
-    if kind.grids:
-        most = max(_tokens(config, (height, width)) for height, width in kind.pinpoints(config.vision_config))
-        tokens = f"{plan.tokens} tokens a tile, about {most} a picture with the largest grid"
+    tokens = f"{architecture_of(config).features_per_tile(config)} tokens a {kind.tile}"
+    if pinpoints := kind.pinpoints(config.vision_config):
+        most = max(placeholders_of(config, processor, (height, width)) for height, width in pinpoints)
+        tokens += f", about {most} a picture with the largest grid"
     say(f"  features: hidden state {layers}{expanded}, strategy {plan.strategy}: {tokens}")
-    say(f"projector: {plan.input_width} -> {config.text_config.hidden_size}, new weights from seed {options.seed}")
+    say(f"projector: {input_width} -> {config.text_config.hidden_size}, new weights from seed {options.seed}")

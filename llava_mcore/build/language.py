@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +81,8 @@ def load_language_model(source: Source, dtype: torch.dtype | str, say: Say) -> P
     return model
 
 
-def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """Read a tokenizer that has an EOS token.
+def load_tokenizer(source: Source, named: Mapping[str, str]) -> PreTrainedTokenizerBase:
+    """Read a tokenizer that has an EOS token, and give it tokens under names of their own.
 
     Raises:
         ConversionError: unreadable, without vocabulary, or without EOS.
@@ -90,7 +90,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     hint = "Give --tokenizer TAG_OR_DIR."
     require_tokenizer_files(source, hint)
     with reading("the tokenizer", source, hint):
-        tokenizer = AutoTokenizer.from_pretrained(source.name, **source.load_arguments)
+        tokenizer = AutoTokenizer.from_pretrained(source.name, **source.load_arguments, **named)
     if len(tokenizer) < _SMALLEST_VOCABULARY:
         raise ConversionError(f"{source}: the tokenizer has only {len(tokenizer)} entries: no vocabulary. {hint}")
     if not tokenizer.is_fast:
@@ -122,9 +122,9 @@ def _repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Source) -
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
 
-def add_special_tokens(tokenizer: PreTrainedTokenizerBase, media: Sequence[str]) -> TokenIds:
-    """Give the tokenizer the placeholders of media, and `<pad>` unless it has a pad token that is not EOS."""
-    wanted: dict[str, Any] = {"extra_special_tokens": list(media)}
+def add_special_tokens(tokenizer: PreTrainedTokenizerBase, more: Iterable[str]) -> TokenIds:
+    """Give the tokenizer `<image>` and more tokens, and `<pad>` unless it has a pad token that is not EOS."""
+    wanted: dict[str, Any] = {"extra_special_tokens": list(dict.fromkeys([IMAGE_TOKEN, *more]))}
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         wanted["pad_token"] = PAD_TOKEN
     tokenizer.add_special_tokens(wanted, replace_extra_special_tokens=False)

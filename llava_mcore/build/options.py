@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 DEFAULT_VISION_MODEL = "openai/clip-vit-large-patch14-336"
-DEFAULT_FEATURE_LAYERS = (-2,)
+CONNECTORS = ("mlp", "pixel_shuffle")
+ARCHITECTURES = ("llava", "llava_next", "llava_onevision", "internvl")
+"""By which a class is chosen: its connector, its model_type, or both."""
 VOCAB_MULTIPLE = 128
-Architecture = Literal["llava", "llava_next", "llava_onevision"]
-ARCHITECTURE_NAMES: tuple[Architecture, ...] = get_args(Architecture)
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 
 Say = Callable[[str], None]
@@ -24,7 +24,6 @@ class BuildOptions:
 
     Attributes:
         save_dir: folder to make; must not exist or be empty.
-        architecture: model_type of the Hugging Face class that is made.
         gguf_file: name of the GGUF file inside the text model's folder; None looks for one.
         tokenizer: None takes the text model's.
         image_processor: None takes the vision model's.
@@ -32,8 +31,11 @@ class BuildOptions:
         dtype: of every weight; "auto" is the text model's own.
         vocab_size_padding: round the vocabulary up to a multiple of 128.
         expand_projector: let the projector read a second layer of the tower, so that its input is twice as wide.
+        connector: one of CONNECTORS; None is that of the architecture.
+        architecture: one of ARCHITECTURES; None is the connector's first, llava without one.
         image_size: height and width of a picture in pixels; None is what the image processor makes.
-        vision_feature_layers: indices into the tower's hidden states (0 is the embedding), as in LlavaConfig.
+        vision_feature_layers: indices into the tower's hidden states (0 is the embedding), as in LlavaConfig; None is
+            the class's own choice.
         vision_feature_select_strategy: None is "default" (drop the class token) for CLIP and "full" for SigLIP.
         seed: of the projector's first weights.
         max_shard_size: of one weight file, such as "5GB".
@@ -42,7 +44,6 @@ class BuildOptions:
     save_dir: Path
     text_model: str
     vision_model: str = DEFAULT_VISION_MODEL
-    architecture: Architecture = "llava"
     gguf_file: str | None = None
     tokenizer: str | None = None
     image_processor: str | None = None
@@ -50,8 +51,10 @@ class BuildOptions:
     dtype: str = "auto"
     vocab_size_padding: bool = False
     expand_projector: bool = False
+    connector: str | None = None
+    architecture: str | None = None
     image_size: int | None = None
-    vision_feature_layers: tuple[int, ...] = DEFAULT_FEATURE_LAYERS
+    vision_feature_layers: tuple[int, ...] | None = None
     vision_feature_select_strategy: Literal["default", "full"] | None = None
     seed: int = 1234
     max_shard_size: str = "5GB"

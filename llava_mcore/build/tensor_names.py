@@ -1,4 +1,4 @@
-"""The names under which a folder's tensors are written: those of llava-hf's own checkpoints."""
+"""The names under which a folder's tensors are written: those of the classes' own checkpoints on the hub."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from llava_mcore.build.options import BuildOptions
 from llava_mcore.build.sources import Source, check_loaded, reading
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
-from llava_mcore.models.vision.registry import VISION_FAMILIES, vision_family
+from llava_mcore.models.vision.registry import VISION_FAMILIES, towers_of_any_class, vision_family
 
 PAIRS = tuple(family.pair for family in dict.fromkeys(VISION_FAMILIES.values()) if family.pair is not None)
 """Folders with a text encoder too, of which only the tower is taken."""
@@ -26,7 +26,7 @@ class FeaturePlan:
     """What of the tower's output the projector reads.
 
     `layers`: indices into its hidden states. `class_tokens`: positions before the patches, registers too. `tokens`:
-    positions that one picture takes in the language model. `input_width`: features a position, all layers side by side.
+    positions that the tower makes of a picture or a tile. `input_width`: features a position, all layers side by side.
     """
 
     layers: tuple[int, ...]
@@ -51,8 +51,8 @@ def load_vision_config(source: Source) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
     if config.model_type in PAIRS:
         return config.vision_config
-    if config.model_type not in VISION_FAMILIES:
-        known = ", ".join([*PAIRS, *VISION_FAMILIES])
+    if config.model_type not in towers_of_any_class():
+        known = ", ".join([*PAIRS, *towers_of_any_class()])
         naflex = (
             " (NaFlex; take a fixed-resolution SigLIP 2, which is a siglip)" if "siglip2" in config.model_type else ""
         )
@@ -96,8 +96,11 @@ def _interpolate_positions(tower: PreTrainedModel, config: PreTrainedConfig) -> 
     tower.config.image_size = config.image_size
 
 
-def plan_features(config: PreTrainedConfig, options: BuildOptions) -> FeaturePlan:
+def plan_features(config: PreTrainedConfig, options: BuildOptions, layers: tuple[int, ...]) -> FeaturePlan:
     """Decide which hidden states are used and how many positions a picture takes.
+
+    Args:
+        layers: those of the class, where none are asked for.
 
     Raises:
         ConfigError: a layer the tower does not have, or a strategy that would drop a patch.
@@ -111,21 +114,21 @@ def plan_features(config: PreTrainedConfig, options: BuildOptions) -> FeaturePla
             "--vision-feature-select-strategy default drops the tower's first position, which is a patch: "
             "a SigLIP tower has no class token. Use full."
         )
-    layers = _feature_layers(config.num_hidden_layers, options)
+    asked_for = layers if options.vision_feature_layers is None else options.vision_feature_layers
+    layers = _feature_layers(config.num_hidden_layers, asked_for, expand=options.expand_projector)
     tokens = family.num_positions(config) - int(strategy == "default")
     return FeaturePlan(layers, strategy, before, tokens, config.hidden_size * len(layers))
 
 
-def _feature_layers(num_layers: int, options: BuildOptions) -> tuple[int, ...]:
+def _feature_layers(num_layers: int, layers: tuple[int, ...], *, expand: bool) -> tuple[int, ...]:
     """Return the layers asked for; --expand-projector adds the one half as deep."""
-    layers = options.vision_feature_layers
     states = num_layers + 1
     if not layers or not all(-states <= layer < states for layer in layers):
         raise ConfigError(
             f"--vision-feature-layer {' '.join(map(str, layers))}: this tower has hidden states 0 (the embedding) to "
             f"{num_layers}, or -{states} to -1"
         )
-    if not options.expand_projector:
+    if not expand:
         return layers
     if len(layers) > 1:
         raise ConfigError("--expand-projector adds a second layer by itself: give only one --vision-feature-layer")

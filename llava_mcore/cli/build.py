@@ -1,4 +1,4 @@
-"""Language model + vision tower → Hugging Face LLaVA folder. Works offline on local folders."""
+"""Language model + vision tower → Hugging Face folder of a vision-language model. Works offline on local folders."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llava_mcore.build.options import (
-    ARCHITECTURE_NAMES,
-    DEFAULT_FEATURE_LAYERS,
-    DEFAULT_VISION_MODEL,
-    DTYPE_NAMES,
-    BuildOptions,
-)
+from llava_mcore.build.options import ARCHITECTURES, CONNECTORS, DEFAULT_VISION_MODEL, DTYPE_NAMES, BuildOptions
 from llava_mcore.cli.common import conversion_main
 
 
@@ -23,8 +17,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="build_llava_jp.py",
         allow_abbrev=False,
-        description="Compose a complete Hugging Face LLaVA folder (config, weights, tokenizer with <image> and a pad "
-        "token, image processor, chat template) from a language model and a vision tower (docs/build.md says "
+        description="Compose a complete Hugging Face LLaVA or InternVL folder (config, weights, tokenizer with <image> "
+        "and a pad token, image processor, chat template) from a language model and a vision tower (docs/build.md says "
         "which). Only the projector is new. Nothing is downloaded when folders are given.",
     )
     _add_parts(p.add_argument_group("parts"))
@@ -68,11 +62,16 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
 
 def _add_shape(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
+        "--connector",
+        choices=CONNECTORS,
+        help="between tower and language model, and with it the class of the folder: mlp is LLaVA, pixel_shuffle "
+        "InternVL, which cuts pictures into tiles (default: that of the architecture)",
+    )
+    group.add_argument(
         "--architecture",
-        choices=ARCHITECTURE_NAMES,
-        default="llava",
-        help="Hugging Face class to make: llava (1.5) sees a picture as one tile, llava_next (1.6) and llava_onevision "
-        "as a base view and the tiles of a grid, which keep its proportions (default: %(default)s)",
+        choices=ARCHITECTURES,
+        help="Hugging Face class of the folder: llava (1.5) takes a picture as one tile, llava_next (1.6) and "
+        "llava_onevision as a base view and a grid of tiles (default: llava; internvl with pixel_shuffle)",
     )
     group.add_argument(
         "--vocab-size-padding",
@@ -96,10 +95,9 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         "--vision-feature-layer",
         type=int,
         nargs="+",
-        default=list(DEFAULT_FEATURE_LAYERS),
         metavar="N",
         help="hidden state of the tower that becomes the picture's tokens: 0 is its embedding, -1 its last layer; "
-        "several are put side by side (default: -2)",
+        "several are put side by side (default: -2; -1 with pixel_shuffle)",
     )
     group.add_argument(
         "--vision-feature-select-strategy",
@@ -136,7 +134,6 @@ def run(args: argparse.Namespace) -> int:
         save_dir=args.save_dir,
         text_model=args.text_model,
         vision_model=args.vision_model,
-        architecture=args.architecture,
         gguf_file=args.gguf_file,
         tokenizer=args.tokenizer,
         image_processor=args.image_processor,
@@ -144,8 +141,10 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         vocab_size_padding=args.vocab_size_padding,
         expand_projector=args.expand_projector,
+        connector=args.connector,
+        architecture=args.architecture,
         image_size=args.image_size,
-        vision_feature_layers=tuple(args.vision_feature_layer),
+        vision_feature_layers=None if args.vision_feature_layer is None else tuple(args.vision_feature_layer),
         vision_feature_select_strategy=args.vision_feature_select_strategy,
         seed=args.seed,
         max_shard_size=args.max_shard_size,

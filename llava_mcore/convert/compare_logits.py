@@ -134,7 +134,7 @@ def _inputs(hf: PretrainedConfig, hf_dir: Path, picture: Path) -> tuple[dict[str
     try:
         processor = AutoProcessor.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
         image = Image.open(picture).convert("RGB")
-    except (UnidentifiedImageError, OSError, ValueError, KeyError) as error:
+    except (UnidentifiedImageError, OSError, ValueError, KeyError, ImportError) as error:
         raise ConversionError(
             f"comparing logits needs a picture and a processor in {hf_dir}: {why_not_loaded(error)}"
         ) from error
@@ -145,7 +145,7 @@ def _inputs(hf: PretrainedConfig, hf_dir: Path, picture: Path) -> tuple[dict[str
     made = processor(images=image, text=text, return_tensors="pt")
     theirs = {name: x for name, x in made.items() if name != "attention_mask"}
     try:
-        media = processed_media(hf, theirs, [[(image.height, image.width)]])
+        media = processed_media(hf, processor, theirs, [[(image.height, image.width)]])
     except ConversionError as error:
         raise ConversionError(f"{hf_dir}: {error}") from error
     return theirs, {"input_ids": theirs["input_ids"], **media}

@@ -9,24 +9,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, ProcessorMixin
 
 from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.media import MediaTokens, Size
+from llava_mcore.models.media import MediaTokens, Processing, Size
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.pixels import NO_SCALE
 
 
 def model_inputs(
-    model: VisionLanguageModel, inputs: Mapping[str, Tensor], sizes: Sequence[Sequence[Size]]
+    model: VisionLanguageModel, processor: ProcessorMixin, inputs: Mapping[str, Tensor], sizes: Sequence[Sequence[Size]]
 ) -> dict[str, Tensor | dict[str, Tensor]]:
     """Return the arguments of a forward pass, from what the folder's own processor returned.
 
     Args:
-        inputs: the processor's, with input_ids [b, s].
+        processor: of the Hugging Face folder.
+        inputs: what it returned, with input_ids [b, s].
         sizes: height and width in pixels of the pictures of each row.
 
     Raises:
@@ -34,15 +35,15 @@ def model_inputs(
     """
     ids = inputs["input_ids"]
     positions = torch.arange(ids.shape[1]).expand(ids.shape)
-    media = processed_media(model.hf, inputs, sizes)
+    media = processed_media(model.hf, processor, inputs, sizes)
     return {"input_ids": ids, "position_ids": positions, "media": media}
 
 
 def processed_media(
-    hf: PretrainedConfig, inputs: Mapping[str, Tensor], sizes: Sequence[Sequence[Size]]
+    hf: PretrainedConfig, processor: ProcessorMixin, inputs: Mapping[str, Tensor], sizes: Sequence[Sequence[Size]]
 ) -> dict[str, Tensor]:
     """Return the media of a forward pass: the architecture's fields. Arguments and errors as of `model_inputs`."""
-    plan = architecture_of(hf).media(hf)
+    plan = architecture_of(hf).media(hf, Processing(processor.tokenizer, processor.image_processor, {}))
     tokens = [plan.tokens(row) for row in sizes]
     rows = inputs["input_ids"].numpy()
     starts = [
@@ -52,7 +53,7 @@ def processed_media(
     ]
     items = [item for row in tokens for item in row]
     features = [0, *accumulate(item.num_features for item in items)][:-1]
-    found = {PIXEL_VALUES: _tiles(inputs, items, image_side(hf.vision_config)), PIXEL_SCALE: NO_SCALE}
+    found = {PIXEL_VALUES: _tiles(inputs, tokens, image_side(hf.vision_config)), PIXEL_SCALE: NO_SCALE}
     for name in plan.fields.keys() - found.keys():
         before = starts if plan.fields[name].index_of == "tokens" else features
         found[name] = plan.fields[name].joined([item.values[name] for item in items], before)
@@ -75,11 +76,17 @@ def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens]) -> Iterator[in
         start += len(item)
 
 
-def _tiles(inputs: Mapping[str, Tensor], items: Sequence[MediaTokens], side: int) -> Tensor:
-    """Return the tiles [tiles, 3, side, side] of pictures that a processor padded to one number of tiles."""
-    if not items:
+def _tiles(inputs: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], side: int) -> Tensor:
+    """Return the tiles [tiles, 3, side, side] of pictures.
+
+    Some processors pad every picture to one number of tiles, some every row.
+    """
+    numbers = [item.num_tiles for row in rows for item in row]
+    if not numbers:
         return torch.empty(0, 3, side, side)
     pixels = inputs["pixel_values"]
     if pixels.ndim == 4:
         return pixels
-    return torch.cat([tiles[: item.num_tiles] for tiles, item in zip(pixels, items, strict=True)])
+    if len(pixels) != len(numbers):
+        numbers = [sum(item.num_tiles for item in row) for row in rows]
+    return torch.cat([tiles[:number] for tiles, number in zip(pixels, numbers, strict=True)])

@@ -98,17 +98,15 @@ def of_hf(folder: Path) -> Inventory:
     """Look a Hugging Face folder over.
 
     Raises:
-        ConversionError: not a LLaVA of known families, or unreadable weights.
+        ConversionError: not of a known class and known families, or unreadable weights.
     """
     hf = load_hf_config(folder)
     weights = hf_files.HfFolder.open(folder)
     names = detect_names(hf, weights.tensors, source=str(folder))
     table = mapping_table(hf, names, hf_tensors=weights.tensors, padded_vocab_size=hf.text_config.vocab_size)
     files = {x.file for x in weights.tensors.values()}
-    facts = [
-        f"{folder}: a Hugging Face {architecture_of(hf).model_class.__name__} in {len(files)} weight file(s)",
-        *_model_facts(hf),
-    ]
+    kind = architecture_of(hf).model_class.__name__
+    facts = [f"{folder}: {kind} in {len(files)} weight file(s)", *_model_facts(hf)]
     tensors = [
         _hf_tensor(name, info.shape, DTYPES[info.dtype], names, table) for name, info in sorted(weights.tensors.items())
     ]
@@ -199,11 +197,12 @@ def _model_facts(hf: PretrainedConfig) -> list[str]:
     tied = ", tied embeddings" if hf.tie_word_embeddings else ""
     heads = f"{text.num_attention_heads} heads, {text.num_key_value_heads} key/value heads"
     side, patch = image_side(vision), patch_side(vision)
+    layers = " and ".join(map(str, architecture_of(hf).features(hf).layers))
     return [
         f"language model: {text.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, {heads}, "
         f"vocabulary {text.vocab_size:,}{tied}",
         f"vision tower: {vision.model_type}, {vision.num_hidden_layers} layers of {vision.hidden_size}, "
-        f"{side} x {side} pixels in patches of {patch}, features of layer {hf.vision_feature_layer}",
+        f"{side} x {side} pixels in patches of {patch}, features of layer {layers}",
     ]
 
 

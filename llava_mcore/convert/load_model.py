@@ -20,9 +20,10 @@ def load_model(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> Vis
     """Return a checkpoint's whole model, weights loaded, in eval mode; on the GPU if there is one, else on the CPU.
 
     >>> model = load_model("megatron")
+    >>> processor = AutoProcessor.from_pretrained("hf")
     >>> inputs = {"input_ids": torch.tensor([[1, 50, 51, 52]])}  # no picture among them
     >>> with torch.no_grad():
-    ...     logits = model(**model_inputs(model, inputs, sizes=[[]]))
+    ...     logits = model(**model_inputs(model, processor, inputs, sizes=[[]]))
     >>> logits.shape  # [b, s, vocabulary]
     torch.Size([1, 4, 401])
 

@@ -69,10 +69,9 @@ class AnyResPlan(MediaPlan):
 
     any_size = True
 
-    def __init__(self, image_token_id: int, anyres: AnyRes) -> None:
+    def __init__(self, image_token_id: int, anyres: AnyRes, fields: Fields) -> None:
         """Nothing is computed before a picture's size is known; sizes that come again are remembered."""
-        self.image_token_id, self.anyres = image_token_id, anyres
-        self.fields = NEXT_FIELDS if anyres.max_tiles is None else ONEVISION_FIELDS
+        self.image_token_id, self.anyres, self.fields = image_token_id, anyres, fields
         self.num_base = self.patches_per_tile = anyres.patches_per_side**2
         # Half of a grid may be padding, which has no tokens.
         self.tokens_per_tile = self.num_base // 2
@@ -80,7 +79,7 @@ class AnyResPlan(MediaPlan):
 
     def __getstate__(self) -> dict[str, Any]:
         """What was remembered stays where it is."""
-        return {"image_token_id": self.image_token_id, "anyres": self.anyres}
+        return {"image_token_id": self.image_token_id, "anyres": self.anyres, "fields": self.fields}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         AnyResPlan.__init__(self, **state)

@@ -136,8 +136,8 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
         "deallocate_pipeline_outputs": True,
         "sequence_parallel": options.sequence_parallel,
     }
-    heads = {"num_attention_heads": options.tensor_model_parallel_size}
-    projection = architecture.connector(hf).config_from_hf(hf) | heads
+    heads = {"num_attention_heads": options.tensor_model_parallel_size}  # of a connector that has none
+    projection = heads | architecture.connector(hf).config_from_hf(hf)
     num_layers = architecture.features(hf).num_layers
     vision = vision_family(hf.vision_config).config_from_hf(hf.vision_config, num_layers)
     language = language_family(text).config_from_hf(text)

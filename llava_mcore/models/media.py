@@ -11,12 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
-from transformers import BaseImageProcessor
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS, PICTURE_FIELDS, Fields
 
 Size = tuple[int, int]
 """Height and width of a picture in pixels, as it is seen (after EXIF)."""
+
+
+@dataclass(frozen=True)
+class Processing:
+    """What a folder says of pictures beside its config.json. `settings`: processor_config.json, empty without one."""
+
+    tokenizer: PreTrainedTokenizerBase
+    images: BaseImageProcessor
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -84,3 +93,15 @@ class SameTokens(MediaPlan):
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
         """Return the same tokens for every picture."""
         return [self._picture] * len(sizes)
+
+
+def picture(ids: Sequence[int], image_token_id: int, *, num_tiles: int, num_patches: int) -> MediaTokens:
+    """Return what a picture becomes whose features take the places of its placeholders, in their order.
+
+    Args:
+        ids: [n], with marks around and between the placeholders.
+        num_patches: of all tiles.
+    """
+    array = np.asarray(ids, dtype=np.int64)
+    positions = np.flatnonzero(array == image_token_id)
+    return MediaTokens(array, num_tiles, num_patches, len(positions), {FEATURE_POSITIONS: positions})

@@ -107,6 +107,8 @@ def _watch_vision(recorder: Recorder, model: VisionLanguageModel, names: HfNames
         recorder.watch(tower.ln_pre, lambda out: {v + "pre_layrnorm": out})
     else:
         recorder.watch_input(tower.decoder.layers[0], v + "embeddings", _batch_first)
+    if shape.post_norm:
+        recorder.watch(tower.ln_post, lambda out: {v + "post_layernorm": out})
     for layer in tower.decoder.layers:
         _watch_layer(recorder, layer, f"{v}{shape.layers_name}{layer.layer_number - 1}", shape.names, gather)
     for name, output in model.connector.outputs(model.vision_projection).items():

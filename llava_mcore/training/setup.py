@@ -51,7 +51,7 @@ class Trainer:
     @property
     def fields(self) -> Fields:
         """Return the fields of a micro-batch's media."""
-        return architecture_of(self.hf).media(self.hf).fields
+        return architecture_of(self.hf).fields
 
     @property
     def models(self) -> list[VisionLanguageModel]:

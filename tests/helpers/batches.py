@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlavaConfig
+from transformers import PretrainedConfig
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.architectures.registry import features_per_tile
@@ -34,22 +34,23 @@ class FakeBatch:
     num_pairs: int = 0
 
 
-def sample(hf: LlavaConfig, index: int, *, text_only: bool) -> dict[str, Tensor]:
-    """One sample: ids and mask [LENGTH], pictures [0 or 1, 3, h, w], their positions."""
+def sample(hf: PretrainedConfig, index: int, *, text_only: bool) -> dict[str, Tensor]:
+    """One sample: ids and mask [LENGTH], tiles [k, 3, h, w] (several if they take few tokens), their positions."""
     g = torch.Generator().manual_seed(1000 + index)
     n, size = features_per_tile(hf), image_side(hf.vision_config)
     ids = torch.randint(5, 300, (LENGTH,), generator=g)
     mask = torch.zeros(LENGTH)
-    start, answer = 2 + index % 3, n + 8
+    num_tiles = 1 + index % max(12 // n, 1)
+    start, answer = 2 + index % 3, num_tiles * n + 8
     mask[answer : answer + 6 + index % 9] = 1  # ragged, so that averaging over tokens matters
     if text_only:
         return {"ids": ids, "mask": mask, "pixels": torch.empty(0, 3, size, size), "places": torch.empty(0).long()}
-    ids[start : start + n] = hf.image_token_id
-    pixels = torch.randn(1, 3, size, size, generator=g)
-    return {"ids": ids, "mask": mask, "pixels": pixels, "places": torch.arange(start, start + n)}
+    places = torch.cat([torch.arange(n) + start + i * (n + 1) for i in range(num_tiles)])  # a mark between two
+    ids[places] = hf.image_token_id
+    return {"ids": ids, "mask": mask, "pixels": torch.randn(num_tiles, 3, size, size, generator=g), "places": places}
 
 
-def micro_batch(hf: LlavaConfig, indices: list[int], text_only: set[int]) -> FakeBatch:
+def micro_batch(hf: PretrainedConfig, indices: list[int], text_only: set[int]) -> FakeBatch:
     """Collate samples as the data pipeline does."""
     rows = [sample(hf, i, text_only=i % 8 in text_only) for i in indices]
     ids = torch.stack([x["ids"] for x in rows])
@@ -74,7 +75,7 @@ def micro_batch(hf: LlavaConfig, indices: list[int], text_only: set[int]) -> Fak
 class FakeLoader:
     """Deals the same global batches whatever the data-parallel size: sample s goes to micro-batch s // size."""
 
-    def __init__(self, hf: LlavaConfig, *, micro_batch_size: int, dp_rank: int, dp_size: int, text_only: set[int]):
+    def __init__(self, hf: PretrainedConfig, *, micro_batch_size: int, dp_rank: int, dp_size: int, text_only: set[int]):
         self.hf, self.size, self.rank, self.dp, self.text_only = hf, micro_batch_size, dp_rank, dp_size, text_only
         self.count = 0
 

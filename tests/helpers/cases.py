@@ -1,23 +1,30 @@
-"""The family pairs that the layout tests run through, each with something of its own."""
+"""The classes and family pairs that the layout tests run through, each with something of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlavaForConditionalGeneration
+from transformers import LlavaForConditionalGeneration, PreTrainedModel
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_VALUES
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encoding.media import media_tokens
 from llava_mcore.data.samples import EncodedSample, PlacedMedia, TokenConversation
 from llava_mcore.data.streams.collate import collate
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
-from llava_mcore.models.media import MediaTokens
+from llava_mcore.models.media import MediaPlan, MediaTokens, Processing
 from llava_mcore.models.vision.geometry import image_side
+from llava_mcore.pixels import normalise
+from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava
 
 LLAMA3_ROPE = {
@@ -39,7 +46,7 @@ TWO_ROPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny model. `layouts`: the (tp, pp) it is tested at; None: at all."""
+    """One tiny model of the class `architecture` (model_type), at the (tp, pp) of `layouts` (None: all)."""
 
     vision: str
     text: str
@@ -49,10 +56,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.architecture}-{self.vision}-{self.text}"
+        of_class = "" if self.architecture == "llava" else f"{self.architecture}-"
+        return f"{of_class}{self.vision}-{self.text}"
 
 
-ONE_AXIS, BOTH_AXES = ((1, 2), (2, 1)), ((2, 2),)
+ONE_AXIS, BOTH_AXES, ONE_PROCESS = ((1, 2), (2, 1)), ((2, 2),), ((1, 1),)
 
 CASES = [
     Case("clip", "llama", {"text_overrides": {"vocab_size": 401}}),
@@ -78,25 +86,64 @@ CASES = [
     Case("siglip", "gemma3", {"text_overrides": {"rope_parameters": TWO_ROPES}}, BOTH_AXES),
     Case("clip", "mistral", {}, ONE_AXIS + BOTH_AXES, "llava_next"),
     Case("siglip", "qwen2", {"feature_layer": -1, "tie": True}, ONE_AXIS + BOTH_AXES, "llava_onevision"),
+    Case("internvit", "qwen2", {"tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "internvl"),
+    Case("internvit", "llama", {"vision_feature_layer": -2}, ONE_PROCESS + BOTH_AXES, "internvl"),
+    Case("siglip", "llama", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "idefics3"),
+    Case("siglip", "llama", {"tie": True, "marks": False}, ONE_PROCESS + BOTH_AXES, "smolvlm"),
 ]
 
 
-def make_case(case: Case, folder: Path) -> LlavaForConditionalGeneration:
+def make_case(case: Case, folder: Path) -> Any:
     """Write the case's Hugging Face folder and return its model."""
-    return make_hf_llava(
-        folder,
-        vision=case.vision,
-        text=case.text,
-        architecture=case.architecture,
-        seed=len(case.vision),
-        **case.options,
-    )
+    options = {"vision": case.vision, "text": case.text, "seed": len(case.name), **case.options}
+    if case.architecture in MAKERS:
+        return MAKERS[case.architecture](folder, **options)
+    return make_hf_llava(folder, architecture=case.architecture, **options)
+
+
+def case_inputs(case: Case, model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
+    """Return what the case is tested on: pictures as its own processor makes them, if their sizes matter."""
+    return pictures_of_sizes(folder) if case.architecture in MAKERS else make_inputs(model)
+
+
+PICTURE_SIZES = ((100, 40), (56, 56), (30, 210))
+
+
+def pictures_of_sizes(folder: Path, *, sizes: Sequence[tuple[int, int]] = PICTURE_SIZES, seed: int = 0) -> Any:
+    """Return three samples as the data pipeline makes them: one with pictures of several sizes, one with the last of
+    them alone, one with text alone (padded to the same length)."""
+    assets = load_assets(folder)
+    data = [_noise(*size) for size in sizes]
+    generator = torch.Generator().manual_seed(seed)
+    rows, media, positions = [], [], []
+    for row, pictures in enumerate((data, data[-1:], [])):
+        parts, length = [], 0
+        for item, picture in zip(media_tokens(pictures, assets.plan, 10**6), pictures, strict=True):
+            text = torch.randint(300, 400, (3,), generator=generator)
+            parts += [text, torch.from_numpy(item.ids)]
+            media.append(PlacedMedia(picture, length + 3, item))
+            positions.append((row, length + 3 + item.values[FEATURE_POSITIONS]))
+            length += 3 + len(item)
+        rows.append(torch.cat([*parts, torch.randint(300, 400, (5,), generator=generator)]))
+    length = -(-max(map(len, rows)) // 8) * 8
+    pixels = torch.cat([assets.images.tiles([item]) for item in media])
+    return {
+        "input_ids": torch.stack([torch.cat([x, x.new_full((length - len(x),), assets.pad_token_id)]) for x in rows]),
+        PIXEL_VALUES: normalise(pixels, assets.images.pixel_scale),
+        FEATURE_POSITIONS: torch.from_numpy(np.concatenate([row * length + where for row, where in positions])),
+    }
+
+
+def _noise(height: int, width: int) -> bytes:
+    buffer = BytesIO()
+    Image.effect_noise((width, height), 200).convert("RGB").save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def make_inputs(model: LlavaForConditionalGeneration, *, num_text: int = 24, seed: int = 0) -> dict[str, torch.Tensor]:
     """Two samples: one with two pictures, one with text alone (padded to the same length)."""
     hf = model.config
-    if architecture_of(hf).media(hf).any_size:
+    if hf.model_type != "llava":
         return any_size_inputs(model, seed=seed)
     n = features_per_tile(hf)
     g = torch.Generator().manual_seed(seed)
@@ -114,11 +161,13 @@ def make_inputs(model: LlavaForConditionalGeneration, *, num_text: int = 24, see
     }
 
 
-def hf_logits(model: LlavaForConditionalGeneration, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def hf_logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return Hugging Face's logits [b, s, vocabulary] for the same inputs."""
     with torch.no_grad():
         theirs = {name.removeprefix(THEIRS): x for name, x in inputs.items() if name.startswith(THEIRS)}
-        return model(input_ids=inputs["input_ids"], **(theirs or {PIXEL_VALUES: inputs[PIXEL_VALUES]})).logits
+        return model(
+            input_ids=inputs["input_ids"], **(theirs or {PIXEL_VALUES: hf_pixels(model, inputs[PIXEL_VALUES])})
+        ).logits
 
 
 THEIRS = "hugging face: "
@@ -127,10 +176,16 @@ SIZES = (((56, 140),), (), ((100, 60), (40, 40)), ((120, 120),))
 """Heights and widths of the pictures of each sample."""
 
 
+def media_plan(hf: Any) -> MediaPlan:
+    """Return the plan of a class that needs nothing but the config for it."""
+    nothing: Any = None
+    return architecture_of(hf).media(hf, Processing(nothing, nothing, {}))
+
+
 def any_size_inputs(model: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """Samples of one length with pictures of several sizes, one picture, none, two; collated as the loader does."""
     hf = model.config
-    plan, side, g = architecture_of(hf).media(hf), image_side(hf.vision_config), torch.Generator().manual_seed(seed)
+    plan, side, g = media_plan(hf), image_side(hf.vision_config), torch.Generator().manual_seed(seed)
     items = [plan.tokens(sizes) for sizes in SIZES]
     length = max(sum(map(len, each)) for each in items) + 24
     conversations = [_conversation(each, length, g) for each in items]
@@ -156,6 +211,11 @@ def _conversation(items: list[MediaTokens], length: int, g: torch.Generator) -> 
         media.append(PlacedMedia(b"", start, item))
         start += len(item) + 2
     return TokenConversation("k", ids, np.ones(length, dtype=np.bool_), tuple(media), truncated=False)
+
+
+def hf_pixels(model: Any, tiles: torch.Tensor) -> torch.Tensor:
+    """Return tiles [k, 3, h, w] as the class takes them: some as those of one sample, [1, k, 3, h, w]."""
+    return tiles[None] if model.config.model_type in ("idefics3", "smolvlm") else tiles
 
 
 def make_sharp_case(case: Case, folder: Path) -> LlavaForConditionalGeneration:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,18 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(vocab_size: int = 400) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with <s>, </s>, <pad> and <image>; deterministic."""
+def make_tokenizer(
+    vocab_size: int = 400, named: dict[str, str] | None = None, more: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with <s>, </s>, <pad> and the placeholder; deterministic.
+
+    named: special tokens that the tokenizer knows by a name, the placeholder first; None: <image>. more: others.
+    """
+    named = named or {"image_token": "<image>"}
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
+    special = ["<unk>", "<s>", "</s>", "<pad>", *named.values(), *more]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
@@ -89,8 +95,8 @@ def make_tokenizer(vocab_size: int = 400) -> PreTrainedTokenizerFast:
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
-        extra_special_tokens={"image_token": "<image>"},
-        chat_template=CHAT_TEMPLATE,
+        extra_special_tokens=named,
+        chat_template=CHAT_TEMPLATE.replace("<image>", next(iter(named.values()))),
     )
 
 

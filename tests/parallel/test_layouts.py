@@ -1,4 +1,4 @@
-"""Every family pair at every layout: logits as Hugging Face's, and a bitwise way back to disk."""
+"""Every class and family pair at every layout: logits as Hugging Face's, and a bitwise way back to disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder, write_tracker
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
-from tests.helpers.cases import CASES, hf_logits, make_case, make_inputs
+from tests.helpers.cases import CASES, case_inputs, hf_logits, make_case
 from tests.helpers.world import run_world
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
@@ -29,7 +29,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         hf, megatron = root / case.name / "hf", root / case.name / "megatron"
         model = make_case(case, hf)
         import_hf(hf, megatron)
-        inputs = make_inputs(model)
+        inputs = case_inputs(case, model, hf)
         made[case.name] = {"hf": hf, "megatron": megatron, "inputs": inputs, "logits": hf_logits(model, inputs)}
     return made
 

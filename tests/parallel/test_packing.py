@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.shards import make_dataset
+from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 
 NUM_SAMPLES = 24
+
+
+def picture(index: int) -> bytes:
+    """A noise of one of four shapes."""
+    buffer = BytesIO()
+    width, height = ((56, 56), (168, 50), (40, 130), (300, 20))[index % 4]
+    Image.effect_noise((width, height), 90).convert("RGB").save(buffer, "JPEG")
+    return buffer.getvalue()
 
 
 def losses_by_sample(ranks: list[dict[str, dict[str, Any]]], kind: str) -> dict[str, float]:
@@ -27,12 +38,13 @@ def losses_by_sample(ranks: list[dict[str, dict[str, Any]]], kind: str) -> dict[
     return found
 
 
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+@pytest.fixture(scope="module", params=["llava", "internvl", "idefics3"])
+def material(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A checkpoint of each class, and samples with pictures of several sizes."""
     root: Path = tmp_path_factory.mktemp("packing")
-    make_hf_llava(root / "hf")
+    MAKERS.get(request.param, make_hf_llava)(root / "hf")
     import_hf(root / "hf", root / "megatron")
-    replace = {i: {"txt": "It is " + "so very " * (i % 7) + f"{i}."} for i in range(NUM_SAMPLES)}
+    replace = {i: {"txt": "It is " + "so very " * (i % 7) + f"{i}.", "jpg": picture(i)} for i in range(NUM_SAMPLES)}
     make_dataset(root / "data", num_samples=NUM_SAMPLES, replace=replace)
     return {"checkpoint": str(root / "megatron"), "data": str(root / "data")}
 

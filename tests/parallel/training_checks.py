@@ -114,6 +114,22 @@ def curves_of(groups: Groups, checkpoints: dict[str, str], save_dir: str) -> dic
     return run_all(groups, runs, save_dir)
 
 
+def curves_of_classes(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict[str, Any]:
+    """Short runs of every class: padded, packed, text alone in some batches, and parts frozen."""
+    short = {"training.train_iters": 4}
+    parts = ("vision_model", "vision_projection", "language_model")
+    only = {part: {f"model.freeze_{other}": other != part for other in parts} for part in parts}
+    runs = {}
+    for name, checkpoint in checkpoints.items():
+        runs[f"{name}, plain"] = (checkpoint, {1, 3, 4, 5}, short)
+        runs[f"packed {name}"] = (checkpoint, {1, 3, 4, 5}, short)
+        runs[f"{name}, text alone"] = (checkpoint, set(range(8)), short)
+        runs[f"bf16 {name}"] = (checkpoint, {1, 3, 4, 5}, short | {"training.precision": "bf16"})
+        runs[f"{name}, recompute"] = (checkpoint, {1, 3, 4, 5}, short | {"model.recompute": "full"})
+        runs |= {f"{name}, only {part}": (checkpoint, {1, 3, 4, 5}, short | flags) for part, flags in only.items()}
+    return run_all(join(tp, pp), runs, save_dir)
+
+
 def run_all(
     groups: Groups, runs: dict[str, tuple[str, set[int], dict[str, Any]]], save_dir: str
 ) -> dict[str, dict[str, list[float]]]:

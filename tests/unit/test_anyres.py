@@ -38,6 +38,7 @@ from llava_mcore.batch_fields import (
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.media import MediaTokens, Size
+from tests.helpers.cases import media_plan
 
 NEWLINE = -1.0
 NUM_SIZES = 10_000
@@ -95,7 +96,7 @@ CASES = [(llava_next, LlavaNextModel, 0), (llava_onevision, LlavaOnevisionModel,
 @pytest.mark.parametrize(("config", "model", "seed"), CASES)
 def test_features_are_where_hugging_faces_model_puts_them(config: Any, model: Any, seed: int) -> None:
     hf = config()
-    plan, n = architecture_of(hf).media(hf), architecture_of(hf).features_per_tile(hf)
+    plan, n = media_plan(hf), architecture_of(hf).features_per_tile(hf)
     expected_tokens = expands(hf)
     resized = 0
     for size in random_sizes(seed):
@@ -126,16 +127,16 @@ def expands(hf: PretrainedConfig) -> Any:
 
 def test_several_pictures_of_a_conversation() -> None:
     hf = llava_onevision()
-    plan = architecture_of(hf).media(hf)
+    plan = media_plan(hf)
     both = plan.tokens([(100, 900), (900, 100)])
     assert [(len(x), x.num_tiles) for x in both] == [(730, 1)] * 2 and sequence(both[0]).tolist() == [*range(729), -1]
     hf = llava_next()
-    plan = architecture_of(hf).media(hf)
+    plan = media_plan(hf)
     assert plan.tokens([(100, 900), (900, 100)]) == [plan.tokens([x])[0] for x in ((100, 900), (900, 100))]
 
 
 def test_a_plan_travels_to_other_processes() -> None:
-    plan = architecture_of(hf := llava_onevision()).media(hf)
+    plan = media_plan(llava_onevision())
     (mine,), (other,) = plan.tokens([(70, 90)]), pickle.loads(pickle.dumps(plan)).tokens([(70, 90)])
     assert np.array_equal(mine.ids, other.ids) and np.array_equal(sequence(mine), sequence(other))
 
@@ -153,11 +154,11 @@ def test_settings_that_the_tower_cannot_take(change: dict[str, Any], message: st
     for name, value in change.items():
         setattr(hf, name, value)
     with pytest.raises(ConversionError, match=message):
-        architecture_of(hf).media(hf)
+        media_plan(hf)
 
 
 def test_only_one_way_to_cut_is_known() -> None:
     hf = llava_onevision()
     hf.vision_aspect_ratio = "pad"
     with pytest.raises(ConversionError, match="vision_aspect_ratio = 'pad': expected 'anyres_max_9'"):
-        architecture_of(hf).media(hf)
+        media_plan(hf)

@@ -20,10 +20,13 @@ from transformers import (
     AutoTokenizer,
     CLIPVisionModel,
     GenerationConfig,
+    InternVLForConditionalGeneration,
     SiglipVisionModel,
 )
 
+from llava_mcore.cli import import_hf
 from llava_mcore.cli.build import main
+from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.models.vision.geometry import image_side
 from tests.helpers.build_parts import (
     VOCAB,
@@ -34,6 +37,8 @@ from tests.helpers.build_parts import (
     save_vision,
     tensors_of,
 )
+from tests.helpers.class_tokens import assert_same_ids
+from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import CORPUS, TEXTS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "convert" / "build_llava_jp.py"
@@ -281,7 +286,46 @@ def test_every_flag_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("COLUMNS", "200")
     shown = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
     flags = [line.split(maxsplit=2) for line in shown.splitlines() if line.startswith("  --")]
-    assert len(flags) == 17 and "--expand-projector" in [flag[0] for flag in flags]
+    assert len(flags) == 18 and "--expand-projector" in [flag[0] for flag in flags]
     with pytest.raises(SystemExit) as stopped:
         main(["--save-dir", "x", "--text-model", "y", "--vocab-size-pad"])
     assert stopped.value.code == 2 and "--vocab-size-pad" in capsys.readouterr().err
+
+
+# -- other classes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma3"])
+def test_an_internvl_folder_of_any_language_model(
+    build_tiny: Any, tiny_parts: Any, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parts exact, pictures as its own processor expands them, and logits of the parallel model are its own."""
+    text, vision = tiny_parts(kind, tie=True), tiny_parts("internvit")
+    out = build_tiny(text, vision, connector="pixel_shuffle")
+    model = InternVLForConditionalGeneration.from_pretrained(out).eval()
+    source = AutoModel.from_pretrained(vision).eval()
+    for name, x in source.state_dict().items():
+        assert torch.equal(model.model.vision_tower.state_dict()[name], x), name
+    norm, config = model.model.multi_modal_projector.layer_norm, model.config
+    assert norm.weight.unique().tolist() == [1.0] and norm.bias.unique().tolist() == [0.0]
+    assert (config.vision_feature_layer, config.image_seq_length) == (-1, 4)
+    ids = torch.randint(0, VOCAB, (2, 17), generator=torch.Generator().manual_seed(0))
+    expected = AutoModelForCausalLM.from_pretrained(text).eval()(input_ids=ids).logits
+    assert torch.equal(model(input_ids=ids).logits[..., :VOCAB], expected)
+    own, processor = AutoImageProcessor.from_pretrained(vision), AutoProcessor.from_pretrained(out)
+    assert list(processor.image_processor.image_mean) == list(own.image_mean)
+    assert_same_ids(out, load_assets(out), [(56, 56), (30, 200), (100, 90)])
+    flags = ["--hf-dir", str(out), "--megatron-dir", str(tmp_path / "m"), "--workers", "1", "--tp", "2"]
+    assert import_hf.main([*flags, "--logits", str(CHINA)]) == 0
+    assert "computes the logits of" in capsys.readouterr().out
+
+
+def test_the_connector_is_a_flag(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = ["--text-model", str(tiny_parts("llama")), "--vision-model", str(tiny_parts("internvit"))]
+    assert main([*parts, "--save-dir", str(tmp_path / "out"), "--connector", "pixel_shuffle"]) == 0
+    said = capsys.readouterr().out
+    assert "hidden state -1, strategy default: 4 tokens a tile" in said and "projector: 256 -> 64" in said
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "internvl"
+    with pytest.raises(SystemExit):
+        main([*parts, "--save-dir", str(tmp_path / "other"), "--connector", "q_former"])
+    assert "invalid choice: 'q_former'" in capsys.readouterr().err

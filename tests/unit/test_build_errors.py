@@ -99,12 +99,26 @@ OPTION_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"vision_feature_layers": (1,), "expand_projector": True},
         "no layer lies halfway",
     ),
+    "a connector that no class has": (
+        {"connector": "q_former"},
+        "--connector q_former: no class has it; choose one of mlp, pixel_shuffle",
+    ),
+    "a tower that the class does not read": (
+        {"connector": "pixel_shuffle"},
+        "--connector pixel_shuffle makes an InternVLForConditionalGeneration, whose tower is internvl_vision in "
+        "transformers; --vision-model .* is 'clip_vision_model'",
+    ),
     "no whole patches": ({"image_size": 60}, r"--image-size 60: .* patches of 14 px; the nearest are 56 and 70"),
     "no picture": ({"image_size": -14}, "--image-size -14: .* the smallest is 14"),
     "too large": (
         {"image_size": 14_000},
         r"--image-size 14000: .* take 1,000,001 tokens, .* 512 positions .* take a smaller size",
     ),
+    "two connectors": (
+        {"architecture": "llava_next", "connector": "pixel_shuffle"},
+        "--architecture llava_next has the connector mlp; --connector pixel_shuffle does not fit it",
+    ),
+    "no such class": ({"architecture": "idefics3"}, "--architecture idefics3: .* llava_onevision, internvl"),
     "no template file": ({"chat_template": Path("/no/file")}, "--chat-template /no/file: cannot be read"),
     "shard size": ({"max_shard_size": "5 apples"}, "--max-shard-size 5 apples"),
 }
@@ -115,6 +129,29 @@ def test_options_that_cannot_work(build_tiny: Any, fault: str) -> None:
     options, message = OPTION_FAULTS[fault]
     with pytest.raises(ConfigError, match=message):
         build_tiny(**options)
+
+
+SHUFFLE_FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a grid of 5": (
+        {"image_size": 70},
+        {},
+        "--connector pixel_shuffle: 25 features of a picture are no square",
+    ),
+    "the class token": ({}, {"vision_feature_select_strategy": "full"}, "'full' leaves the class token among"),
+    "two layers": ({}, {"expand_projector": True}, r"vision_feature_layer = \[-1, -3\]: InternVL reads one layer"),
+    "a last norm": ({"use_mean_pooling": False}, {}, "use_mean_pooling = False puts a norm"),
+}
+
+
+@pytest.mark.parametrize("fault", SHUFFLE_FAULTS)
+def test_what_the_shuffle_cannot_read_needs_no_weights(build_tiny: Any, tmp_path: Path, fault: str) -> None:
+    tower, options, message = SHUFFLE_FAULTS[fault]
+    source = save_vision(tmp_path / "vision", "internvit")
+    _edit(source, **tower)
+    save_image_processor(source, "clip", tower.get("image_size", 56))
+    (source / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=message):
+        build_tiny(vision=source, connector="pixel_shuffle", **options)
 
 
 def test_a_size_that_the_image_processor_cannot_make(build_tiny: Any, tmp_path: Path) -> None:

@@ -12,10 +12,15 @@ import torch
 from PIL import Image
 from transformers import AutoModel, AutoProcessor, BitImageProcessor, CLIPVisionModel, SiglipVisionModel
 
+from llava_mcore.cli import import_hf
 from llava_mcore.cli.build import main
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.errors import ConfigError
 from llava_mcore.models.vision.geometry import image_side
 from tests.helpers.build_checks import assert_converts
 from tests.helpers.build_parts import load, save_vision, tensors_of
+from tests.helpers.class_tokens import assert_same_ids
+from tests.helpers.photos import CHINA
 
 pytest_plugins = ("tests.helpers.build_fixtures",)
 
@@ -51,6 +56,18 @@ def test_features_are_the_interpolated_towers(build_tiny: Any, tiny_parts: Any, 
 def test_it_trains_here_and_goes_back(build_tiny: Any, tiny_parts: Any, tmp_path: Path, kind: str) -> None:
     out = build_tiny(vision=tiny_parts(kind), image_size=70)
     assert_converts(out, load(out), tmp_path)
+
+
+def test_with_a_pixel_shuffle(build_tiny: Any, tiny_parts: Any, tmp_path: Path) -> None:
+    """Its squares of two by two features need an even number of patches."""
+    out = build_tiny(vision=tiny_parts("internvit"), architecture="internvl", image_size=84)
+    config = load(out).config
+    assert (config.model_type, config.image_seq_length) == ("internvl", 9)
+    assert_same_ids(out, load_assets(out), [(56, 56), (30, 200)])
+    flags = ["--hf-dir", str(out), "--megatron-dir", str(tmp_path / "m"), "--workers", "1"]
+    assert import_hf.main([*flags, "--logits", str(CHINA)]) == 0
+    with pytest.raises(ConfigError, match="--connector pixel_shuffle: "):
+        build_tiny(vision=tiny_parts("internvit"), connector="pixel_shuffle", image_size=70)
 
 
 def test_the_towers_own_size(build_tiny: Any, tiny_parts: Any, tmp_path: Path) -> None:

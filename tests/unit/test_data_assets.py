@@ -160,7 +160,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         r"processor_config\.json: not valid JSON",
     ),
     "no config": (lambda p: (p / "config.json").unlink(), "no config.json"),
-    "another model": (lambda p: _edit(p / "config.json", lambda c: c.update(model_type="llama")), "expected 'llava'"),
+    "another model": (
+        lambda p: _edit(p / "config.json", lambda c: c.update(model_type="llama")),
+        "expected one of 'llava'",
+    ),
     "no pad": (_remove_pad, "no pad token"),
     "no EOS": (lambda p: _edit(p / "tokenizer_config.json", lambda c: c.pop("eos_token")), "no EOS token"),
     "another image id": (

@@ -25,7 +25,7 @@ from llava_mcore.mapping.layouts import Copy
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.language.registry import LANGUAGE_FAMILIES
-from llava_mcore.models.vision.registry import VISION_FAMILIES
+from llava_mcore.models.vision.registry import VISION_FAMILIES, towers_of_any_class
 from llava_mcore.training.setup import transformer_impl
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import make_hf_llava
@@ -217,5 +217,5 @@ def test_the_page_about_adding_a_family_names_what_there_is() -> None:
     functions = set(re.findall(r"`(\w+)\(", page))
     source = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in files if name.endswith(".py"))
     assert [name for name in functions if f"def {name}" not in source and f"class {name}" not in source] == []
-    for kind in (*LANGUAGE_FAMILIES, *VISION_FAMILIES):
+    for kind in (*LANGUAGE_FAMILIES, *towers_of_any_class()):
         assert f"`{kind}`" in (ROOT / "docs" / "build.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import LlavaForConditionalGeneration
+from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 import llava_mcore
 from llava_mcore.errors import ConfigError
@@ -71,7 +71,7 @@ def test_the_docstrings(here: Path) -> None:
     try:
         for function in (llava_mcore.import_hf, llava_mcore.load_model, llava_mcore.export_hf):
             (test,) = doctest.DocTestFinder(recurse=False).find(function, globs={**vars(llava_mcore), "torch": torch})
-            test.globs["model_inputs"] = llava_mcore.model_inputs
+            test.globs |= {"model_inputs": llava_mcore.model_inputs, "AutoProcessor": AutoProcessor}
             test.globs[function.__name__] = function
             assert runner.run(test) == (0, len(test.examples)) and test.examples
         half = llava_mcore.load_model(here / "megatron" / "iter_0000000", dtype=torch.bfloat16)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits
 from llava_mcore.data.encoding.chat import ChatFormat
@@ -21,7 +21,7 @@ from llava_mcore.files.regular import kind_of
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.media import MediaPlan
+from llava_mcore.models.media import MediaPlan, Processing
 from llava_mcore.models.vision.geometry import image_side
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,9 @@ def load_assets(
     if tokenizer is not None:
         _choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
     choice = _choose_template(tokenizer, folders, chat_template, lang, found)
-    plan = None if config is None else _plan(folders, config, found)
-    images = _load_images(folders, config, plan, limits, found)
+    processor = _load_processor(folders, found)
+    plan = None if config is None else _plan(folders, config, tokenizer, processor, found)
+    images = _check_images(processor, config, plan, limits, found)
     image_token = None if tokenizer is None else _check_tokenizer(tokenizer, config, found)
     if found:
         raise DataError(problems(f"{hf_dir} cannot prepare data for training", found))
@@ -194,36 +195,54 @@ def _load_tokenizer(folder: Path, found: list[str]) -> PreTrainedTokenizerBase |
     return tokenizer
 
 
-def _load_images(
-    folders: list[Path], config: PretrainedConfig | None, plan: MediaPlan | None, limits: Limits, found: list[str]
-) -> ImagePreprocessor | None:
+def _load_processor(folders: list[Path], found: list[str]) -> BaseImageProcessor | None:
     folder = next((f for f in folders if any((f / name).is_file() for name in PROCESSOR_FILES)), None)
     if folder is None:
         found.append(f"no image processor in {folders[0]}: none of {', '.join(PROCESSOR_FILES)}")
         return None
     try:
-        processor = load_image_processor(folder)
-        if config is None or plan is None:
-            return None
-        return ImagePreprocessor(processor, image_side(config.vision_config), plan, limits.picture_pixels)
+        return load_image_processor(folder)
     except (*LOAD_ERRORS, DataError) as error:
         found.append(f"the image processor in {folder} cannot be used: {why_not_loaded(error)}")
         return None
 
 
-def _plan(folders: list[Path], config: PretrainedConfig, found: list[str]) -> MediaPlan | None:
+def _check_images(
+    processor: BaseImageProcessor | None,
+    config: PretrainedConfig | None,
+    plan: MediaPlan | None,
+    limits: Limits,
+    found: list[str],
+) -> ImagePreprocessor | None:
+    if processor is None or config is None or plan is None:
+        return None
+    try:
+        return ImagePreprocessor(processor, image_side(config.vision_config), plan, limits.picture_pixels)
+    except (*LOAD_ERRORS, DataError) as error:
+        found.append(f"the image processor cannot be used: {why_not_loaded(error)}")
+        return None
+
+
+def _plan(
+    folders: list[Path],
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    processor: BaseImageProcessor | None,
+    found: list[str],
+) -> MediaPlan | None:
     """How pictures become tokens by the model's config; a processor that would make other ones is reported."""
     architecture = architecture_of(config)
+    file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
+    settings = None if file is None else _read_json(file, found)
     try:
-        plan = architecture.media(config)
+        if settings is not None:
+            found += [f"{file}: {problem}" for problem in architecture.processor_problems(config, settings)]
+        if tokenizer is None or processor is None:
+            return None
+        return architecture.media(config, Processing(tokenizer, processor, settings or {}))
     except ConversionError as error:
         found.append(str(error))
         return None
-    file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
-    settings = None if file is None else _read_json(file, found)
-    if settings is not None:
-        found += [f"{file}: {problem}" for problem in architecture.processor_problems(config, settings)]
-    return plan
 
 
 def _choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int | None], found: list[str]) -> None:
@@ -240,7 +259,10 @@ def _choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int | None
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None, found: list[str]) -> str:
     """Check the special tokens and that every id has a row in the embedding. Returns the picture's placeholder."""
-    image_token = tokenizer.special_tokens_map.get("image_token", "<image>")
+    if config is None:
+        image_token = tokenizer.special_tokens_map.get("image_token", "<image>")
+    else:
+        image_token = architecture_of(config).placeholder(tokenizer)
     vocab = tokenizer.get_vocab()
     image_id = vocab.get(image_token)
     if tokenizer.pad_token_id is None:

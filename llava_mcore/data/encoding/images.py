@@ -16,6 +16,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as F
 from transformers import AutoImageProcessor, BaseImageProcessor
 from transformers.image_processing_backends import TorchvisionBackend
+from transformers.models.auto.image_processing_auto import DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
 
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.samples import PlacedMedia
@@ -269,12 +270,17 @@ class ImagePreprocessor:
 def load_image_processor(folder: Path) -> BaseImageProcessor:
     """Load the processor, backed by torchvision whatever the folder names.
 
-    The Pillow-backed classes differ from it by up to 0.015 a value, so the choice is not left to what is installed.
+    The Pillow-backed classes differ from it by up to 0.015 a value, so the choice is not left to what is installed,
+    but for those that transformers backs by Pillow itself: torchvision before 0.27 has not their Lanczos filter.
     Raises OSError or ValueError if the folder has none, DataError without torchvision.
     """
-    processor = AutoImageProcessor.from_pretrained(
-        folder, backend="torchvision", local_files_only=True, trust_remote_code=False
-    )
+    processor = _image_processor(folder, "torchvision")
     if not isinstance(processor, TorchvisionBackend):
         raise DataError(f"{type(processor).__name__} is not backed by torchvision; install torchvision")
+    if type(processor).__name__ in DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS:
+        return _image_processor(folder, "pil")
     return processor
+
+
+def _image_processor(folder: Path, backend: str) -> BaseImageProcessor:
+    return AutoImageProcessor.from_pretrained(folder, backend=backend, local_files_only=True, trust_remote_code=False)

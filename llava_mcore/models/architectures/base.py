@@ -9,10 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from llava_mcore.batch_fields import PICTURE_FIELDS, Fields
 from llava_mcore.models.connectors.connector import Connector
-from llava_mcore.models.media import MediaPlan
+from llava_mcore.models.media import MediaPlan, Processing
 from llava_mcore.models.names import KnownNames
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.geometry import image_side
@@ -27,6 +28,10 @@ class Architecture(ABC):
     """Opens the folder; what `check` compares logits with."""
     names: ClassVar[KnownNames]
     """The names that its tensors have had in files."""
+    fields: ClassVar[Fields] = PICTURE_FIELDS
+    """Of a micro-batch's media."""
+    towers: ClassVar[tuple[str, ...]] = ()
+    """model_types of the towers that transformers reads in it; empty: of all that are no part of one class alone."""
 
     @property
     def has_newline(self) -> bool:
@@ -42,8 +47,12 @@ class Architecture(ABC):
         """Return which of the tower's hidden states are used. Raises ConversionError for one that it does not have."""
 
     @abstractmethod
-    def media(self, hf: PretrainedConfig) -> MediaPlan:
+    def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
         """Return how pictures become tokens. Raises ConversionError for settings that the tower cannot take."""
+
+    def placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return the token that stands for a picture in text."""
+        return str(tokenizer.special_tokens_map.get("image_token", "<image>"))
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
         """Return why a processor would expand a picture to other tokens than `media`, a message each.

@@ -16,7 +16,7 @@ from llava_mcore.models.architectures.registry import ARCHITECTURES, architectur
 from llava_mcore.models.language.registry import LANGUAGE_FAMILIES, language_family
 from llava_mcore.models.language.registry import REASONS as LANGUAGE_REASONS
 from llava_mcore.models.vision.registry import REASONS as VISION_REASONS
-from llava_mcore.models.vision.registry import VISION_FAMILIES, vision_family
+from llava_mcore.models.vision.registry import towers_of_any_class, vision_family
 
 _LARGEST = {
     "num_hidden_layers": 2_000,
@@ -48,9 +48,9 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
     values = read_object(path, ConversionError)
     kind = values.get("model_type")
     if kind not in ARCHITECTURES:
+        known = ", ".join(f"{name!r} ({x.model_class.__name__})" for name, x in ARCHITECTURES.items())
         raise ConversionError(
-            f"{path}: model_type is {kind!r}, expected {' or '.join(map(repr, ARCHITECTURES))}; a text model becomes "
-            "one with build_llava_jp.py"
+            f"{path}: model_type is {kind!r}, expected one of {known}; a text model becomes one with build_llava_jp.py"
         )
     try:
         hf = ARCHITECTURES[kind].config_class.from_dict(values)
@@ -69,9 +69,10 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
 def _unknown_families(hf: PretrainedConfig) -> list[str]:
     """Return what is wrong with the families of the parts."""
     found = []
+    towers = architecture_of(hf).towers or towers_of_any_class()
     for key, kind, known, reasons in (
         ("text_config", hf.text_config.model_type, LANGUAGE_FAMILIES.keys(), LANGUAGE_REASONS),
-        ("vision_config", hf.vision_config.model_type, VISION_FAMILIES.keys(), VISION_REASONS),
+        ("vision_config", hf.vision_config.model_type, towers, VISION_REASONS),
     ):
         if kind not in known:
             reason = f": {reasons[kind]}" if kind in reasons else ""

@@ -9,7 +9,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, PretrainedC
 from llava_mcore.models.architectures.base import Architecture
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.mlp import Mlp
-from llava_mcore.models.media import MediaPlan, SameTokens
+from llava_mcore.models.media import MediaPlan, Processing, SameTokens
 from llava_mcore.models.names import HfNames, KnownNames
 from llava_mcore.models.vision.features import FeatureChoice, feature_choice
 from llava_mcore.models.vision.geometry import num_patches
@@ -50,6 +50,6 @@ class Llava(Architecture):
         """Return what vision_feature_layer and vision_feature_select_strategy say."""
         return feature_choice(hf)
 
-    def media(self, hf: PretrainedConfig) -> MediaPlan:
+    def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
         """Return one tile and a fixed number of placeholders for every picture."""
         return SameTokens(hf.image_token_id, self.features_per_tile(hf), num_patches(hf.vision_config))

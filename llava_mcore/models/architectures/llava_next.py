@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration, PretrainedConfig
 
+from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.anyres import AnyRes, AnyResPlan
+from llava_mcore.models.anyres import NEXT_FIELDS, AnyRes, AnyResPlan
 from llava_mcore.models.architectures.llava import NAMES, Llava
-from llava_mcore.models.media import MediaPlan
+from llava_mcore.models.media import MediaPlan, Processing
 from llava_mcore.models.names import KnownNames
 from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
 
@@ -29,13 +30,15 @@ class LlavaNext(Llava):
         ),
     )
 
-    def media(self, hf: PretrainedConfig) -> MediaPlan:
+    fields: ClassVar[Fields] = NEXT_FIELDS
+
+    def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
         """Return the plan of base view and grid.
 
         Raises:
             ConversionError: features that are no square, or pinpoints that are no multiples of the tower's pictures.
         """
-        return AnyResPlan(hf.image_token_id, self.anyres(hf))
+        return AnyResPlan(hf.image_token_id, self.anyres(hf), self.fields)
 
     def anyres(self, hf: PretrainedConfig) -> AnyRes:
         """Return how pictures are cut. Raises as `media`."""

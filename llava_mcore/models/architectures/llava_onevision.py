@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import ClassVar
 
 from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, PretrainedConfig
 
+from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.anyres import AnyRes
+from llava_mcore.models.anyres import ONEVISION_FIELDS, AnyRes
 from llava_mcore.models.architectures.llava_next import LlavaNext
 
 _ASPECT_RATIO = re.compile(r"anyres_max_(\d+)")
@@ -19,6 +21,8 @@ class LlavaOnevision(LlavaNext):
 
     config_class = LlavaOnevisionConfig
     model_class = LlavaOnevisionForConditionalGeneration
+
+    fields: ClassVar[Fields] = ONEVISION_FIELDS
 
     def anyres(self, hf: PretrainedConfig) -> AnyRes:
         """Return how pictures are cut. Raises ConversionError also where that is not anyres_max_N."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from llava_mcore.models.architectures.base import Architecture
+from llava_mcore.models.architectures.idefics3 import Idefics3, SmolVlm
+from llava_mcore.models.architectures.internvl import InternVl
 from llava_mcore.models.architectures.llava import Llava
 from llava_mcore.models.architectures.llava_next import LlavaNext
 from llava_mcore.models.architectures.llava_onevision import LlavaOnevision
 
-_ALL: tuple[Architecture, ...] = (Llava(), LlavaNext(), LlavaOnevision())
+_ALL: tuple[Architecture, ...] = (Llava(), LlavaNext(), LlavaOnevision(), InternVl(), Idefics3(), SmolVlm())
 ARCHITECTURES: dict[str, Architecture] = {x.config_class.model_type: x for x in _ALL}
 """By model_type."""
 

@@ -28,7 +28,6 @@ class Mlp(Connector):
             "num_layers": 1,
             "hidden_size": width,
             "ffn_hidden_size": width,
-            "num_attention_heads": 1,
             "activation_func": activation(hf.projector_hidden_act, where="projector_hidden_act"),
             "add_bias_linear": hf.multimodal_projector_bias,
             "hidden_dropout": 0.0,

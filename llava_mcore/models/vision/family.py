@@ -23,6 +23,8 @@ class VisionFamily(ABC):
 
     transformers since 5.6 writes them without, but reads both; vLLM's LLaVA loader (0.33) only knows the name with it.
     """
+    part_of_a_class: ClassVar[bool] = False
+    """Whether only the Hugging Face classes that name it have such a tower."""
     interpolates: ClassVar[bool] = True
     """Whether its transformers model takes pictures of any size as it is."""
 

@@ -7,10 +7,11 @@ from transformers import PretrainedConfig
 from llava_mcore.models.vision.clip import Clip
 from llava_mcore.models.vision.dinov2 import Dinov2
 from llava_mcore.models.vision.family import VisionFamily
+from llava_mcore.models.vision.idefics import IdeficsSiglip
 from llava_mcore.models.vision.internvit import InternVit
 from llava_mcore.models.vision.siglip import Siglip
 
-_FAMILIES: tuple[VisionFamily, ...] = (Clip(), Dinov2(), InternVit(), Siglip())
+_FAMILIES: tuple[VisionFamily, ...] = (Clip(), Dinov2(), IdeficsSiglip(), InternVit(), Siglip())
 VISION_FAMILIES: dict[str, VisionFamily] = {name: family for family in _FAMILIES for name in family.model_types}
 """By model_type."""
 REASONS = {
@@ -18,6 +19,11 @@ REASONS = {
     "pictures; take a fixed-resolution SigLIP 2, which is a siglip_vision_model",
 }
 """Why a model_type that people try is not known."""
+
+
+def towers_of_any_class() -> tuple[str, ...]:
+    """Return the model_types of the towers that a class with AutoModel reads."""
+    return tuple(name for name, family in VISION_FAMILIES.items() if not family.part_of_a_class)
 
 
 def vision_family(hf: PretrainedConfig) -> VisionFamily:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
@@ -32,8 +32,8 @@ _HEAD = (
 class Siglip(VisionFamily):
     """SigLIP's vision tower, and that of SigLIP 2 with a fixed resolution."""
 
-    model_types = ("siglip_vision_model",)
-    pair = "siglip"
+    model_types: ClassVar[tuple[str, ...]] = ("siglip_vision_model",)
+    pair: ClassVar[str | None] = "siglip"
     wrapped = True
     interpolates = False
 

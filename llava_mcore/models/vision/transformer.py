@@ -34,6 +34,7 @@ from llava_mcore.models.vision.te_layers import te_layer_spec, use_fewer_kernels
 class VisionShape:
     """What the families differ in, beside TransformerConfig.
 
+    `post_norm`: the features are those behind the tower's last norm.
     `num_registers`: learnt tokens between the class token and the patches, without positions. `names`, `conv_name` and
     `layers_name`: Hugging Face's, of the modules in a layer, the patch embedding and the list of layers.
     """
@@ -45,6 +46,7 @@ class VisionShape:
     pre_norm: bool
     num_registers: int = 0
     layer_scale: bool = False
+    post_norm: bool = False
     names: LayerNames = USUAL_NAMES
     conv_name: str = "embeddings.patch_embedding"
     layers_name: str = "encoder.layers."
@@ -94,6 +96,8 @@ class VisionTransformer(VisionModule):
         if shape.pre_norm:
             self.ln_pre = WrappedTorchNorm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
         self.decoder = TransformerBlock(config, layer_spec(config, shape), post_layer_norm=False, post_process=False)
+        if shape.post_norm:
+            self.ln_post = WrappedTorchNorm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
         if config.transformer_impl == "transformer_engine":
             use_fewer_kernels(self.decoder)
 
@@ -109,6 +113,8 @@ class VisionTransformer(VisionModule):
             x = self.ln_pre(x)
         taken = self._hidden_states(x.transpose(0, 1).contiguous())
         out = torch.cat(taken, dim=-1).transpose(0, 1)  # [b, s, l*h]
+        if self.shape.post_norm:
+            out = self.ln_post(out)
         return out[:, 1:] if self.features.drop_first_token else out
 
     def _hidden_states(self, embedding: Tensor) -> list[Tensor]:

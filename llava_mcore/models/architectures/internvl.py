@@ -1,0 +1,143 @@
+"""InternVL: pictures are cut into tiles, with a thumbnail beside them, and squares of features become one.
+
+Videos, of which the class takes frames, are not trained on: a conversation holds pictures only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from PIL.Image import Image
+from torch import Tensor
+from transformers import (
+    BaseImageProcessor,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
+from llava_mcore.batch_fields import PICTURE_FIELDS
+from llava_mcore.errors import ConversionError
+from llava_mcore.models.architectures.base import Architecture
+from llava_mcore.models.architectures.llava import NAMES
+from llava_mcore.models.connectors.connector import Connector
+from llava_mcore.models.connectors.pixel_shuffle import PixelShuffle
+from llava_mcore.models.media import MediaPlan, MediaTokens, Processing, Size, picture
+from llava_mcore.models.names import KnownNames
+from llava_mcore.models.vision.features import FeatureChoice, feature_choice
+from llava_mcore.models.vision.geometry import num_patches
+
+_MARKS = ("start_image_token", "end_image_token")
+_DEFAULT_SEQ_LENGTH = 256
+"""InternVLProcessor's image_seq_length."""
+
+
+class InternVl(Architecture):
+    """InternVLForConditionalGeneration."""
+
+    config_class = InternVLConfig
+    model_class = InternVLForConditionalGeneration
+    names: ClassVar[KnownNames] = NAMES
+    towers = ("internvl_vision",)
+
+    def connector(self, hf: PretrainedConfig) -> Connector:
+        """Return the pixel shuffle with its MLP, the only one that the class has."""
+        return PixelShuffle()
+
+    def features(self, hf: PretrainedConfig) -> FeatureChoice:
+        """Return what vision_feature_layer and vision_feature_select_strategy say.
+
+        Raises:
+            ConversionError: several layers, a class token among the features, or a norm behind the last layer.
+        """
+        layer, vision = hf.vision_feature_layer, hf.vision_config
+        if not isinstance(layer, int):
+            raise ConversionError(f"vision_feature_layer = {layer}: InternVL reads one layer, give a whole number")
+        if hf.vision_feature_select_strategy != "default":
+            raise ConversionError(
+                f"vision_feature_select_strategy = {hf.vision_feature_select_strategy!r} leaves the class token among "
+                "the features, which are then no square grid; InternVL takes 'default'"
+            )
+        if layer == -1 and not vision.use_mean_pooling:
+            raise ConversionError(
+                "vision_config.use_mean_pooling = False puts a norm behind the tower's last layer, which is not "
+                "supported for vision_feature_layer = -1; it must be True"
+            )
+        return feature_choice(hf)
+
+    def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
+        """Return the tiles that the folder's image processor cuts a picture into."""
+        return _Tiles(hf.image_token_id, self.features_per_tile(hf), num_patches(hf.vision_config), processing)
+
+    def placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return the tokenizer's own name for it."""
+        return str(tokenizer.special_tokens_map.get("context_image_token", super().placeholder(tokenizer)))
+
+    def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
+        """Return why InternVLProcessor would expand a tile to other tokens than the model makes features of it."""
+        served, wanted = settings.get("image_seq_length", _DEFAULT_SEQ_LENGTH), self.features_per_tile(hf)
+        if served == wanted:
+            return []
+        return [
+            f"image_seq_length makes {served} tokens of a tile, but the model's config.json makes {wanted} features; "
+            "correct the processor's settings"
+        ]
+
+
+class _Tiles(MediaPlan):
+    """`<img>`, as many placeholders as all tiles have features, `</img>`: what InternVLProcessor writes."""
+
+    def __init__(
+        self, image_token_id: int, features_per_tile: int, patches_per_tile: int, processing: Processing
+    ) -> None:
+        """Raises ConversionError for a tokenizer without the marks, or a processor that makes no tiles of one size."""
+        self.image_token_id, self.fields = image_token_id, PICTURE_FIELDS
+        self.any_size, self.tokens_per_tile, self.patches_per_tile = True, features_per_tile, patches_per_tile
+        self._start, self._end = _mark_ids(processing.tokenizer)
+        images = processing.images
+        values = images.to_dict()
+        if not {"min_patches", "max_patches"} <= values.keys() or not images.size.height:
+            raise ConversionError(
+                f"{type(images).__name__} cuts no tiles as InternVL takes them: it must have min_patches, max_patches "
+                "and a size of height and width, as GotOcr2ImageProcessor has"
+            )
+        self._tile: Size = (images.size.height, images.size.width)
+        self._fewest, self._most = int(images.min_patches), int(images.max_patches)
+
+    def pixels(
+        self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
+    ) -> Tensor:
+        """Return the tiles of pictures; the class's processor has them cut whatever the image processor's default."""
+        return super().pixels(processor, pictures, tokens, crop_to_patches=True, **options)
+
+    def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
+        """Return the tokens of a conversation's pictures."""
+        return [self._tokens(self._num_tiles(size)) for size in sizes]
+
+    def _num_tiles(self, size: Size) -> int:
+        """Return the tiles of a picture; several have a thumbnail with them."""
+        columns, rows = get_optimal_tiled_canvas(size, self._tile, self._fewest, self._most)
+        return columns * rows + int(columns * rows > 1)
+
+    def _tokens(self, num_tiles: int) -> MediaTokens:
+        placeholders = [self.image_token_id] * (num_tiles * self.tokens_per_tile)
+        return picture(
+            [self._start, *placeholders, self._end],
+            self.image_token_id,
+            num_tiles=num_tiles,
+            num_patches=num_tiles * self.patches_per_tile,
+        )
+
+
+def _mark_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    names = tokenizer.special_tokens_map
+    missing = [name for name in _MARKS if name not in names]
+    if missing:
+        raise ConversionError(
+            f"the tokenizer names no {' and no '.join(missing)}; InternVL's has them among extra_special_tokens in "
+            "tokenizer_config.json"
+        )
+    return [int(tokenizer.convert_tokens_to_ids(names[name])) for name in _MARKS]

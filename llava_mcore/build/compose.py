@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llava_mcore.build.classes import FolderClass
 from llava_mcore.build.language import TokenIds, settle_ids
 from llava_mcore.build.vision import FeaturePlan
+from llava_mcore.models.architectures.registry import architecture_of
 
 
 def whole_config(
@@ -21,7 +22,7 @@ def whole_config(
     for part in (language.config, vision.config):
         part.name_or_path = ""  # would be a path of this machine
     # transformers ties by the top-level value, Megatron and older readers look into text_config: both must say it.
-    config = kind.config(language.config, vision.config, plan, ids.image)
+    config = kind.config(language.config, vision.config, plan, ids)
     settle_ids(config, ids)
     return config
 
@@ -36,15 +37,17 @@ def compose(
     model.lm_head = language.lm_head
     model.model.vision_tower = vision
     projector = model.model.multi_modal_projector.to_empty(device="cpu")
-    init_projector(projector, seed)
+    generator = torch.Generator().manual_seed(seed)
+    init_projector(projector, generator)
     projector.to(language.dtype)
+    if architecture_of(config).has_newline:
+        model.model.image_newline = new_newline(config.text_config.hidden_size, language.dtype, generator)
     assert not any(p.is_meta for p in model.parameters())
     return model.eval()
 
 
-def init_projector(projector: nn.Module, seed: int) -> None:
+def init_projector(projector: nn.Module, generator: torch.Generator) -> None:
     """Fill the projector in place, on every machine alike: linears uniform ±1/√inputs, biases zero, norms one."""
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for linear in (module for module in projector.modules() if isinstance(module, nn.Linear)):
             bound = 1 / math.sqrt(linear.in_features)
@@ -53,3 +56,8 @@ def init_projector(projector: nn.Module, seed: int) -> None:
                 linear.bias.zero_()
     for norm in (module for module in projector.modules() if isinstance(module, nn.LayerNorm)):
         norm.reset_parameters()
+
+
+def new_newline(width: int, dtype: torch.dtype, generator: torch.Generator) -> nn.Parameter:
+    """Return the vector [h] that ends a row of a grid, as transformers begins it: normal, 1/√h."""
+    return nn.Parameter((torch.randn(width, generator=generator) / math.sqrt(width)).to(dtype))

@@ -24,7 +24,7 @@ from transformers import (
 
 from llava_mcore.build import language, vision
 from llava_mcore.build.chat import choose_template
-from llava_mcore.build.classes import folder_class
+from llava_mcore.build.classes import FolderClass, folder_class
 from llava_mcore.build.compose import compose, whole_config
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
@@ -33,7 +33,7 @@ from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_folder import locked, partial_sibling, publish, require_absent
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.media import Processing
+from llava_mcore.models.media import Processing, Size
 from llava_mcore.models.vision.geometry import image_side
 
 _SIZE = re.compile(r"[1-9]\d*(KB|MB|GB)")
@@ -86,13 +86,14 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     text_config = language.load_language_config(sources.text)
     own_config = vision.load_vision_config(sources.vision)
     kind.require_tower(own_config, options)
-    image_processor, side = vision.load_image_processor(sources.image_processor, own_config)
-    vision_config = vision.resized(own_config, side)
+    asked_config = vision.asked_size(own_config, options.image_size, text_config.max_position_embeddings)
+    image_processor, side = vision.load_image_processor(sources.image_processor, asked_config, options)
+    vision_config = vision.resized(asked_config, side)
     plan = vision.plan_features(vision_config, options, kind.layers)
     tokenizer = language.load_tokenizer(sources.tokenizer, kind.named_tokens)
     ids = language.add_special_tokens(tokenizer, kind.named_tokens.values())
-    with features_for(options.connector):
-        sketch = kind.config(text_config, vision_config, plan, ids.image)
+    with features_for(kind.connector):
+        sketch = kind.config(text_config, vision_config, plan, ids)
         architecture_of(sketch).features_per_tile(sketch)
     template = tokenizer.chat_template = choose_template(tokenizer, options.chat_template, say)
     processor = kind.processor(image_processor, tokenizer, sketch, plan, template)
@@ -102,14 +103,15 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     text = language.load_language_model(sources.text, dtype, say)
     fit_vocabulary(text, tokenizer, pad=options.vocab_size_padding, say=say)
     say(f"vision tower: {sources.vision}")
-    if vision_config is not own_config:
-        say(f"  positions: those for {image_side(own_config)} px, interpolated to the image processor's {side} px")
+    if side != image_side(own_config):
+        said = "--image-size" if options.image_size else "the image processor's"
+        say(f"  positions: those for {image_side(own_config)} px, interpolated to {said} {side} px")
     tower = vision.load_vision_tower(sources.vision, vision_config, text.dtype)
     generation = language.settled_generation_config(text, tokenizer, ids, say)
     config = whole_config(kind, text, tower, plan, ids)
     model = compose(kind, text, tower, config, seed=options.seed)
     model.generation_config = generation
-    _say_features(plan, model, options, say)
+    _say_features(kind, plan, model, processor, options, say)
     write_folder(model, processor, options)
     return summary(model, sources, options)
 
@@ -189,12 +191,17 @@ def check_folder(folder: Path, config: PretrainedConfig, processor: ProcessorMix
     size = image_side(config.vision_config)
     picture = Image.new("RGB", (size + 5, size // 2 + 3))
     placeholders = list(read_processor(images=picture, text=_PROBE)["input_ids"][0]).count(config.image_token_id)
-    plan = architecture_of(config).media(config, Processing(tokenizer, read_processor.image_processor, {}))
-    num_features = plan.tokens([(picture.height, picture.width)])[0].num_features
+    num_features = placeholders_of(read_config, read_processor, (picture.height, picture.width))
     if placeholders != num_features:
         found.append(f"processor: {placeholders} placeholders of a picture, the model makes {num_features} features")
     if found:
         raise ConversionError(problems("the folder does not read back as it was written", found))
+
+
+def placeholders_of(config: PretrainedConfig, processor: ProcessorMixin, size: Size) -> int:
+    """Return how many placeholders the model needs for a picture of this height and width."""
+    plan = architecture_of(config).media(config, Processing(processor.tokenizer, processor.image_processor, {}))
+    return int((plan.tokens([size])[0].ids == config.image_token_id).sum())
 
 
 def summary(model: PreTrainedModel, sources: Sources, options: BuildOptions) -> list[Part]:
@@ -204,6 +211,9 @@ def summary(model: PreTrainedModel, sources: Sources, options: BuildOptions) -> 
     tied = "tied" if config.tie_word_embeddings else "untied"
     projector = model.model.multi_modal_projector
     widths = f"{projector.linear_1.in_features} -> {text.hidden_size} -> {text.hidden_size}"
+    newline = []
+    if architecture_of(config).has_newline:
+        newline.append(Part("image_newline", f"new, seed {options.seed}", str(text.hidden_size), text.hidden_size))
     head = 0 if config.tie_word_embeddings else model.lm_head.weight.numel()
     return [
         Part(
@@ -213,6 +223,7 @@ def summary(model: PreTrainedModel, sources: Sources, options: BuildOptions) -> 
             _count(model.model.vision_tower),
         ),
         Part("multi_modal_projector", f"new, seed {options.seed}", widths, _count(projector)),
+        *newline,
         Part(
             "language_model",
             str(sources.text),
@@ -236,11 +247,21 @@ def features_for(connector: str) -> Iterator[None]:
         raise ConfigError(f"--connector {connector}: {error}") from error
 
 
-def _say_features(plan: vision.FeaturePlan, model: PreTrainedModel, options: BuildOptions, say: Say) -> None:
+def _say_features(
+    kind: FolderClass,
+    plan: vision.FeaturePlan,
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    options: BuildOptions,
+    say: Say,
+) -> None:
     """Say what the projector reads, as it decides how pictures become tokens."""
     config, input_width = model.config, model.model.multi_modal_projector.linear_1.in_features
     layers = " and ".join(str(layer) for layer in plan.layers)
     expanded = " (--expand-projector)" if options.expand_projector else ""
-    tokens = f"{config.image_seq_length} tokens {'a picture' if options.connector == 'mlp' else 'a tile'}"
+    tokens = f"{architecture_of(config).features_per_tile(config)} tokens a {kind.tile}"
+    if pinpoints := kind.pinpoints(config.vision_config):
+        most = max(placeholders_of(config, processor, (height, width)) for height, width in pinpoints)
+        tokens += f", about {most} a picture with the largest grid"
     say(f"  features: hidden state {layers}{expanded}, strategy {plan.strategy}: {tokens}")
     say(f"projector: {input_width} -> {config.text_config.hidden_size}, new weights from seed {options.seed}")

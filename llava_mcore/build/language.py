@@ -25,18 +25,20 @@ from llava_mcore.errors import ConversionError
 from llava_mcore.models.language.registry import LANGUAGE_FAMILIES
 
 IMAGE_TOKEN = "<image>"
+VIDEO_TOKEN = "<video>"
 PAD_TOKEN = "<pad>"
 _SMALLEST_VOCABULARY = 32
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Ids that config, generation and tokenizer must agree on. `bos` is None when the tokenizer has none."""
+    """Ids that config, generation and tokenizer must agree on. `bos` and `video`: None when the tokenizer has none."""
 
     image: int
     pad: int
     eos: int
     bos: int | None
+    video: int | None
 
 
 def load_language_config(source: Source) -> PreTrainedConfig:
@@ -132,7 +134,8 @@ def add_special_tokens(tokenizer: PreTrainedTokenizerBase, more: Iterable[str]) 
 def token_ids(tokenizer: PreTrainedTokenizerBase) -> TokenIds:
     """Read the ids back from a tokenizer."""
     image = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-    return TokenIds(image, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id)
+    video = tokenizer.get_vocab().get(VIDEO_TOKEN)
+    return TokenIds(image, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, video)
 
 
 def wanted_vocab_size(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, pad: bool) -> int:

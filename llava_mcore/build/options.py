@@ -9,7 +9,8 @@ from typing import Literal
 
 DEFAULT_VISION_MODEL = "openai/clip-vit-large-patch14-336"
 CONNECTORS = ("mlp", "pixel_shuffle")
-"""By which a class is chosen: LLaVA, InternVL."""
+ARCHITECTURES = ("llava", "llava_next", "llava_onevision", "internvl")
+"""By which a class is chosen: its connector, its model_type, or both."""
 VOCAB_MULTIPLE = 128
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 
@@ -30,7 +31,9 @@ class BuildOptions:
         dtype: of every weight; "auto" is the text model's own.
         vocab_size_padding: round the vocabulary up to a multiple of 128.
         expand_projector: let the projector read a second layer of the tower, so that its input is twice as wide.
-        connector: one of CONNECTORS.
+        connector: one of CONNECTORS; None is that of the architecture.
+        architecture: one of ARCHITECTURES; None is the connector's first, llava without one.
+        image_size: height and width of a picture in pixels; None is what the image processor makes.
         vision_feature_layers: indices into the tower's hidden states (0 is the embedding), as in LlavaConfig; None is
             the class's own choice.
         vision_feature_select_strategy: None is "default" (drop the class token) for CLIP and "full" for SigLIP.
@@ -48,7 +51,9 @@ class BuildOptions:
     dtype: str = "auto"
     vocab_size_padding: bool = False
     expand_projector: bool = False
-    connector: str = "mlp"
+    connector: str | None = None
+    architecture: str | None = None
+    image_size: int | None = None
     vision_feature_layers: tuple[int, ...] | None = None
     vision_feature_select_strategy: Literal["default", "full"] | None = None
     seed: int = 1234

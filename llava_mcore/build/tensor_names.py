@@ -14,6 +14,7 @@ def tensors_to_write(model: PreTrainedModel) -> dict[str, Tensor]:
     prefixes = {
         "model.vision_tower.": tower,
         "model.multi_modal_projector.": "multi_modal_projector.",
+        "model.image_newline": "image_newline",
         "model.language_model.": "language_model.model.",
         "lm_head.": "language_model.lm_head.",
     }

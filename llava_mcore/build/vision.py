@@ -79,8 +79,9 @@ def load_vision_tower(source: Source, config: PreTrainedConfig, dtype: torch.dty
 
 def _interpolate_positions(tower: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Replace the position embeddings by what transformers adds for pictures of the size in `config`, for good."""
-    side, embeddings = image_side(config), tower.embeddings
-    patches = torch.empty(1, 1 + num_patches(config), config.hidden_size)  # only its shape is read
+    family, side, embeddings = vision_family(config), image_side(config), tower.embeddings
+    # Registers get no position: transformers puts them in afterwards. Only the shape is read.
+    patches = torch.empty(1, int(family.has_class_token(config)) + num_patches(config), config.hidden_size)
     with torch.no_grad():
         positions = embeddings.interpolate_pos_encoding(patches, side, side)
     if positions.shape != patches.shape:
@@ -88,7 +89,10 @@ def _interpolate_positions(tower: PreTrainedModel, config: PreTrainedConfig) -> 
             f"transformers interpolates the positions of {config.model_type} to {tuple(positions.shape)}, expected "
             f"{tuple(patches.shape)}: this version of it cannot be used for pictures of {side} px"
         )
-    embeddings.position_embeddings = nn.Parameter(positions.clone())
+    if family.interpolates:
+        embeddings.position_embeddings = nn.Parameter(positions.clone())
+    else:  # CLIP and SigLIP keep them in a layer
+        embeddings.position_embedding = nn.Embedding.from_pretrained(positions[0].clone(), freeze=False)
     tower.config.image_size = config.image_size
 
 
@@ -135,6 +139,32 @@ def _feature_layers(num_layers: int, layers: tuple[int, ...], *, expand: bool) -
     return (layers[0], half if layers[0] >= 0 else half - states)
 
 
+def asked_size(config: PreTrainedConfig, size: int | None, positions: int) -> PreTrainedConfig:
+    """Return the tower's configuration for pictures of --image-size; itself if that is not given.
+
+    Args:
+        positions: of the language model.
+
+    Raises:
+        ConfigError: neither a multiple of the tower's patches nor its own size, or too large for the positions.
+    """
+    if size is None or size == image_side(config):
+        return config
+    patch = patch_side(config)
+    if size < 1 or size % patch:
+        below = size // patch * patch
+        nearest = f"the nearest are {below} and {below + patch}" if below > 0 else f"the smallest is {patch}"
+        raise ConfigError(f"--image-size {size}: expected a multiple of the tower's patches of {patch} px; {nearest}")
+    found = resized(config, size)
+    tokens = vision_family(config).num_positions(found)
+    if tokens >= positions:
+        raise ConfigError(
+            f"--image-size {size}: a picture would take {tokens:,} tokens, but the language model has {positions:,} "
+            "positions (max_position_embeddings); take a smaller size"
+        )
+    return found
+
+
 def resized(config: PreTrainedConfig, side: int) -> PreTrainedConfig:
     """Return the tower's configuration for pictures of `side` pixels; itself if that is its size."""
     if side == image_side(config):
@@ -144,23 +174,36 @@ def resized(config: PreTrainedConfig, side: int) -> PreTrainedConfig:
     return found
 
 
-def load_image_processor(source: Source, config: PreTrainedConfig) -> tuple[Any, int]:
+def load_image_processor(source: Source, config: PreTrainedConfig, options: BuildOptions) -> tuple[Any, int]:
     """Read the image processor, try it on a picture that is not square, and return it and its pictures' size.
+
+    With --image-size it is set to that size first, which `config` has then.
 
     Raises:
         ConversionError: unreadable, or its pictures do not have the tower's size.
     """
     hint = "Give --image-processor TAG_OR_DIR: a folder with preprocessor_config.json."
+    size = image_side(config)
     with reading("the image processor", source, hint):
         processor = AutoImageProcessor.from_pretrained(source.name, **source.load_arguments)
-    size = image_side(config)
+        if options.image_size is not None:
+            processor = with_size(processor, size)
     picture = np.zeros((size // 2 + 3, size + 5, 3), dtype=np.uint8)
     with reading("a picture through the image processor", source):
         made = tuple(processor(images=picture, return_tensors="pt")["pixel_values"].shape)
-    takes_any = vision_family(config).interpolates and made[-1] >= patch_side(config)
+    takes_any = options.image_size is None and vision_family(config).interpolates and made[-1] >= patch_side(config)
     if made != (1, 3, size, size) and not (takes_any and made == (1, 3, made[-1], made[-1])):
         raise ConversionError(
             f"{source}: the image processor makes pictures of shape {made[1:]}, but the tower takes {(3, size, size)}. "
-            "Give the matching one with --image-processor."
+            "Give the matching one with --image-processor, or have both set with --image-size."
         )
     return processor, made[-1]
+
+
+def with_size(processor: Any, side: int) -> Any:
+    """Return an image processor like this one that makes pictures of `side` pixels, by its `size` and `crop_size`."""
+    values = processor.to_dict()
+    for name in ("size", "crop_size"):
+        if values.get(name):
+            values[name] = {key: side for key, value in values[name].items() if value is not None}
+    return type(processor).from_dict(values)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llava_mcore.build.options import CONNECTORS, DEFAULT_VISION_MODEL, DTYPE_NAMES, BuildOptions
+from llava_mcore.build.options import ARCHITECTURES, CONNECTORS, DEFAULT_VISION_MODEL, DTYPE_NAMES, BuildOptions
 from llava_mcore.cli.common import conversion_main
 
 
@@ -64,9 +64,14 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--connector",
         choices=CONNECTORS,
-        default="mlp",
         help="between tower and language model, and with it the class of the folder: mlp is LLaVA, pixel_shuffle "
-        "InternVL, which cuts pictures into tiles (default: %(default)s)",
+        "InternVL, which cuts pictures into tiles (default: that of the architecture)",
+    )
+    group.add_argument(
+        "--architecture",
+        choices=ARCHITECTURES,
+        help="Hugging Face class of the folder: llava (1.5) takes a picture as one tile, llava_next (1.6) and "
+        "llava_onevision as a base view and a grid of tiles (default: llava; internvl with pixel_shuffle)",
     )
     group.add_argument(
         "--vocab-size-padding",
@@ -78,6 +83,13 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="let the projector read a second layer of the tower, half as deep as the first, so that its input is "
         "twice as wide (docs/build.md says why it is not the hidden layer that widens)",
+    )
+    group.add_argument(
+        "--image-size",
+        type=int,
+        metavar="N",
+        help="take pictures of N x N pixels: the tower's positions are interpolated as transformers does it, and the "
+        "image processor is set to N (default: the size that the image processor makes)",
     )
     group.add_argument(
         "--vision-feature-layer",
@@ -130,6 +142,8 @@ def run(args: argparse.Namespace) -> int:
         vocab_size_padding=args.vocab_size_padding,
         expand_projector=args.expand_projector,
         connector=args.connector,
+        architecture=args.architecture,
+        image_size=args.image_size,
         vision_feature_layers=None if args.vision_feature_layer is None else tuple(args.vision_feature_layer),
         vision_feature_select_strategy=args.vision_feature_select_strategy,
         seed=args.seed,

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     CLIPImageProcessor,
     CLIPModel,
-    LlavaForConditionalGeneration,
     PreTrainedTokenizerFast,
     SiglipImageProcessor,
     SiglipModel,
@@ -86,8 +86,8 @@ def save_image_processor(folder: Path, kind: str, pixels: int) -> None:
         SiglipImageProcessor(size=size).save_pretrained(folder)
 
 
-def load(folder: Path) -> LlavaForConditionalGeneration:
-    return LlavaForConditionalGeneration.from_pretrained(folder).eval()
+def load(folder: Path) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder).eval()
 
 
 def tensors_of(folder: Path, part: str) -> dict[str, torch.Tensor]:

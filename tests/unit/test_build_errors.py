@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
+from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration, SiglipImageProcessor
 
 from llava_mcore.build.sources import find_source
 from llava_mcore.errors import ConfigError, ConversionError
@@ -108,6 +108,17 @@ OPTION_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         "--connector pixel_shuffle makes an InternVLForConditionalGeneration, whose tower is internvl_vision in "
         "transformers; --vision-model .* is 'clip_vision_model'",
     ),
+    "no whole patches": ({"image_size": 60}, r"--image-size 60: .* patches of 14 px; the nearest are 56 and 70"),
+    "no picture": ({"image_size": -14}, "--image-size -14: .* the smallest is 14"),
+    "too large": (
+        {"image_size": 14_000},
+        r"--image-size 14000: .* take 1,000,001 tokens, .* 512 positions .* take a smaller size",
+    ),
+    "two connectors": (
+        {"architecture": "llava_next", "connector": "pixel_shuffle"},
+        "--architecture llava_next has the connector mlp; --connector pixel_shuffle does not fit it",
+    ),
+    "no such class": ({"architecture": "idefics3"}, "--architecture idefics3: .* llava_onevision, internvl"),
     "no template file": ({"chat_template": Path("/no/file")}, "--chat-template /no/file: cannot be read"),
     "shard size": ({"max_shard_size": "5 apples"}, "--max-shard-size 5 apples"),
 }
@@ -141,6 +152,13 @@ def test_what_the_shuffle_cannot_read_needs_no_weights(build_tiny: Any, tmp_path
     (source / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=message):
         build_tiny(vision=source, connector="pixel_shuffle", **options)
+
+
+def test_a_size_that_the_image_processor_cannot_make(build_tiny: Any, tmp_path: Path) -> None:
+    source = save_vision(tmp_path / "tower", "siglip")
+    SiglipImageProcessor(size={"height": 60, "width": 60}, do_resize=False).save_pretrained(source)
+    with pytest.raises(ConversionError, match=r"makes pictures of shape .*, but the tower takes \(3, 84, 84\)"):
+        build_tiny(vision=source, image_size=84)
 
 
 def test_siglip_has_no_class_token_to_drop(build_tiny: Any, tiny_parts: Any) -> None:

@@ -74,7 +74,7 @@ def bare(make: Callable[[], PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast
 def smollm2() -> PreTrainedTokenizerFast | None:
     """SmolLM2's tokenizer (byte level, <|im_end|> is EOS); None if its package is not installed."""
     folder = smollm2_folder()
-    return None if folder is None else load_tokenizer(find_source(str(folder), "--tokenizer", may_be_gguf=True))
+    return None if folder is None else load_tokenizer(find_source(str(folder), "--tokenizer", may_be_gguf=True), {})
 
 
 def mistral_v1(folder: Path) -> PreTrainedTokenizerFast | None:

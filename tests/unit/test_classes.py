@@ -134,8 +134,8 @@ def test_files_that_transformers_writes_now_are_read_and_written_back(
     model.save_pretrained(hf, save_original_format=False)
     names = load_file(hf / "model.safetensors").keys()
     assert all(x.startswith(("model.", "lm_head.")) for x in names)
-    import_hf.import_hf(hf, tmp_path / "m", tp=2, verify=True)
-    export_hf.export_hf(tmp_path / "m", tmp_path / "out", tp=2, verify=True)
+    import_hf.import_hf(hf, tmp_path / "m", tensor_parallel=2, verify=True)
+    export_hf.export_hf(tmp_path / "m", tmp_path / "out", tensor_parallel=2, verify=True)
     written, read = load_file(tmp_path / "out" / "model.safetensors"), load_file(hf / "model.safetensors")
     assert written.keys() == read.keys() and all(torch.equal(written[x], read[x]) for x in read)
 

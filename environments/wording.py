@@ -45,9 +45,14 @@ def main() -> int:
     """Print a line for every place; return 1 if there is one."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = [name for name in listed.splitlines() if name.endswith(SUFFIXES)]
-    found = [line for name in names if ROOT / name != Path(__file__) for line in places(name)]
+    found = [line for name in names if is_read(ROOT / name) for line in places(name)]
     print("".join(f"{line}\n" for line in found), end="")
     return 1 if found else 0
+
+
+def is_read(path: Path) -> bool:
+    """Tell whether a listed file is to be read: not this table, nor one that has just been deleted."""
+    return path.is_file() and path != Path(__file__)
 
 
 def places(name: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llava_mcore.build.classes import FolderClass
+from llava_mcore.build.classes.base import FolderClass
 from llava_mcore.build.language import TokenIds, settle_ids
 from llava_mcore.build.vision import FeaturePlan
 from llava_mcore.models.architectures.registry import architecture_of

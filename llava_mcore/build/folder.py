@@ -24,7 +24,8 @@ from transformers import (
 
 from llava_mcore.build import language, vision
 from llava_mcore.build.chat import choose_template
-from llava_mcore.build.classes import FolderClass, folder_class
+from llava_mcore.build.classes.base import FolderClass
+from llava_mcore.build.classes.registry import folder_class
 from llava_mcore.build.compose import compose, whole_config
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say

@@ -102,10 +102,7 @@ def load_assets(
     assert plan is not None and image_token is not None
     try:
         chat = ChatFormat(
-            tokenizer,
-            choice.text,
-            image_token=image_token,
-            special_tokens_in_text=special_tokens_in_text,
+            tokenizer, choice.text, image_token=image_token, special_tokens_in_text=special_tokens_in_text
         )
     except DataError as error:
         raise DataError(problems(f"{hf_dir} cannot prepare data for training", [str(error)])) from error

@@ -73,12 +73,7 @@ class TrainLoader:
             DataError: data that are not prepared; a place that does not belong to these data and settings.
         """
         leaves = check_dataset(data.path)
-        least = assets.plan.patches_per_tile
-        if data.max_media_tokens is not None and data.max_media_tokens < least:
-            raise DataError(
-                f"data.max_media_tokens is {data.max_media_tokens}, but the smallest picture has {least} patches: "
-                "raise it, or leave it away"
-            )
+        _check_media_budget(data, assets)
         assert data.path is not None
         self.path: Path | str = data.path
         self._timeout = data.timeout
@@ -103,10 +98,7 @@ class TrainLoader:
         self._places = {n: places.get(n) for n in numbers}
         num_batches = {n: 0 if place is None else num_given(place) for n, place in self._places.items()}
         self._turns = iter(RoundRobin(num_batches))
-        most_tiles = micro_batch_size * data.seq_length // assets.plan.tokens_per_tile
-        if data.max_media_tokens is not None:
-            most_tiles = min(most_tiles, micro_batch_size * data.max_media_tokens // assets.plan.patches_per_tile)
-        buffer_bytes = most_tiles * assets.images.num_bytes
+        buffer_bytes = micro_batch_size * _most_tiles(data, assets) * assets.images.num_bytes
         self._sources = _serve(streams, num_batches, data, seed, buffer_bytes, num_micro_batches)
         self._closed = False
         self._handling = assets.chat.special_tokens_in_text
@@ -211,6 +203,23 @@ def _settings_to_resume_with(data: DataConfig, path: Path | str, seed: int, micr
         "megatron-energon": version("megatron-energon"),
         "data (made by energon prepare)": fingerprint(path),
     }
+
+
+def _check_media_budget(data: DataConfig, assets: Assets) -> None:
+    least = assets.plan.patches_per_tile
+    if data.max_media_tokens is not None and data.max_media_tokens < least:
+        raise DataError(
+            f"data.max_media_tokens is {data.max_media_tokens}, but the smallest picture has {least} patches: raise or "
+            "omit it"
+        )
+
+
+def _most_tiles(data: DataConfig, assets: Assets) -> int:
+    """Return about how many tiles a sample or pack has at most."""
+    most = data.seq_length // assets.plan.tokens_per_tile
+    if data.max_media_tokens is not None:
+        most = min(most, data.max_media_tokens // assets.plan.patches_per_tile)
+    return most
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -1,0 +1,33 @@
+"""The classes that can be built, and the choice among them."""
+
+from __future__ import annotations
+
+from llava_mcore.build.classes.base import FolderClass
+from llava_mcore.build.classes.grids import NextFolder, OnevisionFolder
+from llava_mcore.build.classes.internvl import InternVlFolder
+from llava_mcore.build.classes.llava import LlavaFolder
+from llava_mcore.build.options import CONNECTORS, BuildOptions
+from llava_mcore.errors import ConfigError
+
+_CLASSES: tuple[FolderClass, ...] = (LlavaFolder(), NextFolder(), OnevisionFolder(), InternVlFolder())
+
+
+def folder_class(options: BuildOptions) -> FolderClass:
+    """Return the class of the folder.
+
+    Raises:
+        ConfigError: a connector or an architecture that is not known, or an architecture with another's connector.
+    """
+    if options.connector not in (None, *CONNECTORS):
+        raise ConfigError(f"--connector {options.connector}: no class has it; choose one of {', '.join(CONNECTORS)}")
+    kinds = [kind for kind in _CLASSES if options.architecture in (None, kind.architecture)]
+    if not kinds:
+        known = ", ".join(kind.architecture for kind in _CLASSES)
+        raise ConfigError(f"--architecture {options.architecture}: cannot be built; choose one of {known}")
+    for kind in kinds:
+        if options.connector in (None, kind.connector):
+            return kind
+    raise ConfigError(
+        f"--architecture {options.architecture} has the connector {kinds[0].connector}; --connector "
+        f"{options.connector} does not fit it: leave one of them out"
+    )

@@ -15,7 +15,7 @@ from llava_mcore.launch.singularity import inner_command, requested_image, rerun
 from llava_mcore.run.messages import with_messages
 
 COMMANDS = {
-    "build": ("build", "compose a Hugging Face LLaVA folder from a language model and a vision tower"),
+    "build": ("build", "compose a Hugging Face folder from a language model and a vision tower"),
     "prepare": ("prepare", "write energon shards from conversations and pictures in any usual format"),
     "import-hf": ("import_hf", "convert a Hugging Face folder to a Megatron checkpoint"),
     "train": ("train", "train; the same as scripts/train/run.py"),

@@ -1,1 +1,1 @@
-"""Compose a Hugging Face LLaVA folder from a language model and a vision tower."""
+"""Compose a Hugging Face folder from a language model and a vision tower."""

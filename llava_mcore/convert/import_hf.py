@@ -54,7 +54,7 @@ def import_hf(
     PosixPath('megatron/iter_0000000')
 
     Args:
-        hf_dir: Hugging Face LLaVA folder.
+        hf_dir: Hugging Face folder.
         megatron_dir: folder to write; must not exist or be empty.
         tensor_parallel: each parallel tensor is stored in this many chunks, and the vocabulary is padded for it.
         pipeline_parallel: only checked: a checkpoint holds its layers one by one.

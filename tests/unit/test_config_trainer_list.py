@@ -10,8 +10,9 @@ import pytest
 
 from llava_mcore.cli import show_config
 from llava_mcore.config.load import config_fields, load_run_config
-from llava_mcore.config.rules.trainer_list import KEYS, _RefusedError
+from llava_mcore.config.rules.trainer_list import KEYS, MODEL_CLASSES, _RefusedError
 from llava_mcore.errors import ConfigError
+from llava_mcore.models.architectures.registry import ARCHITECTURES
 from tests.unit.test_config import message_of, values_of
 
 
@@ -145,3 +146,7 @@ def test_other_lists(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ConfigError, match="found a list that is not"):
         load_run_config(tmp_path / "a.json")
+
+
+def test_the_classes_are_those_of_the_registry() -> None:
+    assert tuple(x.model_class.__name__ for x in ARCHITECTURES.values()) == MODEL_CLASSES

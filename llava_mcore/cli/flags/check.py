@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
         "--data-path, look a dataset over as training will read it. Exit code 0 means yes, 2 no.",
     )
     model = p.add_argument_group("a model")
-    model.add_argument("--hf-dir", type=Path, help="Hugging Face LLaVA folder")
+    model.add_argument("--hf-dir", type=Path, help="Hugging Face folder")
     model.add_argument("--megatron-dir", type=Path, help="folder of Megatron checkpoints to compare with it")
     model.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check and read for (default 1)")
     model.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
@@ -37,7 +37,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for data; those that training has too mean the same there."""
     p = parser.add_argument_group("a dataset")
     p.add_argument("--data-path", type=Path, help="prepared folder, or a blend's .yaml, to look over")
-    p.add_argument("--tokenizer-load-dir", type=Path, help="Hugging Face LLaVA folder with tokenizer and processor")
+    p.add_argument("--tokenizer-load-dir", type=Path, help="Hugging Face folder with tokenizer and processor")
     p.add_argument("--chat-template", help=f"template to train with: {', '.join(NAMES)}, or a .jinja file")
     p.add_argument("--lang", choices=("jp", "en"), help="language of prompts for data without questions")
     p.add_argument("--seq-length", type=int, default=DEFAULTS.seq_length, help="most tokens of a sample (default 2048)")

@@ -42,6 +42,17 @@ def _unless_off(reason: str) -> Callable[[Any], Values]:
     return action
 
 
+MODEL_CLASSES = (
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
+)
+"""Those of models.architectures.registry, which needs torch; a test compares."""
+
+
 def _only(*allowed: str, instead: str) -> Callable[[Any], Values]:
     """A word that must say what is the case anyway."""
 
@@ -98,7 +109,7 @@ KEYS: dict[str, Callable[[Any], Values]] = {
     "dataset_config.processor_config.processor_modality": _only("vision", instead="use vision, or omit it"),
     "dataset_config.processor_config.processor_type": _only("llava", instead="LLaVA models only: use llava"),
     "model_config.model_name_or_path": _model,
-    "model_config.model_class": _only("LlavaForConditionalGeneration", instead="LLaVA models only; omit it"),
+    "model_config.model_class": _only(*MODEL_CLASSES, instead=f"known: {', '.join(MODEL_CLASSES)}"),
     "model_config.attn_implementation": _attention,
     "per_device_train_batch_size": _to("training.micro_batch_size"),
     "gradient_accumulation_steps": _refuse("depends on the number of GPUs: give training.global_batch_size instead"),

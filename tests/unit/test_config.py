@@ -363,7 +363,7 @@ def test_data_imports_no_megatron_core() -> None:
         ("name=a\nb", r"expected a line of text without control characters such as '\n'"),
         ("launch.sbatch_options=--comment='a\nid'", "control characters"),
         ("checkpoint.save_dir=/a\x1b[2J", "control characters"),
-        ("data.path=/a\udcff", "control characters"),
+        ("data.path=/a\udcff", "expected UTF-8; rename it"),
         ("model.freeze=a,b\rc", "control characters"),
     ],
 )

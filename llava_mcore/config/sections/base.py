@@ -34,7 +34,14 @@ class Section(BaseModel):
     def _one_line(cls, value: Any) -> Any:
         """Values end up in job scripts, command lines, environments and messages: a line break in one has no use."""
         for text in value if isinstance(value, list | tuple) else (value,):
-            wrong = [c for c in str(text) if unicodedata.category(c) in ("Cc", "Cs")]
-            if isinstance(text, str | Path) and wrong:
-                raise ValueError(f"expected a line of text without control characters such as {wrong[0]!r}")
+            if not isinstance(text, str | Path):
+                continue
+            for character in str(text):
+                kind = unicodedata.category(character)
+                if kind == "Cs":  # a byte that Python could not decode
+                    raise ValueError(
+                        "expected UTF-8; rename it, or set LC_ALL=C.UTF-8 if the name is UTF-8 and the locale is not"
+                    )
+                if kind == "Cc":
+                    raise ValueError(f"expected a line of text without control characters such as {character!r}")
         return value

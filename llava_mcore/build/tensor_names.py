@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from llava_mcore.compat.transformers import tower_tensors_in_files
 from llava_mcore.models.vision.registry import vision_family
 
 
@@ -24,4 +25,4 @@ def tensors_to_write(model: PreTrainedModel) -> dict[str, Tensor]:
             continue
         prefix = next(x for x in prefixes if name.startswith(x))
         named[prefixes[prefix] + name.removeprefix(prefix)] = tensor
-    return named
+    return tower_tensors_in_files(named, tower, model.config.vision_config.model_type)

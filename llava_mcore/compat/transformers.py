@@ -17,21 +17,32 @@ _RENAMED = {
 _GATE, _UP, _FUSED = "mlp.gate_proj", "mlp.up_proj", "mlp.weights_in"
 
 
-def tower_names_in_files(outputs: dict[str, Tensor], prefix: str, tower: str) -> dict[str, Tensor]:
+def tower_names_in_files(outputs: dict[str, Tensor], prefix: str, tower: str, *, dim: int = -1) -> dict[str, Tensor]:
     """Return the outputs of a model's modules under the names of its tensors in files.
 
     Args:
         outputs: module name -> output [..., features].
         prefix: of the tower's modules; others keep their names.
         tower: the tower's model_type.
+        dim: of the features.
     """
     if tower not in _DINOV2:
         return outputs
     named = {_old_name(name) if name.startswith(prefix) else name: x for name, x in outputs.items()}
     for name in [x for x in named if x.startswith(prefix) and x.endswith(_GATE)]:
         layer = name.removesuffix(_GATE)
-        named[layer + _FUSED] = torch.cat([named.pop(name), named.pop(layer + _UP)], dim=-1)
+        named[layer + _FUSED] = torch.cat([named.pop(name), named.pop(layer + _UP)], dim=dim)
     return named
+
+
+def tower_tensors_in_files(tensors: dict[str, Tensor], prefix: str, tower: str) -> dict[str, Tensor]:
+    """Return a model's tensors under the names that they have in files. `prefix`, `tower`: as above."""
+    found = {name: x for name, x in tensors.items() if "." not in name}
+    for kind in dict.fromkeys(name.rpartition(".")[2] for name in tensors if "." in name):
+        end = f".{kind}"
+        modules = {name.removesuffix(end): x for name, x in tensors.items() if name.endswith(end)}
+        found |= {name + end: x for name, x in tower_names_in_files(modules, prefix, tower, dim=0).items()}
+    return found
 
 
 def _old_name(name: str) -> str:

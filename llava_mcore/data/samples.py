@@ -52,7 +52,7 @@ class ChatSample(Sample):
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedMedia:
+class MediaSpan:
     """A picture, not yet decoded, and what it is in its conversation."""
 
     data: bytes
@@ -76,7 +76,7 @@ class TokenConversation:
     """[n]; every picture is already there as its own tokens."""
     trained: NDArray[np.bool_]
     """[n]; True where the token itself (not the one after it) is to be learnt."""
-    media: tuple[PlacedMedia, ...]
+    media: tuple[MediaSpan, ...]
     """In the order of their tokens."""
     truncated: bool
     """Whether the end was cut off."""

@@ -138,7 +138,7 @@ class StopSignals:
                     deadline, code = time.monotonic() + _LAST_SECONDS, 128 + number
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End a process: exit handlers run and output is flushed, but the interpreter is not torn down.
 
     Two reasons. Freeing what torch and transformers brought in takes a launcher over a second. And in a process of a

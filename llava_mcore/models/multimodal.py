@@ -145,7 +145,7 @@ class VisionLanguageModel(MegatronModule):
             positions.append(media[RESIZED_POSITIONS])
             weights = media[RESIZED_WEIGHTS].unsqueeze(-1)  # products in fp32, as torch's interpolate
             found.append((features[media[RESIZED_ROWS]] * weights).sum(1).to(features.dtype))
-        return place_features(embeddings, torch.cat(found), torch.cat(positions))
+        return insert_features(embeddings, torch.cat(found), torch.cat(positions))
 
     def image_features(self, pixel_values: Tensor) -> Tensor:
         """Return the features [i * n, h] of tiles [i, 3, height, width].
@@ -189,7 +189,7 @@ def new_newline(config: TransformerConfig) -> Parameter:
     return Parameter(torch.randn(width, dtype=config.params_dtype) / math.sqrt(width))
 
 
-def place_features(embeddings: Tensor, features: Tensor, positions: Tensor) -> Tensor:
+def insert_features(embeddings: Tensor, features: Tensor, positions: Tensor) -> Tensor:
     """Copy image features [i * n, h] over the embeddings [s, b, h] at flat [b * s] indices; no host sync."""
     s, b, h = embeddings.shape
     flat = embeddings.transpose(0, 1).reshape(b * s, h)

@@ -20,7 +20,7 @@ import psutil
 
 from llava_mcore.compat.torchrun import limit_closing
 from llava_mcore.errors import HUNG
-from llava_mcore.launch.process import FORWARDED, STOP, STOPPED_EARLY, leave
+from llava_mcore.launch.process import FORWARDED, STOP, STOPPED_EARLY, exit_now
 from llava_mcore.run.messages import with_messages
 
 ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -145,4 +145,4 @@ def _last_word(rank: int, code: int) -> int:
 
 
 if __name__ == "__main__":
-    leave(with_messages(main))  # it makes a temporary folder
+    exit_now(with_messages(main))  # it makes a temporary folder

@@ -16,7 +16,7 @@ from llava_mcore.compat.tested import untested_line
 from llava_mcore.compat.unused_imports import leave_out_unused
 from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import FileError, LlavaMcoreError, os_error_text
-from llava_mcore.launch.process import INTERRUPTED, STOPPED_EARLY, StopSignals, leave
+from llava_mcore.launch.process import INTERRUPTED, STOPPED_EARLY, StopSignals, exit_now
 from llava_mcore.parent import die_with_parent
 
 logger = logging.getLogger("llava_mcore.run.worker")  # run with -m, the module's name is another
@@ -62,4 +62,4 @@ def _train(config: Path, signals: StopSignals, started: float) -> int:
 
 
 if __name__ == "__main__":  # a checkpoint save imports this module again: keep the guard
-    leave(main())
+    exit_now(main())

@@ -18,7 +18,7 @@ from transformers import LlavaForConditionalGeneration, PreTrainedModel
 from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_VALUES
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.encoding.media import media_tokens
-from llava_mcore.data.samples import EncodedSample, PlacedMedia, TokenConversation
+from llava_mcore.data.samples import EncodedSample, MediaSpan, TokenConversation
 from llava_mcore.data.streams.collate import collate
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
 from llava_mcore.models.media import MediaPlan, MediaTokens, Processing
@@ -121,7 +121,7 @@ def pictures_of_sizes(folder: Path, *, sizes: Sequence[tuple[int, int]] = PICTUR
         for item, picture in zip(media_tokens(pictures, assets.plan, 10**6), pictures, strict=True):
             text = torch.randint(300, 400, (3,), generator=generator)
             parts += [text, torch.from_numpy(item.ids)]
-            media.append(PlacedMedia(picture, length + 3, item))
+            media.append(MediaSpan(picture, length + 3, item))
             positions.append((row, length + 3 + item.values[FEATURE_POSITIONS]))
             length += 3 + len(item)
         rows.append(torch.cat([*parts, torch.randint(300, 400, (5,), generator=generator)]))
@@ -208,7 +208,7 @@ def _conversation(items: list[MediaTokens], length: int, g: torch.Generator) -> 
     ids, start, media = torch.randint(5, 300, (length,), generator=g).numpy(), 3, []
     for item in items:
         ids[start : start + len(item)] = item.ids
-        media.append(PlacedMedia(b"", start, item))
+        media.append(MediaSpan(b"", start, item))
         start += len(item) + 2
     return TokenConversation("k", ids, np.ones(length, dtype=np.bool_), tuple(media), truncated=False)
 

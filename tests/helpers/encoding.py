@@ -12,7 +12,7 @@ from llava_mcore.data.encoding.chat import ChatFormat
 from llava_mcore.data.encoding.chat_tokens import ChatTokens
 from llava_mcore.data.encoding.images import ImagePreprocessor
 from llava_mcore.data.encoding.media import expand, media_tokens
-from llava_mcore.data.samples import PlacedMedia, Turn
+from llava_mcore.data.samples import MediaSpan, Turn
 from llava_mcore.models.media import MediaTokens, SameTokens
 
 N = 16
@@ -34,13 +34,13 @@ def image_positions(tokens: ChatTokens, num_tokens: int = N) -> NDArray[np.int64
     return (tokens.starts[:, None] + np.arange(num_tokens)).reshape(-1)
 
 
-def placed(places: Sequence[int], image_token_id: int, num_tokens: int) -> tuple[PlacedMedia, ...]:
+def placed(places: Sequence[int], image_token_id: int, num_tokens: int) -> tuple[MediaSpan, ...]:
     """Pictures from these indices on."""
     picture = tokens_of_a_picture(image_token_id, num_tokens)
-    return tuple(PlacedMedia(b"%d" % i, place, picture) for i, place in enumerate(places))
+    return tuple(MediaSpan(b"%d" % i, place, picture) for i, place in enumerate(places))
 
 
 def tiles(images: ImagePreprocessor, data: Sequence[bytes]) -> Tensor:
     """Return the tiles of pictures, each as if alone in a conversation."""
     tokens = [media_tokens([picture], images.plan, images.most_pixels)[0] for picture in data]
-    return images.tiles([PlacedMedia(picture, 0, item) for picture, item in zip(data, tokens, strict=True)])
+    return images.tiles([MediaSpan(picture, 0, item) for picture, item in zip(data, tokens, strict=True)])

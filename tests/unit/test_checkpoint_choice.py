@@ -163,11 +163,11 @@ def test_a_deletion_in_the_background_is_waited_for(tmp_path: Path) -> None:
 import shutil, time
 from pathlib import Path
 from llava_mcore.checkpoint import deletion
-from llava_mcore.launch.process import leave
+from llava_mcore.launch.process import exit_now
 rmtree = shutil.rmtree
 shutil.rmtree = lambda folder: (time.sleep(1), rmtree(folder))
 deletion.delete_in_background([Path({str(tmp_path / "old")!r})])
-leave(3)
+exit_now(3)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 3
     assert not (tmp_path / "old").exists()

@@ -259,7 +259,7 @@ def test_missing_image_and_missing_engine(tmp_path: Path, monkeypatch: pytest.Mo
 
 LEAVES = """
     import atexit, sys
-    from llava_mcore.launch.process import leave
+    from llava_mcore.launch.process import exit_now
 
     class Kept:
         def __del__(self):
@@ -268,7 +268,7 @@ LEAVES = """
     kept = Kept()
     atexit.register(print, "exit handler")
     print("printed")
-    leave(3)
+    exit_now(3)
 """
 
 
@@ -281,7 +281,7 @@ def test_a_worker_leaves_without_tearing_the_interpreter_down() -> None:
 
 
 def test_leaving_into_a_closed_pipe_is_quiet() -> None:
-    code = "import sys; from llava_mcore.launch.process import leave; sys.stdin.read(); print('unread'); leave(3)"
+    code = "import sys; from llava_mcore.launch.process import exit_now; sys.stdin.read(); print('unread'); exit_now(3)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # else print would fail, not the flush
     with subprocess.Popen([sys.executable, "-c", code], **pipes, text=True, env=buffered) as process:

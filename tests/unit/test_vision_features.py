@@ -13,7 +13,7 @@ from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.configs import ModelOptions
-from llava_mcore.models.multimodal import VisionLanguageModel, place_features
+from llava_mcore.models.multimodal import VisionLanguageModel, insert_features
 from llava_mcore.models.vision.features import feature_choice
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.tiny_hf import make_hf_llava
@@ -63,7 +63,7 @@ def test_features_go_to_their_places_and_gradients_come_back() -> None:
     embeddings = torch.randn(5, 2, 3, requires_grad=True)
     features = torch.randn(3, 3, requires_grad=True)
     places = torch.tensor([1, 2, 7])  # sample 0, tokens 1 and 2; sample 1, token 2
-    placed = place_features(embeddings, features, places)
+    placed = insert_features(embeddings, features, places)
     assert torch.equal(placed[1, 0], features[0]) and torch.equal(placed[2, 1], features[2])
     assert torch.equal(placed[0], embeddings[0])
     placed.sum().backward()

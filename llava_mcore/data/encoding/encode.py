@@ -10,7 +10,7 @@ from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.chat_tokens import TextTokens
 from llava_mcore.data.encoding.media import expand, media_tokens
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, from_json, is_by
-from llava_mcore.data.samples import Conversation, PlacedMedia, TokenConversation, Turn
+from llava_mcore.data.samples import Conversation, MediaSpan, TokenConversation, Turn
 from llava_mcore.errors import DataError
 
 
@@ -49,7 +49,7 @@ def expanded(text: TextTokens, conversation: Conversation, assets: Assets, key: 
     media = media_tokens(conversation.images, assets.plan, assets.limits.picture_pixels)
     tokens = expand(text, assets.plan.image_token_id, media)
     placed = (
-        PlacedMedia(data, int(start), item)
+        MediaSpan(data, int(start), item)
         for data, start, item in zip(conversation.images, tokens.starts, media, strict=True)
     )
     return TokenConversation(key, tokens.input_ids, tokens.trained, tuple(placed), truncated=False, typed=tokens.typed)

@@ -19,7 +19,7 @@ from transformers.image_processing_backends import TorchvisionBackend
 from transformers.models.auto.image_processing_auto import DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.samples import PlacedMedia
+from llava_mcore.data.samples import MediaSpan
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import MediaPlan, MediaTokens
 from llava_mcore.pixels import NO_SCALE, normalise
@@ -244,7 +244,7 @@ class ImagePreprocessor:
             pixels = self.processor.center_crop(pixels, self.processor.crop_size)
         return pixels
 
-    def tiles(self, media: Sequence[PlacedMedia]) -> Tensor:
+    def tiles(self, media: Sequence[MediaSpan]) -> Tensor:
         """Return the tiles of one conversation's pictures, [tiles, 3, h, w]; there may be none.
 
         uint8 that `pixel_scale` normalises, or float32 where that is empty. The channels of a pixel may be next to each

@@ -67,16 +67,12 @@ def export_hf(
         CheckpointError, ConversionError, ConfigError: before anything is written, or nothing is left of it.
     """
     megatron_dir, hf_dir = Path(megatron_dir), Path(hf_dir)
-    tp, pp = tensor_parallel, pipeline_parallel
     hf_files.require_absent(hf_dir, what="the export")
     checkpoint, iteration = layout.latest_readable(megatron_dir)
-    side = HfSide.carried(checkpoint) if hf_config is None else HfSide.given(hf_config)
-    wrong = check_layout(model_dims(side.hf), tp, pp, str(side.files))
-    if wrong:
-        raise ConfigError(problems(f"{checkpoint} cannot be read as tp {tp} x pp {pp}", wrong))
+    side = _hf_side(checkpoint, hf_config, tp=tensor_parallel, pp=pipeline_parallel)
     replaced = () if tokenizer_dir is None else _replaced(tokenizer_dir)
     with single_process():
-        weights = CheckpointWeights(side, checkpoint, tp)
+        weights = CheckpointWeights(side, checkpoint, tensor_parallel)
     files = planned_files(weights, dtype, max_shard_size)
     room = sum(x.size for x in files.values()) + sum(x.stat().st_size for x in hf_files.companion_files(side.files))
     if verify_checkpoint:
@@ -91,6 +87,15 @@ def export_hf(
         dtypes = {x for name, x in weights.dtypes(dtype).items() if name in trained}
         _write_companions(side.files, tokenizer_dir, replaced, partial, dtypes)
     return iteration
+
+
+def _hf_side(checkpoint: Path, hf_config: Path | None, *, tp: int, pp: int) -> HfSide:
+    """Return what the checkpoint's weights become. Raises ConfigError for a layout that the model does not allow."""
+    side = HfSide.carried(checkpoint) if hf_config is None else HfSide.given(hf_config)
+    wrong = check_layout(model_dims(side.hf), tp, pp, str(side.files))
+    if wrong:
+        raise ConfigError(problems(f"{checkpoint} cannot be read as tp {tp} x pp {pp}", wrong))
+    return side
 
 
 def planned_files(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from transformers import PretrainedConfig, ProcessorMixin
 from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.media import MediaTokens, Processing, Size
+from llava_mcore.models.media import MediaTokens, Processing, Size, index_values
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.pixels import NO_SCALE
@@ -52,12 +51,8 @@ def processed_media(
         for start in _starts(row, items)
     ]
     items = [item for row in tokens for item in row]
-    features = [0, *accumulate(item.num_features for item in items)][:-1]
-    found = {PIXEL_VALUES: _tiles(inputs, tokens, image_side(hf.vision_config)), PIXEL_SCALE: NO_SCALE}
-    for name in plan.fields.keys() - found.keys():
-        before = starts if plan.fields[name].index_of == "tokens" else features
-        found[name] = plan.fields[name].joined([item.values[name] for item in items], before)
-    return found
+    own = {PIXEL_VALUES: _tiles(inputs, tokens, image_side(hf.vision_config)), PIXEL_SCALE: NO_SCALE}
+    return own | index_values(plan.fields, items, starts)
 
 
 def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens]) -> Iterator[int]:

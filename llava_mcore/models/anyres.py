@@ -93,14 +93,20 @@ class AnyResPlan(MediaPlan):
     def pixels(
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
-        """Return the tiles [tiles, 3, h, w] of pictures: whole ones are given alone, base views two at a time."""
-        found = []
-        for picture, item in zip(pictures, tokens, strict=True):
-            # The image processor cuts a picture that is alone in its conversation.
-            given = [picture] if item.num_tiles > 1 else [[picture, picture]]
-            made = processor(images=given, return_tensors="pt", **options)["pixel_values"]
-            found.append(made[0])
-        return torch.cat(found)
+        """Return the tiles [tiles, 3, h, w] of pictures; only base views where their tokens say so."""
+
+        def processed(given: list[Any]) -> Tensor:
+            return processor(images=given, return_tensors="pt", **options)["pixel_values"]
+
+        bases = [picture for picture, item in zip(pictures, tokens, strict=True) if item.num_tiles == 1]
+        # The image processor cuts a picture that is alone in its conversation: a single base view is given twice.
+        views = iter(processed([bases if len(bases) > 1 else bases * 2]) if bases else ())
+        return torch.cat(
+            [
+                next(views) if item.num_tiles == 1 else processed([picture])[0]
+                for picture, item in zip(pictures, tokens, strict=True)
+            ]
+        )
 
     def _base(self) -> MediaTokens:
         """The base view alone, ended by a newline."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from PIL.Image import Image
 from torch import Tensor
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS, PICTURE_FIELDS, Fields
+from llava_mcore.batch_fields import FEATURE_POSITIONS, PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 
 Size = tuple[int, int]
 """Height and width of a picture in pixels, as it is seen (after EXIF)."""
@@ -46,6 +47,20 @@ class MediaTokens:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def index_values(fields: Fields, pictures: Sequence[MediaTokens], starts: Sequence[int]) -> dict[str, Tensor]:
+    """Return the fields of a micro-batch that its pictures' tokens decide: all but the pixels and their scale.
+
+    Args:
+        starts: where each picture's tokens begin in the flattened [b * s].
+    """
+    features = [0, *accumulate(item.num_features for item in pictures)][:-1]
+    return {
+        name: field.joined([item.values[name] for item in pictures], starts if field.index_of == "tokens" else features)
+        for name, field in fields.items()
+        if name not in (PIXEL_VALUES, PIXEL_SCALE)
+    }
 
 
 class MediaPlan(ABC):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from llava_mcore.batch_fields import PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 from llava_mcore.data.samples import Batch, EncodedSample, TokenConversation
+from llava_mcore.models.media import index_values
 from llava_mcore.pixels import NO_SCALE
 
 
@@ -50,18 +50,10 @@ class _Media:
         self, pixels: Sequence[Tensor], conversations: Sequence[TokenConversation], starts: Sequence[int]
     ) -> dict[str, Tensor]:
         """Return every field. `starts`: where each conversation begins in the flattened [b * s]."""
-        items = [
-            (item.tokens, start + item.start)
-            for conversation, start in zip(conversations, starts, strict=True)
-            for item in conversation.media
-        ]
-        starts_of_items = [start for _, start in items]
-        features = [0, *accumulate(tokens.num_features for tokens, _ in items)][:-1]
-        found = {PIXEL_VALUES: _together(pixels), PIXEL_SCALE: self.pixel_scale}
-        for name in self.fields.keys() - found.keys():
-            before = starts_of_items if self.fields[name].index_of == "tokens" else features
-            found[name] = self.fields[name].joined([tokens.values[name] for tokens, _ in items], before)
-        return {name: found[name] for name in self.fields}
+        pictures = [item.tokens for conversation in conversations for item in conversation.media]
+        begins = [start + item.start for c, start in zip(conversations, starts, strict=True) for item in c.media]
+        own = {PIXEL_VALUES: _together(pixels), PIXEL_SCALE: self.pixel_scale}
+        return own | index_values(self.fields, pictures, begins)
 
 
 def _pad(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_token_id: int, multiple: int) -> Batch:

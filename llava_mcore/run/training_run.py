@@ -28,12 +28,12 @@ from llava_mcore.run.carried_folder import write_carried_folder
 from llava_mcore.training.closing import attempt
 from llava_mcore.training.debug import ShowFirst, show_shapes_once
 from llava_mcore.training.determinism import make_deterministic
+from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.loop import train
 from llava_mcore.training.run_ids import adopt_ids
 from llava_mcore.training.setup import Trainer, build_trainer
 from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.stop import StopRules
-from llava_mcore.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

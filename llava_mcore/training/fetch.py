@@ -9,7 +9,8 @@ from llava_mcore.errors import DataError, LlavaMcoreError, problems
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups, agree
 from llava_mcore.parallel.share import share_step
-from llava_mcore.training.skipped import Counts, LoadedBatch, SkipBudget, count_all
+from llava_mcore.training.batch_counts import Counts, LoadedBatch, count_all
+from llava_mcore.training.faults.skipped_samples import SkipBudget
 
 
 class Loader(Protocol):

@@ -14,19 +14,20 @@ from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import wait_for_all
 from llava_mcore.parallel.together import raise_on_all_ranks, together
 from llava_mcore.training.closing import attempt
-from llava_mcore.training.faults import NotFinite, out_of_memory_says_what_to_do
+from llava_mcore.training.faults.not_finite import NotFinite
+from llava_mcore.training.faults.out_of_memory import explain_out_of_memory
+from llava_mcore.training.faults.skipped_samples import SkipBudget
+from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.fetch import Loader, Remembering, fetch_step
 from llava_mcore.training.logs.reporter import Reporter
 from llava_mcore.training.optimizer import learning_rates
 from llava_mcore.training.profiling import IterationProfiler
 from llava_mcore.training.save import Saver
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.state import Progress
 from llava_mcore.training.step import StepResult, train_step
 from llava_mcore.training.stop import StopRules, any_rank
 from llava_mcore.training.validation import Validator
-from llava_mcore.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ class _Iteration:
 
     def _step(self, number: int, batches: list[MicroBatch], size: int) -> StepResult:
         trainer = self.trainer
-        with out_of_memory_says_what_to_do(trainer.run, trainer.groups, number):
+        with explain_out_of_memory(trainer.run, trainer.groups, number):
             return train_step(
                 trainer.groups,
                 trainer.chunks,

@@ -94,7 +94,7 @@ def test_broken_pictures_are_left_out_until_they_are_too_many(root: Path) -> Non
     error = text[text.index("error: ") :]
     assert "sample000" in error and ".tar" in error and "the picture cannot be decoded" in error
     text = train(root, "--packing", expect=0, data="broken")
-    assert "left out: " in text and "sample00017" in text and "000001.tar" in text
+    assert "skipped: " in text and "sample00017" in text and "000001.tar" in text
     metrics = read_metrics(root / "save" / "run")
     assert sum(m["num_skipped"] for m in metrics) >= 2 and all(m["loss"] > 0 for m in metrics)
     assert all(m["num_conversations"] > 4 for m in metrics), "packs of several samples"

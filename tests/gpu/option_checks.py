@@ -9,9 +9,9 @@ import torch
 
 from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.parallel.share import share_step
+from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.loop import fetch_step
 from llava_mcore.training.save import Saver
-from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.step import forward_backward, train_step
 from tests.gpu import te_checks

@@ -9,8 +9,8 @@ from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step
-from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.step import train_step
 from tests.parallel.checks import join
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config

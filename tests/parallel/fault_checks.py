@@ -21,6 +21,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, FileError, TrainingError
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.closing import attempt
+from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.logs.metrics import FILE, JsonLines
 from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.loop import train
@@ -28,7 +29,6 @@ from llava_mcore.training.save import Saver
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.stop import StopRules
-from llava_mcore.training.watchdog import Watchdog
 from tests.helpers.batches import FakeBatch, FakeLoader
 from tests.parallel.checks import join
 from tests.parallel.training_checks import make_trainer, run_config

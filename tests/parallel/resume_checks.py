@@ -16,11 +16,11 @@ from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.compat.megatron import LoadStrategy
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.loop import fetch_step
 from llava_mcore.training.optimizer_state import optimizer_state
 from llava_mcore.training.save import save_checkpoint
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.step import train_step
 from tests.helpers.batches import FakeLoader
@@ -79,7 +79,7 @@ def train_and_save(
         run = configure(name, tp, pp, checkpoint, save_dir, impl, resumes=False)
         trainer = make_trainer(groups, run)
         loader = open_fake_loader(groups, trainer, run, 0)
-        if OPTIMIZERS[name]:  # as after a first update that fp16's loss scaler has left out
+        if OPTIMIZERS[name]:  # as after a first update that fp16's loss scaler has skipped
             optimizer_state(trainer.optimizer, model_state(trainer.models, is_loading=False), groups, is_loading=False)
         train_steps(groups, trainer, run, loader)
         state = None if loader is None else loader.state()

@@ -68,7 +68,7 @@ def test_packed_samples_train_as_padded_ones(results: dict[Any, Any], layout: tu
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_validation_finds_the_same_at_every_layout(results: dict[Any, Any], layout: tuple[int, int, int]) -> None:
-    """Every sample once, padded or packed; a broken one is left out."""
+    """Every sample once, padded or packed; a broken one is skipped."""
     reference, here = results[1, 1, 1]["validation"], results[layout]["validation"]
     for name in here.keys() - {"without"}:
         expected, *counts = reference["some" if name == "some" else "padded"]["validations"][0]
@@ -99,7 +99,7 @@ def test_loss_falls_and_half_precision_is_close(results: dict[Any, Any]) -> None
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fp16_finds_its_loss_scale(results: dict[Any, Any], layout: tuple[int, int, int]) -> None:
-    """Updates whose gradients overflow are left out on all ranks until the scale fits; then the loss falls."""
+    """Updates whose gradients overflow are skipped on all ranks until the scale fits; then the loss falls."""
     losses, norms = (results[layout]["fp16, adapting"][name] for name in ("loss", "grad_norm"))
     first = norms.index(next(norm for norm in norms if norm))  # update
     assert 2 < first < len(norms) - 2 and 0 not in norms[first:]

@@ -10,11 +10,11 @@ from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.loading.validation_data import ValidationData
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.faults.skipped_samples import SkipBudget
+from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.loop import fetch_step
-from llava_mcore.training.skipped import SkipBudget
 from llava_mcore.training.step import train_step
 from llava_mcore.training.validation import Validator
-from llava_mcore.training.watchdog import Watchdog
 from tests.helpers.batches import FakeLoader
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava

@@ -19,7 +19,7 @@ from PIL.PngImagePlugin import PngInfo
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
-from llava_mcore.training.skipped import SkipBudget
+from llava_mcore.training.faults.skipped_samples import SkipBudget
 from tests.helpers.batches import FakeBatch
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_loader import check_batch, open_loader, take

@@ -18,9 +18,9 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_values
 from llava_mcore.config.sections.faults import parse_ranges
 from llava_mcore.errors import ConfigError, TrainingError
-from llava_mcore.training.faults import out_of_memory_says_what_to_do
+from llava_mcore.training.faults.out_of_memory import explain_out_of_memory
+from llava_mcore.training.faults.spikes import MIN_LOSSES, WINDOW, SpikeAlert
 from llava_mcore.training.logs.record import git_revision, versions
-from llava_mcore.training.spikes import LEAST, WINDOW, SpikeAlert
 
 
 def test_skipped_ranges() -> None:
@@ -41,9 +41,9 @@ def test_flags_that_would_do_nothing_are_refused() -> None:
 
 
 def test_a_spike_and_the_range_it_suggests() -> None:
-    alert = SpikeAlert(2.0, before=[None, *([1.0] * (LEAST - 1))])
+    alert = SpikeAlert(2.0, before=[None, *([1.0] * (MIN_LOSSES - 1))])
     assert alert.check(10, 50.0) is None, "too few losses are known"
-    alert = SpikeAlert(2.0, before=[1.0] * LEAST)
+    alert = SpikeAlert(2.0, before=[1.0] * MIN_LOSSES)
     assert alert.check(10, 1.9) is None
     first = alert.check(11, 3.0)
     assert first is not None and "at iteration 11: 3.0000 is 3.0 times" in first
@@ -53,16 +53,16 @@ def test_a_spike_and_the_range_it_suggests() -> None:
     assert str(alert.check(15, 9.0)).endswith("14-15")
 
 
-def test_a_new_level_is_no_spike_for_ever() -> None:
+def test_a_new_level_stops_being_a_spike() -> None:
     alert = SpikeAlert(2.0, before=[1.0] * WINDOW)
     warned = [alert.check(i, 5.0) is not None for i in range(1, 3 * WINDOW)]
     assert warned[0] and not warned[-1]
 
 
-def test_out_of_memory_says_what_to_turn() -> None:
+def test_out_of_memory_error_lists_settings() -> None:
     run = load_run_config(None, ["training.micro_batch_size=4", "data.seq_length=2048"])
     groups: Any = SimpleNamespace(rank=3, tp_size=2, pp_size=1, dp_size=4)
-    with pytest.raises(TrainingError) as raised, out_of_memory_says_what_to_do(run, groups, 17):
+    with pytest.raises(TrainingError) as raised, explain_out_of_memory(run, groups, 17):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has a total capacity of 139.80 GiB of which 5.50 MiB "
             "is free. Process 650 has 25.59 GiB memory in use. Including non-PyTorch memory, this process has 114.19 "
@@ -70,7 +70,7 @@ def test_out_of_memory_says_what_to_turn() -> None:
         )
     text = str(raised.value)
     assert "rank 3: out of GPU memory in iteration 17" in text and "Tried to allocate 2 GiB" in text
-    assert "another process holds 25.59 GiB of this GPU" in text and "calls it 650" in text
+    assert "another process holds 25.59 GiB of this GPU" in text and "process 650" in text
     advice = ("--micro-batch-size (now 4)", "--tp (now 2)", "--dist-optim", "--recompute full", "--sequence-parallel")
     assert [line for line in (*advice, "use_precision_aware_optimizer") if line not in text] == []
     assert raised.value.exit_code == 3
@@ -78,7 +78,7 @@ def test_out_of_memory_says_what_to_turn() -> None:
     run = load_run_config(
         None, [*done, "parallel.tensor_model_parallel_size=2", "parallel.use_distributed_optimizer=true"]
     )
-    with pytest.raises(TrainingError) as raised, out_of_memory_says_what_to_do(run, groups, 17):
+    with pytest.raises(TrainingError) as raised, explain_out_of_memory(run, groups, 17):
         raise torch.OutOfMemoryError("CUDA out of memory")
     text = str(raised.value)
     assert [line for line in ("another process", *advice) if line in text] == ["--tp (now 2)"], "is done already"
@@ -102,7 +102,7 @@ HANGS = """
 import sys, time
 from pathlib import Path
 import torch
-from llava_mcore.training.watchdog import Watchdog
+from llava_mcore.training.faults.watchdog import Watchdog
 watchdog = Watchdog(1.0, Path(sys.argv[1]), 5)
 for _ in range(4):
     watchdog.begin("a quick thing")

@@ -13,11 +13,11 @@ import torch
 
 from llava_mcore.errors import os_error_text
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
+from llava_mcore.training.batch_counts import Counts
+from llava_mcore.training.faults.spikes import SpikeAlert
 from llava_mcore.training.logs.metrics import VALIDATION_FILE, JsonLines, Metrics, MetricsFile
 from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.skipped import Counts
-from llava_mcore.training.spikes import SpikeAlert
 from llava_mcore.training.state import Progress
 from llava_mcore.training.step import StepResult
 from llava_mcore.training.validation import ValidationResult
@@ -137,7 +137,7 @@ class Reporter:
             num_conversations=counts.num_conversations,
             num_skipped=counts.num_skipped,
             num_truncated=counts.num_truncated,
-            fill=counts.num_tokens / counts.num_places,
+            fill=counts.num_tokens / counts.num_positions,
             tokens_per_second=counts.num_tokens / seconds,
             step_seconds=seconds,
             data_wait_seconds=waited,

@@ -1,7 +1,7 @@
 """Ends a rank that hangs, with the stacks of all its threads in SAVE_DIR/NAME/stacks/.
 
-Every rank begins an iteration at the same time. When one hangs the others wait for it, so all of them come to the end
-of their time together, and each writes where it stands.
+All ranks start an iteration at the same time. When one hangs, the others wait for it, so all of them reach the timeout
+together, and each writes its stacks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 from llava_mcore.errors import HUNG
 
 _LAST_RESORT = 15
-"""Seconds after which the dump is made without Python's help: a call that hangs may hold the interpreter's lock."""
+"""Seconds after which the stacks are written without Python's help: a call that hangs may hold the interpreter lock."""
 
 
 class Watchdog:
-    """Ends this process when what it does takes too long. `begin` says what that is and restarts the clock."""
+    """Ends this process when its current task takes too long. `begin` names the task and restarts the clock."""
 
     def __init__(self, seconds: float, folder: Path, rank: int) -> None:
-        """Watch from here on.
+        """Start watching.
 
         Args:
             folder: where the stacks go, one file per rank; empty files are removed by `close`.
@@ -37,13 +37,13 @@ class Watchdog:
         self._changed = threading.Condition()
         self._deadline: float | None = None
         self._what = ""
-        # A rank that is ended because another one failed says where it was; the handler before this one runs too.
+        # A rank that is terminated because another one failed writes its stacks; the previous handler runs too.
         faulthandler.register(signal.SIGTERM, file=self._file, all_threads=True, chain=True)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         self.begin("starting")
 
     def begin(self, what: str) -> None:
-        """Give `what` its time."""
+        """Name the current task and restart the clock."""
         faulthandler.dump_traceback_later(self.seconds + _LAST_RESORT, exit=True, file=self._file)
         with self._changed:
             self._what, self._deadline = what, time.monotonic() + self.seconds
@@ -78,7 +78,7 @@ class Watchdog:
         with contextlib.suppress(OSError):  # nobody may read it any more
             print(
                 f"error: rank {self.rank}: {self._what} took more than {self.seconds:g} s (--timeout); "
-                f"where it stood: {self.path}",
+                f"stacks: {self.path}",
                 file=sys.stderr,
                 flush=True,
             )

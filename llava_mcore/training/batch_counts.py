@@ -1,0 +1,58 @@
+"""Counts of what one training step has loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from llava_mcore.batch_fields import PIXEL_VALUES
+from llava_mcore.parallel.batch import HostBatch
+from llava_mcore.parallel.groups import Groups, sum_over_ranks
+
+
+class LoadedBatch(HostBatch, Protocol):
+    """A micro-batch from the loader, with its sample keys and the samples that were skipped before it."""
+
+    sample_keys: Sequence[str]
+    skipped: Sequence[object]
+    num_truncated: int
+    num_pairs: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Contents of one step's micro-batches."""
+
+    num_tokens: int = 0
+    """With those of pictures, without padding."""
+    num_positions: int = 0
+    """Tokens with padding."""
+    num_conversations: int = 0
+    """Conversations that are trained on."""
+    num_skipped: int = 0
+    """Conversations that were skipped."""
+    num_truncated: int = 0
+    """Conversations that were truncated."""
+    num_pairs: int = 0
+    """Pairs of tokens in causal attention."""
+    num_tiles: int = 0
+    """Pictures of the vision tower's size."""
+
+
+def count(batches: Sequence[LoadedBatch]) -> Counts:
+    """Count what this rank has loaded for one step."""
+    return Counts(
+        num_tokens=sum(batch.num_tokens for batch in batches),
+        num_positions=sum(batch.input_ids.numel() for batch in batches),
+        num_conversations=sum(len(batch.sample_keys) for batch in batches),
+        num_skipped=sum(len(batch.skipped) for batch in batches),
+        num_truncated=sum(batch.num_truncated for batch in batches),
+        num_pairs=sum(batch.num_pairs for batch in batches),
+        num_tiles=sum(len(batch.media[PIXEL_VALUES]) for batch in batches),
+    )
+
+
+def count_all(groups: Groups, batches: Sequence[LoadedBatch]) -> Counts:
+    """Count what all ranks have loaded for one step; a collective call."""
+    return Counts(*sum_over_ranks(groups, list(asdict(count(batches)).values())))

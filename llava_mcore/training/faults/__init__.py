@@ -1,0 +1,1 @@
+"""What can go wrong during training, and what is done about it."""

@@ -23,7 +23,8 @@ from transformers.image_utils import load_image
 
 from llava_mcore.data.encoding import images as images_module
 from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.images import ImagePreprocessor, decode_image, decode_pixels, is_plain_jpeg
+from llava_mcore.data.encoding.images import decode_image, decode_pixels, is_plain_jpeg
+from llava_mcore.data.encoding.preprocess import ImagePreprocessor
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.open_shards import OPEN_SHARDS
 from llava_mcore.data.streams import streams

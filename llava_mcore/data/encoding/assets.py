@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, BaseImageProcessor, PretrainedConfig, Pr
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits
 from llava_mcore.data.encoding.chat import ChatFormat
-from llava_mcore.data.encoding.images import ImagePreprocessor, load_image_processor
+from llava_mcore.data.encoding.preprocess import ImagePreprocessor, load_image_processor
 from llava_mcore.data.encoding.template_choice import Lang, TemplateChoice, choose_template
 from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError, problems
 from llava_mcore.files.json_files import read_object

@@ -1,0 +1,132 @@
+"""Pictures: what the checkpoint's own processors make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+from transformers import AutoImageProcessor, BaseImageProcessor
+from transformers.image_processing_backends import TorchvisionBackend
+from transformers.models.auto.image_processing_auto import DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
+
+from llava_mcore.config.sections.data import LIMITS
+from llava_mcore.data.encoding.images import decode_image, decode_pixels, noise
+from llava_mcore.data.samples import MediaSpan
+from llava_mcore.errors import DataError
+from llava_mcore.models.media import MediaPlan, MediaTokens
+from llava_mcore.pixels import NO_SCALE, normalise
+
+
+class ImagePreprocessor:
+    """The checkpoint's image processor: pictures as bytes -> tiles of one fixed square size.
+
+    Rescaling and normalising are left to the device (`llava_mcore.pixels`) where that gives the same bits: it is two
+    thirds of the processor's time, and makes four times as much to hand over between processes.
+    """
+
+    def __init__(
+        self,
+        processor: BaseImageProcessor,
+        image_size: int,
+        plan: MediaPlan,
+        most_pixels: int = LIMITS.picture_pixels,
+    ) -> None:
+        """Check the processor on a wide picture; DataError if the result is not what the vision tower takes."""
+        self.most_pixels = most_pixels
+        self.processor = processor
+        self.image_size = image_size
+        self.plan = plan
+        self.pixel_scale = NO_SCALE
+        probe = noise(image_size + 17, image_size // 2 + 5)
+        expected = self._process([probe])
+        found = tuple(expected.shape[1:])
+        if found != (3, image_size, image_size):
+            raise DataError(
+                f"the image processor makes pictures of {' x '.join(map(str, found))}, but the vision tower takes "
+                f"3 x {image_size} x {image_size}; correct size and crop_size in the processor's configuration"
+            )
+        if processor.do_rescale and processor.do_normalize:
+            self.pixel_scale = torch.tensor([processor.image_mean, processor.image_std]) * (
+                1.0 / processor.rescale_factor
+            )
+            pixels = self._process([probe])
+            if pixels.dtype != torch.uint8 or not torch.equal(normalise(pixels, self.pixel_scale), expected):
+                self.pixel_scale = NO_SCALE
+        self._is_plain = not plan.any_size and bool(len(self.pixel_scale)) and self._resizes_and_crops_only()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a tile's pixels."""
+        return 3 * self.image_size**2 * (1 if len(self.pixel_scale) else 4)
+
+    def _process(self, images: Sequence[Image.Image], tokens: Sequence[MediaTokens] = ()) -> Tensor:
+        """`tokens`: those that the pictures have in their conversation; else as if each were alone in one."""
+        leave_out = {"do_rescale": False, "do_normalize": False} if len(self.pixel_scale) else {}
+        tokens = tokens or [self.plan.tokens([(image.height, image.width)])[0] for image in images]
+        pixels = self.plan.pixels(self.processor, images, tokens, **leave_out)
+        num_tiles = sum(item.num_tiles for item in tokens)
+        if len(pixels) != num_tiles:
+            raise DataError(f"the image processor makes {len(pixels)} tiles of what the model takes as {num_tiles}")
+        return pixels
+
+    def _resizes_and_crops_only(self) -> bool:
+        """Tell whether the processor's two steps give what all of it gives, for pictures of every proportion."""
+        side = self.image_size
+        sizes = [(side + 17, side // 2 + 5), (side // 2 + 5, 2 * side + 1), (side, side), (side // 3 + 1, side // 3)]
+        probes = [noise(*size) for size in sizes]
+        return all(
+            torch.equal(self._resize_and_crop(F.pil_to_tensor(probe)), self._process([probe])[0]) for probe in probes
+        )
+
+    def _resize_and_crop(self, pixels: Tensor) -> Tensor:
+        """What `_process` does without rescaling, spared the checks of its arguments: they take half as long."""
+        if self.processor.do_resize:
+            pixels = self.processor.resize(pixels, self.processor.size, resample=self.processor.resample)
+        if self.processor.do_center_crop:
+            pixels = self.processor.center_crop(pixels, self.processor.crop_size)
+        return pixels
+
+    def tiles(self, media: Sequence[MediaSpan]) -> Tensor:
+        """Return the tiles of one conversation's pictures, [tiles, 3, h, w]; there may be none.
+
+        uint8 that `pixel_scale` normalises, or float32 where that is empty. The channels of a pixel may be next to each
+        other in memory (channels_last), as decoders and resizing like it.
+
+        Raises:
+            DataError: a picture that cannot be decoded, or of which the processor makes another number of tiles.
+        """
+        data = [item.data for item in media]
+        if data and not self._is_plain:
+            images = [decode_image(picture, self.most_pixels) for picture in data]
+            return self._process(images, [item.tokens for item in media])
+        if len(data) == 1:  # a batch of such samples is copied together
+            return self._resize_and_crop(decode_pixels(data[0], self.most_pixels))[None]
+        shape = (len(data), 3, self.image_size, self.image_size)
+        dtype = torch.uint8 if len(self.pixel_scale) else torch.float32
+        pixels = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
+        for tile, picture in zip(pixels, data, strict=True):
+            tile.copy_(self._resize_and_crop(decode_pixels(picture, self.most_pixels)))
+        return pixels
+
+
+def load_image_processor(folder: Path) -> BaseImageProcessor:
+    """Load the processor, backed by torchvision whatever the folder names.
+
+    The Pillow-backed classes differ from it by up to 0.015 a value, so the choice is not left to what is installed,
+    but for those that transformers backs by Pillow itself: torchvision before 0.27 has not their Lanczos filter.
+    Raises OSError or ValueError if the folder has none, DataError without torchvision.
+    """
+    processor = _image_processor(folder, "torchvision")
+    if not isinstance(processor, TorchvisionBackend):
+        raise DataError(f"{type(processor).__name__} is not backed by torchvision; install torchvision")
+    if type(processor).__name__ in DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS:
+        return _image_processor(folder, "pil")
+    return processor
+
+
+def _image_processor(folder: Path, backend: str) -> BaseImageProcessor:
+    return AutoImageProcessor.from_pretrained(folder, backend=backend, local_files_only=True, trust_remote_code=False)

@@ -41,75 +41,119 @@ def train(
     watchdog: Watchdog,
     validation: ValidationData | None = None,
 ) -> bool:
-    """Train until the run has all its iterations, or until it is time to stop; a collective call.
+    """Train until all iterations are done or it is time to stop; a collective call.
 
     Args:
         loader: on ranks that load data.
-        hf: folder with the files that travel inside checkpoints.
+        hf: folder with the Hugging Face files to copy into checkpoints.
         validation: on ranks that load data, if the run validates.
 
     Returns:
-        Whether the run has reached its end.
+        Whether the run is complete.
     """
-    run, groups = trainer.run, trainer.groups
-    iteration = _Iteration(trainer, loader, progress)
-    saver = Saver(trainer, hf)
-    validator = Validator(trainer, validation, watchdog)
-    reporter = together(groups, lambda: Reporter(trainer, progress))
-    profiler = IterationProfiler(run, groups)
-    first = progress.iteration + 1
+    loop = _Loop(trainer, loader, progress, hf, watchdog, validation)
     try:
-        while progress.iteration < run.training.num_iterations:
-            watchdog.begin(f"iteration {progress.iteration + 1}")
-            with profiler.iteration(progress.iteration + 1):
-                iteration.run(reporter)
-            if progress.iteration == first:
-                keep_from_garbage_collection()
-            asked, writing, failed = any_rank(groups, stop.due(), saver.busy, reporter.problem is not None)
-            if failed:
-                raise_on_all_ranks(groups, reporter.problem)
-            is_last = progress.iteration == run.training.num_iterations
-            if validator.due(progress.iteration) and (is_last or not asked):
-                reporter.validation(validator.run(progress.iteration))  # before the save, from which a resume continues
-            number, config = progress.iteration, run.checkpoint
-            keep = config.saves and (is_last or asked or is_due(number, config.save_interval))
-            if keep or is_due(number, config.non_persistent_save_interval):
-                watchdog.begin(f"saving iteration {number}")
-                in_background = config.async_save and not (is_last or asked)
-                saver.save(progress, iteration.loader_state(), background=in_background, persistent=keep)
-            elif saver.pending and not writing:
-                saver.finish(number)
-            if asked and not is_last:
+        while not loop.is_complete:
+            asked_to_stop = loop.iterate(stop)
+            if asked_to_stop:
                 break
-        raise_on_all_ranks(groups, reporter.problem)
+        loop.raise_log_problem()
     except LlavaMcoreError as error:
-        if error.on_all_ranks:  # what has been written is not lost
-            watchdog.begin("finishing a save")
-            attempt("the save before", lambda: saver.finish(progress.iteration))
-            watchdog.begin("closing the logs")
-            reporter.close()
-            wait_for_all(groups)  # torchrun ends all ranks soon after the first, also the one that will say why
+        if error.on_all_ranks:
+            loop.finish_together()
         raise
     finally:
-        profiler.close()
-        reporter.close()
-    return progress.iteration == run.training.num_iterations
+        loop.close()
+    return loop.is_complete
+
+
+class _Loop:
+    """The parts of a training run and the order in which one iteration uses them."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        loader: Loader | None,
+        progress: Progress,
+        hf: Path,
+        watchdog: Watchdog,
+        validation: ValidationData | None,
+    ) -> None:
+        self.run, self.groups = trainer.run, trainer.groups
+        self.progress, self.watchdog = progress, watchdog
+        self.iteration = _Iteration(trainer, loader, progress)
+        self.saver = Saver(trainer, hf)
+        self.validator = Validator(trainer, validation, watchdog)
+        self.reporter = together(self.groups, lambda: Reporter(trainer, progress))
+        self.profiler = IterationProfiler(self.run, self.groups)
+        self.first = progress.iteration + 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all iterations are done."""
+        return self.progress.iteration >= self.run.training.num_iterations
+
+    def iterate(self, stop: StopRules) -> bool:
+        """Train on one global batch, then validate and save if due; a collective call. Returns whether to stop."""
+        number = self.progress.iteration + 1
+        self.watchdog.begin(f"iteration {number}")
+        with self.profiler.iteration(number):
+            self.iteration.run(self.reporter)
+        if number == self.first:
+            keep_from_garbage_collection()
+        asked, writing, failed = any_rank(self.groups, stop.due(), self.saver.busy, self.reporter.problem is not None)
+        if failed:
+            self.raise_log_problem()
+        if self.validator.due(number) and (self.is_complete or not asked):
+            self.reporter.validation(self.validator.run(number))  # before the save, which a resumed run starts from
+        self._save(number, is_last=self.is_complete or asked, writing=writing)
+        return asked
+
+    def _save(self, number: int, *, is_last: bool, writing: bool) -> None:
+        """Save if the iteration is due, or else finish the save in the background once no rank is `writing`."""
+        config = self.run.checkpoint
+        persistent = config.saves and (is_last or is_due(number, config.save_interval))
+        if persistent or is_due(number, config.non_persistent_save_interval):
+            self.watchdog.begin(f"saving iteration {number}")
+            background = config.async_save and not is_last
+            self.saver.save(self.progress, self.iteration.loader_state(), background=background, persistent=persistent)
+        elif self.saver.pending and not writing:
+            self.saver.finish(number)
+
+    def raise_log_problem(self) -> None:
+        """Raise on all ranks if the metrics could not be written; a collective call."""
+        raise_on_all_ranks(self.groups, self.reporter.problem)
+
+    def finish_together(self) -> None:
+        """After an error on all ranks: finish the save that is being written and close the logs; a collective call."""
+        self.watchdog.begin("finishing a save")
+        attempt("the previous save", lambda: self.saver.finish(self.progress.iteration))
+        self.watchdog.begin("closing the logs")
+        self.reporter.close()
+        wait_for_all(self.groups)  # torchrun ends all ranks soon after the first, even the one that reports the error
+
+    def close(self) -> None:
+        """Write the profile and close the logs. A second call does nothing."""
+        self.profiler.close()
+        self.reporter.close()
 
 
 def keep_from_garbage_collection() -> None:
-    """Exclude the objects that exist now, all those of the libraries, from later collections: these come at
-    another time on each rank, while the others wait."""
+    """Exclude the objects that exist now, most of them the libraries', from later garbage collections.
+
+    Collections start at different times on each rank, and the other ranks wait.
+    """
     gc.collect()
     gc.freeze()
 
 
 def is_due(iteration: int, interval: int | None) -> bool:
-    """Tell whether what happens every `interval` iterations happens after this one."""
+    """Return whether this is one of every `interval` iterations; False without an interval."""
     return interval is not None and iteration % interval == 0
 
 
 class _Iteration:
-    """Reads one global batch after the other and trains on it."""
+    """Reads global batches and trains on them."""
 
     def __init__(self, trainer: Trainer, loader: Loader | None, progress: Progress) -> None:
         run, groups = trainer.run, trainer.groups
@@ -125,14 +169,14 @@ class _Iteration:
         return None if self.loader is None else self.loader.state()
 
     def run(self, reporter: Reporter) -> None:
-        """Go through one iteration; a collective call."""
+        """Run one iteration; a collective call."""
         start = time.perf_counter()
         groups, progress = self.trainer.groups, self.progress
         size = self.batch_sizes.at(progress.consumed_samples)
-        number_of_micro = size // (self.trainer.run.training.micro_batch_size * groups.dp_size)
+        num_micro_batches = size // (self.trainer.run.training.micro_batch_size * groups.dp_size)
         if self.loader is not None:
             self.loader.last.clear()
-        batches, counts = fetch_step(groups, self.loader, number_of_micro, self.budget, self.trainer.fields)
+        batches, counts = fetch_step(groups, self.loader, num_micro_batches, self.budget, self.trainer.fields)
         progress.consumed_conversations += counts.num_conversations
         progress.skipped_conversations += counts.num_skipped
         self.budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)
@@ -142,7 +186,7 @@ class _Iteration:
         result: StepResult | None = None
         warning: str | None = None
         if any(number in numbers for numbers in self.skipped):
-            warning = f"iteration {number}: its data were read and not trained on (--skip-train-iteration-range)"
+            warning = f"iteration {number}: its data was read but not trained on (--skip-train-iteration-range)"
             progress.skipped_iterations += 1
         else:
             result = self._step(number, batches, size)
@@ -157,11 +201,4 @@ class _Iteration:
     def _step(self, number: int, batches: list[MicroBatch], size: int) -> StepResult:
         trainer = self.trainer
         with explain_out_of_memory(trainer.run, trainer.groups, number):
-            return train_step(
-                trainer.groups,
-                trainer.chunks,
-                trainer.optimizer,
-                trainer.scheduler,
-                batches,
-                size,
-            )
+            return train_step(trainer.groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, size)

@@ -63,7 +63,7 @@ def update_unless(optimizer: MegatronOptimizer, refused: Callable[[float], bool]
     return bool(updated), grad_norm or 0.0
 
 
-def own_stretches(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int, int]]:
+def own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int, int]]:
     """Yield every parameter of which this rank holds a part, with the part's first and last element + 1."""
     for ranges_by_type in required(optimizer, "gbuf_ranges"):
         for buckets in ranges_by_type.values():

@@ -1,4 +1,4 @@
-"""What ends a run never takes the place of why it ends."""
+"""Errors while closing a run, which must not replace the error that ended it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 def attempt(what: str, action: Callable[[], object]) -> None:
-    """Do one of the things that close a run, or that it can do without; that it fails is a warning, on one line.
+    """Do something that a run can do without; a failure is logged as a warning on one line.
 
-    The steps that follow are done all the same, and the error that ends the run, if there is one, stays the last word.
-    Files, servers and libraries may fail. Mistakes of ours, such as a TypeError, are raised as ever.
+    Later steps still run, and the error that ended the run, if any, stays the one that is reported. Caught are failures
+    of files, servers and libraries. Programming errors, such as a TypeError, are raised as usual.
     """
     try:
         action()

@@ -1,4 +1,4 @@
-"""`--debug`: what the first step reads, in words, and the shapes that pass through each part of the model."""
+"""`--debug`: the text of the first micro-batch, and the shapes of tensors between the parts of the model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class ShowFirst:
-    """A loader that prints its first micro-batch and is otherwise the one it wraps.
+    """Wraps a loader and prints its first micro-batch.
 
     Args:
-        in_words: text of token ids, for a row of the batch: (input_ids [s], trained [s]) -> text.
+        in_words: turns a row of the batch into text: (input_ids [s], trained [s]) -> text.
     """
 
     def __init__(self, loader: Any, in_words: Callable[[Tensor, Tensor], str]) -> None:
@@ -37,18 +37,18 @@ class ShowFirst:
         return batch
 
     def state(self) -> Any:
-        """Return the place in the data."""
+        """Return the position in the data."""
         return self.loader.state()
 
     def close(self) -> None:
-        """End the loader's processes."""
+        """Stop the loader's processes."""
         self.loader.close()
 
 
 def describe(batch: TensorFields, in_words: Callable[[Tensor, Tensor], str]) -> str:
     """Return the shapes of a micro-batch, and its first row as text and as numbers.
 
-    A mark at position i means that the model is trained to say token i: its label stands at i - 1.
+    A mark at position i means that the model is trained to predict token i, whose label is at i - 1.
     """
     tensors = {
         "input_ids": batch.input_ids,
@@ -62,14 +62,14 @@ def describe(batch: TensorFields, in_words: Callable[[Tensor, Tensor], str]) -> 
     trained[0] = False
     wrong = trained & (torch.roll(batch.labels[0], 1) != ids)
     lines.append(
-        f"  first row, {int(trained.sum())} of {len(ids)} tokens trained, {int(wrong.sum())} labels out of place:"
+        f"  first row, {int(trained.sum())} of {len(ids)} tokens trained, {int(wrong.sum())} misplaced labels:"
     )
     lines += [f"    {line}" for line in in_words(ids, trained).splitlines()]
     return "\n".join(lines)
 
 
 def show_shapes_once(trainer: Trainer) -> None:
-    """Print, on the first forward pass of each rank, what enters and leaves every part of the model."""
+    """Print the input and output shapes of every part of the model in each rank's first forward pass."""
     for number, model in enumerate(trainer.models):
         for name, part in model.named_children():
             label = name if len(trainer.models) == 1 else f"{name} (chunk {number})"
@@ -83,11 +83,11 @@ def _print_shapes(
 ) -> None:
     hooks.pop().remove()
     given = [*args, *(value for value in kwargs.values() if isinstance(value, Tensor))]
-    entered = ", ".join(_shape(value) for value in given if isinstance(value, Tensor)) or "the stage before's output"
-    place = f"stage {groups.pp_rank}, tensor rank {groups.tp_rank}"
-    # Every first replica's rank has something of its own to say, so this is not a message of rank 0 alone.
+    entered = ", ".join(_shape(value) for value in given if isinstance(value, Tensor)) or "the previous stage's output"
+    where = f"stage {groups.pp_rank}, tensor rank {groups.tp_rank}"
+    # All ranks of the first replica print, because each has its own shapes.
     if groups.dp_rank == 0:
-        print(f"{place}: {name}: {entered} -> {_shapes(output)}", flush=True)
+        print(f"{where}: {name}: {entered} -> {_shapes(output)}", flush=True)
 
 
 def _shapes(output: Any) -> str:

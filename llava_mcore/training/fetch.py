@@ -14,7 +14,7 @@ from llava_mcore.training.faults.skipped_samples import SkipBudget
 
 
 class Loader(Protocol):
-    """Where a rank's micro-batches come from."""
+    """The source of a rank's micro-batches."""
 
     def __next__(self) -> LoadedBatch: ...
 
@@ -40,10 +40,10 @@ class Remembering:
 def fetch_step(
     groups: Groups, loader: Loader | None, num_micro_batches: int, budget: SkipBudget, fields: Fields
 ) -> tuple[list[MicroBatch], Counts]:
-    """Return the step's micro-batches and what the global batch holds; a collective call.
+    """Return the step's micro-batches and the counts of the global batch; a collective call.
 
     Raises:
-        DataError: on all ranks, when any of them met data that cannot be read.
+        DataError: on all ranks, if any of them could not read its data.
     """
     batches: list[LoadedBatch] | None = None
     problem: str | None = None

@@ -37,7 +37,7 @@ def params_dtype(run: RunConfig) -> torch.dtype:
 def data_parallel(
     run: RunConfig, groups: Groups, model: MegatronModule, *, buckets: bool = True
 ) -> DistributedDataParallel:
-    """Wrap one model chunk: lower precision at the borders, gradients reduced over data-parallel ranks.
+    """Wrap one model chunk: lower precision at its inputs and outputs, gradients reduced over data-parallel ranks.
 
     Args:
         buckets: reduce gradients in parts, as they become ready.
@@ -49,14 +49,15 @@ def data_parallel(
         use_distributed_optimizer=run.parallel.use_distributed_optimizer,
         overlap_grad_reduce=on_gpu and run.parallel.overlap_grad_reduce,
         overlap_param_gather=on_gpu and overlaps_param_gather(run),
-        check_for_nan_in_grad=False,  # training/step.py looks at the norm, without waiting for each bucket
+        check_for_nan_in_grad=False,  # training/step.py checks the norm, without waiting for each bucket
     )
     inner = model if dtype == torch.float32 else Float16Module(model.config, model)
     return DistributedDataParallel(model.config, config, inner, disable_bucketing=not buckets)
 
 
 def overlaps_param_gather(run: RunConfig) -> bool:
-    """Tell whether a run on GPUs gathers weights during the forward pass; only a distributed optimizer divides them."""
+    """Return whether a run on GPUs gathers weights during the forward pass; only a distributed optimizer shards
+    them."""
     parallel = run.parallel
     return parallel.use_distributed_optimizer and parallel.overlap_grad_reduce and parallel.overlap_param_gather
 
@@ -86,7 +87,7 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
         use_distributed_optimizer=run.parallel.use_distributed_optimizer,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         use_precision_aware_optimizer=wanted.use_precision_aware_optimizer,
-        store_param_remainders=False,  # megatron-core 0.19 saves such halves in a checkpoint that it cannot load again
+        store_param_remainders=False,  # megatron-core 0.19 cannot load the checkpoints that it saves from this
         exp_avg_dtype=DTYPES[wanted.exp_avg_dtype],
         exp_avg_sq_dtype=DTYPES[wanted.exp_avg_sq_dtype],
         optimizer_cpu_offload=wanted.cpu_offload,
@@ -105,7 +106,7 @@ class Rates:
 
 
 def part_rates(wanted: OptimizerSection) -> dict[str, Rates]:
-    """Return the rates of every part; lowest ones are in proportion to the highest."""
+    """Return the rates of every part; the ratio of lowest to highest is the same for all."""
     given = {
         "language_model": None,
         "vision_projection": wanted.projection_lr,
@@ -116,13 +117,13 @@ def part_rates(wanted: OptimizerSection) -> dict[str, Rates]:
 
 
 def own_rates(wanted: OptimizerSection) -> tuple[str, ...]:
-    """Return the parts whose learning rate is given."""
+    """Return the parts with their own learning rate."""
     given = {"vision_model": wanted.vision_lr, "vision_projection": wanted.projection_lr}
     return tuple(part for part, lr in given.items() if lr is not None)
 
 
 def overrides(run: RunConfig, config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Return what megatron-core is to do otherwise for some parameters: no decay of norms and biases, rates by part."""
+    """Return megatron-core's overrides per parameter: no weight decay for norms and biases, learning rates by part."""
     found = {} if run.optimizer.decay_norms_and_biases else get_standard_config_overrides(config)
     rates = part_rates(run.optimizer)
     for part in own_rates(run.optimizer):
@@ -132,19 +133,20 @@ def overrides(run: RunConfig, config: OptimizerConfig) -> dict[ParamKey, ParamGr
 
 
 def learning_rates(run: RunConfig, scheduler: OptimizerParamScheduler) -> dict[str, float]:
-    """Return every part's learning rate in the next step. The schedule knows it on all ranks, whatever they hold."""
+    """Return the learning rate of each part in the next step, on every rank, whichever parts it holds."""
     return {part: scheduler.get_lr(asdict(rates)) for part, rates in part_rates(run.optimizer).items()}
 
 
 def follow_settings(saved: dict[str, Any], before: OptimizerSection, now: OptimizerSection) -> None:
-    """Give a saved optimizer's parameter groups the rates of now, by which megatron-core finds them, and AdamW's own.
+    """Set the current learning rates, by which megatron-core finds parameter groups, and AdamW's settings in a saved
+    state.
 
     Args:
         saved: the optimizer's state, changed in place.
-        before: the configuration that it was saved under.
+        before: the configuration that it was saved with.
 
     Raises:
-        CheckpointError: rates that were equal are to differ now: their groups cannot be distinguished.
+        CheckpointError: rates that were equal now differ: their groups cannot be distinguished.
     """
     pairs = set(zip(part_rates(before).values(), part_rates(now).values(), strict=True))
     new = dict(pairs)
@@ -179,5 +181,5 @@ def build_scheduler(run: RunConfig, optimizer: MegatronOptimizer) -> OptimizerPa
         wd_incr_steps=total,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a resumed run may be given more iterations or another rate
+        override_opt_param_scheduler=True,  # a resumed run may have more iterations or another rate
     )

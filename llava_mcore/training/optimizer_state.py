@@ -1,8 +1,8 @@
-"""The optimizer in a checkpoint. Of a distributed one every rank saves and loads its own part, as slices of parameters.
+"""The optimizer in a checkpoint. With a distributed optimizer every rank saves and loads its own slices of parameters.
 
-megatron-core's own form that loads at any layout ("fully_reshardable") first gathers the whole state in the host memory
-of every data-parallel rank. The files hold the same: keys, shapes and types are megatron-core's, only cut elsewhere, so
-that either can load what the other has saved.
+megatron-core's own format that loads at any layout ("fully_reshardable") first gathers the whole state in the host
+memory of every data-parallel rank. The files here have the same keys, shapes and types and differ only in where tensors
+are split, so that either can load what the other has saved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.core.optimizer.optimizer import (
 from llava_mcore.compat.megatron_optimizer import (
     hand_state_to_parts,
     own_part,
-    own_stretches,
+    own_ranges,
     set_weights_and_moments,
     weights_and_moments,
 )
@@ -42,10 +42,10 @@ SHARDING = {"param_state_sharding_type": "fully_reshardable"}  # what megatron-c
 def optimizer_state(
     optimizer: MegatronOptimizer, model: ShardedStateDict, groups: Groups, *, is_loading: bool, by_layer: bool = False
 ) -> ShardedStateDict:
-    """Return the optimizer's state to save, or the empty form of what to load; a collective call.
+    """Return the optimizer's state to save, or the empty state to load into; a collective call.
 
     Args:
-        model: sharded state of all model chunks, from which the optimizer's tensors take place and shape.
+        model: sharded state of all model chunks, which gives the optimizer's tensors their offset and shape.
         by_layer: some layers are trained and others are not.
     """
     model = _each_layer_apart(model) if by_layer else model
@@ -55,20 +55,21 @@ def optimizer_state(
     if distributed is None:
         return _plain_state(optimizer, model, num_updates)
     if is_loading:
-        distributed.load_state_dict(_common_state(distributed, num_updates))  # makes room for what will be loaded
-    places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model)[0])}
+        distributed.load_state_dict(_common_state(distributed, num_updates))  # allocates what will be loaded
+    found = nested_values(extract_sharded_tensors_and_factories(model)[0])
+    sharded_by_tensor = {sharded.data: sharded for sharded in found}
     parts = {}
-    for number, (param, start, stop) in enumerate(own_stretches(distributed)):
+    for number, (param, start, stop) in enumerate(own_ranges(distributed)):
         tensors = {} if is_loading else _own_tensors(distributed, param)
         parts[number] = {
-            name: _boxes(f"optimizer.state.{name}", places[param], start, stop, tensors.get(name))
+            name: _slices(f"optimizer.state.{name}", sharded_by_tensor[param], start, stop, tensors.get(name))
             for name in _names(distributed)
         }
     return _common_state(distributed, num_updates) | SHARDING | ({PARAM_STATE: parts} if parts else {})
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    """Give the optimizer what was loaded into `optimizer_state`."""
+    """Load what was read into `optimizer_state` into the optimizer."""
     distributed = _distributed(optimizer)
     if distributed is None:
         if any(isinstance(one, Float16OptimizerWithFloat16Params) for one in _chained(optimizer)):
@@ -78,10 +79,10 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
         return
     if isinstance(distributed.optimizer, HybridDeviceOptimizer):
         for group in loaded["optimizer"]["param_groups"]:
-            group.setdefault("step", 0)  # else the update with which it made room for its state would count
+            group.setdefault("step", 0)  # otherwise the update that allocated its state would count
     distributed.load_state_dict({name: value for name, value in loaded.items() if name != PARAM_STATE})
     with torch.no_grad():
-        for number, (param, _, _) in enumerate(own_stretches(distributed)):
+        for number, (param, _, _) in enumerate(own_ranges(distributed)):
             slices = loaded[PARAM_STATE][number]
             tensors = {name: torch.cat([tensor_slice.flatten() for tensor_slice in slices[name]]) for name in slices}
             set_weights_and_moments(distributed, param, tensors)
@@ -89,30 +90,30 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
     if isinstance(inner, HybridDeviceOptimizer):
         hand_state_to_parts(inner)
         for group in inner.param_groups:
-            group.pop("step", None)  # the count of its part on the GPU would be set back to this one at every update
+            group.pop("step", None)  # otherwise every update would reset the count of its part on the GPU to this one
 
 
 def _each_layer_apart(model: ShardedStateDict) -> ShardedStateDict:
-    """Give every layer's tensor a key of its own; megatron-core stacks those of all layers under one.
+    """Give every layer's tensor its own key; megatron-core stacks those of all layers under one.
 
-    Of a stack in which only some layers are trained it says, when it is saved, that the others are missing.
+    It refuses to save a stack in which only some layers are trained, because the others are missing.
     """
 
-    def apart(place: Any) -> Any:
-        if isinstance(place, ShardedTensorFactory):
+    def apart(sharded: Any) -> Any:
+        if isinstance(sharded, ShardedTensorFactory):
 
             def build(*args: Any) -> Any:
-                return dict_list_map_outplace(apart, place.build_fn(*args))
+                return dict_list_map_outplace(apart, sharded.build_fn(*args))
 
-            return replace(place, build_fn=build)
-        if not isinstance(place, ShardedTensor) or not place.prepend_axis_num:
-            return place
+            return replace(sharded, build_fn=build)
+        if not isinstance(sharded, ShardedTensor) or not sharded.prepend_axis_num:
+            return sharded
         return replace(
-            place,
-            key=f"{place.key}.{place.global_offset[0]}",
-            global_shape=place.global_shape[1:],
-            global_offset=place.global_offset[1:],
-            axis_fragmentations=None if place.axis_fragmentations is None else place.axis_fragmentations[1:],
+            sharded,
+            key=f"{sharded.key}.{sharded.global_offset[0]}",
+            global_shape=sharded.global_shape[1:],
+            global_offset=sharded.global_offset[1:],
+            axis_fragmentations=None if sharded.axis_fragmentations is None else sharded.axis_fragmentations[1:],
             prepend_axis_num=0,
         )
 
@@ -124,7 +125,7 @@ def _chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def _distributed(optimizer: MegatronOptimizer) -> DistributedOptimizer | None:
-    """Return the distributed optimizer, None if it is another or has nothing to train on this rank."""
+    """Return the distributed optimizer; None for other optimizers or if this rank has nothing to train."""
     chained = _chained(optimizer)
     if not any(isinstance(one, DistributedOptimizer) and not one.is_stub_optimizer for one in chained):
         return None
@@ -133,9 +134,9 @@ def _distributed(optimizer: MegatronOptimizer) -> DistributedOptimizer | None:
 
 
 def _num_updates(optimizer: MegatronOptimizer, groups: Groups) -> int:
-    """Return how many updates there were, as the ranks that train something know; -1: none does. A collective call.
+    """Return the number of updates, from the ranks that train something; -1 if none does. A collective call.
 
-    torch's AdamW counts for each parameter, Transformer Engine's for each group of them that is not empty.
+    torch's AdamW counts per parameter, Transformer Engine's per non-empty parameter group.
     """
     inner = [one.optimizer for one in _chained(optimizer) if one.optimizer is not None]
     counts = [state["step"] for one in inner for state in one.state.values() if "step" in state]
@@ -148,7 +149,7 @@ def _num_updates(optimizer: MegatronOptimizer, groups: Groups) -> int:
 
 
 def _count_in_empty_groups(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], num_updates: int) -> None:
-    """Let this rank say the step of groups of which it trains nothing: other ranks load what rank 0 has saved."""
+    """Set the step of groups of which this rank trains nothing: other ranks load what rank 0 has saved."""
     for group, trained in zip(saved, own, strict=True):
         if not trained["params"] and num_updates >= 0:
             group["step"] = num_updates
@@ -156,7 +157,7 @@ def _count_in_empty_groups(saved: Sequence[dict[str, Any]], own: Sequence[dict[s
 
 def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, num_updates: int) -> ShardedStateDict:
     """Return the state of an optimizer that is not distributed."""
-    # is_loading: moments that are not there yet are made, which a save before the first update needs as well.
+    # is_loading: creates missing moments, which a save before the first update needs as well.
     state = optimizer.sharded_state_dict(model, is_loading=True)
     if not any(state.get("fp32_from_fp16_params", [])):  # empty lists would not fit those of other ranks
         state.pop("fp32_from_fp16_params", None)
@@ -172,10 +173,10 @@ def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, num_upda
 
 
 def _common_state(distributed: DistributedOptimizer, num_updates: int) -> dict[str, Any]:
-    """Return what a distributed optimizer keeps beside the parameters' state, also on a rank that has none of them."""
+    """Return a distributed optimizer's state other than that of parameters, even on a rank without parameters."""
     inner = distributed.optimizer
     is_empty = isinstance(inner, torch.optim.AdamW) and not inner.state
-    if is_empty:  # megatron-core looks the step up there
+    if is_empty:  # megatron-core reads the step from there
         inner.state[""] = {"step": torch.tensor(float(max(0, num_updates)))}
     state: dict[str, Any] = distributed.state_dict()
     if is_empty:
@@ -189,7 +190,7 @@ def _names(distributed: DistributedOptimizer) -> tuple[str, ...]:
 
 
 def _make_moments(optimizer: MegatronOptimizer) -> None:
-    """Let torch's AdamW, which has none before its first update, hold moments: megatron-core asks for them."""
+    """Create the moments of torch's AdamW, which has none before its first update: megatron-core asks for them."""
     for inner in (one.optimizer for one in _chained(optimizer)):
         if isinstance(inner, torch.optim.AdamW):
             for param in (param for group in inner.param_groups for param in group["params"]):
@@ -199,30 +200,30 @@ def _make_moments(optimizer: MegatronOptimizer) -> None:
 
 
 def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return this rank's part of a parameter's fp32 weights and moments, flat; moments begin as zeros."""
+    """Return this rank's part of a parameter's fp32 weights and moments, flattened; moments start at zero."""
     own = own_part(distributed, param)
     if distributed.config.use_precision_aware_optimizer and not distributed.optimizer.state.get(own):
-        tensors = {"param": own.float()}  # it makes its fp32 weights at its first update
+        tensors = {"param": own.float()}  # it creates its fp32 weights at its first update
     else:
         tensors = weights_and_moments(distributed, param)
     weights = tensors["param"]
     tensors = {name: tensors[name] if name in tensors else torch.zeros_like(weights) for name in _names(distributed)}
-    if distributed.config.use_precision_aware_optimizer:  # its moments may be made for this call: not all on the GPU
+    if distributed.config.use_precision_aware_optimizer:  # its moments may be created by this call: not all on the GPU
         return {name: x.detach().float().cpu() for name, x in tensors.items()}
     return {name: x.detach() for name, x in tensors.items()}
 
 
-def _boxes(
-    prefix: str, place: ShardedTensor | ShardedTensorFactory, start: int, stop: int, data: torch.Tensor | None
+def _slices(
+    prefix: str, sharded: ShardedTensor | ShardedTensorFactory, start: int, stop: int, data: torch.Tensor | None
 ) -> list[ShardedTensor]:
-    """Return the parts of a parameter's state that a stretch of the flattened parameter is.
+    """Return a contiguous range of the flattened parameter as slices of the parameter's saved tensors.
 
     Args:
-        place: what the parameter itself is saved as.
-        data: the stretch's elements, None to have them loaded.
+        sharded: how the parameter itself is saved.
+        data: the elements of the range, None to load them.
     """
     found = []
-    for offset, tensor in _flat_places(place):
+    for offset, tensor in _flat_tensors(sharded):
         shape = tensor.local_shape
         first, last = max(start, offset), min(stop, offset + math.prod(shape))
         done = first
@@ -237,7 +238,7 @@ def _boxes(
                     data=None if values is None else values.view((1,) * lead + tensor_slice.size),
                     dtype=torch.float32,
                     local_shape=(1,) * lead + tensor_slice.size,
-                    global_offset=_moved(tensor.global_offset, tensor_slice.start),
+                    global_offset=_shifted(tensor.global_offset, tensor_slice.start),
                     axis_fragmentations=None,
                     prepend_axis_num=0,
                     replica_id=(*tensor.replica_id[:2], 0),  # no other data-parallel rank holds it
@@ -246,20 +247,20 @@ def _boxes(
     return found
 
 
-def _moved(offset: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:
+def _shifted(offset: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:
     lead = len(offset) - len(by)
     return (*offset[:lead], *(a + b for a, b in zip(offset[lead:], by, strict=True)))
 
 
-def _flat_places(place: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, ShardedTensor]]:
-    """Yield the tensors that a parameter is saved as, and where each begins in the flattened parameter.
+def _flat_tensors(sharded: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, ShardedTensor]]:
+    """Yield the tensors that a parameter is saved as, and where each starts in the flattened parameter.
 
-    Without data; the two halves of a gated MLP's first matrix are such tensors.
+    Without data. A gated MLP's first matrix, for example, is saved as two tensors.
     """
-    if isinstance(place, ShardedTensor):
-        yield 0, place.without_data()
+    if isinstance(sharded, ShardedTensor):
+        yield 0, sharded.without_data()
         return
-    probe = replace(place, data=torch.empty_like(place.data, device="meta"))
+    probe = replace(sharded, data=torch.empty_like(sharded.data, device="meta"))
     for tensor in nested_values(probe.build()):
-        assert tensor.data.is_contiguous(), f"{tensor.key}: not one stretch of its parameter"
+        assert tensor.data.is_contiguous(), f"{tensor.key}: not one contiguous range of its parameter"
         yield tensor.data.storage_offset(), tensor.without_data()

@@ -1,4 +1,4 @@
-"""`--profile START:END`: what these iterations do, kernel by kernel, and what holds memory on the GPU."""
+"""`--profile START:END`: traces of these iterations, and what holds memory on the GPU."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "profile"
 MEMORY_EVENTS = 200_000
-"""Newest allocations and frees that the memory snapshot holds."""
+"""Maximum number of allocations and frees in the memory snapshot; the newest are kept."""
 
 
 class IterationProfiler:
-    """Profiles some iterations of a run on some ranks, and does nothing else. No method is a collective call."""
+    """Profiles some iterations of a run on some ranks. No method is a collective call."""
 
     def __init__(self, run: RunConfig, groups: Groups) -> None:
         ranks = parse_numbers(run.logging.profile_ranks)
@@ -36,7 +36,7 @@ class IterationProfiler:
 
     @contextlib.contextmanager
     def iteration(self, number: int) -> Iterator[None]:
-        """Surround one iteration; the trace is written after the last one."""
+        """Profile one iteration if it is in the span; the trace is written after the last one."""
         if number not in self.span:
             yield
             return
@@ -49,11 +49,11 @@ class IterationProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write what has been profiled: the run may end within the span, or by an error. A failure is a warning."""
+        """Write what has been profiled, even if the run ends within the span or by an error. A failure is a warning."""
         done, self._profile = self._profile, None
         if done is not None:
             done.stop()
-            attempt("the profile is not written", lambda: self._write(done))
+            attempt("the profile was not written", lambda: self._write(done))
 
     def _write(self, done: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

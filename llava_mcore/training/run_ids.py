@@ -1,4 +1,4 @@
-"""The run's names at services that collect metrics: a resumed run continues the same ones."""
+"""The run's ids at metric services: a resumed run continues the same ones."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from llava_mcore.files.text_files import naming, read_text
 logger = logging.getLogger(__name__)
 
 FILES = {"wandb": "wandb_run_id.txt", "mlflow": "mlflow_run_id.txt"}
-"""Service -> file in SAVE_DIR/NAME."""
+"""Service -> file with the id, in SAVE_DIR/NAME."""
 KEY = "tracking_run_ids"
-"""Where run.json of a checkpoint has them."""
+"""The ids' key in a checkpoint's run.json."""
 
 
 def read_ids(run_dir: Path) -> dict[str, str]:
-    """Return service -> id, of the services that the run uses. Raises FileError for a file without text."""
+    """Return service -> id for the services that the run uses. Raises FileError for a file that is not text."""
     files = {service: run_dir / name for service, name in FILES.items()}
     ids = {service: read_text(file).strip() for service, file in files.items() if file.exists()}
     return {service: run_id for service, run_id in ids.items() if run_id}
 
 
 def write_id(run_dir: Path, service: str, run_id: str) -> None:
-    """Note under which id a service knows the run."""
+    """Write the id under which a service knows the run."""
     file = run_dir / FILES[service]
     with naming(file):
         file.write_text(run_id, encoding="utf-8")
 
 
 def adopt_ids(run_dir: Path, checkpoint: Path) -> None:
-    """Take over what a checkpoint knows and the run's folder does not: the checkpoint was copied here.
+    """Take over ids from a checkpoint that was copied here, unless the run's folder has its own.
 
     Raises:
         FileError: its run.json does not hold what a run writes.
@@ -45,5 +45,5 @@ def adopt_ids(run_dir: Path, checkpoint: Path) -> None:
     known = read_ids(run_dir)
     for service, run_id in stored.items():
         if service in FILES and service not in known:
-            logger.info("going on in the %s run %s of %s", service, run_id, checkpoint)
+            logger.info("continuing the %s run %s of %s", service, run_id, checkpoint)
             write_id(run_dir, service, run_id)

@@ -1,7 +1,7 @@
 """Saving a run, in the foreground or in the background.
 
-A checkpoint is written beside its final place, flushed to the disk and renamed, and the tracker moves last: a save that
-is killed at any moment leaves the newest complete checkpoint as it was.
+A checkpoint is written next to its final path, flushed to disk and renamed, and the tracker is updated last: a save
+that is killed at any moment leaves the newest complete checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Pending:
-    """A save that has begun. `thread` writes this rank's files; `problem` is what went wrong there."""
+    """A save in progress. `thread` writes this rank's files; `problem` is its error message."""
 
     final: Path
     record: dict[str, Any]
@@ -57,11 +57,11 @@ class _Pending:
     num_bytes: int
     started: float
     waited: float
-    """Seconds that the training has stood still for it."""
+    """Seconds that training has waited for it."""
     thread: threading.Thread | None = None
     problem: str | None = None
     checksums: dict[str, str] = field(default_factory=dict)
-    """Of this rank's files, by path relative to the checkpoint's folder."""
+    """Checksums of this rank's files, by path relative to the checkpoint's folder."""
 
     @property
     def partial(self) -> Path:
@@ -73,22 +73,22 @@ class _Pending:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one after the other. All methods are collective calls, but for `busy`."""
+    """Writes the checkpoints of a run, one at a time. All methods except `busy` are collective calls."""
 
     def __init__(self, trainer: Trainer, hf_source: Path) -> None:
-        """`hf_source`: folder with config, tokenizer, processor files (and ours) that travel along."""
+        """`hf_source`: folder with config, tokenizer and processor files (and ours) to copy into checkpoints."""
         self.trainer, self.hf_source = trainer, hf_source
         self._pending: _Pending | None = None
         self._deletion: threading.Thread | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether this rank still writes in the background."""
+        """Whether this rank is still writing in the background."""
         return self._pending is not None and not self._pending.is_written
 
     @property
     def pending(self) -> bool:
-        """Whether a save waits to be finished; the same on all ranks."""
+        """Whether a save has to be finished; the same on all ranks."""
         return self._pending is not None
 
     def save(
@@ -98,10 +98,10 @@ class Saver:
 
         Args:
             loader_state: the data loader's state on ranks that load data, else None.
-            persistent: keep it, as the run says; else it is replaced by the next one that is not kept.
+            persistent: keep the checkpoint, as the run says; otherwise the next non-persistent one replaces it.
 
         Raises:
-            CheckpointError: on all ranks, when any could not write this checkpoint or the one before it.
+            CheckpointError: on all ranks, if any could not write this checkpoint or the previous one.
         """
         self.finish(progress.iteration)
         self._pending = pending = self._start(progress, self._root(persistent), copy=background)
@@ -125,10 +125,10 @@ class Saver:
             self.finish(progress.iteration)
 
     def finish(self, iteration: int) -> None:
-        """Wait until the save that has begun is complete, and move the tracker to it; nothing, if none has.
+        """Wait until the save in progress is complete, and point the tracker to it. Without one, do nothing.
 
         Args:
-            iteration: the one that has just been trained, which saves.jsonl notes.
+            iteration: the one that has just been trained, for saves.jsonl.
         """
         pending, groups = self._pending, self.trainer.groups
         if pending is None:
@@ -140,7 +140,7 @@ class Saver:
         try:
             self._complete(pending)
         except CheckpointError:
-            if groups.rank == 0:  # it would fill the disk until the next save, which may need the room
+            if groups.rank == 0:  # otherwise it fills the disk until the next save, which may need the space
                 shutil.rmtree(pending.partial, ignore_errors=True)
             raise
         pending.write.published()
@@ -159,7 +159,7 @@ class Saver:
             done.append_to(self.trainer.run.run_dir / SAVES)
 
     def _complete(self, pending: _Pending) -> None:
-        """Make a checkpoint of what all ranks have written. CheckpointError on all ranks, if any could not write."""
+        """Turn what all ranks have written into a checkpoint. CheckpointError on all ranks if any could not write."""
         groups = self.trainer.groups
         found = agree(groups, pending.problem)
         if found:
@@ -185,7 +185,7 @@ class Saver:
         return run.run_dir if persistent else run.non_persistent_dir
 
     def _start(self, progress: Progress, root: Path, *, copy: bool) -> _Pending:
-        """Make the folder, plan the save and bring the tensors to the host."""
+        """Create the folder, plan the save and copy the tensors to the host."""
         start = time.perf_counter()
         run, groups = self.trainer.run, self.trainer.groups
         for chunk in self.trainer.chunks:
@@ -197,11 +197,11 @@ class Saver:
         if groups.rank == 0:
             try:
                 if self._deletion is not None:
-                    self._deletion.join()  # what it deletes is also what a killed save would have left
-                _make_room(final)
+                    self._deletion.join()  # it deletes the kind of folder that a killed save leaves
+                _prepare_folder(final)
             except OSError as error:
                 problem = f"{final}: {error}"
-        found = agree(groups, problem)  # also the barrier after which the folder is there
+        found = agree(groups, problem)  # also the barrier after which the folder exists
         if found:
             raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
         with all_cores():
@@ -217,7 +217,7 @@ class Saver:
         return _Pending(final, record, progress.iteration, write, num_bytes, start, 0.0)
 
     def _carried(self, loader_state: Any | None) -> bytes | None:
-        """Return this rank's place in the data as the bytes of a file, or None without one."""
+        """Return this rank's position in the data as the bytes of a file, or None if it has none."""
         if not self.trainer.run.checkpoint.save_optim or not self.trainer.groups.loads_data:
             return None
         buffer = io.BytesIO()
@@ -225,7 +225,7 @@ class Saver:
         return buffer.getvalue()
 
     def _write_files(self, partial: Path, loader_state: bytes | None) -> dict[str, str]:
-        """Write all but the model's tensors: rank 0 the Hugging Face files, loading ranks their position in the data.
+        """Write everything except tensors: rank 0 the Hugging Face files, loading ranks their position in the data.
 
         Returns:
             Their checksums, by path relative to `partial`.
@@ -243,7 +243,7 @@ class Saver:
         return checksums
 
     def _publish(self, pending: _Pending, checksums: Mapping[str, str]) -> None:
-        """Note every file, flush everything, give the folder its name, move the tracker, delete old checkpoints."""
+        """List every file, flush everything, rename the folder, update the tracker, delete old checkpoints."""
         checkpoint, root = self.trainer.run.checkpoint, pending.final.parent
         write_run_json(pending.partial, {**pending.record, KEY: of_folder(pending.partial, checksums)})
         sync_tree(pending.partial, already=".distcp")
@@ -265,16 +265,15 @@ class Saver:
 
 
 def save_checkpoint(trainer: Trainer, progress: Progress, hf_source: Path, loader_state: Any | None) -> Path:
-    """Write SAVE_DIR/NAME/iter_XXXXXXX, move the tracker to it and return it; a collective call (see `Saver`)."""
+    """Write SAVE_DIR/NAME/iter_XXXXXXX, point the tracker to it and return it; a collective call (see `Saver`)."""
     Saver(trainer, hf_source).save(progress, loader_state)
     return layout.iteration_folder(trainer.run.run_dir, progress.iteration)
 
 
-def _make_room(final: Path) -> None:
-    """Make the empty folder of a save; delete what killed saves left and what is at the final place.
+def _prepare_folder(final: Path) -> None:
+    """Create the empty folder of a save; delete what killed saves have left and what is at the final path.
 
-    What is there is a save of this very iteration that the tracker does not name, or that an earlier one has passed
-    over: the run has come here again.
+    That is an earlier save of this iteration, which the run has reached again after resuming from an older checkpoint.
     """
     remove_leftovers(final.parent)
     if final.exists():
@@ -284,7 +283,7 @@ def _make_room(final: Path) -> None:
 
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
-    """Let torch use this rank's part of the cores: beside a GPU it has one, which copies a host's memory slowly."""
+    """Let torch use this rank's share of the cores. torchrun gives it one, which copies host memory slowly."""
     before = torch.get_num_threads()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
     torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // ranks))
@@ -295,5 +294,5 @@ def all_cores() -> Iterator[None]:
 
 
 def _without_weights(folder: str, names: list[str]) -> list[str]:
-    """Leave the model's own weight files behind when a run started from a Hugging Face folder."""
+    """Return the weight files, which are not copied when a run started from a Hugging Face folder."""
     return [name for name in names if hf_files.is_weight_file(Path(name)) and name != layout.UNUSED]

@@ -1,4 +1,4 @@
-"""What every save took: a line on the console, and one of saves.jsonl."""
+"""Duration and size of every save: a line on the console and one in saves.jsonl."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SAVES = "saves.jsonl"
 
 @dataclass(frozen=True)
 class Saved:
-    """One line of saves.jsonl. Seconds are wall time on rank 0; `start_` and `finish_` are those that training stood
-    still. finished_after_iteration: the last one that was trained before the save was complete."""
+    """One line of saves.jsonl. Seconds are wall time on rank 0; training waited for those of `start_` and `finish_`.
+    finished_after_iteration: the last iteration that was trained before the save was complete."""
 
     iteration: int
     background: bool
@@ -30,5 +30,5 @@ class Saved:
         return f"{self.gigabytes:.3f} GB in {self.seconds:.2f} s, training waited {waited:.2f} s"
 
     def append_to(self, file: Path) -> None:
-        """Add it to a file of JSON lines. The checkpoint is complete: that its line cannot be written is a warning."""
+        """Append it to a file of JSON lines. A failure is only a warning, because the checkpoint is complete."""
         attempt(SAVES, lambda: append_line(file, json.dumps(asdict(self))))

@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trainer:
-    """What is trained and what trains it.
+    """The model with its optimizer and schedule.
 
-    chunks: this rank's model, wrapped. trained_parts: those of which something is trained, on whatever rank.
+    chunks: this rank's model, wrapped. trained_parts: parts with trained parameters, on any rank.
     """
 
     run: RunConfig
@@ -73,12 +73,12 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     trained = trained_parameters(hf, run.model)
     models = build_models(run, groups, hf, trained, initialise=start.checkpoint is None)
     if start.checkpoint is not None:
-        # Also before a resume: the optimizer's fp32 copies are made from these.
+        # Also before a resume: the optimizer's fp32 copies come from these.
         if is_local(start.checkpoint):
             load_local_weights(models, start.checkpoint, groups.rank)
         else:
             load_weights(models, start.checkpoint)
-    # The first chunk's buckets overlap with its own backward pass; the others' whole sums with the chunks before them.
+    # The first chunk's buckets overlap with its own backward pass; those of the others with earlier chunks' passes.
     chunks = [data_parallel(run, groups, model, buckets=i == 0) for i, model in enumerate(models)]
     optimizer = build_optimizer(run, chunks)
     scheduler = build_scheduler(run, optimizer)
@@ -122,7 +122,7 @@ def build_models(
 
 
 def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initialise: bool) -> ModelOptions:
-    """Return what the run says about how its model is built."""
+    """Return the run's options for building its model."""
     model = run.model
     return ModelOptions(
         params_dtype=params_dtype(run),
@@ -142,7 +142,7 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
 
 
 def stages(run: RunConfig, groups: Groups, num_layers: int) -> Stages:
-    """Return how the language model's layers are cut."""
+    """Return how the language model's layers are split over pipeline stages."""
     parallel = run.parallel
     chunk = parallel.num_layers_per_virtual_pipeline_stage
     return Stages(
@@ -153,7 +153,7 @@ def stages(run: RunConfig, groups: Groups, num_layers: int) -> Stages:
 
 
 def recompute_options(model: ModelConfig, granularity: Literal["none", "selective", "full"]) -> Recompute | None:
-    """Return what is computed again in a tower's backward pass, or None."""
+    """Return what is recomputed in a part's backward pass, or None."""
     if granularity == "none":
         return None
     return Recompute(granularity, model.recompute_method, model.recompute_num_layers, model.recompute_modules)
@@ -171,15 +171,16 @@ def fuse_weight_gradients(model: VisionLanguageModel) -> None:
 
 
 def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Literal["transformer_engine", "local"]:
-    """Return whose layers to use.
+    """Return which implementation of layers to use.
 
     Raises:
-        ConfigError: Transformer Engine is asked for, also by --fp8, and not there or not able to compute this family.
+        ConfigError: Transformer Engine is requested, perhaps by --fp8, but is not installed or does not support this
+        family.
     """
     wanted = "--fp8" if run.model.transformer_impl is None else "model.transformer_impl = transformer_engine"
     if language_family(hf.text_config).shape(hf.text_config).needs_local_layers:
         if run.model.transformer_impl == "transformer_engine" or run.training.fp8:
-            raise ConfigError(f"{wanted}: {hf.text_config.model_type} models are made of local layers only: omit that")
+            raise ConfigError(f"{wanted}: {hf.text_config.model_type} models have local layers only: omit that")
         return "local"
     usable = groups.device.type == "cuda" and HAVE_TE
     chosen = run.model.transformer_impl or ("transformer_engine" if usable or run.training.fp8 else "local")
@@ -189,7 +190,7 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
 
 
 def fp8_options(run: RunConfig) -> Fp8Options | None:
-    """Return how to multiply in FP8, or None."""
+    """Return the options for FP8, or None."""
     training = run.training
     if not training.fp8:
         return None
@@ -202,7 +203,7 @@ def fp8_options(run: RunConfig) -> Fp8Options | None:
 
 
 def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
-    """Print how much of the whole model is trained; a collective call."""
+    """Log the number of trained parameters of each part; a collective call."""
     counts = count_parameters(models, first_tp_rank=groups.tp_rank == 0)
     counts = sum_over_ranks(groups, counts if groups.dp_rank == 0 else [0] * len(counts))
     rows = [(part, counts[2 * i], counts[2 * i + 1]) for i, part in enumerate(PARTS)]

@@ -1,4 +1,4 @@
-"""What a run saves and resumes: weights, optimizer, schedule, random state, place in the data, counters."""
+"""What a run saves and resumes: weights, optimizer, schedule, random state, position in the data, counters."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ LOADER_FOLDER = "loader"
 
 @dataclass
 class Progress:
-    """How far a run has come. Skipped or failed updates count too: their samples are consumed."""
+    """Progress of a run. Skipped or failed updates count too: their samples are consumed."""
 
     iteration: int = 0
     consumed_samples: int = 0
-    """Rows of all batches: samples, or packs of them."""
+    """Rows of all batches: samples or packs."""
     consumed_conversations: int = 0
     skipped_conversations: int = 0
-    """Those that were left out as broken or too long."""
+    """Conversations that were skipped because they are broken or too long."""
     skipped_iterations: int = 0
-    """Those whose batch was read and not trained on, as `skip_train_iteration_range` asks."""
+    """Iterations whose batch was read but not trained on, because of `skip_train_iteration_range`."""
     failed_updates: int = 0
-    """Those whose update was left out because loss or gradients were not finite, in fp16 also by its loss scaler."""
+    """Iterations without an update, because loss or gradients were not finite or fp16's loss scaler skipped it."""
 
 
 def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | None]:
@@ -50,7 +50,7 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
         The progress and, on ranks that load data, the loader states of all ranks that had saved one.
 
     Raises:
-        CheckpointError: saved without an optimizer, or under settings the state does not fit.
+        CheckpointError: saved without an optimizer, or with settings that do not fit this run.
     """
     before = load_run_config(checkpoint / RUN_FILE, [], {})
     _check_resumable(trainer.run, before, checkpoint)
@@ -69,12 +69,12 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
     if same_layout:
         set_random_state(loaded["random"])
     else:
-        logger.info("another layout than the checkpoint's: dropout draws other numbers from here on")
+        logger.info("the layout differs from the checkpoint's: dropout will draw different random numbers")
     loader_states = None
     if trainer.groups.loads_data:
         loader_states = [load_tensors(file) for file in sorted((checkpoint / LOADER_FOLDER).glob("dp_*.pt"))]
     counters = {field.name: loaded[field.name] for field in fields(Progress) if field.name in loaded}
-    return Progress(**counters), loader_states  # older checkpoints lack the younger counters
+    return Progress(**counters), loader_states  # older checkpoints lack newer counters
 
 
 def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> None:
@@ -87,7 +87,7 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
         "--rampup-batch-size": (before.training.rampup_batch_size, run.training.rampup_batch_size),
         "--lang": (before.data.lang, run.data.lang),
         "frozen parts": (before.model.frozen_parts(), run.model.frozen_parts()),
-        "parts with a learning rate of their own": (own_rates(before.optimizer), own_rates(run.optimizer)),
+        "parts with their own learning rate": (own_rates(before.optimizer), own_rates(run.optimizer)),
         "optimizer.decay_norms_and_biases": (
             before.optimizer.decay_norms_and_biases,
             run.optimizer.decay_norms_and_biases,
@@ -100,17 +100,17 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
 
 
 def loader_file(groups: Groups) -> str:
-    """Return the name of the file with a rank's place in the data."""
+    """Return the name of the file with a rank's position in the data."""
     return f"dp_{groups.dp_rank:05d}.pt"
 
 
 def state_to_save(trainer: Trainer, progress: Progress) -> dict[str, Any]:
-    """Return everything that is saved, but for the place in the data; a collective call."""
+    """Return everything that is saved except the position in the data; a collective call."""
     return _state(trainer, progress, is_loading=False)
 
 
 def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
-    """Return everything that is saved, or the empty form of everything to load."""
+    """Return everything that is saved, or the empty state to load into."""
     run, groups = trainer.run, trainer.groups
     model = model_state(trainer.models, is_loading=is_loading)
     state: dict[str, Any] = {**asdict(progress), **model}

@@ -24,11 +24,11 @@ Report = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did. `loss` is the mean over the trained tokens of the whole global batch.
+    """The result of one step. `loss` is the mean over the trained tokens of the whole global batch.
 
-    updated: whether the weights changed; not if loss or gradients were not finite, nor if fp16's gradients overflowed.
-    finite: whether loss and gradient norm were. not_finite: which micro-batches of this rank's had a loss that was not.
-    lr: that of parts without one of their own.
+    updated: whether the weights changed. They do not if loss or gradients were not finite or fp16 gradients overflowed.
+    finite: whether loss and gradient norm are finite. not_finite: this rank's micro-batches with a loss that is not.
+    lr: the learning rate of parts without their own.
     """
 
     loss: float
@@ -64,7 +64,7 @@ def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple
 def forward_backward(
     chunks: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], *, forward_only: bool = False
 ) -> list[Report]:
-    """Run the pipeline schedule over one step's micro-batches; reports come back on the last stage."""
+    """Run the pipeline schedule over one step's micro-batches; returns reports on the last stage."""
     micro_batch_size, seq_length = batches[0].shape
     return get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -87,8 +87,9 @@ def train_step(
 ) -> StepResult:
     """Train on one global batch; a collective call.
 
-    The host waits for the device twice, for the loss and for the gradient norm, both before the update: one that is not
-    finite is found in them, and then the weights stay as they were.
+    The host waits for the device twice before the update: for the loss and for the gradient norm. If either is not
+    finite,
+    the weights stay as they were.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()

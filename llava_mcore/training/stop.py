@@ -1,4 +1,4 @@
-"""When a run ends before its last iteration."""
+"""Reasons to end a run before its last iteration."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from llava_mcore.parallel.groups import Groups
 
 @dataclass(frozen=True)
 class StopRules:
-    """Why to stop: somebody asked, or the time is up. Ranks may differ; `any_rank` makes them agree."""
+    """Stop on request, or when the time is up. Ranks may differ; `any_rank` makes them agree."""
 
     asked: Callable[[], bool]
     until: float | None
     """Value of time.monotonic() at which the time is up."""
 
     def due(self) -> bool:
-        """Tell whether this rank would stop."""
+        """Return whether this rank would stop."""
         return self.asked() or (self.until is not None and time.monotonic() >= self.until)
 
 

@@ -1,4 +1,4 @@
-"""The loss of the validation part while training, without changing anything in the training."""
+"""The loss on the validation split during training, without any effect on training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from llava_mcore.training.step import forward_backward
 class ValidationResult:
     """One validation: `loss` is the mean over all its trained tokens, None if it is not finite; perplexity: exp(loss).
 
-    num_skipped: samples that were left out as broken or too long.
+    num_skipped: samples that were skipped because they are broken or too long.
     """
 
     iteration: int
@@ -44,24 +44,24 @@ class ValidationResult:
         """Return the console line."""
         loss = "-" if self.loss is None else f"{self.loss:.4f}"
         perplexity = "-" if self.perplexity is None else f"{self.perplexity:.3f}"
-        skipped = f" | {self.num_skipped} samples left out" if self.num_skipped else ""
+        skipped = f" | {self.num_skipped} samples skipped" if self.num_skipped else ""
         return (
             f"validation after step {self.iteration} | loss {loss} | perplexity {perplexity} | "
             f"{self.num_conversations} samples, {self.num_trained_tokens} tokens | {self.seconds:.1f} s{skipped}"
         )
 
     def values(self) -> dict[str, float]:
-        """Return the numbers under the names that sinks show."""
+        """Return the numbers under their names in sinks."""
         numbers = {"loss": self.loss, "perplexity": self.perplexity, "seconds": self.seconds}
         return {f"validation/{name}": value for name, value in numbers.items() if value is not None}
 
     def record(self) -> dict[str, Any]:
-        """Return the object of a line of the file."""
+        """Return the object to write as a JSON line."""
         return asdict(self)
 
 
 class Validator:
-    """Measures the loss of the validation part; all methods but `due` are collective calls."""
+    """Measures the loss on the validation split; all methods except `due` are collective calls."""
 
     def __init__(self, trainer: Trainer, data: ValidationData | None, watchdog: Watchdog) -> None:
         """data: on ranks that load data."""
@@ -72,14 +72,14 @@ class Validator:
         self._has_told = False
 
     def due(self, iteration: int) -> bool:
-        """Tell whether a validation follows this iteration."""
+        """Return whether a validation follows this iteration."""
         interval = self.trainer.run.validation.eval_interval
         return interval is not None and (
             iteration % interval == 0 or iteration == self.trainer.run.training.num_iterations
         )
 
     def run(self, iteration: int) -> ValidationResult:
-        """Go through the validation part. DataError on all ranks if any cannot read it, or too much is broken."""
+        """Run one validation. DataError on all ranks if any cannot read the data, or too much of it is broken."""
         start = time.perf_counter()
         groups = self.trainer.groups
         passing = None if self.data is None else self.data.open(groups.dp_rank, groups.dp_size)
@@ -87,7 +87,7 @@ class Validator:
         sums = torch.zeros(2, dtype=torch.float64)  # loss, trained tokens; of this rank's replica
         used = skipped = rounds = 0
         try:
-            with as_if_not_run(self.trainer):
+            with without_side_effects(self.trainer):
                 while True:
                     self.watchdog.begin(f"validation after iteration {iteration}, part {rounds + 1}")
                     batches, counts = self._fetch(passing, budget)
@@ -115,7 +115,7 @@ class Validator:
         )
 
     def _fetch(self, passing: ValidationPass | None, budget: SkipBudget) -> tuple[list[Any], _Counts]:
-        """Read as many micro-batches as a training step has, or what is left; [] on ranks that read none."""
+        """Read as many micro-batches as a training step has, or those that are left; [] on ranks that do not read."""
         groups = self.trainer.groups
         batches: list[Any] = []
         problem: str | None = None
@@ -137,11 +137,12 @@ class Validator:
         return batches, _Counts(used, skipped, tuple(per_replica))
 
     def _measure(self, read: Sequence[HostBatch], number: int) -> torch.Tensor:
-        """Return (summed loss, trained tokens) of this replica's micro-batches, on the rank that reports the loss."""
+        """Return (summed loss, trained tokens) of this replica's micro-batches; zeros on ranks that do not report the
+        loss."""
         groups, fields, batches = self.trainer.groups, self.trainer.fields, None
         if self.data is not None:
             batches = [fill_rows(batch, self.micro_batch_size) for batch in read]
-            if self._is_interleaved:  # its schedule takes multiples of the number of stages
+            if self._is_interleaved:  # this schedule needs a multiple of the number of stages
                 batches += [without_loss(batches[0], fields)] * (self.most_batches - number)
         total = self.most_batches if self._is_interleaved else number
         reports = forward_backward(self.trainer.chunks, share_step(groups, batches, total, fields), forward_only=True)
@@ -156,7 +157,7 @@ class Validator:
 
 @dataclass(frozen=True)
 class _Counts:
-    """Conversations used and left out by all ranks, and micro-batches of each replica."""
+    """Conversations used and skipped on all ranks, and micro-batches of each replica."""
 
     used: int
     skipped: int
@@ -164,11 +165,11 @@ class _Counts:
 
 
 @contextlib.contextmanager
-def as_if_not_run(trainer: Trainer) -> Iterator[None]:
-    """Run the model without dropout and without gradients, and restore its state.
+def without_side_effects(trainer: Trainer) -> Iterator[None]:
+    """Run the model without dropout and gradients, and restore its state.
 
-    That are the modules' modes, the random numbers' generators (Transformer Engine's attention moves them on even
-    without dropout) and, with FP8, the largest values seen, from which the scales of the next steps are made.
+    The state is the modules' modes, the random generators (Transformer Engine's attention advances them even without
+    dropout) and, with FP8, the history of largest values from which the next scales are computed.
     """
     modules = [module for chunk in trainer.chunks for module in chunk.modules()]
     modes = [module.training for module in modules]
@@ -185,4 +186,4 @@ def as_if_not_run(trainer: Trainer) -> Iterator[None]:
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
         for module, scales in zip(scaled, kept, strict=True):
-            module.reset_fp8_meta_tensors(scales)  # None: to what they begin with
+            module.reset_fp8_meta_tensors(scales)  # None: to their initial values

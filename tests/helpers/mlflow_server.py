@@ -1,4 +1,4 @@
-"""As much of MLflow's server as a run talks to. It can stop answering: it still accepts, and says nothing."""
+"""The part of an MLflow server that a run uses. It can stop answering: it accepts connections and sends nothing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ RUN_ID = "0123456789abcdef0123456789abcdef"
 
 
 class MLflowServer:
-    """A server on a port of its own, from `with` to its end."""
+    """A server on its own port, within a `with` block."""
 
     def __init__(self, *, answers: bool = True) -> None:
         self.answers = answers
         self.refuses = False
-        """Whether it answers that it does not want metrics."""
+        """Whether it rejects metrics."""
         self.points: list[tuple[str, int, float]] = []
         """(name, step, value) of every metric."""
         self.ended = False

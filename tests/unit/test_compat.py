@@ -175,7 +175,7 @@ def test_an_update_without_a_look_at_the_norm_is_noticed() -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda x: list(megatron_optimizer.own_stretches(x)),
+        lambda x: list(megatron_optimizer.own_ranges(x)),
         lambda x: megatron_optimizer.own_part(x, x),
         lambda x: megatron_optimizer.weights_and_moments(x, x),
         lambda x: megatron_optimizer.set_weights_and_moments(x, x, {}),

@@ -150,7 +150,7 @@ sys.exit(130 if signals.interrupted else 75 if signals.asked else 1)
         ([signal.SIGUSR1, signal.SIGINT], 130),
     ],
 )
-def test_what_stops_a_worker(sent: list[signal.Signals], code: int) -> None:
+def test_signals_that_stop_a_worker(sent: list[signal.Signals], code: int) -> None:
     """SIGTERM alone comes from torchrun, when another rank has failed."""
     process = start(SIGNALS)
     for number in sent:

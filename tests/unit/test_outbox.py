@@ -1,4 +1,4 @@
-"""A server that is slow, refuses or does not answer takes no time of the training's, and little memory."""
+"""A server that is slow, refuses or does not answer costs training no time and little memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTHING = (0.0,) * 9
 
 
 class Server:
-    """Takes letters, after as many failures as it is told."""
+    """Takes records after the given failures."""
 
     def __init__(self, failures: Sequence[Failed] = ()) -> None:
         self.failures = list(failures)
@@ -22,15 +22,15 @@ class Server:
         self.open = threading.Event()
         self.open.set()
 
-    def take(self, letters: Sequence[int]) -> int:
+    def take(self, records: Sequence[int]) -> int:
         self.open.wait()
         if self.failures:
             raise self.failures.pop(0)
-        self.got += letters[:3]
-        return len(letters[:3])
+        self.got += records[:3]
+        return len(records[:3])
 
 
-def test_everything_comes_in_order_though_some_calls_fail(caplog: pytest.LogCaptureFixture) -> None:
+def test_everything_arrives_in_order_although_some_calls_fail(caplog: pytest.LogCaptureFixture) -> None:
     server = Server([Failed("busy")] * 9)
     box = Outbox("server", server.take, pauses=NOTHING)
     for number in range(50):
@@ -41,7 +41,7 @@ def test_everything_comes_in_order_though_some_calls_fail(caplog: pytest.LogCapt
     assert not caplog.records
 
 
-def test_a_server_that_hangs_delays_nobody_and_is_left_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_hangs_delays_nobody(caplog: pytest.LogCaptureFixture) -> None:
     server = Server()
     server.open.clear()
     box = Outbox("server", server.take, limit=100)
@@ -49,8 +49,8 @@ def test_a_server_that_hangs_delays_nobody_and_is_left_at_the_end(caplog: pytest
     for number in range(10_000):
         box.put(number)
     assert time.monotonic() - start < 1
-    assert len(box._letters) <= 100, "bounded memory"
-    box.close(0.2, last=lambda: pytest.fail("it is not reached"))
+    assert len(box._records) <= 100, "bounded memory"
+    box.close(0.2, last=lambda: pytest.fail("the last call is not reached"))
     assert time.monotonic() - start < 2
     assert [r.getMessage() for r in caplog.records] == [
         "server did not take 10000 records within 0.2 s; metrics.jsonl has all of them"
@@ -67,13 +67,13 @@ def test_it_gives_up_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     box.put(2)
     assert len(server.failures) == 90
     assert [r.getMessage() for r in caplog.records] == [
-        "server gets no more of this run, 10 attempts in a row failed: no route"
+        "no more metrics of this run go to server: 10 attempts in a row failed: no route"
     ]
     box.close(5, last=lambda: None)
     assert caplog.records[-1].getMessage() == "server did not take 2 records; metrics.jsonl has all of them"
 
 
-def test_what_is_refused_is_left_out_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_refused_record_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     server = Server([Refused("too long a name")])
     server.open.clear()
     box = Outbox("server", server.take, pauses=NOTHING)

@@ -1,4 +1,4 @@
-"""Where metrics go: TensorBoard, Weights & Biases without a network, the picture of the loss."""
+"""Metric sinks: TensorBoard, Weights & Biases offline, MLflow, the plot of the loss."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def metrics(iteration: int, loss: float | None, first: float | None = None) -> M
 
 
 def session(run: RunConfig, iteration: int, losses: list[float | None]) -> None:
-    """What a run does that starts behind an iteration."""
+    """Write the metrics of a run that starts after `iteration`."""
     file, sinks = MetricsFile(run.run_dir, keep_until=iteration), Sinks(run, iteration=iteration)
     for number, loss in enumerate(losses, iteration + 1):
         line = metrics(number, loss, first=9.5 if number == iteration + 1 else None)
@@ -44,21 +44,24 @@ def session(run: RunConfig, iteration: int, losses: list[float | None]) -> None:
     sinks.close()
 
 
-def test_a_resumed_run_goes_on_in_the_same_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = load_run_config(None, [f"checkpoint.save_dir={tmp_path}", "logging.wandb=true", "logging.tensorboard=true"])
     run.run_dir.mkdir()
     session(run, 0, [4.0, 3.0, 9.0])
     wandb_id = read_ids(run.run_dir)["wandb"]
-    session(run, 2, [2.0, None, 1.0])  # iteration 3 anew; iteration 4 was skipped
+    first = next((run.run_dir / "wandb").glob("offline-run-*"))
+    while first.name == f"offline-run-{time.strftime('%Y%m%d_%H%M%S')}-{wandb_id}":
+        time.sleep(0.05)  # wandb names folders by the second: within one, both sessions would share a folder
+    session(run, 2, [2.0, None, 1.0])  # iteration 3 again; iteration 4 was skipped
 
     events = EventAccumulator(str(run.run_dir / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 4.0), (2, 3.0), (3, 2.0), (5, 1.0)]
     assert [e.step for e in events.Scalars(FIRST)] == [1, 3]
     folders = list((run.run_dir / "wandb").glob("offline-run-*"))
-    assert len(folders) in (1, 2) and all(folder.name.endswith(f"-{wandb_id}") for folder in folders)
+    assert len(folders) == 2 and all(folder.name.endswith(f"-{wandb_id}") for folder in folders)
     assert Image.open(run.run_dir / PLOT).size == (960, 540)
 
 
@@ -71,10 +74,8 @@ def test_nothing_is_written_unless_asked_for(tmp_path: Path) -> None:
     assert draw_losses(run.run_dir) is None
 
 
-def test_a_picture_that_cannot_be_written_takes_no_other_errors_place(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Sinks are closed while the error that ends a run, of a full disk for one, is on its way."""
+def test_a_plot_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Sinks are closed while the error that ends a run is being raised; they must not replace it."""
     run = load_run_config(None, [f"checkpoint.save_dir={tmp_path}"])
     (run.run_dir / PLOT).mkdir(parents=True)
     session(run, 0, [1.0])
@@ -114,7 +115,7 @@ def test_mlflow_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, *more: str) -> RunConfig:
-    """Return a run that logs to a server of MLflow, with a second for every call."""
+    """Return a run that logs to an MLflow server, with a timeout of one second per call."""
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
@@ -144,11 +145,11 @@ def test_a_server_that_stops_answering_costs_no_time(
         assert time.monotonic() - start < 1
         sinks.close()
         assert time.monotonic() - start < 3
-        assert random.getstate() == before, "training may draw from it"
+        assert random.getstate() == before, "training may use this generator"
     assert "200 records within 1 s; metrics.jsonl has all of them" in caplog.text
 
 
-def test_a_run_that_begins_needs_a_server_that_answers_but_one_that_goes_on_does_not(
+def test_a_new_run_needs_a_server_that_answers_but_a_resumed_one_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with MLflowServer(answers=False) as server:
@@ -165,7 +166,7 @@ def test_a_run_that_begins_needs_a_server_that_answers_but_one_that_goes_on_does
 
 
 class Broken:
-    """A sink on a disk that is full."""
+    """A sink on a full disk."""
 
     writes = closes = 0
 
@@ -178,7 +179,7 @@ class Broken:
         raise RuntimeError("still\nfull")
 
 
-def test_a_sink_that_fails_is_given_up_and_the_others_go_on(
+def test_a_sink_that_fails_is_dropped_and_the_others_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = load_run_config(None, [f"checkpoint.save_dir={tmp_path}", "logging.tensorboard=true"])
@@ -190,15 +191,15 @@ def test_a_sink_that_fails_is_given_up_and_the_others_go_on(
     sinks.close()
     assert (broken.writes, broken.closes) == (1, 1)
     said = [record.getMessage() for record in caplog.records]
-    assert said[0].startswith("broken gets no more of this run, iteration 1 failed: ")
+    assert said[0].startswith("no more metrics of this run go to broken: iteration 1 failed: ")
     assert said[1] == "broken: still full"
     events = EventAccumulator(str(run.run_dir / "tensorboard"))
     events.Reload()
     assert [e.step for e in events.Scalars("loss")] == [1, 2]
 
 
-def test_a_cut_last_line_is_read_by_none(tmp_path: Path) -> None:
-    """As a full disk leaves it: the picture is drawn, and a resume goes on, without it."""
+def test_a_truncated_last_line_is_skipped(tmp_path: Path) -> None:
+    """A full disk leaves such a line: the plot and a resumed run ignore it."""
     run = load_run_config(None, [f"checkpoint.save_dir={tmp_path}"])
     run.run_dir.mkdir()
     session(run, 0, [4.0, 3.0])
@@ -221,7 +222,7 @@ def test_a_cut_last_line_is_read_by_none(tmp_path: Path) -> None:
         ('{"iteration": 1, "loss": "x"}', "expected 'iteration' and 'loss'"),
     ],
 )
-def test_lines_of_something_else_are_told_with_their_number(tmp_path: Path, line: str, says: str) -> None:
+def test_invalid_lines_are_reported_with_their_number(tmp_path: Path, line: str, says: str) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"iteration": 0, "loss": null}\n' + line + "\n")
     with pytest.raises(FileError, match=f"metrics.jsonl, line 2: {re.escape(says)}"):
@@ -231,7 +232,7 @@ def test_lines_of_something_else_are_told_with_their_number(tmp_path: Path, line
         MetricsFile(tmp_path, keep_until=3)
 
 
-def test_a_full_disk_leaves_whole_lines_only(tmp_path: Path, tiny_disk: Callable[[str], Path]) -> None:
+def test_a_full_disk_leaves_only_whole_lines(tmp_path: Path, tiny_disk: Callable[[str], Path]) -> None:
     disk = tiny_disk("16K")
     file = MetricsFile(disk, keep_until=0)
     with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
@@ -245,7 +246,7 @@ def test_a_full_disk_leaves_whole_lines_only(tmp_path: Path, tiny_disk: Callable
 @pytest.mark.parametrize(
     "content", ["[]", "null", "{", '{"tracking_run_ids": ["a"]}', '{"tracking_run_ids": {"a": 1}}']
 )
-def test_another_run_json_is_told(tmp_path: Path, content: str) -> None:
+def test_an_invalid_run_json_is_reported(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(FileError, match=r"run\.json: "):
         adopt_ids(tmp_path, tmp_path)

@@ -1,4 +1,4 @@
-"""The validation part: what is read of it by how many ranks, and what is said where there is none."""
+"""The validation split: which samples ranks read, and the message if there is no split."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two datasets and a blend whose validation part has one's own part and the whole other."""
+    """Two datasets and a blend that validates on the validation split of one and all of the other."""
     root = tmp_path_factory.mktemp("data")
     for name, shards in (("one", 2), ("other", 1)):
         make_vqa(root / name, shards=shards, samples=SAMPLES)
@@ -52,7 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def keys(path: Path, assets: Assets, dp_size: int, most: int | None = None, **options: Any) -> list[str]:
-    """Return the sorted keys that all ranks read."""
+    """Return the sorted keys of the samples that all ranks read."""
     data = DataConfig(path=path, num_workers=0, seq_length=64, **options)
     part = ValidationData(data, assets, micro_batch_size=2, seed=1, most_samples=most)
     return sorted(key for rank in range(dp_size) for batch in part.open(rank, dp_size) for key in batch.sample_keys)
@@ -78,7 +78,7 @@ def test_every_number_of_ranks_reads_the_same_samples_once(
         assert keys(root / "one", assets, dp_size, most, packing=packing, packing_buffer_size=4) == whole
 
 
-def test_a_blend_has_a_validation_part_of_its_own(root: Path, assets: Assets) -> None:
+def test_a_blend_has_its_own_validation_split(root: Path, assets: Assets) -> None:
     found = keys(root / "blend.yaml", assets, 2)
     assert len(found) == 2 * SAMPLES, "each dataset once, whatever its weight"
 
@@ -91,7 +91,7 @@ def test_loader_processes_change_nothing(root: Path, assets: Assets) -> None:
         assert found == keys(root / "one", assets, 1)
 
 
-def test_without_a_validation_part(root: Path) -> None:
+def test_without_a_validation_split(root: Path) -> None:
     for name, words in (("other", "has no shards in its 'val' part"), ("no-val.yaml", "has no 'val' section")):
         check_dataset(root / name)
         with pytest.raises(DataError, match=r"--val-ratio 0\.05, or a val section in a blend") as caught:
@@ -114,9 +114,9 @@ def test_filled_and_blank_micro_batches_add_no_loss(root: Path, assets: Assets) 
     assert not len(blank.media["pixel_values"]) and not len(blank.media["feature_positions"])
 
 
-def test_results_go_into_a_file_of_their_own_and_into_the_picture(tmp_path: Path) -> None:
+def test_results_go_into_their_own_file_and_the_plot(tmp_path: Path) -> None:
     result = ValidationResult(2, 1.5, 4.48, 10, 4, 1, 0.5)
-    assert "loss 1.5000 | perplexity 4.480" in result.line() and "1 samples left out" in result.line()
+    assert "loss 1.5000 | perplexity 4.480" in result.line() and "1 samples skipped" in result.line()
     assert result.values() == {"validation/loss": 1.5, "validation/perplexity": 4.48, "validation/seconds": 0.5}
     file = JsonLines(tmp_path / VALIDATION_FILE, keep_until=0)
     for iteration in (2, 4, 6):

@@ -1,1 +1,1 @@
-"""Where metrics go."""
+"""Metrics and the services that receive them."""

@@ -1,4 +1,4 @@
-"""What a step reports: one JSON object per iteration, and a line on the console."""
+"""Metrics of one iteration: a JSON object in metrics.jsonl and a line on the console."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ VALIDATION_FILE = "validation.jsonl"
 
 @dataclass(frozen=True)
 class Metrics:
-    """One iteration. Seconds are wall time; tokens leave padding out; fill: the part of a batch that is not padding.
+    """One iteration. Seconds are wall time; tokens exclude padding; fill: the fraction of a batch that is not padding.
 
-    loss, grad_norm: None where the iteration's data were not trained on. updated: whether the weights changed.
-    lr_by_part: the learning rate of each part that is trained.
+    loss, grad_norm: None if the iteration's data was not trained on. updated: whether the weights changed.
+    lr_by_part: the learning rate of each trained part.
     skipped_iterations, failed_updates: totals of the run so far.
-    mfu: model FLOPs utilization, None where the device's peak is not known; memory: the most that rank 0 has allocated
-    on its GPU since the start, None without one.
+    mfu: model FLOPs utilization, None if the device's peak is unknown; memory: the peak allocation of rank 0 on its GPU
+    since the start, None without a GPU.
     """
 
     iteration: int
@@ -50,7 +50,7 @@ class Metrics:
     mfu: float | None
     memory_gib: float | None
     time_to_first_iteration_seconds: float | None = None
-    """From the start of the process to the end of the first iteration that it trained; None for the later ones."""
+    """From the start of the process to the end of its first iteration; None for later ones."""
 
     def line(self, train_iters: int, num_devices: int) -> str:
         """Return the console line."""
@@ -59,7 +59,7 @@ class Metrics:
         speed = f"{rate:.2f}k tok/s/device"
         if self.mfu is not None:
             speed += f" | {self.tflops_per_device:.0f} TF/s/device | MFU {100 * self.mfu:.1f} %"
-        lost = [(self.num_skipped, "left out"), (self.num_truncated, "cut")]
+        lost = [(self.num_skipped, "skipped"), (self.num_truncated, "truncated")]
         losses = "".join(f" | {number} samples {what}" for number, what in lost if number)
         if not self.updated:
             losses += " | weights not changed"
@@ -72,10 +72,10 @@ class Metrics:
 
 
 class JsonLines:
-    """Appends objects to a file, a line each; after a resume, lines beyond the checkpoint are dropped."""
+    """Appends objects to a file of JSON lines; after a resume, lines beyond the checkpoint are dropped."""
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
-        """keep_until: the iteration that the run resumes from. Raises FileError for a file of anything else."""
+        """keep_until: the iteration that the run resumes from. Raises FileError if the file has other contents."""
         self.path = path
         kept = [record for record in read_lines(path) if record["iteration"] <= keep_until]
         self.losses: list[float | None] = [record["loss"] for record in kept]
@@ -85,22 +85,22 @@ class JsonLines:
         os.replace(temporary, self.path)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one object; floats with full precision, so that equal lines mean equal bits. JSON has no NaN: null.
+        """Write one object. Floats have full precision, so equal lines mean equal bits; NaN and infinity become null.
 
         Raises:
-            OSError: it cannot be written; the file is then as it was, without half a line.
+            OSError: it cannot be written; the file then stays as it was, without a partial line.
         """
         values = {key: None if is_not_finite(value) else value for key, value in record.items()}
         append_line(self.path, json.dumps(values, allow_nan=False))
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file, or, if that fails, nothing."""
+    """Append a line to a file; if that fails, the file stays as it was."""
     with naming(path), path.open("ab", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)
         data = f"{line}\n".encode()
         try:
-            while data:  # of what a full disk does not take, only the first part is written
+            while data:  # a full disk takes only the first part
                 data = data[file.write(data) :]
         except OSError:
             file.truncate(before)
@@ -108,9 +108,9 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines that a run writes, none without a file.
+    """Return the objects of a run's file of JSON lines; none if the file does not exist.
 
-    A last line that is cut short, by a kill or a full disk, is skipped.
+    A last line that a kill or a full disk has truncated is skipped.
 
     Raises:
         FileError: a line is not an object with an iteration and a loss.
@@ -126,9 +126,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
     record = parse_object(line, where)
     iteration, loss = record.get("iteration"), record.get("loss", "missing")
     if type(iteration) is not int or not (loss is None or isinstance(loss, int | float)):
-        raise FileError(
-            f"{where}: expected 'iteration' and 'loss', as a run of this program writes them; move the file away"
-        )
+        raise FileError(f"{where}: expected 'iteration' and 'loss', as a run writes them; move the file away")
     return record
 
 
@@ -144,5 +142,5 @@ class MetricsFile(JsonLines):
 
 
 def is_not_finite(value: object) -> bool:
-    """Tell whether a value is a float that is NaN or infinite."""
+    """Return whether a value is a float that is NaN or infinite."""
     return isinstance(value, float) and not math.isfinite(value)

@@ -1,7 +1,6 @@
-"""Metrics to MLflow: a server that MLFLOW_TRACKING_URI names, or files in SAVE_DIR/NAME/mlruns.
+"""Metrics to MLflow: to the server in MLFLOW_TRACKING_URI, or to files in SAVE_DIR/NAME/mlruns.
 
-The training only puts numbers into a queue. A thread sends them, so that a server that is slow, or does not answer,
-costs no step any time.
+Training only puts numbers into a queue. A thread sends them, so a slow or unreachable server delays no step.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _METRICS_AT_ONCE = 1000  # and this
 _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0",  # it would draw from Python's generator of the training process
+    "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0",  # it would use the training process's random generator
     "MLFLOW_ALLOW_FILE_STORE": "true",  # needs no database; MLflow asks for this since 3.x
 }
-"""Of MLflow, where the user has not chosen otherwise: 20 seconds a call, not the 16 minutes of its own defaults."""
+"""Timeouts, unless the user sets them: 20 seconds per call instead of MLflow's own 16 minutes."""
 _NO_USE = range(400, 500)
 _TRY_AGAIN = (408, 429)
 
@@ -38,17 +37,17 @@ class MLflow:
     """One run of MLflow, the same one after a resume."""
 
     def __init__(self, run: RunConfig, seconds: float) -> None:
-        """Open it.
+        """Open the run.
 
         Args:
-            seconds: how long to wait at the end for what has not been sent.
+            seconds: how long to wait at the end for unsent metrics.
 
         Raises:
             ConfigError: MLflow refuses the run, or does not answer.
         """
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
-        from mlflow import MlflowClient  # imports for seconds
+        from mlflow import MlflowClient  # the import takes seconds
         from mlflow.exceptions import MlflowException
 
         self._failure, self._seconds = MlflowException, seconds
@@ -61,9 +60,9 @@ class MLflow:
         self._outbox = Outbox(f"MLflow at {uri}", self._send)
 
     def _resumed(self, run_id: str | None) -> str | None:
-        """Reopen the run of this id; None without one, or where the server does not know it.
+        """Reopen the run with this id; None without an id, or if the server does not know it.
 
-        One that does not answer now may do so later: a run that is restarted at night does not end for that.
+        A server that does not answer now may do so later, so this does not end a run that is restarted at night.
         """
         if run_id is None:
             return None
@@ -73,12 +72,12 @@ class MLflow:
             if error.get_http_status_code() not in _NO_USE:
                 logger.warning("MLflow does not answer; metrics are kept for a while and sent when it does: %s", error)
                 return run_id
-            logger.warning("MLflow does not know the run %s any more, a new one begins: %s", run_id, error)
+            logger.warning("MLflow no longer knows the run %s, starting a new one: %s", run_id, error)
             return None
         return run_id
 
     def _created(self, run: RunConfig) -> str:
-        """Begin a run, with the configuration as its parameters."""
+        """Start a run with the configuration as its parameters."""
         from mlflow.entities import Param
 
         name = run.logging.mlflow_experiment
@@ -92,24 +91,24 @@ class MLflow:
         return run_id
 
     def write(self, values: dict[str, float], iteration: int) -> None:
-        """Have numbers sent; returns at once."""
+        """Queue numbers to be sent; returns at once."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         self._outbox.put([Metric(name, value, now, iteration) for name, value in values.items()])
 
     def close(self) -> None:
-        """Send what is left and mark the run as ended."""
+        """Send what is left and mark the run as finished."""
         self._outbox.close(self._seconds, last=lambda: self._call(self.client.set_terminated, self.run_id))
 
-    def _send(self, letters: Sequence[list[Any]]) -> int:
-        """Send the metrics of as many iterations as MLflow takes at once, and return their number."""
+    def _send(self, records: Sequence[list[Any]]) -> int:
+        """Send the metrics of as many iterations as MLflow takes in one call, and return their number."""
         metrics: list[Any] = []
         number = 0
-        for letter in letters:
-            if number and len(metrics) + len(letter) > _METRICS_AT_ONCE:
+        for record in records:
+            if number and len(metrics) + len(record) > _METRICS_AT_ONCE:
                 break
-            metrics += letter
+            metrics += record
             number += 1
         self._call(self.client.log_batch, self.run_id, metrics=metrics)
         return number

@@ -1,4 +1,4 @@
-"""run.json: what wrote a checkpoint."""
+"""run.json: the settings, versions and progress of the run that wrote a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = (
 
 
 def run_record(run: RunConfig, groups: Groups, counters: dict[str, int]) -> dict[str, Any]:
-    """Return the content of run.json but for the list of files. `counters`: how far the run has come."""
+    """Return the content of run.json without the list of files. `counters`: the progress of the run."""
     return {
         **counters,
         "layout": {
@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str | None:
-    """Return the commit of our own code, with '-dirty' if it was changed since; None outside a git checkout."""
+    """Return the commit of this package's code, with '-dirty' if it was changed since; None outside a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

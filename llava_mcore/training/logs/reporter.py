@@ -1,4 +1,4 @@
-"""What rank 0 writes about every iteration: metrics.jsonl, the console, warnings."""
+"""Reports of rank 0 about every iteration: metrics.jsonl, the console, warnings."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter:
-    """Reports the iterations of a run; on other ranks than the first it does nothing."""
+    """Reports the iterations of a run; does nothing on ranks other than 0."""
 
     def __init__(self, trainer: Trainer, progress: Progress) -> None:
         """Truncate metrics.jsonl to the iteration that the run resumes from.
 
         Raises:
-            FileError, OSError, ConfigError: a file of the run cannot be used, or a server refuses the run.
+            FileError, OSError, ConfigError: a file of the run cannot be used, or a server rejects the run.
         """
         run, groups = trainer.run, trainer.groups
         self.trainer = trainer
@@ -47,7 +47,7 @@ class Reporter:
             vision_projection="vision_projection" in trainer.trained_parts,
         )
         self.problem: str | None = None
-        """Why metrics could not be written. All ranks have to hear of it before the run may end: see the loop."""
+        """Why metrics could not be written. The loop ends the run on all ranks then."""
         self.is_first = True
         self.peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
         self.spikes: SpikeAlert | None = None
@@ -68,8 +68,8 @@ class Reporter:
 
         Args:
             result: None if its batch was not trained on.
-            rates: every part's learning rate in it.
-            waited: seconds until the batch was there.
+            rates: the learning rate of each part in this iteration.
+            waited: seconds until the batch was read.
             seconds: of the whole iteration.
         """
         if self.file is None:
@@ -92,7 +92,7 @@ class Reporter:
             logger.warning(spike)
 
     def validation(self, result: ValidationResult) -> None:
-        """Report one validation, in a file of its own."""
+        """Report one validation, in its own file."""
         if self.validations is None or self.sinks is None:
             return
         self._write(self.validations, result.record())
@@ -100,7 +100,7 @@ class Reporter:
         logger.info(result.line())
 
     def close(self) -> None:
-        """End what else is written to, and draw the losses. Calling it again does nothing."""
+        """Close the sinks and draw the losses. A second call does nothing."""
         sinks, self.sinks = self.sinks, None
         if sinks is not None:
             sinks.close()

@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, and a picture of the loss."""
+"""Metrics beyond metrics.jsonl: TensorBoard, Weights & Biases, MLflow, and a plot of the loss."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 PLOT = "loss.png"
 CLOSING_SECONDS = 30.0
-"""How long a server may take at the end for what it has not got yet."""
+"""How long a run waits at its end for a server to take the remaining metrics."""
 
 
 class Sink(Protocol):
-    """Takes numbers by name, at iterations that rise. Raises OSError or RuntimeError when it cannot."""
+    """Takes numbers by name, at increasing iterations. Raises OSError or RuntimeError if it fails."""
 
     def write(self, values: dict[str, float], iteration: int) -> None: ...
 
@@ -30,15 +30,15 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """All sinks that a run asks for; used on rank 0 only. One that fails is given up, with a warning: a run does not
-    end for a copy of its metrics."""
+    """All sinks of a run, on rank 0 only. A sink that fails is dropped with a warning: a run does not end because of a
+    copy of its metrics."""
 
     def __init__(self, run: RunConfig, *, iteration: int) -> None:
-        """Open them. `iteration`: where the run resumes; what was written beyond it is dropped.
+        """Open them. `iteration`: where the run resumes; later entries are dropped.
 
         Raises:
-            ConfigError: Weights & Biases or MLflow refuse the run, or do not answer.
-            OSError: a folder cannot be made.
+            ConfigError: Weights & Biases or MLflow rejects the run, or does not answer.
+            OSError: a folder cannot be created.
         """
         self.run = run
         self.sinks: dict[str, Sink] = {}
@@ -53,7 +53,7 @@ class Sinks:
     def step(self, metrics: Metrics) -> None:
         """Write one iteration."""
         values = {name: float(value) for name, value in asdict(metrics).items() if isinstance(value, int | float)}
-        # Not lr/…: MLflow's files would need a file and a folder of one name.
+        # Not lr/…: MLflow's file store would need a file and a folder with the same name.
         values |= {f"lr_by_part/{part}": rate for part, rate in metrics.lr_by_part.items()}
         self.write(values, metrics.iteration)
 
@@ -63,12 +63,12 @@ class Sinks:
             try:
                 sink.write(values, iteration)
             except (OSError, RuntimeError) as error:
-                logger.warning("%s gets no more of this run, iteration %d failed: %s", name, iteration, error)
+                logger.warning("no more metrics of this run go to %s: iteration %d failed: %s", name, iteration, error)
                 del self.sinks[name]
                 attempt(name, sink.close)
 
     def close(self) -> None:
-        """Flush and end all, and draw SAVE_DIR/NAME/loss.png. What fails is a warning."""
+        """Flush and close all sinks, and draw SAVE_DIR/NAME/loss.png. Failures are warnings."""
         for name, sink in self.sinks.items():
             attempt(name, sink.close)
         attempt(PLOT, lambda: draw_losses(self.run.run_dir))
@@ -78,7 +78,7 @@ class TensorBoard:
     """Event files."""
 
     def __init__(self, folder: Path, *, purge_from: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # imports for a second
+        from torch.utils.tensorboard import SummaryWriter  # the import takes a second
 
         self.writer = SummaryWriter(str(folder), purge_step=purge_from)
 
@@ -91,8 +91,9 @@ class TensorBoard:
 
 
 def draw_losses(run_dir: Path) -> Path | None:
-    """Draw training and validation loss over the iterations into loss.png; None where nothing was trained."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imports for a second
+    """Draw training and validation loss over the iterations into loss.png; return its path, or None without any
+    losses."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the import takes a second
     from matplotlib.figure import Figure
 
     trained = _points(run_dir / FILE, "loss")
@@ -113,5 +114,5 @@ def draw_losses(run_dir: Path) -> Path | None:
 
 
 def _points(file: Path, name: str) -> list[tuple[int, float]]:
-    """Return (iteration, value) of a file of JSON lines, without lines that were not trained on."""
+    """Return (iteration, value) pairs of a file of JSON lines, without iterations that were not trained on."""
     return [(record["iteration"], record[name]) for record in read_lines(file) if record[name] is not None]

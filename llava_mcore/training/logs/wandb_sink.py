@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases, whose own process sends them: training waits for it only at its start and its end."""
+"""Metrics to Weights & Biases. Its own process sends them: training waits for it only at the start and the end."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _START_SECONDS = 60.0
 
 
 class Wandb:
-    """One run of Weights & Biases, the same one after a resume: its id is in the run's folder."""
+    """One Weights & Biases run. A resumed run continues it: its id is in the run's folder."""
 
     def __init__(self, run: RunConfig, seconds: float) -> None:
-        """Open it.
+        """Open the run.
 
         Args:
-            seconds: how long to wait at the end for what has not been sent; it stays in SAVE_DIR/NAME/wandb.
+            seconds: how long to wait at the end for unsent metrics; they stay in SAVE_DIR/NAME/wandb.
 
         Raises:
-            ConfigError: Weights & Biases refuses the run, or does not answer.
+            ConfigError: Weights & Biases rejects the run, or does not answer.
         """
         import wandb
 
@@ -48,14 +48,14 @@ class Wandb:
             raise ConfigError(f"--wandb: {error}; {advice}") from error
 
     def write(self, values: dict[str, float], iteration: int) -> None:
-        """Hand numbers over. Raises RuntimeError if Weights & Biases' process has failed."""
+        """Log numbers. Raises RuntimeError if the Weights & Biases process has failed."""
         try:
             self.wandb_run.log(values, step=iteration)
         except self._error as error:
             raise RuntimeError(str(error)) from error
 
     def close(self) -> None:
-        """End the run. Raises RuntimeError if that fails."""
+        """Finish the run. Raises RuntimeError if that fails."""
         try:
             self.wandb_run.finish()
         except self._error as error:

@@ -37,7 +37,7 @@ from llava_mcore.checkpoint.dist import StateWrite, load_state
 from llava_mcore.checkpoint.layout import write_tracker
 from llava_mcore.checkpoint.verify import damage_found_together
 from llava_mcore.files.atomic import move, sync_tree
-from llava_mcore.parallel.groups import Groups, gather_to_all, initialise
+from llava_mcore.parallel.groups import Groups, gather_to_all, initialize
 
 TENSOR_MIB = 64
 GIB = 2**30
@@ -76,7 +76,7 @@ def parse() -> argparse.Namespace:
 def measure(args: argparse.Namespace) -> None:
     """Save and load in turns with cp, `rounds` times."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    groups = initialise(backend=backend, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    groups = initialize(backend=backend, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
     number = max(1, int(args.gib * 1024 / TENSOR_MIB / dist.get_world_size()))
     rounds = []
     for i in range(args.rounds):

@@ -55,7 +55,7 @@ def main() -> None:
             if process.wait() != 0:
                 raise SystemExit(f"{process.args}: exit code {process.returncode}")
         metrics = {recipe: folder / "out" / folder_of(recipe) / "metrics.jsonl" for recipe in RUNS}
-        rows = summarise({recipe: [line["loss"] for line in read_lines(file)] for recipe, file in metrics.items()})
+        rows = summarize({recipe: [line["loss"] for line in read_lines(file)] for recipe, file in metrics.items()})
     show(rows)
     if args.json is not None:
         write_record(args.json, rows, gpus=torch.cuda.device_count())
@@ -85,7 +85,7 @@ def folder_of(recipe: str) -> str:
     return recipe.replace(",", "").replace(" ", "-")
 
 
-def summarise(losses: dict[str, list[float]]) -> list[dict[str, Any]]:
+def summarize(losses: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Return a row for each recipe; differences are parts of BF16's mean loss."""
     base = losses["bf16"]
     return [

@@ -29,7 +29,7 @@ from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.samples import Batch
-from llava_mcore.pixels import normalise
+from llava_mcore.pixels import normalize
 
 IGNORED = -100
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -157,7 +157,7 @@ def to_hugging_face(batches: list[Batch], pad_to: int | None, device: torch.devi
         fields["attention_mask"] = (batches[0].input_ids != 3).to(torch.int64).to(device)
     pixels = torch.cat([b.media["pixel_values"] for b in batches]).to(device, non_blocking=True)
     scale = batches[0].media["pixel_scale"].to(device)
-    return fields | {"pixel_values": normalise(pixels, scale).to(torch.bfloat16)}
+    return fields | {"pixel_values": normalize(pixels, scale).to(torch.bfloat16)}
 
 
 def unshifted(labels: Tensor, loss_mask: Tensor) -> Tensor:

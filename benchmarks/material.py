@@ -160,7 +160,7 @@ def make_weights(folder: Path) -> None:
 
 
 def make_jpeg(seed: int, width: int = 640, height: int = 480) -> bytes:
-    """Return smooth coloured noise as a JPEG of about the size of a photograph's."""
+    """Return smooth colored noise as a JPEG of about the size of a photograph's."""
     noise = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
     image = Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).filter(ImageFilter.GaussianBlur(1))
     buffer = io.BytesIO()

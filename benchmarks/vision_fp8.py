@@ -32,7 +32,7 @@ from llava_mcore.models.configs import Fp8Options, ModelOptions, part_configs
 from llava_mcore.models.vision.features import feature_choice
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.models.vision.transformer import VisionTransformer
-from llava_mcore.parallel.groups import initialise
+from llava_mcore.parallel.groups import initialize
 from llava_mcore.parallel.random import seed_everything
 
 PASSES = 10
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29779")
-    initialise(backend="nccl", tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    initialize(backend="nccl", tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
     seed_everything(0)
     rows: list[dict[str, Any]] = []
     for shape in args.shape:

@@ -1,7 +1,6 @@
 """Megatron-Core based 3D-parallel training of vision-language models.
 
-The functions are the commands, for programs (docs/library.md). Each is imported when it is first asked for: torch takes
-seconds.
+The functions do what the commands do (docs/library.md). Each is imported on first use, because torch takes seconds.
 """
 
 from __future__ import annotations

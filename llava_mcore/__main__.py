@@ -1,4 +1,4 @@
-"""`python -m llava_mcore COMMAND …`: hand the rest of the command line to one of the commands."""
+"""`python -m llava_mcore COMMAND …`: run one of the commands."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from llava_mcore.run.messages import with_messages
 
 COMMANDS = {
     "build": ("build", "compose a Hugging Face folder from a language model and a vision tower"),
-    "prepare": ("prepare", "write energon shards from conversations and pictures in any usual format"),
+    "prepare": ("prepare", "write energon shards from conversations and pictures in any common format"),
     "import-hf": ("import_hf", "convert a Hugging Face folder to a Megatron checkpoint"),
     "train": ("train", "train; the same as scripts/train/run.py"),
     "export-hf": ("export_hf", "convert a Megatron checkpoint to a Hugging Face folder"),
     "check": ("check", "check a checkpoint against its model, tensor by tensor"),
-    "inspect": ("inspect_folder", "show what a Hugging Face folder or a Megatron checkpoint holds"),
-    "show-config": ("show_config", "print the configuration that flags, overrides and a file make together"),
+    "inspect": ("inspect_folder", "show the contents of a Hugging Face folder or a Megatron checkpoint"),
+    "show-config": ("show_config", "print the configuration that results from flags, overrides and a file"),
 }
 
 ON_CPU = ("build", "prepare", "import-hf", "export-hf", "check", "inspect")
-"""Commands that leave GPUs alone."""
+"""Commands that do not use GPUs."""
 
 WITH_LIGHT_FLAGS = ("prepare", "import-hf", "export-hf", "check", "inspect")
-"""Commands whose flags are a module of their own, as the command's needs torch."""
+"""Commands whose flags are in a separate module, because the command's own module needs torch."""
 
 IN_CONTAINER = ("build", "prepare", "import-hf", "train", "export-hf", "check", "inspect")
 """Commands that take --sif-path."""
@@ -56,30 +56,30 @@ def _run(arguments: list[str]) -> int:
         print(f"{name!r}: no such command{meant}\n\n{_usage()}" if name else _usage(), file=sys.stderr)
         return 2
     _require_current_folder()
-    submits = name == "train" and "--submit" in arguments  # the job enters the image, not who submits it
+    submits = name == "train" and "--submit" in arguments  # the job enters the image, not the process that submits it
     image = requested_image(arguments) if name in IN_CONTAINER and not submits else None
     if image is not None:
-        # Before importing what only the image may have.
+        # Before importing packages that may be in the image only.
         return rerun_in_container(image, inner_command(name, arguments[1:]), dry_run="--dry-run" in arguments)
     app = COMMANDS[name][0]
     if name in WITH_LIGHT_FLAGS:  # --help and a mistyped flag end here, before torch is imported
         importlib.import_module(f"llava_mcore.cli.flags.{app}").parser().parse_args(arguments[1:])
     log.quiet_libraries()
-    if name == "train":  # this process only checks the run, then waits for those that train
+    if name == "train":  # this process only checks the run, then waits for the training processes
         leave_out_unused("wandb")
     if name in ON_CPU:
-        # Exact copies on the CPU: a visible GPU would only be initialised and held. Before torch is imported.
+        # These commands run on the CPU; a visible GPU would be initialized and occupied. Before torch is imported.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return importlib.import_module(f"llava_mcore.cli.{app}").main(arguments[1:])
 
 
 def _require_current_folder() -> None:
-    """Raise FileError where every relative path, and much in libraries, would fail."""
+    """Raise FileError if the current folder does not exist: relative paths and many libraries would fail."""
     try:
         os.getcwd()
     except OSError as error:
         raise FileError(
-            f"the current folder: {error.strerror}; it was deleted or moved: cd to one that is there"
+            f"the current folder: {error.strerror}; it was deleted or moved: cd to an existing folder"
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""The named tensors by which pictures travel, from the loader's processes to the model.
+"""The named tensors that carry pictures from the loader's processes to the model.
 
-An architecture says which ones its batches have; collation, padding and broadcasts only read what a `Field` says.
+Each architecture lists the fields of its batches; collation, padding and broadcasts only read `Field`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Field:
-    """One named tensor of a micro-batch; those of its samples are put together along the first dim.
+    """One named tensor of a micro-batch; the samples' tensors are concatenated along the first dim.
 
-    `dtypes`: those it may have. `item_shape`: the dims behind the first, None where any size may stand, which is one
-    for all of a run's batches. `index_of`: what the values point at, if they do: "tokens" [b * s], so that they move
-    with what stands before them, or "features", the rows that the connector returns, of all pictures of the
-    micro-batch. `shared`: every sample has the same values, of which a micro-batch keeps one copy.
+    `dtypes`: the allowed ones. `item_shape`: the dims after the first; None allows any size that all batches of a run
+    share. `index_of`: what the values are indices of, if they are: "tokens" [b * s] or "features", the rows that the
+    connector returns for all pictures of the micro-batch; concatenation shifts them. `shared`: every sample has the
+    same values, and a micro-batch keeps one copy.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -34,8 +34,8 @@ class Field:
         """Return the values of all pictures of a micro-batch as one tensor.
 
         Args:
-            values: of each picture.
-            before: what stands before each picture of what the values point at, if they do.
+            values: those of each picture.
+            before: for indices, the number of tokens or features before each picture.
         """
         if not values:
             return torch.empty([0, *(n or 0 for n in self.item_shape)], dtype=self.dtypes[0])
@@ -45,20 +45,23 @@ class Field:
 
 
 Fields = Mapping[str, Field]
-"""By name, in the order in which they are sent."""
+"""Fields by name, in the order in which they are sent."""
 
 PIXEL_VALUES, PIXEL_SCALE, FEATURE_POSITIONS = "pixel_values", "pixel_scale", "feature_positions"
 FEATURE_ROWS = "feature_rows"
-"""Which of the connector's features they are, in the order of FEATURE_POSITIONS; without this field all, in order."""
+"""Indices of the connector's features, in the order of FEATURE_POSITIONS. Without this field: all features, in
+order."""
 NEWLINE_POSITIONS = "newline_positions"
-"""The tokens that the learnt newline takes the place of."""
+"""Positions of the tokens that the learned newline replaces."""
 RESIZED_POSITIONS, RESIZED_ROWS, RESIZED_WEIGHTS = "resized_positions", "resized_rows", "resized_weights"
-"""The tokens that features of a resized grid take the place of; each is a weighted sum of four of the connector's."""
+"""Positions of the tokens that features of a resized grid replace; each is a weighted sum of four connector
+features."""
 
 PICTURE_FIELDS: Fields = {
     PIXEL_VALUES: Field((torch.uint8, torch.float32), (3, None, None)),
     PIXEL_SCALE: Field((torch.float32,), (3,), shared=True),
     FEATURE_POSITIONS: Field((torch.int64,), index_of="tokens"),
 }
-"""Tiles of one size (a picture is one or several), what normalises them (see `pixels.normalise`; no rows where they
-are float32), and the token that each feature takes the place of."""
+"""Tiles of one size (one or more per picture), the scale to normalize them with (see `pixels.normalize`; no rows if
+they
+are float32), and the position of the token that each feature replaces."""

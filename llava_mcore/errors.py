@@ -1,4 +1,4 @@
-"""The errors a user can cause. Each message says where, what was found, what is allowed and what to do."""
+"""Errors that a user can cause. Each message says where, what was found, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 HUNG = 124
-"""Exit code of a process that hung and was ended by its watchdog, as that of timeout(1)."""
+"""Exit code of a process that hung and was ended by its watchdog; the same as that of timeout(1)."""
 
 
 class LlavaMcoreError(Exception):
     """Base of all errors that are reported as one message, without a traceback.
 
-    `on_all_ranks`: every rank raises this very message, so one of them may report it for all.
-    `exit_code`: that of a process that ends with it.
+    `on_all_ranks`: every rank raises the same message, so one of them may report it for all.
+    `exit_code`: the exit code of a process that ends with this error.
     """
 
     exit_code = 2
@@ -43,47 +43,47 @@ class CheckpointError(LlavaMcoreError):
 
 
 class FileError(LlavaMcoreError):
-    """The machine does not let a file or folder be read or written, or one holds something else than it must."""
+    """A file or folder cannot be read or written, or has unexpected contents."""
 
 
 class TrainingError(LlavaMcoreError):
-    """Training itself went wrong: numbers that are not finite, or no memory left on a GPU."""
+    """Training itself failed: values are not finite, or a GPU ran out of memory."""
 
     exit_code = 3
 
 
 def problems(title: str, found: Iterable[str]) -> str:
-    """Return one message that lists every problem, one indented line each."""
+    """Return one message that lists every problem on an indented line."""
     lines = [f"  - {line}".replace("\n", "\n    ") for line in found]
     return "\n".join([f"{title} ({len(lines)} problem{'s' if len(lines) != 1 else ''}):", *lines])
 
 
 _REMEDIES = {
     errno.ENOSPC: "free some space there, or choose another folder",
-    errno.EDQUOT: "your quota there is used up: free some space, or choose another folder",
-    errno.EROFS: "choose a folder that can be written",
+    errno.EDQUOT: "your quota is used up: free some space there, or choose another folder",
+    errno.EROFS: "choose a writable folder",
     errno.EACCES: "change its permissions, or choose another folder",
     errno.EPERM: "change its permissions, or choose another folder",
     errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ENOTDIR: "something in this path is a file where a folder is expected",
-    errno.EISDIR: "a folder is in the way of a file of this name",
-    errno.EEXIST: "something else of this name is in the way: move it, or choose another name",
-    errno.ENOENT: "it is missing, or was deleted meanwhile",
+    errno.ENOTDIR: "a part of this path is a file, not a folder",
+    errno.EISDIR: "a folder with this name exists",
+    errno.EEXIST: "something with this name exists: move it, or choose another name",
+    errno.ENOENT: "it does not exist, or has been deleted",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
-    errno.EIO: "the disk or the network file system fails",
-    errno.ESTALE: "it was replaced on the file server meanwhile",
+    errno.EIO: "the disk or the network file system failed",
+    errno.ESTALE: "it has been replaced on the file server",
 }
 
 
 def os_error_text(error: OSError) -> str:
-    """Return "where: what; what to do" for what the operating system has refused.
+    """Return "where: what; what to do" for an error of the operating system.
 
-    An error that names no file says at least which line of ours asked for it.
+    For an error without a file name, "where" is the line of this package that raised it.
     """
     if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
-        source, target, reason = error.args[0][0]  # of all files that could not be copied, the first
+        source, target, reason = error.args[0][0]  # the first of the files that could not be copied
         return f"{target}: could not be copied from {source}: {reason.splitlines()[0]}"
-    if error.errno is None or error.strerror is None:  # a library's own words
+    if error.errno is None or error.strerror is None:  # a library's own message
         return str(error) or type(error).__name__
     places = [str(name) for name in (error.filename, error.filename2) if name is not None]
     where = " -> ".join(places) or _line_of_ours(error)

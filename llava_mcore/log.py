@@ -1,4 +1,4 @@
-"""Logging: INFO on rank 0, warnings of every rank with its number. And the console that it goes to."""
+"""Logging to the console: INFO on rank 0, warnings of every rank with its number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOISE = ("megatron.core", "torch.distributed", "transformers", "nvidia", "torch
 
 
 def set_up(rank: int) -> None:
-    """Send our own messages to stdout; libraries speak up from ERROR on."""
+    """Send our own messages to stdout; libraries only log errors."""
     handler = _Console(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
     ours = logging.getLogger("llava_mcore")
@@ -29,7 +29,7 @@ def set_up(rank: int) -> None:
 
 
 class _Console(logging.StreamHandler[TextIO]):
-    """A console that may go away, as by `| head`, or be a file on a full disk: its lines are lost, not the run."""
+    """A console that may be closed (`| head`) or on a full disk: then lines are lost, but the run continues."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):
@@ -37,7 +37,8 @@ class _Console(logging.StreamHandler[TextIO]):
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
-    """Say in one line that a library's thread met a full disk or the like; its owner finds out at the next call."""
+    """Log errors of a library's thread, such as a full disk, in one line; the thread's owner gets them at its next
+    call."""
     if isinstance(failed.exc_value, OSError):
         name = failed.thread.name if failed.thread is not None else "a thread"
         logging.getLogger(__name__).warning("%s: %s", name, os_error_text(failed.exc_value))
@@ -46,10 +47,10 @@ def _thread_failed(failed: threading.ExceptHookArgs) -> None:
 
 
 def prepare_streams() -> None:
-    """Make standard input, output and error something that can be used, whatever a process was started with.
+    """Make standard input, output and error usable, whatever a process was started with.
 
-    Closed ones lead nowhere: the next file that is opened would else get their numbers and what is printed. Characters
-    that a console's encoding lacks, or that no encoding has, as in the names of some files, are printed as escapes.
+    Closed streams are opened on /dev/null; otherwise the next file to be opened would get their number and the output.
+    Characters that the console cannot encode, such as undecodable bytes of file names, are printed as escapes.
     """
     number = os.open(os.devnull, os.O_RDWR)
     while number <= 2:
@@ -64,7 +65,7 @@ def prepare_streams() -> None:
 
 
 def quiet_libraries() -> None:
-    """Let libraries speak from ERROR on: on a CPU they warn a page long about what is not there."""
+    """Let libraries log errors only: on a CPU they print a page of warnings about missing packages."""
     for name in _NOISE:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

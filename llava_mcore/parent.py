@@ -1,7 +1,7 @@
-"""A process that ends with the one that started it. Needs nothing but Python itself.
+"""A process that ends when its parent ends. Needs only the standard library.
 
-Run as a script it becomes a command: `python -P parent.py PARENT_PID SIGNAL HELD COMMAND…`. Unlike preexec_fn, that is
-safe beside threads.
+As a script it runs a command: `python -P parent.py PARENT_PID SIGNAL HELD COMMAND…`. Unlike preexec_fn, this is safe
+in a process with threads.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
-    """Ask the kernel to send us a signal when our parent ends. Only Linux can; else nothing happens.
+    """Ask the kernel to send us a signal when our parent ends. Does nothing on systems other than Linux.
 
-    To the kernel the parent is the thread that started us: start such processes from a thread that stays.
+    The kernel's parent is the thread that started us: start such processes from a long-lived thread.
 
     Args:
-        parent: id of the process that started us. If it has gone already we get the signal now.
+        parent: id of the process that started us. If it has already ended, we get the signal now.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
@@ -29,7 +29,7 @@ def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
 
 
 def main() -> None:
-    """Become the command that the arguments name; HELD is 1 if it expects its signals blocked, as we were started."""
+    """Become the command in the arguments; HELD is 1 if it expects its signals to be blocked, as ours are."""
     parent, number, held, *command = sys.argv[1:]
     die_with_parent(signal.Signals(int(number)), int(parent))
     if held == "0":

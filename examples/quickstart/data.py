@@ -1,6 +1,6 @@
 """Scans of handwritten digits → pictures with questions: energon shards to train on, a folder to be examined on.
 
-The scans are the 1,797 that scikit-learn ships (8 x 8 pixels, 17 levels of grey). One in five is held out, by scan:
+The scans are the 1,797 that scikit-learn ships (8 x 8 pixels, 17 levels of gray). One in five is held out, by scan:
 no picture made from a held-out scan, however moved or turned, gets into a shard.
 """
 

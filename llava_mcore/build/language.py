@@ -42,10 +42,10 @@ class TokenIds:
 
 
 def load_language_config(source: Source) -> PreTrainedConfig:
-    """Read the configuration of a supported, unquantised language model.
+    """Read the configuration of a supported, unquantized language model.
 
     Raises:
-        ConversionError: unreadable, of another family, or quantised.
+        ConversionError: unreadable, of another family, or quantized.
     """
     with reading("the language model's configuration", source):
         config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
@@ -55,7 +55,7 @@ def load_language_config(source: Source) -> PreTrainedConfig:
             f"{source}: model_type is {config.model_type!r}; language models that can be used: {known}"
         )
     if "quantization_config" in config.to_dict() and source.gguf_file is None:
-        raise ConversionError(f"{source}: the weights are quantised and cannot be trained; use the unquantised model")
+        raise ConversionError(f"{source}: the weights are quantized and cannot be trained; use the unquantized model")
     return config
 
 
@@ -73,7 +73,7 @@ def load_language_model(source: Source, dtype: torch.dtype | str, say: Say) -> P
     if info["unexpected_keys"]:
         say(f"  left out, not part of a {model.config.model_type} model: {', '.join(sorted(info['unexpected_keys']))}")
     if source.gguf_file is not None:
-        del model.config.quantization_config  # the weights were dequantised while loading
+        del model.config.quantization_config  # the weights were dequantized while loading
     if model.config.to_dict().get("final_logit_softcapping") is not None:
         # transformers' LLaVA never caps logits; what serves the folder must compute what was trained.
         say(f"  final_logit_softcapping = {model.config.final_logit_softcapping} left out: LLaVA has none")
@@ -147,7 +147,7 @@ def wanted_vocab_size(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, pa
 def grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
     """Append rows to the embedding and the head, in place; each is the mean of the rows that were there.
 
-    The mean is deterministic, and a new token starts with an average logit, neither favoured nor shunned.
+    The mean is deterministic, and a new token starts with an average logit, neither favored nor shunned.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight

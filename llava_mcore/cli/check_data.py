@@ -125,14 +125,14 @@ def _scan(examiner: Examiner, tasks: Sequence[Task], tally: Tally, args: argpars
 def _show(examiner: Examiner, report: Report, assets: Assets, console: Console) -> None:
     for found in report.tally.examples:
         tokens = examiner.conversation(found)
-        learnt = "coloured" if console.is_terminal else "between « and »"
+        learnt = "colored" if console.is_terminal else "between « and »"
         console.print(
             f"sample {found.key} of {found.shard}: {len(tokens)} tokens, {int(tokens.trained.sum())} of them trained "
             f"({learnt})",
             markup=False,
             soft_wrap=True,
         )
-        console.print(conversation_text(tokens, assets, coloured=console.is_terminal), soft_wrap=True)
+        console.print(conversation_text(tokens, assets, colored=console.is_terminal), soft_wrap=True)
         console.print()
 
 

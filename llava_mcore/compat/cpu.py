@@ -87,7 +87,7 @@ def _patch_torch() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed within GPU RNG context" not in record.getMessage()
     )
-    # `with torch.device(...)` recognises constructors by identity: let it note the originals first.
+    # `with torch.device(...)` recognizes constructors by identity: let it note the originals first.
     required(_device, "_device_constructors")()
     _replace_names(torch, {name: _on_cpu(required(torch, name)) for name in _CONSTRUCTORS})
     _patch_classes()

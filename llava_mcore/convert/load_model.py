@@ -59,7 +59,7 @@ def load_part(
         params_dtype=dtype,
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
-        initialise=False,
+        initialize=False,
         on_cpu=on_cpu,
     )
     hf = load_hf_config(hf_folder(checkpoint))

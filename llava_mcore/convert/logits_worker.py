@@ -21,7 +21,7 @@ from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_ours
-from llava_mcore.parallel.groups import Groups, initialise, shut_down
+from llava_mcore.parallel.groups import Groups, initialize, shut_down
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.pixels import NO_SCALE
 
@@ -39,7 +39,7 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // num_processes, 1))
     with torch.serialization.safe_globals([HfNames]):
         given = torch.load(job / "job.pt", weights_only=True)
-    groups = initialise(
+    groups = initialize(
         backend="gloo", tensor_model_parallel_size=given["tp"], pipeline_model_parallel_size=given["pp"]
     )
     seed_everything(0)
@@ -64,7 +64,7 @@ def _gather(groups: Groups, x: Tensor) -> Tensor:
 
 
 def given_media(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the media of a forward pass, of pixels [tiles, 3, h, w] that are normalised already."""
+    """Return the media of a forward pass, of pixels [tiles, 3, h, w] that are normalized already."""
     return {PIXEL_SCALE: NO_SCALE} | {name: x for name, x in inputs.items() if name != "input_ids"}
 
 

@@ -1,4 +1,4 @@
-"""Files that are still there after the power has gone: written, flushed to the disk, then put in their place."""
+"""Files that survive a power failure: written, flushed to disk, then renamed to their final path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to the disk."""
+    """Flush a file, or a folder's directory entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -16,7 +16,8 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path, *, already: str = "") -> None:
-    """Flush a folder with everything below it; files with the ending `already` have been flushed by their writers."""
+    """Flush a folder with everything below it, except files with the suffix `already`, which their writers have
+    flushed."""
     for here, _, names in os.walk(folder):
         for name in names:
             if not already or not name.endswith(already):
@@ -33,6 +34,6 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename within one folder, for good."""
+    """Rename within one folder and flush the folder."""
     source.rename(target)
     sync(target.parent)

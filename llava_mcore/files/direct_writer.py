@@ -1,7 +1,7 @@
-"""Tensors written at their places in files, past the system's cache where the file system can.
+"""Writes tensors at given offsets of files, bypassing the page cache if the file system supports it.
 
-A conversion writes what nobody reads soon. Through the cache every byte needs memory that has to be found first, and
-that others' files are pushed out of. Blocks shared with neighbours, and small tensors, go through the cache.
+A conversion writes what nobody reads soon. Through the cache every byte needs memory that has to be found first, which
+evicts other files. Blocks shared with neighboring tensors, and small tensors, go through the cache.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_BLOCK = max(4096, mmap.PAGESIZE)  # direct writes begin and end at multiples of this, in the file and in memory
+_BLOCK = max(4096, mmap.PAGESIZE)  # direct writes start and end at multiples of this, in the file and in memory
 _BUFFER = 2 << 20
-_DIRECT_FROM = 256 << 10  # bytes; less is not worth a turn of the disk
-# Linux takes one page of memory for as much of a file as one call writes. Large ones are slow to find, and when part of
-# the data must itself come from a file first, the rest of such a page is zeroed for every 64 KiB that arrive.
+_DIRECT_FROM = 256 << 10  # bytes; smaller writes do not pay off
+# Linux allocates one (large) page of memory for as much of a file as one call writes. Large pages are slow to find, and
+# if the data itself is mapped from a file, the rest of such a page is zeroed for every 64 KiB that arrive.
 _PIECE = 64 << 10
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class Writer:
-    """Writes into existing files; for one thread."""
+    """Writes into existing files; not thread-safe."""
 
     def __init__(self) -> None:
         self._files: dict[Path, _File] = {}
-        self._buffer = torch.frombuffer(mmap.mmap(-1, _BUFFER), dtype=torch.uint8)  # begins at a page
+        self._buffer = torch.frombuffer(mmap.mmap(-1, _BUFFER), dtype=torch.uint8)  # starts at a page
 
     @property
     def paths(self) -> frozenset[Path]:
-        """What has been written to, and is to be synced."""
+        """The files written to, which have to be synced."""
         return frozenset(self._files)
 
     def write(self, path: Path, position: int, parts: Iterable[Tensor]) -> None:
-        """Write bytes, flat tensors, one after the other from byte `position` of a file on.
+        """Write flat byte tensors one after the other, starting at byte `position` of a file.
 
         Raises:
-            OSError: the disk is full, or the like.
+            OSError: for example, the disk is full.
         """
         if path not in self._files:
             self._files[path] = _File(path)
         file = self._files[path]
-        begin = end = position % _BLOCK  # what the buffer holds, as far from a block's begin as in the file
+        begin = end = position % _BLOCK  # the buffer's contents, at the same offset within a block as in the file
         for part in parts:
             while len(part):
                 count = min(len(part), _BUFFER - end)
-                self._buffer[end : end + count].copy_(part[:count])  # by torch: other threads run
+                self._buffer[end : end + count].copy_(part[:count])  # by torch, so that other threads can run
                 part, end = part[count:], end + count
                 if end == _BUFFER:
                     file.write(self._buffer[begin:end], position)
@@ -65,7 +65,7 @@ class Writer:
 
 
 class _File:
-    """A file that is written to both ways."""
+    """A file that is written to directly and through the cache."""
 
     def __init__(self, path: Path) -> None:
         self._cached = os.open(path, os.O_WRONLY)
@@ -88,7 +88,7 @@ class _File:
         self._write_cached(part[done:], position + done)
 
     def _write_blocks(self, part: Tensor, position: int) -> int:
-        """Return how many bytes were written; what is left has to go through the cache."""
+        """Return the number of bytes written; the rest has to go through the cache."""
         if self._direct is None:
             return 0
         try:
@@ -96,7 +96,7 @@ class _File:
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
-            self._close_direct()  # it wants larger blocks
+            self._close_direct()  # it needs larger blocks
             return 0
 
     def _write_cached(self, part: Tensor, position: int) -> None:

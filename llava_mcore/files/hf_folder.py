@@ -1,4 +1,4 @@
-"""Weights in a Hugging Face folder: headers first, tensors one at a time (mapped safetensors)."""
+"""Weights in a Hugging Face folder: reads headers first, then one memory-mapped tensor at a time."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from llava_mcore.files.tensor_bytes import TensorAt
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""Of a tokenizer; it has one of them at least."""
-_LISTED = 20  # names of a damaged index in one message
+"""Files of a tokenizer, which has at least one of them."""
+_LISTED = 20  # names of a damaged index to show in one message
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a folder, from the header alone. `dtype` in safetensors' spelling."""
+    """One tensor of a folder, from the header alone. `dtype` is safetensors' name."""
 
     file: str
     dtype: str
@@ -51,7 +51,7 @@ class HfFolder:
         """Read the headers.
 
         Raises:
-            ConversionError: no safetensors, a file of the index is missing, damaged or lacks a tensor (all listed).
+            ConversionError: there are no safetensors, or files of the index are missing, damaged or lack a tensor.
         """
         index = path / INDEX
         if index.is_file():
@@ -76,7 +76,7 @@ class HfFolder:
 
     @classmethod
     def of_file(cls, path: Path) -> HfFolder:
-        """Read the header of one file, as if the folder had no other.
+        """Read the header of one file and ignore others in the folder.
 
         Raises:
             ConversionError: not a readable safetensors file.
@@ -98,11 +98,11 @@ class HfFolder:
         return TensorAt(self.path / info.file, self._offsets[info.file][name], DTYPES[info.dtype], info.shape)
 
     def get(self, name: str) -> Tensor:
-        """Return one tensor, mapped."""
+        """Return one tensor, memory-mapped."""
         return self.where(name).map()
 
     def record(self) -> dict[str, Any]:
-        """Return what is needed to write the same files again (JSON)."""
+        """Return the JSON record from which the same files can be written again."""
         return to_record(self.tensors)
 
 
@@ -122,7 +122,7 @@ def infos_from_record(record: Mapping[str, Any], source: Path) -> dict[str, Tens
     """Inverse of `to_record`.
 
     Raises:
-        ConversionError: not written by it: an export would write where these files say.
+        ConversionError: the record is not valid. An export writes the files that it names.
     """
     try:
         infos = {name: TensorInfo(x["file"], x["dtype"], tuple(map(int, x["shape"]))) for name, x in record.items()}
@@ -136,19 +136,19 @@ def infos_from_record(record: Mapping[str, Any], source: Path) -> dict[str, Tens
 
 
 def require_weight_files(names: Iterable[object], source: Path) -> None:
-    """Refuse what an index names, but for safetensors files beside it: they are read, and written by an export.
+    """Refuse an index that names anything but safetensors files in its folder: they are read, and written by an export.
 
     Raises:
         ConversionError: lists every other name.
     """
     wrong = sorted({repr(name) for name in names if not plain_name(name) or not str(name).endswith(".safetensors")})
     if wrong:
-        title = f"{source} names files that are not beside it, or no safetensors"
+        title = f"{source} names files that are not safetensors files in its folder"
         raise ConversionError(problems(title, wrong[:_LISTED]))
 
 
 def is_weight_file(path: Path) -> bool:
-    """Tell weights (and their index) from config, tokenizer and processor files."""
+    """Return whether a file holds weights or their index, rather than config, tokenizer or processor."""
     suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
     return path.name.endswith(suffixes)
 
@@ -163,14 +163,15 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def companion_files(folder: Path) -> list[Path]:
-    """Return the files that travel with the weights: config, tokenizer, processor, templates, licences."""
+    """Return the files that are copied with the weights: config, tokenizer, processor, templates, licenses."""
     return sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".") and not is_weight_file(p))
 
 
 def require_own_files(folder: Path) -> None:
-    """Refuse links and pipes among the Hugging Face files of a checkpoint: what they lead to would be copied on.
+    """Refuse links and pipes among the Hugging Face files of a checkpoint: an export would copy what they point to.
 
-    Nobody who writes a checkpoint makes any. A Hugging Face folder may hold links: the hub's cache consists of them.
+    Nothing that writes a checkpoint creates any. A Hugging Face folder may have links: the hub's cache consists of
+    them.
 
     Raises:
         ConversionError: lists them.
@@ -181,7 +182,9 @@ def require_own_files(folder: Path) -> None:
         f"{path.name} is not a file" for path in paths if not (path.is_symlink() or path.is_file() or path.is_dir())
     ]
     if wrong:
-        raise ConversionError(problems(f"{folder} is to hold files only; put them there if they belong to it", wrong))
+        raise ConversionError(
+            problems(f"{folder} may hold regular files only; copy them there if they belong to it", wrong)
+        )
 
 
 def copy_companions(source: Path, target: Path, *, skip: Iterable[str] = ()) -> None:
@@ -199,40 +202,40 @@ def write_index(folder: Path, files: Mapping[str, str], total_size: int) -> None
 
 
 def partial_sibling(target: Path) -> Path:
-    """Return an empty folder beside `target` to write into; `publish` moves it into place."""
+    """Return an empty folder next to `target` to write into; `publish` renames it."""
     partial = target.parent / f".{target.name}.partial"
     if partial.exists():
-        shutil.rmtree(partial)  # left by an interrupted run; nothing else writes this name
+        shutil.rmtree(partial)  # left by an interrupted run; nothing else uses this name
     partial.mkdir(parents=True)
     return partial
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Move a finished folder into place, so that a half-written one is never taken for finished."""
+    """Rename a finished folder to its final path, so that a partial one is never taken for complete."""
     sync_tree(partial)
     if target.exists():
-        target.rmdir()  # only ever an empty one: `require_absent` came first
+        target.rmdir()  # an empty folder: `require_absent` has been called
     os.rename(partial, target)
     sync(target.parent)
 
 
 def locked(target: Path, *, what: str) -> FolderLock:
-    """Return the lock on what is being written to `target`: two at once would delete each other's files."""
+    """Return the lock for writing to `target`: two writers would delete each other's files."""
     path = target.parent / f".{target.name}.lock"
-    return FolderLock(path, what=f"{what} to {target}", advice="wait for it or end it, or choose another folder")
+    return FolderLock(path, what=f"{what} to {target}", advice="wait for it or stop it, or choose another folder")
 
 
 @contextlib.contextmanager
 def written_beside(target: Path, *, num_bytes: int, what: str) -> Iterator[Path]:
-    """Give an empty folder to write into, which becomes `target` at the end, or leaves nothing after an error.
+    """Yield an empty folder to write into, which becomes `target` at the end and is removed after an error.
 
     Args:
-        num_bytes: how much is going to be written.
+        num_bytes: bytes that will be written.
         what: "the import", for messages.
 
     Raises:
-        ConversionError: the disk has not enough room or refuses the folder, before anything is written; or writing
-            failed.
+        ConversionError: before anything is written, if the disk has not enough space or refuses the folder; or if
+            writing failed.
         FolderInUse: another process is writing to the target.
     """
     require_room(target, num_bytes, what=what)
@@ -248,23 +251,23 @@ def written_beside(target: Path, *, num_bytes: int, what: str) -> Iterator[Path]
 
 @contextlib.contextmanager
 def _published(partial: Path, target: Path, num_bytes: int, what: str) -> Iterator[None]:
-    """Move `partial` into place at the end; nothing is left of it after an error."""
+    """Rename `partial` to `target` at the end; remove it after an error."""
     try:
         yield
         publish(partial, target)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         hint = f"; it needs {num_bytes / 1e9:.2f} GB, free some or choose another folder" if full else ""
-        raise ConversionError(f"{what} to {target} stopped, nothing is left of it: {error}{hint}") from error
+        raise ConversionError(f"{what} to {target} failed, and its files were removed: {error}{hint}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def require_room(target: Path, num_bytes: int, *, what: str) -> None:
-    """Refuse to begin what the disk cannot hold.
+    """Refuse to start if the disk has not enough space.
 
     Raises:
-        ConversionError: says how much is needed and how much there is.
+        ConversionError: with the needed and the free space.
     """
     existing = next(p for p in (target.absolute(), *target.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
@@ -274,7 +277,7 @@ def require_room(target: Path, num_bytes: int, *, what: str) -> None:
 
 
 def require_absent(target: Path, *, what: str) -> None:
-    """Refuse to write over anything.
+    """Refuse to overwrite anything.
 
     Raises:
         ConversionError: `target` exists and is not an empty folder.

@@ -1,9 +1,9 @@
-"""A lock on a folder that several machines see, held by one process at a time; the lock file says by which.
+"""A lock on a folder that several machines share. One process holds it at a time and is named in the lock file.
 
-The file is created exclusively, on which file systems that are shared over a network can be relied; the kernel's own
-locks (flock) some of them keep to one machine, and filelock's leases cannot be taken over on NFS. In return the file
-may outlive its holder. It is stale if its holder has ended; where that cannot be known, if its time of change, which
-the holder renews, is old by the file server's clock.
+The file is created exclusively, which network file systems support reliably. Some of them keep the kernel's locks
+(flock) to one machine, and filelock's leases cannot be taken over on NFS. The drawback: the file may outlive its
+holder. It is stale if its holder has ended or, if that cannot be known, if its modification time, which the holder
+renews, is old by the file server's clock.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from llava_mcore.errors import LlavaMcoreError
 
 SECONDS_BETWEEN_BEATS = 15.0
 SECONDS_UNTIL_STALE = 90.0
-"""More than a client of NFS may take to notice a change that another one made."""
+"""Longer than an NFS client may take to notice a change made by another one."""
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_TO_SETTLE = 0.5
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 JobHasEnded = Callable[[str], bool | None]
-"""Tells of a SLURM job whether it has ended; None if that is not known."""
+"""Returns whether a SLURM job has ended; None if that is unknown."""
 
 
 class FolderInUse(LlavaMcoreError):
@@ -47,13 +47,13 @@ class Holder:
     """A process that holds a lock.
 
     Attributes:
-        machine: changes with every start of the machine; a container with process ids of its own is another one.
-        started: when the process began, in seconds since 1970: tells it from a later one with its number.
-        since: when it took the lock.
-        job: number of its SLURM job.
-        restarts: how often that job had been put back into the queue.
-        group: the same for processes that may be there together.
-        token: of this lock file alone.
+        machine: changes with every boot; a container with its own process ids counts as another machine.
+        started: start time of the process in seconds since 1970: distinguishes it from a later one with the same id.
+        since: when it acquired the lock.
+        job: id of its SLURM job.
+        restarts: how often that job has been requeued.
+        group: the same for processes that may use the folder together.
+        token: unique to this lock file.
     """
 
     host: str
@@ -68,7 +68,7 @@ class Holder:
 
     @classmethod
     def here(cls, group: str | None = None) -> Holder:
-        """Return this process as a holder; without a group it shares the lock with none."""
+        """Return this process as a holder; without a group it does not share the lock."""
         token = secrets.token_hex(8)
         return cls(
             host=socket.gethostname(),
@@ -87,7 +87,7 @@ class Holder:
         return f"process {self.pid}{job} on {self.host}, since {self.since}"
 
     def has_ended(self, me: Holder, job_has_ended: JobHasEnded) -> bool | None:
-        """Tell whether the process is gone; None if that cannot be known from here."""
+        """Return whether the process has ended; None if that cannot be known from here."""
         if self.machine == me.machine:
             if not psutil.pid_exists(self.pid):
                 return True
@@ -97,7 +97,7 @@ class Holder:
             return False
         if self.job is None:
             return None
-        if self.job == me.job:  # SLURM ends all of a job before it begins it again
+        if self.job == me.job:  # SLURM ends all processes of a job before it starts the job again
             return True if self.restarts < me.restarts else None
         return job_has_ended(self.job)
 
@@ -116,13 +116,13 @@ class FolderLock:
         lost: Callable[[str], None] = lambda line: None,
         job_has_ended: JobHasEnded = lambda job: None,
     ) -> None:
-        """Nothing is done before it is entered.
+        """The lock is acquired when the context is entered.
 
         Args:
-            path: the lock file; it is made with the folders above it.
+            path: the lock file; it is created with its parent folders.
             what: what is locked, for messages.
-            advice: what to do if another process holds it, for the same.
-            group: processes that give the same may be there together; the first one holds the lock.
+            advice: what to do if another process holds it, for messages.
+            group: processes with the same group may use the folder together; the first one holds the lock.
             say: called with a message when this process waits, or takes over a stale lock.
             lost: called in a thread when another process has taken the lock over.
         """
@@ -133,7 +133,7 @@ class FolderLock:
         self._seen: tuple[Holder | None, float] | None = None
 
     def __enter__(self) -> Self:
-        """Take the lock, which takes up to 90 s if it is not known whether its holder has ended.
+        """Acquire the lock; takes up to 90 s if it is unknown whether its holder has ended.
 
         Raises:
             FolderInUse: says who holds it.
@@ -149,7 +149,7 @@ class FolderLock:
                 self._remove(holder)
                 took_over = True
         if took_over:
-            # Another one may have judged the file before this one, and taken it away instead of that.
+            # Another process may have judged the file earlier and removed it already.
             time.sleep(_SECONDS_TO_SETTLE)
             if _read(self.path) != self.me:
                 return self.__enter__()
@@ -160,12 +160,12 @@ class FolderLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._released.set()
-        with contextlib.suppress(OSError):  # a folder that has gone has no lock
+        with contextlib.suppress(OSError):  # a deleted folder has no lock
             if _read(self.path) == self.me:
                 self.path.unlink()
 
     def require_free(self) -> None:
-        """Return once none but processes of our group can hold the lock; it is not taken.
+        """Return once only processes of our group can hold the lock; it is not acquired.
 
         Raises:
             FolderInUse: says who holds it.
@@ -176,10 +176,10 @@ class FolderLock:
                 return
 
     def _is_stale(self, holder: Holder | None) -> bool:
-        """Judge the lock file; wait a second where it takes another look.
+        """Return whether the lock file is stale; wait a second if it has to be checked again.
 
         Args:
-            holder: None if the file cannot be read, as while it is written.
+            holder: None if the file cannot be read, for example while it is written.
 
         Raises:
             FolderInUse: its holder is alive.
@@ -202,7 +202,7 @@ class FolderLock:
         return False
 
     def _remove(self, judged: Holder | None) -> None:
-        """Remove the lock file, if it is still the one that was judged."""
+        """Remove the lock file if it is still the one that was judged."""
         aside = self.path.with_name(f"{self.path.name}.{self.me.token}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
@@ -212,10 +212,10 @@ class FolderLock:
             aside.unlink()
 
     def _beat(self) -> None:
-        """Renew the time of change, and notice that another process has taken over."""
+        """Renew the modification time, and notice if another process has taken over."""
         misses = 0
         while not self._released.wait(SECONDS_BETWEEN_BEATS if misses == 0 else _SECONDS_BETWEEN_LOOKS):
-            with contextlib.suppress(OSError):  # the file server is away for a while
+            with contextlib.suppress(OSError):  # the file server is unavailable for a while
                 holder = _read(self.path)
                 if holder == self.me or (holder is None and _create(self.path, self.me)):
                     os.utime(self.path)
@@ -239,7 +239,8 @@ def _create(path: Path, holder: Holder) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """Return who holds a lock file; None if there is none, or it cannot be read, as while it is written."""
+    """Return the holder of a lock file; None if it does not exist or cannot be read, for example while it is
+    written."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -247,7 +248,7 @@ def _read(path: Path) -> Holder | None:
 
 
 def _changed(path: Path) -> float | None:
-    """Return when a file was changed; opening it makes a client of NFS ask the server."""
+    """Return the modification time of a file; opening it makes an NFS client ask the server."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -256,14 +257,14 @@ def _changed(path: Path) -> float | None:
 
 
 def _now(folder: Path) -> float:
-    """Return the time by the clock that the files of a folder are stamped with."""
+    """Return the current time by the clock that stamps the files of a folder."""
     with tempfile.TemporaryFile(dir=folder) as file:
         os.utime(file.fileno())
         return os.fstat(file.fileno()).st_mtime
 
 
 def _machine() -> str:
-    """Return what processes have in common that see each other's ids."""
+    """Return an identifier that is equal for processes that see each other's ids."""
     if not _BOOT_ID.is_file():
         return f"{socket.gethostname()} {psutil.boot_time():.0f}"
     return f"{_BOOT_ID.read_text().strip()} {_PID_NAMESPACE.stat().st_ino}"

@@ -1,4 +1,4 @@
-"""Files that others name: regular ones of a bounded size, and nothing else."""
+"""Reads files of untrusted paths: only regular files of a bounded size."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import BinaryIO
 
 from llava_mcore.errors import CheckpointError, DataError, LlavaMcoreError
 
-_LONGEST_NAME = 255  # bytes, of Linux' file systems
+_LONGEST_NAME = 255  # bytes, on Linux file systems
 
 
 class RefusedFileError(DataError):
-    """A path that leads to no regular file, or to one that is too large."""
+    """A path that is not a regular file, or a file that is too large."""
 
 
 def read_regular_file(path: Path, most_bytes: int) -> bytes:
     """Return the contents of a regular file.
 
-    A named pipe would be waited for without end, and a device such as /dev/zero has no end.
+    Reading a named pipe would block forever, and a device such as /dev/zero has no end.
 
     Raises:
-        OSError: it is not there, or cannot be read.
-        ValueError: a name that no file can have.
+        OSError: it does not exist or cannot be read.
+        ValueError: the name is not a valid file name.
         RefusedFileError: it is not a regular file, or larger than most_bytes.
     """
     with open_regular_file(path, most_bytes) as file:
@@ -31,8 +31,8 @@ def read_regular_file(path: Path, most_bytes: int) -> bytes:
 
 
 def open_regular_file(path: Path, most_bytes: int | None = None) -> BinaryIO:
-    """Open a regular file for reading, without a buffer. Raises as `read_regular_file`; None allows any size."""
-    # Looked at before and after opening: opening a device may do something, and a name may stand for another file then.
+    """Open a regular file for reading, without a buffer. Raises like `read_regular_file`; None allows any size."""
+    # Checked before and after opening: opening a device may have effects, and the path may have changed in between.
     _check(path, os.stat(path), most_bytes)
     file: BinaryIO = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)
     try:
@@ -47,11 +47,11 @@ def _check(path: Path, found: os.stat_result, most_bytes: int | None) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise RefusedFileError(f"{path} is {kind_of(found.st_mode)}, not a regular file")
     if most_bytes is not None and found.st_size > most_bytes:
-        raise RefusedFileError(f"{path} has {found.st_size} bytes, allowed are {most_bytes}")
+        raise RefusedFileError(f"{path} has {found.st_size} bytes; the limit is {most_bytes}")
 
 
 def kind_of(mode: int) -> str:
-    """Return what a file's mode says that it is."""
+    """Return the kind of file that a mode describes."""
     kinds = {
         stat.S_ISDIR: "a folder",
         stat.S_ISFIFO: "a named pipe",
@@ -66,26 +66,26 @@ def read_regular(path: Path, most: int, kind: type[LlavaMcoreError] = Checkpoint
     """Return a file's bytes.
 
     Args:
-        most: bytes that it may have.
+        most: maximum size in bytes.
         kind: the error to raise.
 
     Raises:
-        LlavaMcoreError: no such file, no regular file (a pipe would never end), or too large.
+        LlavaMcoreError: it does not exist, is not a regular file (reading a pipe would block) or is too large.
     """
     try:
         size = require_regular(path, kind).st_size
         if size > most:
-            raise kind(f"{path}: {size:,} bytes, at most {most:,} are read")
+            raise kind(f"{path}: {size:,} bytes; the limit is {most:,}")
         return path.read_bytes()
     except OSError as error:
         raise kind(f"{path} cannot be read: {error.strerror}") from error
 
 
 def require_regular(path: Path, kind: type[LlavaMcoreError] = CheckpointError) -> os.stat_result:
-    """Return a file's status, links followed.
+    """Return a file's status, following links.
 
     Raises:
-        OSError: no such file.
+        OSError: the file does not exist.
         LlavaMcoreError: a folder, a pipe or a device.
     """
     status = path.stat()
@@ -95,6 +95,6 @@ def require_regular(path: Path, kind: type[LlavaMcoreError] = CheckpointError) -
 
 
 def plain_name(name: object) -> bool:
-    """Tell whether this is the name of a file in a folder, not of one elsewhere."""
+    """Return whether this is a plain file name without a path."""
     is_text = isinstance(name, str) and name not in ("", ".", "..") and len(name.encode()) <= _LONGEST_NAME
     return is_text and not {"/", "\\", "\0"} & set(str(name))

@@ -1,7 +1,7 @@
-"""A safetensors file whose tensors are written one by one, in any order, also by several processes.
+"""Safetensors files whose tensors are written one by one, in any order and by several processes.
 
-Names, dtypes and shapes decide the header and every position. Tensors are in the order in which safetensors' own
-`save_file` puts them, so that the same tensors give the same file.
+Names, dtypes and shapes determine the header and every offset. Tensors are in the order of safetensors' own
+`save_file`, so that the same tensors give the same file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """The bytes before the tensors, where each tensor goes, and the file's size in bytes."""
+    """The bytes of the header, the offset of each tensor, and the file's size in bytes."""
 
     path: Path
     header: bytes
@@ -52,15 +52,15 @@ class PlannedFile:
     size: int
 
     def moved_to(self, path: Path) -> PlannedFile:
-        """Return the same file elsewhere."""
+        """Return the same plan for another path."""
         tensors = {name: replace(at, path=path) for name, at in self.tensors.items()}
         return replace(self, path=path, tensors=tensors)
 
     def create(self) -> None:
-        """Make the file with its header and its full size, the tensors still missing.
+        """Create the file with its header and full size, without the tensors.
 
         Raises:
-            OSError: the disk is full, or the like.
+            OSError: for example, the disk is full.
         """
         with self.path.open("xb") as file:
             file.write(self.header)
@@ -68,7 +68,7 @@ class PlannedFile:
 
 
 def plan_file(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> PlannedFile:
-    """Lay out one file. `tensors`: dtype and shape of each name."""
+    """Plan one file. `tensors`: dtype and shape of each name."""
     order = sorted(tensors, key=lambda name: (-_ORDER[tensors[name][0]], name))
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     ends: dict[str, int] = {}
@@ -86,7 +86,7 @@ def plan_file(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ..
 
 
 def read_offsets(path: Path) -> dict[str, int]:
-    """Return where each tensor of a safetensors file begins, in bytes. The file has been checked before."""
+    """Return the byte offset of each tensor of a safetensors file that has been checked before."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         content = json.loads(file.read(length))
@@ -95,10 +95,10 @@ def read_offsets(path: Path) -> dict[str, int]:
 
 
 def write_tensors(plan: PlannedFile, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a whole file, tensor after tensor.
+    """Write a whole file, one tensor after the other.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: for example, the disk is full.
     """
     plan.create()
     with Writer() as writer:

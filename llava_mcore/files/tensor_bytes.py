@@ -1,4 +1,4 @@
-"""Tensors as bytes in files: mapped when read, and hashed."""
+"""Tensors as bytes in files: memory-mapped and hashed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_WINDOW = 32 << 20  # how much of a file is mapped at a time, to be hashed or written
-_ROWS = 1 << 20  # bytes of a tensor with gaps that are assembled at a time: they stay in the core's cache
+_WINDOW = 32 << 20  # bytes of a file that are mapped at a time, to be hashed or written
+_ROWS = 1 << 20  # bytes of a non-contiguous tensor that are copied at a time: they fit the core's cache
 HASHERS = 2
 """Threads of one process that hash: SHA-256 takes about twice as long as a copy."""
 
 
 def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a contiguous tensor in a file, without reading it.
+    """Return a memory-mapped contiguous tensor of a file.
 
-    Only the pages that are used come into memory, and they leave it with the tensor. Writing to the tensor does not
-    change the file. `offset` in bytes; where it does not suit the dtype, the bytes are copied.
+    Pages are read when they are used and freed with the tensor. Writing to the tensor does not change the file.
+    `offset` in bytes; if it is not aligned for the dtype, the bytes are copied.
 
     Raises:
-        OSError, ValueError: no such file, or it ends earlier.
+        OSError, ValueError: the file does not exist or is too short.
     """
     count = math.prod(shape)
     if count == 0:
@@ -35,7 +35,7 @@ def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ..
         window = mmap.mmap(
             file.fileno(), before + count * dtype.itemsize, access=mmap.ACCESS_COPY, offset=offset - before
         )
-    window.madvise(mmap.MADV_SEQUENTIAL)  # what is not in memory yet is read ahead, several times faster
+    window.madvise(mmap.MADV_SEQUENTIAL)  # read ahead what is not in memory yet, which is several times faster
     if before % dtype.itemsize:
         raw = torch.frombuffer(window, dtype=torch.uint8, offset=before, count=count * dtype.itemsize)
         return raw.clone().view(dtype).view(shape)
@@ -56,26 +56,26 @@ class TensorAt:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def locate(self) -> TensorAt:
-        """Return itself: what is in a checkpoint's file has to be looked for there first."""
+        """Return itself; tensors in a checkpoint's file have to be found first."""
         return self
 
     def map(self) -> Tensor:
-        """Return the tensor, mapped."""
+        """Return the tensor, memory-mapped."""
         return map_tensor(self.path, self.offset, self.dtype, self.shape)
 
     def windows(self) -> Iterator[Tensor]:
-        """Yield the tensor's bytes in order, mapped, little of them at a time."""
+        """Yield the tensor's bytes in order, as small memory-mapped pieces."""
         for start in range(0, self.num_bytes, _WINDOW):
             count = min(_WINDOW, self.num_bytes - start)
             yield map_tensor(self.path, self.offset + start, torch.uint8, (count,))
 
 
 Data = Tensor | tuple[TensorAt, ...]
-"""The numbers of a tensor: in memory, or in files, one byte range after the other."""
+"""The values of a tensor: in memory, or as consecutive byte ranges in files."""
 
 
 def as_bytes(data: Data) -> Iterator[Tensor]:
-    """Yield the bytes of a tensor, or of byte ranges one after the other, in order: flat, of files little at a time."""
+    """Yield the bytes of a tensor, or of byte ranges, in order: flat, and in small pieces if they are in files."""
     if not isinstance(data, Tensor):
         yield from (window for part in data for window in part.windows())
     elif data.is_contiguous():
@@ -90,7 +90,7 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def is_finite(data: Data, dtype: torch.dtype) -> bool:
-    """Tell whether a tensor of this dtype holds neither NaN nor infinite values."""
+    """Return whether a tensor of this dtype has neither NaN nor infinite values."""
     if not dtype.is_floating_point:
         return True
     for part in as_bytes(data):

@@ -1,4 +1,4 @@
-"""Reading and writing small files so that what goes wrong names the file."""
+"""Reading and writing small files, with the file name in every error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llava_mcore.errors import FileError
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let OSErrors of reads and writes within name a file, as those of opening it do."""
+    """Add the file name to OSErrors of reads and writes, as `open` does."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The same function over many jobs, several at a time; results in the order of the jobs.
+"""Runs a function over many jobs in parallel; returns results in the order of the jobs.
 
-Workers are threads: copying, hashing and writing run outside the interpreter's lock. A process for each took 0.4 GB of
-memory more, and a second to start.
+Workers are threads: copying, hashing and writing release the interpreter lock. Processes took 0.4 GB more memory each
+and a second to start.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 def run_jobs[Job, Result](function: Callable[[Job], Result], jobs: Sequence[Job], *, workers: int) -> Iterator[Result]:
     """Yield `function(job)` for every job.
 
-    An error of a job is raised here; jobs that have not begun are dropped.
+    An error in a job is raised here; jobs that have not started are dropped.
     """
-    # Copies are bound by memory: more of torch's threads in a worker only wait for each other.
+    # Copies are bound by memory bandwidth: more torch threads per worker would only wait for each other.
     pool = ThreadPoolExecutor(workers, "convert", initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield from pool.map(function, jobs)
@@ -27,5 +27,5 @@ def run_jobs[Job, Result](function: Callable[[Job], Result], jobs: Sequence[Job]
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0))

@@ -51,7 +51,7 @@ class Entry:
         """Return the Hugging Face tensors of one full Megatron tensor."""
         return dict(zip(self.hf_names, self.layout.to_hf(megatron), strict=True))
 
-    def hf_boxes(self, megatron_shape: Shape) -> tuple[TensorSlice, ...] | None:
+    def hf_slices(self, megatron_shape: Shape) -> tuple[TensorSlice, ...] | None:
         """Return which part of the full Megatron tensor each Hugging Face tensor is, in the order of `hf_names`.
 
         None where the layout does more than put rows below each other: then the whole tensor is needed at once.

@@ -175,15 +175,15 @@ def bilinear(rows: NDArray[np.int64], height: int, width: int) -> tuple[NDArray[
 
     Those of torch's `interpolate(…, mode="bilinear")` without aligned corners. `rows`: [h, w].
     """
-    top, bottom, down = _neighbours(rows.shape[0], height)
-    left, right, across = _neighbours(rows.shape[1], width)
+    top, bottom, down = _neighbors(rows.shape[0], height)
+    left, right, across = _neighbors(rows.shape[1], width)
     corners = [rows[np.ix_(y, x)] for y in (top, bottom) for x in (left, right)]
     weights = [np.outer(y, x) for y in (1 - down, down) for x in (1 - across, across)]
     return np.stack(corners, -1), np.stack(weights, -1).astype(np.float32)
 
 
-def _neighbours(before: int, after: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-    """Return lower and upper neighbour of each new point along one axis, and the weight of the upper one."""
+def _neighbors(before: int, after: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    """Return lower and upper neighbor of each new point along one axis, and the weight of the upper one."""
     points = (np.arange(after, dtype=np.float32) + np.float32(0.5)) * np.float32(before / after) - np.float32(0.5)
     points = np.maximum(points, np.float32(0))
     lower = points.astype(np.int64)

@@ -91,7 +91,7 @@ class Stages:
 class ModelOptions:
     """What decides how a model is built, beside its Hugging Face config.
 
-    `initialise` False leaves the weights as allocated: they are about to be loaded. `on_cpu` allocates nothing on a
+    `initialize` False leaves the weights as allocated: they are about to be loaded. `on_cpu` allocates nothing on a
     GPU even where there is one. `transformer_impl`: whose layers the decoder and the encoder are made of; checkpoints
     are the same.
     """
@@ -102,7 +102,7 @@ class ModelOptions:
     stages: Stages = Stages()
     sequence_parallel: bool = False
     make_vocab_size_divisible_by: int = 128
-    initialise: bool = True
+    initialize: bool = True
     deterministic: bool = False
     on_cpu: bool = False
     transformer_impl: Literal["transformer_engine", "local"] = "local"
@@ -166,7 +166,7 @@ def _common_fields(options: ModelOptions) -> dict[str, Any]:
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        "perform_initialization": options.initialise,
+        "perform_initialization": options.initialize,
         "use_cpu_initialization": options.on_cpu or not torch.cuda.is_available(),
         "deterministic_mode": options.deterministic,
         "transformer_impl": options.transformer_impl,

@@ -1,4 +1,4 @@
-"""Model FLOPs of one training step, and model FLOPs utilisation (MFU). The formula: docs/performance_formulas.md.
+"""Model FLOPs of one training step, and model FLOPs utilization (MFU). The formula: docs/performance_formulas.md.
 
 Counted are the matrix products that the model's definition needs, 2 * m * n * k each, on real tokens: pads,
 recomputation and parts of a kernel that a causal mask discards are not counted, nor is anything that is not a matrix
@@ -187,7 +187,7 @@ def peak_flops(device_name: str, *, fp8: bool = False) -> float | None:
 
 
 def mfu(flops: int, seconds: float, num_devices: int, peak: float) -> float:
-    """Return model FLOPs utilisation, 0 to 1.
+    """Return model FLOPs utilization, 0 to 1.
 
     Args:
         flops: of the step, over all devices.

@@ -15,6 +15,6 @@ def meta_model(hf: PretrainedConfig, *, num_vocab_rows: int) -> VisionLanguageMo
     Args:
         num_vocab_rows: rows of the embedding, padding included.
     """
-    options = ModelOptions(initialise=False, on_cpu=True, make_vocab_size_divisible_by=num_vocab_rows)
+    options = ModelOptions(initialize=False, on_cpu=True, make_vocab_size_divisible_by=num_vocab_rows)
     with torch.device("meta"):
         return VisionLanguageModel(hf, options)

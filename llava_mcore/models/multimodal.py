@@ -38,7 +38,7 @@ from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.models.vision.transformer import VisionTransformer
-from llava_mcore.pixels import normalise
+from llava_mcore.pixels import normalize
 
 
 class VisionLanguageModel(MegatronModule):
@@ -135,7 +135,7 @@ class VisionLanguageModel(MegatronModule):
 
     def _with_features(self, embeddings: Tensor, media: Mapping[str, Tensor]) -> Tensor:
         """Return the embeddings [s, b, h] with features, newlines and resized features in their places."""
-        features = self.image_features(normalise(media[PIXEL_VALUES], media[PIXEL_SCALE]))
+        features = self.image_features(normalize(media[PIXEL_VALUES], media[PIXEL_SCALE]))
         chosen = features[media[FEATURE_ROWS]] if FEATURE_ROWS in media else features
         found, positions = [chosen], [media[FEATURE_POSITIONS]]
         if NEWLINE_POSITIONS in media:
@@ -179,7 +179,7 @@ class VisionLanguageModel(MegatronModule):
         self.language_model.set_input_tensor(input_tensor)
 
     def shared_embedding_or_output_weight(self) -> Tensor:
-        """Return the tied embedding of this stage (called by megatron-core's gradient finalisation)."""
+        """Return the tied embedding of this stage (called by megatron-core's gradient finalization)."""
         return self.language_model.shared_embedding_or_output_weight()
 
 

@@ -19,17 +19,17 @@ class ZeroCentredRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x [..., hidden_size] normalised, in its own dtype."""
+        """Return x [..., hidden_size] normalized, in its own dtype."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return (normed * (1.0 + self.weight.float())).type_as(x)
 
 
 class TorchNorm(WrappedTorchNorm):
-    """Builds torch's LayerNorm or RMSNorm, or a zero-centred RMSNorm, as the configuration says.
+    """Builds torch's LayerNorm or RMSNorm, or a zero-centered RMSNorm, as the configuration says.
 
-    With sequence parallelism every rank normalises its own tokens only, so its weights' gradients are shares of a sum.
-    All that takes is the mark by which megatron-core's gradient finalisation finds them.
+    With sequence parallelism every rank normalizes its own tokens only, so its weights' gradients are shares of a sum.
+    All that takes is the mark by which megatron-core's gradient finalization finds them.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:

@@ -72,7 +72,7 @@ def _tensor_of(name: str, kind: type[nn.Module], output: Any) -> dict[str, Tenso
     x = output[0] if isinstance(output, tuple) else output
     if not isinstance(x, Tensor) or x.ndim < 3:
         return {}
-    if kind is Gemma3RMSNorm and x.ndim == 4:  # alone in normalising heads [b, heads, s, f]
+    if kind is Gemma3RMSNorm and x.ndim == 4:  # alone in normalizing heads [b, heads, s, f]
         x = x.transpose(1, 2)
     if kind is nn.Conv2d:
         return {name: x.flatten(2).transpose(1, 2)}

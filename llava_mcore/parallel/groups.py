@@ -59,7 +59,7 @@ class Groups:
         return self.tp_rank == 0 and self.is_last_stage
 
 
-def initialise(
+def initialize(
     *, backend: str, tensor_model_parallel_size: int, pipeline_model_parallel_size: int, timeout_seconds: float = 600
 ) -> Groups:
     """Join the world that torchrun describes and build megatron-core's groups."""

@@ -21,7 +21,7 @@ from llava_mcore.data.loading.source import noticing_killed_loaders
 from llava_mcore.data.loading.validation_data import ValidationData
 from llava_mcore.errors import LlavaMcoreError, problems
 from llava_mcore.launch.process import StopSignals
-from llava_mcore.parallel.groups import Groups, agree, initialise, shut_down, wait_for_all
+from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, together
 from llava_mcore.run.carried_folder import write_carried_folder
@@ -126,7 +126,7 @@ def _join_world(run: RunConfig) -> Groups:
     if run.training.deterministic:
         make_deterministic()
     assert run.parallel.backend is not None, "run.py resolves the backend"
-    groups = initialise(
+    groups = initialize(
         backend=run.parallel.backend,
         tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=run.parallel.pipeline_model_parallel_size,

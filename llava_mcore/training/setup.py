@@ -71,7 +71,7 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     """Build model, optimizer and schedule; load the weights of a checkpoint. A collective call."""
     hf = load_hf_config(start.hf_dir)
     trained = trained_parameters(hf, run.model)
-    models = build_models(run, groups, hf, trained, initialise=start.checkpoint is None)
+    models = build_models(run, groups, hf, trained, initialize=start.checkpoint is None)
     if start.checkpoint is not None:
         # Also before a resume: the optimizer's fp32 copies come from these.
         if is_local(start.checkpoint):
@@ -93,14 +93,14 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
 
 
 def build_models(
-    run: RunConfig, groups: Groups, hf: PretrainedConfig, trained: Mapping[str, bool], *, initialise: bool
+    run: RunConfig, groups: Groups, hf: PretrainedConfig, trained: Mapping[str, bool], *, initialize: bool
 ) -> list[VisionLanguageModel]:
     """Build this rank's part of the model: one chunk, or several if interleaved.
 
     Args:
         trained: for every parameter of the whole model, whether it is trained.
     """
-    options = model_options(run, groups, hf, initialise=initialise)
+    options = model_options(run, groups, hf, initialize=initialize)
     number = options.stages.virtual
     set_virtual_stages(number)
     models = [
@@ -121,7 +121,7 @@ def build_models(
     return models
 
 
-def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initialise: bool) -> ModelOptions:
+def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initialize: bool) -> ModelOptions:
     """Return the run's options for building its model."""
     model = run.model
     return ModelOptions(
@@ -132,7 +132,7 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         sequence_parallel=run.parallel.sequence_parallel,
         attention_backend=model.attention_backend,
         make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-        initialise=initialise,
+        initialize=initialize,
         deterministic=run.training.deterministic,
         transformer_impl=transformer_impl(run, groups, hf),
         fp8=fp8_options(run),

@@ -19,7 +19,7 @@ def test_debug_shows_the_first_batch_and_the_shapes_of_every_stage(tmp_path: Pat
     more = ("--data-path", tmp_path / "data", "--save-dir", tmp_path / "save", "--name", "debug", "--tensorboard")
     sizes = ("--train-iters", 2, "--micro-batch-size", 2, "--global-batch-size", 4, "--seq-length", 64)
     text = run("train/run.py", "-g", 2, "--pp", 2, "--debug", *places, *more, *sizes, "data.num_workers=0")
-    assert re.search(r"first row, [1-9]\d* of \d+ tokens trained, 0 labels out of place", text)
+    assert re.search(r"first row, [1-9]\d* of \d+ tokens trained, 0 misplaced labels", text)
     assert re.search(r"USER: <image .16>\s+Which digit is shown\? ASSISTANT:« It is \d\.</s>»", text)
     assert "stage 0, tensor rank 0: vision_model: float32 [2, 3, 56, 56] -> float32 [2, 16, 64]" in text
     assert len(re.findall(r"stage 1, tensor rank 0: language_model: ", text)) == 1

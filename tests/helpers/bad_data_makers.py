@@ -66,7 +66,7 @@ def messages(*turns: tuple[Any, Any]) -> dict[str, Any]:
 
 
 ASKED = ("user", "<image>\nWhat is this?")
-ANSWERED = ("assistant", "A grey ramp.")
+ANSWERED = ("assistant", "A gray ramp.")
 GOOD: Parts = {"json": messages(ASKED, ANSWERED), "0.jpg": picture()}
 
 

@@ -54,7 +54,7 @@ def rotated() -> bytes:
 
 def animated() -> bytes:
     """A GIF of two frames."""
-    frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "blue")]
+    frames = [Image.new("RGB", (20, 20), color) for color in ("red", "blue")]
     buffer = io.BytesIO()
     frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
     return buffer.getvalue()
@@ -77,7 +77,7 @@ PICTURES = [
     BadData("gif of one pixel", pictured(picture("GIF", size=(1, 1)), "0.gif"), "fine"),
     BadData("animated gif", pictured(animated(), "0.gif"), "fine"),
     BadData("cmyk jpg", pictured(picture(mode="CMYK")), "fine"),
-    BadData("grey jpg", pictured(picture(mode="L")), "fine"),
+    BadData("gray jpg", pictured(picture(mode="L")), "fine"),
     BadData("16-bit png", pictured(picture("PNG", "I;16"), "0.png"), "fine"),
     BadData("png with transparency", pictured(picture("PNG", "RGBA"), "0.png"), "fine"),
     BadData("png with a palette", pictured(picture("PNG", "P"), "0.png"), "fine"),
@@ -151,7 +151,7 @@ JSONS = [
 
 # -- marks and pictures, packs, the older form -----------------------------------------------------------------------
 
-OLD: Parts = {"jpg": picture(), "json": {"question": "What is this?"}, "txt": "A grey ramp."}
+OLD: Parts = {"jpg": picture(), "json": {"question": "What is this?"}, "txt": "A gray ramp."}
 LONG = messages(("user", "why? " * 5), ANSWERED)
 TWO = messages(("user", "<image> or <image>?"), ("assistant", "no"))
 

@@ -23,7 +23,7 @@ from llava_mcore.data.streams.collate import collate
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
 from llava_mcore.models.media import MediaPlan, MediaTokens, Processing
 from llava_mcore.models.vision.geometry import image_side
-from llava_mcore.pixels import normalise
+from llava_mcore.pixels import normalize
 from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -129,7 +129,7 @@ def pictures_of_sizes(folder: Path, *, sizes: Sequence[tuple[int, int]] = PICTUR
     pixels = torch.cat([assets.images.tiles([item]) for item in media])
     return {
         "input_ids": torch.stack([torch.cat([x, x.new_full((length - len(x),), assets.pad_token_id)]) for x in rows]),
-        PIXEL_VALUES: normalise(pixels, assets.images.pixel_scale),
+        PIXEL_VALUES: normalize(pixels, assets.images.pixel_scale),
         FEATURE_POSITIONS: torch.from_numpy(np.concatenate([row * length + where for row, where in positions])),
     }
 

@@ -23,7 +23,7 @@ def tokens_of_a_picture(image_token_id: int, num_tokens: int = N) -> MediaTokens
 
 
 def encoded(format_: ChatFormat, turns: Sequence[Turn], *, num_images: int, num_tokens: int = N) -> ChatTokens:
-    """Tokenise a conversation, every picture as `num_tokens` placeholders."""
+    """Tokenize a conversation, every picture as `num_tokens` placeholders."""
     text = format_.text_tokens(turns, num_images=num_images)
     picture = tokens_of_a_picture(format_.image_token_id, num_tokens)
     return expand(text, format_.image_token_id, [picture] * num_images)

@@ -16,7 +16,7 @@ from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import trained_parameters, whole_names
-from llava_mcore.parallel.groups import Groups, initialise
+from llava_mcore.parallel.groups import Groups, initialize
 from llava_mcore.parallel.random import seed_everything
 
 
@@ -24,7 +24,7 @@ def join(tp: int, pp: int) -> Groups:
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    groups = initialise(
+    groups = initialize(
         backend=backend, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, timeout_seconds=60
     )
     seed_everything(1)
@@ -37,7 +37,7 @@ def load_model(groups: Groups, checkpoint: Path, **options_: Any) -> VisionLangu
     options = ModelOptions(
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
-        initialise=False,
+        initialize=False,
         **options_,
     )
     model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)

@@ -45,7 +45,7 @@ TEXT_FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: _edit(f, model_type="gpt2"),
         "'gpt2'; language models that can be used: gemma2, gemma3_text, llama",
     ),
-    "quantised": (lambda f: _edit(f, quantization_config={"quant_method": "gptq", "bits": 4}), "quantised"),
+    "quantized": (lambda f: _edit(f, quantization_config={"quant_method": "gptq", "bits": 4}), "quantized"),
     "no weights": (_remove("model.safetensors"), "language model cannot be read"),
     "damaged weights": (_truncate, "language model cannot be read"),
     "no lm_head": (_drop_head, "lacks weights(.|\n)*lm_head.weight"),

@@ -28,7 +28,7 @@ from llava_mcore.models.architectures.registry import architecture_of, features_
 from llava_mcore.models.flops import TrainedParts, Workload, model_flops
 from llava_mcore.models.media import Processing, Size
 from llava_mcore.models.vision.idefics import is_plain_grid
-from llava_mcore.pixels import normalise
+from llava_mcore.pixels import normalize
 from tests.helpers.cases import PICTURE_SIZES, hf_pixels
 from tests.helpers.class_tokens import assert_same_ids
 from tests.helpers.encoding import tiles
@@ -81,7 +81,7 @@ def test_ten_thousand_sizes(folders: dict[str, Path], name: str) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_tiles_are_the_processors(folders: dict[str, Path], name: str) -> None:
-    """Bit for bit; normalised on the device from bytes where torchvision makes them, not Pillow."""
+    """Bit for bit; normalized on the device from bytes where torchvision makes them, not Pillow."""
     assets, data, pictures = load_assets(folders[name]), [], []
     for height, width in PICTURE_SIZES:
         picture = Image.effect_noise((width, height), 200).convert("RGB")
@@ -95,7 +95,7 @@ def test_the_tiles_are_the_processors(folders: dict[str, Path], name: str) -> No
     expected = processor(images=pictures, text=text, return_tensors="pt")["pixel_values"].flatten(0, -4)
     found = tiles(assets.images, data)
     assert found.dtype == (torch.uint8 if processor.image_processor.backend == "torchvision" else torch.float32)
-    assert torch.equal(normalise(found, assets.images.pixel_scale), expected)
+    assert torch.equal(normalize(found, assets.images.pixel_scale), expected)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -256,7 +256,7 @@ REFUSALS: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] = 
         "idefics3",
         CONFIG,
         lambda c: c["vision_config"].update(image_size=14 * 40),
-        "make a grid of 40 x 40 patches, in which transformers rounds some to the positions of their neighbours",
+        "make a grid of 40 x 40 patches, in which transformers rounds some to the positions of their neighbors",
     ),
     "an odd factor": (
         "idefics3",

@@ -234,7 +234,7 @@ def test_a_box_is_put_together_from_any_grid(data: st.DataObject) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_a_stretch_of_a_flattened_tensor_is_a_few_boxes(data: st.DataObject) -> None:
+def test_a_range_of_a_flattened_tensor_is_a_few_slices(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     x = torch.arange(TensorSlice.whole(shape).numel).view(shape)
     start = data.draw(st.integers(0, x.numel()))
@@ -246,13 +246,13 @@ def test_a_stretch_of_a_flattened_tensor_is_a_few_boxes(data: st.DataObject) -> 
     assert all(tensor_slice.cut(x).is_contiguous() for tensor_slice in slices) and len(slices) <= 2 * len(shape) - 1
 
 
-def test_only_layouts_that_stack_rows_have_boxes() -> None:
+def test_only_layouts_that_stack_rows_have_slices() -> None:
     def slices(layout: object, names: int, shape: tuple[int, ...]) -> object:
-        return Entry("m", tuple("abc"[:names]), COLUMN, layout).hf_boxes(shape)  # type: ignore[arg-type]
+        return Entry("m", tuple("abc"[:names]), COLUMN, layout).hf_slices(shape)  # type: ignore[arg-type]
 
     assert slices(Concat(2), 2, (8, 3)) == (TensorSlice((0, 0), (4, 3)), TensorSlice((4, 0), (4, 3)))
     assert slices(PadRows(5, 8), 1, (8, 3)) == (TensorSlice((0, 0), (5, 3)),)
-    assert Entry("m", "a", COLUMN).hf_boxes((4,)) == (TensorSlice((0,), (4,)),)
+    assert Entry("m", "a", COLUMN).hf_slices((4,)) == (TensorSlice((0,), (4,)),)
     assert slices(FuseQKV(4, 2), 3, (16, 3)) is None
     assert slices(Reshape((4,), (1, 1, 4)), 1, (1, 1, 4)) is None
 

@@ -102,7 +102,9 @@ def test_a_failed_write_is_one_message_and_leaves_nothing(
     ):
         assert main([*argv, "--workers", "1"]) == 2
         text = capsys.readouterr().err
-        assert "stopped, nothing is left of it: [Errno 27]" in text and "free some" in text and "Traceback" not in text
+        assert (
+            "failed, and its files were removed: [Errno 27]" in text and "free some" in text and "Traceback" not in text
+        )
         assert not list(tmp_path.iterdir())
 
 
@@ -120,9 +122,9 @@ def test_a_full_disk(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: py
         # Somebody else fills the disk meanwhile:
         monkeypatch.setattr(hf_files, "require_room", lambda *_, **__: None)
         monkeypatch.setattr(streamed_save, "FILE_BYTES", 200_000)
-        with pytest.raises(ConversionError, match=r"stopped, nothing is left of it: .*No space left"):
+        with pytest.raises(ConversionError, match=r"failed, and its files were removed: .*No space left"):
             import_hf(hf, disk / "m", workers=workers)
-        with pytest.raises(ConversionError, match=r"stopped, nothing is left of it: .*No space left"):
+        with pytest.raises(ConversionError, match=r"failed, and its files were removed: .*No space left"):
             export_hf(megatron, disk / "out", workers=workers)
         assert not list(disk.iterdir())
     finally:

@@ -58,7 +58,7 @@ def test_the_checkpoint_is_the_one_megatron_core_would_write(hf: Path, tmp_path:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     with single_process():
-        model = VisionLanguageModel(load_hf_config(hf), ModelOptions(initialise=False, on_cpu=True)).bfloat16()
+        model = VisionLanguageModel(load_hf_config(hf), ModelOptions(initialize=False, on_cpu=True)).bfloat16()
         load_weights([model], ours)
         save_state({"iteration": 0, "model": model.sharded_state_dict()}, theirs)
     assert json.loads((ours / "metadata.json").read_text()) == json.loads((theirs / "metadata.json").read_text())

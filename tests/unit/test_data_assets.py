@@ -20,7 +20,7 @@ from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.encoding.images import decode_image, picture_size
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
-from llava_mcore.pixels import normalise
+from llava_mcore.pixels import normalize
 from tests.helpers.encoding import encoded, tiles
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
 from tests.unit.test_data_shards import picture
@@ -66,7 +66,7 @@ def test_tokens_and_pixels_are_hugging_faces(tmp_path: Path, vision: str, strate
     processor = LlavaProcessor.from_pretrained(tmp_path)
     data = photos()
     assert tiles(assets.images, data).dtype == torch.uint8
-    pixels = normalised(assets, data)
+    pixels = normalized(assets, data)
     theirs = processor.image_processor([decode_image(d) for d in data], return_tensors="pt")["pixel_values"]
     assert torch.equal(pixels, theirs)
     assert pixels.shape == (len(data), 3, assets.image_size, assets.image_size) and pixels.dtype == torch.float32
@@ -82,19 +82,19 @@ def test_tokens_and_pixels_are_hugging_faces(tmp_path: Path, vision: str, strate
     assert features[0].shape[0] == expected
 
 
-def normalised(assets: Assets, data: list[bytes]) -> torch.Tensor:
+def normalized(assets: Assets, data: list[bytes]) -> torch.Tensor:
     """What the vision tower gets."""
-    return normalise(tiles(assets.images, data), assets.images.pixel_scale)
+    return normalize(tiles(assets.images, data), assets.images.pixel_scale)
 
 
-def test_processor_that_does_not_normalise(copy: Path) -> None:
+def test_processor_that_does_not_normalize(copy: Path) -> None:
     _edit(copy / "processor_config.json", lambda c: c["image_processor"].update(do_normalize=False))
     assets = load_assets(copy)
     pixels = tiles(assets.images, [picture(7)])
     assert pixels.dtype == torch.float32 and not len(assets.images.pixel_scale)
     assert tiles(assets.images, []).dtype == torch.float32 and 0.5 < pixels.max() <= 1
     theirs = LlavaProcessor.from_pretrained(copy).image_processor([decode_image(picture(7))], return_tensors="pt")
-    assert torch.equal(normalised(assets, [picture(7)]), theirs["pixel_values"])
+    assert torch.equal(normalized(assets, [picture(7)]), theirs["pixel_values"])
 
 
 def test_pictures_are_turned_upright() -> None:
@@ -129,7 +129,7 @@ def test_processor_settings_of_the_checkpoint_count(copy: Path, assets: Assets) 
         copy / "processor_config.json",
         lambda c: c["image_processor"].update(image_processor_type="CLIPImageProcessorPil"),
     )
-    pixels, usual = normalised(load_assets(copy), [picture(7)]), normalised(assets, [picture(7)])
+    pixels, usual = normalized(load_assets(copy), [picture(7)]), normalized(assets, [picture(7)])
     assert pixels.min() >= 0 and pixels.max() <= 1
     mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])[:, None, None]
     std = torch.tensor([0.26862954, 0.26130258, 0.27577711])[:, None, None]

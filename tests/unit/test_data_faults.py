@@ -159,7 +159,7 @@ def test_fault_of_the_program_is_not_taken_for_bad_data(
         raise AttributeError("no such thing")
 
     monkeypatch.setattr("llava_mcore.data.streams.task_encoder.fit", fails)
-    monkeypatch.setattr("llava_mcore.data.streams.task_encoder.tokenise", fails)
+    monkeypatch.setattr("llava_mcore.data.streams.task_encoder.tokenize", fails)
     with pytest.raises(DataError, match=r"shard 00000\d.tar, sample .*AttributeError: no such thing") as caught:
         next(open_loader(dataset, assets))
     assert isinstance(caught.value.__cause__, DataError)

@@ -31,7 +31,7 @@ from llava_mcore.data.streams import streams
 from llava_mcore.data.streams.pixel_buffers import Buffered, PixelBuffers
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import SameTokens
-from llava_mcore.pixels import normalise
+from llava_mcore.pixels import normalize
 from tests.helpers.encoding import tiles
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_loader import assert_equal, open_loader, take
@@ -98,7 +98,7 @@ def test_fewer_steps_give_the_processors_pixels(processor: Any, size: int) -> No
     def check(sizes: list[tuple[int, int]]) -> None:
         data = [noise(*size) for size in sizes]
         theirs = processor(images=[decode_image(d) for d in data], return_tensors="pt")["pixel_values"]
-        assert torch.equal(normalise(tiles(images, data), images.pixel_scale), theirs)
+        assert torch.equal(normalize(tiles(images, data), images.pixel_scale), theirs)
 
     check()
 
@@ -116,7 +116,7 @@ def test_processor_with_more_steps_does_all_of_them() -> None:
     assert not images._is_plain
     data = noise(90, 60)
     theirs = processor(images=[decode_image(data)], return_tensors="pt")["pixel_values"]
-    assert torch.equal(normalise(tiles(images, [data]), images.pixel_scale), theirs)
+    assert torch.equal(normalize(tiles(images, [data]), images.pixel_scale), theirs)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from tests.helpers.tiny_hf import make_hf_llava
 
 TALK = messages(
     ("user", "Compare <image><image>"),
-    ("assistant", "Both are grey ramps."),
+    ("assistant", "Both are gray ramps."),
     ("user", "And this: <image>?"),
     ("assistant", "漢字 too."),
 )
@@ -126,13 +126,13 @@ def test_killed_process_is_reported(dataset: Path, assets: Assets, monkeypatch: 
 def test_shown_conversation_marks_what_is_learnt(dataset: Path, assets: Assets) -> None:
     examiner = Examiner(dataset, assets, seq_length=128)
     tokens = examiner.conversation(examiner.examine(0, 16))
-    text = conversation_text(tokens, assets, coloured=False).plain
-    assert re.findall("«(.*?)»", text, re.DOTALL) == [" Both are grey ramps.</s>", " 漢字 too.</s>"]
+    text = conversation_text(tokens, assets, colored=False).plain
+    assert re.findall("«(.*?)»", text, re.DOTALL) == [" Both are gray ramps.</s>", " 漢字 too.</s>"]
     mark = "<image \N{MULTIPLICATION SIGN}16>"
     assert f"{mark}\n{mark}\n" in text and text.count("<image") == 3
-    coloured = conversation_text(tokens, assets, coloured=True)
-    green = [coloured.plain[span.start : span.end] for span in coloured.spans if "green" in str(span.style)]
-    assert "".join(green) == " Both are grey ramps.</s> 漢字 too.</s>" and "«" not in coloured.plain
+    colored = conversation_text(tokens, assets, colored=True)
+    green = [colored.plain[span.start : span.end] for span in colored.spans if "green" in str(span.style)]
+    assert "".join(green) == " Both are gray ramps.</s> 漢字 too.</s>" and "«" not in colored.plain
 
 
 def test_shows_as_many_as_asked_for(dataset: Path, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,7 @@ def test_layers_of_transformer_engine_are_not_used_where_they_cannot_compute(gem
     assert transformer_impl(run_config(1, 1, "", "", **unsaid), here, gemma_config) == "local"
     for flags in ({"model.transformer_impl": "transformer_engine"}, unsaid | {"training.fp8": True}):
         run = run_config(1, 1, "", "", **flags)
-        with pytest.raises(ConfigError, match="gemma3_text models are made of local layers only"):
+        with pytest.raises(ConfigError, match="gemma3_text models have local layers only"):
             transformer_impl(run, here, gemma_config)
         with pytest.raises(ConfigError, match="needs GPUs"):
             transformer_impl(run, here, phi_config)

@@ -58,7 +58,7 @@ def test_attention_kernels(flag: str | None, backend: str, hf: Path, monkeypatch
     seen: list[ModelOptions] = []
     config = load_hf_config(hf)
     groups: Any = SimpleNamespace(tp_size=1, pp_size=1, device=torch.device("cpu"))
-    seen.append(setup.model_options(run_of(*([flag] if flag else [])), groups, config, initialise=False))
+    seen.append(setup.model_options(run_of(*([flag] if flag else [])), groups, config, initialize=False))
     for part in (part_configs(config, seen[0]).language, part_configs(config, seen[0]).vision):
         assert part.attention_backend.name == backend
 
@@ -90,6 +90,6 @@ def test_first_batch_in_words() -> None:
         cu_seqlens=torch.zeros(0, dtype=torch.int32),
     )
     text = describe(batch, lambda row, trained: f"{row.tolist()} {trained.tolist()}")
-    assert "2 of 4 tokens trained, 1 labels out of place" in text
+    assert "2 of 4 tokens trained, 1 misplaced labels" in text
     assert "[5, 6, 7, 8] [False, False, True, True]" in text
     assert "pixel_values      float32 [1, 3, 2, 2]" in text

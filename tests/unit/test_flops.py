@@ -175,7 +175,7 @@ def test_only_trained_tokens_need_the_output_layer() -> None:
     assert {k: v for k, v in parts.items() if k != "head"} == {k: v for k, v in whole.items() if k != "head"}
 
 
-def test_peaks_and_utilisation() -> None:
+def test_peaks_and_utilization() -> None:
     assert peak_flops("NVIDIA H200") == 989e12 and peak_flops("NVIDIA H100 80GB HBM3", fp8=True) == 1979e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12  # the same chip, slower
     assert peak_flops("NVIDIA A100-SXM4-80GB", fp8=True) is None

@@ -47,7 +47,7 @@ def load(checkpoint: Path) -> None:
     """Load the weights as a training does."""
     with single_process():
         config = load_hf_config(hf_folder(checkpoint))
-        load_weights([VisionLanguageModel(config, ModelOptions(initialise=False, on_cpu=True))], checkpoint)
+        load_weights([VisionLanguageModel(config, ModelOptions(initialize=False, on_cpu=True))], checkpoint)
 
 
 PLACES: list[tuple[Callable[[Path, Path], None], bool]] = [

@@ -81,7 +81,7 @@ def put(name: str, make: Callable[[Path], object]) -> Change:
 
 ONE = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
 REFUSED: list[tuple[str, Change, str]] = [
-    ("index: a file elsewhere", index({"a": "../outside/w.safetensors"}), "not beside it, or no safetensors"),
+    ("index: a file elsewhere", index({"a": "../outside/w.safetensors"}), "not safetensors files in its folder"),
     ("index: an absolute path", index({"a": "/etc/w.safetensors"}), "'/etc/w.safetensors'"),
     ("index: another kind", index({"a": "pytorch_model.bin"}), "'pytorch_model.bin'"),
     ("index: a name that is none", index({"a": "a\0.safetensors", "b": 5, "c": ["x"]}), "3 problems"),

@@ -87,12 +87,12 @@ SAMPLES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "nested json": (one_sample({"json": b'{"messages": ' + DEEP.encode()}), "cannot be decoded"),
     "a long answer": (
         one_sample({"json": messages(ASKED, ("assistant", "a" * 600))}),
-        "621 characters, allowed are 500",
+        "621 characters; the limit is 500",
     ),
-    "many pixels": (pictured(bomb(200, 200), "0.png"), "200 x 200 pixels, allowed are 10000"),
+    "many pixels": (pictured(bomb(200, 200), "0.png"), "200 x 200 pixels; the limit is 10000"),
     "more pixels than Pillow decodes": (pictured(bomb(60_000, 60_000), "0.png"), "pixels"),
-    "a large JPEG": (pictured(picture(size=(300, 300))), "300 x 300 pixels, allowed are 10000"),
-    "a large sample": (one_sample({"x.bin": bytes(30_000)}), r"the sample has \d+ bytes, allowed are 20000"),
+    "a large JPEG": (pictured(picture(size=(300, 300))), "300 x 300 pixels; the limit is 10000"),
+    "a large sample": (one_sample({"x.bin": bytes(30_000)}), r"the sample has \d+ bytes; the limit is 20000"),
     "a program instead of a picture": (pictured(eps()), "no known format"),
 }
 
@@ -262,7 +262,7 @@ ODD = {
     "loop.jpg": ("picture missing", "Too many levels"),
     "folder.jpg": ("picture missing", "is a folder, not a regular file"),
     "bomb.png": ("", "30000 x 30000|exceeds limit"),
-    "holes.jpg": ("picture missing", "has 1099511627776 bytes, allowed are 20000"),
+    "holes.jpg": ("picture missing", "has 1099511627776 bytes; the limit is 20000"),
 }
 
 

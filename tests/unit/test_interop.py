@@ -55,7 +55,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load_model(hf: Path, imported: Path) -> VisionLanguageModel:
     """Return the model of one process with the folder's weights. Process groups of one must exist."""
     config = load_hf_config(hf)
-    model = VisionLanguageModel(config, ModelOptions(initialise=False, on_cpu=True)).to(config.dtype)
+    model = VisionLanguageModel(config, ModelOptions(initialize=False, on_cpu=True)).to(config.dtype)
     load_weights([model], iteration_folder(imported, 0))
     return model
 

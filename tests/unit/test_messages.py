@@ -97,7 +97,7 @@ def test_a_step_at_the_end_that_fails_is_one_line(caplog: pytest.LogCaptureFixtu
     attempt("a step", lambda: done.append("done"))
     assert done
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        "a step: /x: Input/output error; the disk or the network file system fails",
+        "a step: /x: Input/output error; the disk or the network file system failed",
         "a step: torch says",
         "a step: c",
         "a step: ValueError",

@@ -18,7 +18,7 @@ from llava_mcore.cli.check import main as check
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.encoding.chat import ChatFormat
 from llava_mcore.data.encoding.chat_tokens import TextTokens
-from llava_mcore.data.encoding.encode import stored_tokens, tokenise
+from llava_mcore.data.encoding.encode import stored_tokens, tokenize
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, from_json, is_by, to_json
 from llava_mcore.data.prepare.plan import Counting, Options
 from llava_mcore.data.samples import Conversation, Turn
@@ -102,7 +102,7 @@ def test_nothing_is_tokenised_again(
 
 
 def _refuse(self: ChatFormat, turns: Any, *, num_images: int) -> TextTokens:
-    raise AssertionError("it tokenises")
+    raise AssertionError("it tokenizes")
 
 
 def test_with_another_template_they_are_made_anew(data: Path, hf: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +129,7 @@ def test_the_fingerprint_is_that_of_tokenizer_and_template(hf: Path, assets: Ass
 def test_tokens_of_others_are_ignored(stored: Any, assets: Assets) -> None:
     assert not is_by(stored, assets.chat.fingerprint)
     turns = (Turn("user", "What?"), Turn("assistant", "That."))
-    found = tokenise(Conversation(turns, (), stored), assets, "k")
+    found = tokenize(Conversation(turns, (), stored), assets, "k")
     assert np.array_equal(found.input_ids, assets.chat.text_tokens(turns, num_images=0).ids)
 
 
@@ -147,7 +147,7 @@ def test_damaged_tokens(change: dict[str, Any], message: str, assets: Assets) ->
     turns = (Turn("user", "<image>What?"), Turn("assistant", "That."))
     stored = to_json(assets.chat.text_tokens(turns, num_images=1), assets.chat.fingerprint)
     with pytest.raises(DataError, match=f"prepared_tokens {message}.*prepare the data again"):
-        tokenise(Conversation(turns, (b"",), stored | change), assets, "k")
+        tokenize(Conversation(turns, (b"",), stored | change), assets, "k")
 
 
 def edited(source: Path, folder: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:

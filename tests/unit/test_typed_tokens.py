@@ -48,7 +48,7 @@ def special_ids(format_: ChatFormat, tokenizer: PreTrainedTokenizerFast, turns: 
 
 
 def unigram() -> PreTrainedTokenizerFast:
-    """SentencePiece's other kind: pieces with scores, looked for after the text is normalised."""
+    """SentencePiece's other kind: pieces with scores, looked for after the text is normalized."""
     letters = sorted(set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ<>/|_ ▁:.?!\n0123456789[]"))
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("is", -2.0), *((letter, -5.0) for letter in letters)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
@@ -110,7 +110,7 @@ def test_as_tokens_where_data_rely_on_it() -> None:
     assert found[0] == found[1]
 
 
-def test_pieces_with_scores_and_normalised_forms() -> None:
+def test_pieces_with_scores_and_normalized_forms() -> None:
     tokenizer = unigram()
     format_ = chat(tokenizer, "vicuna")
     plain = special_ids(format_, tokenizer, talk("q", "a z"))

@@ -43,7 +43,7 @@ def test_features_equal_hugging_face(tmp_path: Path, case: str) -> None:
     size = hf.config.vision_config.image_size
     pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), single_process():
-        model = VisionLanguageModel(hf.config, ModelOptions(initialise=False))
+        model = VisionLanguageModel(hf.config, ModelOptions(initialize=False))
         load_weights([model], checkpoint)
         ours = model.eval().image_features(pixels)
         theirs = torch.cat(tuple(hf.get_image_features(pixel_values=pixels).pooler_output))

@@ -74,7 +74,7 @@ class FolderClass(ABC):
 
 
 def tile_settings(image_processor: Any, config: PretrainedConfig) -> dict[str, Any]:
-    """Return settings that resize tiles to the tower's size and normalise them as the source's pictures are."""
+    """Return settings that resize tiles to the tower's size and normalize them as the source's pictures are."""
     side, values = image_side(config.vision_config), image_processor.to_dict()
     own = {name: values[name] for name in _PIXEL_SETTINGS if values.get(name) is not None}
     return own | {"size": {"height": side, "width": side}}

@@ -92,7 +92,7 @@ class NextFolder(GridFolder):
         plan: FeaturePlan,
         template: str,
     ) -> ProcessorMixin:
-        """Return the processor; tiles are resized and normalised as the source's pictures are."""
+        """Return the processor; tiles are resized and normalized as the source's pictures are."""
         how = tile_settings(image_processor, config)
         side = image_side(config.vision_config)
         # The size as the class's own checkpoints write it.
@@ -140,7 +140,7 @@ class OnevisionFolder(GridFolder):
         plan: FeaturePlan,
         template: str,
     ) -> ProcessorMixin:
-        """Return the processor; tiles and frames are resized and normalised as the source's pictures are."""
+        """Return the processor; tiles and frames are resized and normalized as the source's pictures are."""
         how = tile_settings(image_processor, config)
         return LlavaOnevisionProcessor(
             image_processor=LlavaOnevisionImageProcessor(image_grid_pinpoints=config.image_grid_pinpoints, **how),

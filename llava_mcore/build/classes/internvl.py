@@ -23,7 +23,7 @@ from llava_mcore.models.architectures.registry import ARCHITECTURES
 
 
 class InternVlFolder(FolderClass):
-    """InternVL: pictures are cut into tiles, of which four neighbouring features become one."""
+    """InternVL: pictures are cut into tiles, of which four neighboring features become one."""
 
     model_class = InternVLForConditionalGeneration
     connector = "pixel_shuffle"
@@ -58,7 +58,7 @@ class InternVlFolder(FolderClass):
         plan: FeaturePlan,
         template: str,
     ) -> ProcessorMixin:
-        """Return the processor; tiles are resized and normalised as the source's pictures are."""
+        """Return the processor; tiles are resized and normalized as the source's pictures are."""
         how = tile_settings(image_processor, config)
         return InternVLProcessor(
             image_processor=GotOcr2ImageProcessor(**how),

@@ -127,7 +127,7 @@ def hf_tensors(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Tensor]]
     Raises:
         CheckpointError: the checkpoint does not hold the whole parameter.
     """
-    slices = job.entry.hf_boxes(job.shape)
+    slices = job.entry.hf_slices(job.shape)
     if slices is None:
         yield from job.entry.to_hf(_read(job, TensorSlice.whole(job.shape), scratch)).items()
         return
@@ -137,7 +137,7 @@ def hf_tensors(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Tensor]]
 
 def _hf_data(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Data]]:
     """Do what `hf_tensors` does, but leave in its files what can be copied from them."""
-    slices = job.entry.hf_boxes(job.shape)
+    slices = job.entry.hf_slices(job.shape)
     if slices is None or job.dtype != job.stored_dtype:
         yield from hf_tensors(job, scratch)
         return

@@ -187,7 +187,7 @@ class _Gap:
 
 def _cut(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Iterator[tuple[Piece, Data]]:
     """Yield every piece with its numbers, valid until the next; the full tensor is made only where it must be."""
-    slices = entry.entry.hf_boxes(entry.shape)
+    slices = entry.entry.hf_slices(entry.shape)
     located: list[tuple[TensorSlice, TensorAt]] = []
     if slices is None:
         parts = [(TensorSlice.whole(entry.shape), entry.entry.to_megatron(tensors))]

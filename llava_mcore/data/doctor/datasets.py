@@ -64,7 +64,7 @@ class Dataset:
     """How often its samples come in an epoch of the blend; None if the blend draws by weight and has no epochs."""
     source: SavableDataset[Any]
     cook: Callable[[Any], Any]
-    """What training does with a raw sample before it is tokenised."""
+    """What training does with a raw sample before it is tokenized."""
     workers: WorkerConfig
     firsts: tuple[int, ...] = field(init=False)
 

@@ -47,7 +47,7 @@ class Finding:
     remarks: tuple[str, ...] = ()
     num_conversations: int = 1
     num_tokens: int = 0
-    """Pictures included; 0 if it could not be tokenised."""
+    """Pictures included; 0 if it could not be tokenized."""
     num_trained: int = 0
     num_images: int = 0
 
@@ -68,7 +68,7 @@ class Examiner:
         self.datasets: list[Dataset] = open_datasets(path, self._encoder, self._on_decode_error)
 
     def examine(self, dataset: int, number: int) -> Finding:
-        """Read, tokenise and decode one sample; raises nothing that a sample could cause."""
+        """Read, tokenize and decode one sample; raises nothing that a sample could cause."""
         shard = self.datasets[dataset].shard_of(number)
         self._key = f"number {number - shard.first}"
         blank = Finding(dataset, number, shard.name, self._key)
@@ -136,7 +136,7 @@ class Examiner:
 
 
 def _differing(chat: ChatSample, assets: Assets) -> list[str]:
-    """Tokenise again what training takes over."""
+    """Tokenize again what training takes over."""
     for conversation in chat.conversations:
         stored = stored_tokens(conversation, assets)
         if stored is None:

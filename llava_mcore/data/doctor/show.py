@@ -19,17 +19,17 @@ def in_words(assets: Assets) -> Callable[[Tensor, Tensor], str]:
     """Return a function that shows a row of a batch: (input_ids [s], trained [s]) -> text, trained parts in « »."""
 
     def text(input_ids: Tensor, trained: Tensor) -> str:
-        return _marked(input_ids.tolist(), trained.tolist(), assets, coloured=False).plain
+        return _marked(input_ids.tolist(), trained.tolist(), assets, colored=False).plain
 
     return text
 
 
-def conversation_text(tokens: TokenConversation, assets: Assets, *, coloured: bool) -> Text:
-    """Return the text of all tokens, trained ones coloured, or between « and » where there are no colours."""
-    return _marked(tokens.input_ids.tolist(), tokens.trained.tolist(), assets, coloured=coloured)
+def conversation_text(tokens: TokenConversation, assets: Assets, *, colored: bool) -> Text:
+    """Return the text of all tokens, trained ones colored, or between « and » where there are no colors."""
+    return _marked(tokens.input_ids.tolist(), tokens.trained.tolist(), assets, colored=colored)
 
 
-def _marked(ids: list[int], marks: list[bool], assets: Assets, *, coloured: bool) -> Text:
+def _marked(ids: list[int], marks: list[bool], assets: Assets, *, colored: bool) -> Text:
     text = Text()
     kinds = [(i == assets.plan.image_token_id, bool(t)) for i, t in zip(ids, marks, strict=True)]
     start = 0
@@ -39,7 +39,7 @@ def _marked(ids: list[int], marks: list[bool], assets: Assets, *, coloured: bool
             text.append(f"<image \N{MULTIPLICATION SIGN}{end - start}>", IMAGE_STYLE)
         else:
             piece = _decode(ids, start, end, assets)
-            shown = piece if coloured or not trained else f"«{piece}»"
+            shown = piece if colored or not trained else f"«{piece}»"
             text.append(shown, TRAINED_STYLE if trained else "")
         start = end
     return text

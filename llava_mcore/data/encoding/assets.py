@@ -145,7 +145,7 @@ def refuse_odd_files(folders: Sequence[Path]) -> None:
         if not file.is_file():
             found.append(f"{file} is {kind_of(file.stat().st_mode)}, not a regular file")
         elif file.stat().st_size > MOST_BYTES:
-            found.append(f"{file} has {file.stat().st_size} bytes, allowed are {MOST_BYTES}")
+            found.append(f"{file} has {file.stat().st_size} bytes; the limit is {MOST_BYTES}")
     if found:
         raise DataError(problems(f"{folders[0]} cannot prepare data for training", found))
 

@@ -232,7 +232,7 @@ class ChatFormat:
         return result + text[done:], moved
 
     def text_tokens(self, turns: Sequence[Turn], *, num_images: int) -> TextTokens:
-        """Tokenise a conversation as Hugging Face's processor does, but with one placeholder per picture.
+        """Tokenize a conversation as Hugging Face's processor does, but with one placeholder per picture.
 
         The answers are marked with their EOS. Raises DataError if marks and pictures do not match or the template
         cannot render the turns.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class TextTokens:
-    """A tokenised conversation of m tokens in which every picture is one placeholder."""
+    """A tokenized conversation of m tokens in which every picture is one placeholder."""
 
     ids: NDArray[np.int64]
     """[m]"""
@@ -22,7 +22,7 @@ class TextTokens:
 
 @dataclass(frozen=True, slots=True)
 class ChatTokens:
-    """A tokenised conversation of n tokens with k pictures, each as its own tokens."""
+    """A tokenized conversation of n tokens with k pictures, each as its own tokens."""
 
     input_ids: NDArray[np.int64]
     """[n]"""

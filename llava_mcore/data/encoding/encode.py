@@ -19,15 +19,15 @@ class TooLongError(DataError):
 
 
 def check_length(turns: Sequence[Turn], limits: Limits) -> None:
-    """Raise DataError for a conversation of more characters than it may have: tokenising takes time and memory."""
+    """Raise DataError for a conversation of more characters than it may have: tokenizing takes time and memory."""
     num_chars = sum(len(turn.text) for turn in turns)
     if num_chars > limits.text_chars:
         raise DataError(
-            f"the conversation has {num_chars} characters, allowed are {limits.text_chars} (max_text_chars)"
+            f"the conversation has {num_chars} characters; the limit is {limits.text_chars} (max_text_chars)"
         )
 
 
-def tokenise(conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
+def tokenize(conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
     """Return a conversation's tokens, whatever their number: those that are stored, if they are of the same making.
 
     Raises DataError if the template cannot render it, or stored tokens do not belong to it.
@@ -36,7 +36,7 @@ def tokenise(conversation: Conversation, assets: Assets, key: str) -> TokenConve
     num_bytes = sum(map(len, conversation.images))
     if num_bytes > assets.limits.sample_bytes:
         raise DataError(
-            f"its pictures have {num_bytes} bytes, allowed are {assets.limits.sample_bytes} (max_sample_bytes)"
+            f"its pictures have {num_bytes} bytes; the limit is {assets.limits.sample_bytes} (max_sample_bytes)"
         )
     text = stored_tokens(conversation, assets)
     if text is None:

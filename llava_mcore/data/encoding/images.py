@@ -25,7 +25,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM")
 """Pillow's names of what samples.IMAGE_PARTS calls by file endings; JPEG opens MPO as well."""
 START, FRAMES, SCAN = b"\xff\xd8", (0xFFC0, 0xFFC2), 0xFFDA
 PLAIN_SEGMENTS = (0xFFE0, 0xFFFE, 0xFFDB, 0xFFC4, 0xFFDD)
-"""JFIF, comment, and tables. EXIF may turn the picture, and Adobe's segment names other colours."""
+"""JFIF, comment, and tables. EXIF may turn the picture, and Adobe's segment names other colors."""
 
 SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations that exchange height and width."""
@@ -113,7 +113,7 @@ def _opened(data: bytes) -> Image.Image:
 def _check_size(image: Image.Image, most_pixels: int) -> None:
     width, height = image.size
     if width * height > most_pixels:
-        raise ValueError(f"it has {width} x {height} pixels, allowed are {most_pixels} (data.max_picture_pixels)")
+        raise ValueError(f"it has {width} x {height} pixels; the limit is {most_pixels} (data.max_picture_pixels)")
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Pictures in tokenised text: one placeholder each becomes the tokens that the model's plan says."""
+"""Pictures in tokenized text: one placeholder each becomes the tokens that the model's plan says."""
 
 from __future__ import annotations
 

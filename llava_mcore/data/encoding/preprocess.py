@@ -18,13 +18,13 @@ from llava_mcore.data.encoding.images import decode_image, decode_pixels, noise
 from llava_mcore.data.samples import MediaSpan
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import MediaPlan, MediaTokens
-from llava_mcore.pixels import NO_SCALE, normalise
+from llava_mcore.pixels import NO_SCALE, normalize
 
 
 class ImagePreprocessor:
     """The checkpoint's image processor: pictures as bytes -> tiles of one fixed square size.
 
-    Rescaling and normalising are left to the device (`llava_mcore.pixels`) where that gives the same bits: it is two
+    Rescaling and normalizing are left to the device (`llava_mcore.pixels`) where that gives the same bits: it is two
     thirds of the processor's time, and makes four times as much to hand over between processes.
     """
 
@@ -54,7 +54,7 @@ class ImagePreprocessor:
                 1.0 / processor.rescale_factor
             )
             pixels = self._process([probe])
-            if pixels.dtype != torch.uint8 or not torch.equal(normalise(pixels, self.pixel_scale), expected):
+            if pixels.dtype != torch.uint8 or not torch.equal(normalize(pixels, self.pixel_scale), expected):
                 self.pixel_scale = NO_SCALE
         self._is_plain = not plan.any_size and bool(len(self.pixel_scale)) and self._resizes_and_crops_only()
 
@@ -93,7 +93,7 @@ class ImagePreprocessor:
     def tiles(self, media: Sequence[MediaSpan]) -> Tensor:
         """Return the tiles of one conversation's pictures, [tiles, 3, h, w]; there may be none.
 
-        uint8 that `pixel_scale` normalises, or float32 where that is empty. The channels of a pixel may be next to each
+        uint8 that `pixel_scale` normalizes, or float32 where that is empty. The channels of a pixel may be next to each
         other in memory (channels_last), as decoders and resizing like it.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Tokens that `prepare` writes into a sample's json, for training to take over instead of tokenising again."""
+"""Tokens that `prepare` writes into a sample's json, for training to take over instead of tokenizing again."""
 
 from __future__ import annotations
 

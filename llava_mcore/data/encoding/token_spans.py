@@ -13,7 +13,7 @@ def tokens_in_span(encoding: Encoding, span: Span, length: int) -> slice:
 
     All byte tokens of one character carry that character's offsets, so none of them is lost. A white-space token
     whose offsets were trimmed to nothing ends at its right edge. The encoding is asked for single characters, since
-    handing over the offsets of all tokens takes a fifth of the time of tokenising.
+    handing over the offsets of all tokens takes a fifth of the time of tokenizing.
     """
     start, end = span
     first, behind = (_token_at(encoding, place, length) for place in span)

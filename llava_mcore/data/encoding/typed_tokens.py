@@ -23,7 +23,7 @@ PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 
 
 class TypedTokens:
-    """Finds special tokens in the text of turns, and tokenises such text."""
+    """Finds special tokens in the text of turns, and tokenizes such text."""
 
     def __init__(self, tokenizer: Tokenizer, named: Iterable[str], *, mark: str) -> None:
         """Hold a tokenizer.
@@ -48,7 +48,7 @@ class TypedTokens:
         self._renamed: Tokenizer | None = None
 
     def found_in(self, text: str) -> set[str]:
-        """Return the special tokens that stand in a text, or would after the tokenizer has normalised it."""
+        """Return the special tokens that stand in a text, or would after the tokenizer has normalized it."""
         if self._typed is None:
             return set()
         found = set(self._typed.findall(text))
@@ -63,7 +63,7 @@ class TypedTokens:
         return self._hide(text)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        """Tokenise a rendered conversation whose turns were hidden: what was typed there becomes plain text."""
+        """Tokenize a rendered conversation whose turns were hidden: what was typed there becomes plain text."""
         if self._renamed is None:
             self._renamed = self._make_renamed()
         return self._renamed.encode(self._swap(text), add_special_tokens=add_special_tokens)

@@ -38,8 +38,8 @@ def read_picture(reference: Any, folder: Path, *, decode: bool = False, limits: 
     data = _read(reference, folder, limits.sample_bytes)
     extension, size = inspect(data)
     if size[0] * size[1] > limits.picture_pixels:
-        limit = f"allowed are {limits.picture_pixels} pixels (--max-picture-pixels)"
-        raise BadSample(Reason.TOO_LARGE, f"a picture of {size[0]} x {size[1]}; {limit}")
+        limit = f"the limit is {limits.picture_pixels} (--max-picture-pixels)"
+        raise BadSample(Reason.TOO_LARGE, f"a picture of {size[0]} x {size[1]} pixels; {limit}")
     if decode:
         try:
             decode_image(data)

@@ -105,7 +105,7 @@ def _endless(leaf: Path, split: str) -> list[str]:
     number = sum(num_names(pattern) for pattern in listed if isinstance(pattern, str))
     if number <= MOST_NAMES:
         return []
-    return [f"{meta / 'split.yaml'} lists {number} shards, allowed are {MOST_NAMES}; prepare the dataset anew"]
+    return [f"{meta / 'split.yaml'} lists {number} shards; the limit is {MOST_NAMES}; prepare the dataset again"]
 
 
 def _kind(location: EPath) -> Literal["file", "folder", "nothing"]:

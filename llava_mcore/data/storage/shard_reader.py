@@ -138,7 +138,7 @@ class ShardReader(ShardInfosITarReader):
         if header is None or not _is_header(header) or header[KIND] not in PLAIN_KINDS or header[PREFIX]:
             return None
         name = header[NAME].rstrip(b"\0").decode("utf-8", "replace")
-        return [(name, NoContents(f"the sample has {end - start} bytes, allowed are {self._most_bytes}"))]
+        return [(name, NoContents(f"the sample has {end - start} bytes; the limit is {self._most_bytes}"))]
 
     def _parts(self, shard: OpenShard, files: list[File]) -> tuple[str, dict[str, Any], list[str]] | None:
         """Return key, parts and file names of a sample. None if energon has to judge: files of several samples."""

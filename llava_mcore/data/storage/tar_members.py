@@ -79,7 +79,7 @@ def read_block(block: bytes, start: int, most_bytes: int) -> list[tuple[str, byt
             if member.type in LINKS:
                 found.append((member.name, Link(member.type, member.linkname, start + member.offset)))
             elif member.isfile() and member.size > most_bytes:
-                found.append((member.name, NoContents(f"it has {member.size} bytes, allowed are {most_bytes}")))
+                found.append((member.name, NoContents(f"it has {member.size} bytes; the limit is {most_bytes}")))
             elif member.isfile():
                 file = tar.extractfile(member)
                 assert file is not None
@@ -111,7 +111,7 @@ class Places:
             return NoContents(f"it is a hard link to {link.target!r}, which is no file before it in the same shard")
         _, start, size = before[-1]
         if size > most_bytes:
-            return NoContents(f"it has {size} bytes, allowed are {most_bytes}")
+            return NoContents(f"it has {size} bytes; the limit is {most_bytes}")
         with self._opened() as file:
             file.seek(start)
             return file.read(size)

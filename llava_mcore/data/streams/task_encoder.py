@@ -20,7 +20,7 @@ from megatron.energon import (
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.conversation import TextDecoder, chat_from_standard, cook_chat, with_prompt
-from llava_mcore.data.encoding.encode import TooLongError, fit, tokenise
+from llava_mcore.data.encoding.encode import TooLongError, fit, tokenize
 from llava_mcore.data.encoding.prompts import POOL_KEY, choose_prompt
 from llava_mcore.data.packing.packed_dataset import PackingDataset
 from llava_mcore.data.samples import (
@@ -37,7 +37,7 @@ from llava_mcore.errors import DataError
 
 
 class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
-    """Tokenises samples, packs them if asked to, decodes pictures and batches.
+    """Tokenizes samples, packs them if asked to, decodes pictures and batches.
 
     Every step is stateless, so the place in the data can be restored exactly. Pictures are decoded last: the buffers
     for shuffling and packing hold them as files.
@@ -72,7 +72,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
 
     @stateless
     def preencode_sample(self, sample: Sample) -> TokenSample:
-        """Tokenise one sample. DataError if it is broken or does not fit."""
+        """Tokenize one sample. DataError if it is broken or does not fit."""
         chat = chat_from_standard(sample)
         single = len(chat.conversations) == 1
         if not single and not self.data.packing:
@@ -80,7 +80,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         keys = [chat.__key__ if single else f"{chat.__key__}#{i}" for i in range(len(chat.conversations))]
         truncate = self.data.on_too_long == "truncate"
         found = [
-            fit(tokenise(self._prompted(chat, conversation, key), self.assets, key), self.data.seq_length, truncate)
+            fit(tokenize(self._prompted(chat, conversation, key), self.assets, key), self.data.seq_length, truncate)
             for key, conversation in zip(keys, chat.conversations, strict=True)
         ]
         num_patches = sum(conversation.num_patches for conversation in found)
@@ -156,7 +156,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig,
     ) -> SavableDataset[Any]:
-        """Put packing between tokenising and decoding (called by energon; packing_buffer_size is its own packing's)."""
+        """Put packing between tokenizing and decoding (called by energon; packing_buffer_size is its own packing's)."""
         if self.most_samples is not None:
             dataset = LimitDataset(dataset, self.most_samples, worker_config=worker_config)
         if self.data.packing:

@@ -1,4 +1,4 @@
-"""InternVL's projector: a square of features becomes one wide feature, which is normalised and goes through an MLP."""
+"""InternVL's projector: a square of features becomes one wide feature, which is normalized and goes through an MLP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WEIGHT_BIAS = ("weight", "bias")
 
 
 def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
-    """Put squares of neighbouring features side by side.
+    """Put squares of neighboring features side by side.
 
     The features of a square follow each other row by row, as InternVL and Idefics3 have them in transformers.
 

@@ -18,7 +18,7 @@ from llava_mcore.models.norms import TorchNorm
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """A row-parallel layer without bias whose output is normalised, after the ranks' shares were added up."""
+    """A row-parallel layer without bias whose output is normalized, after the ranks' shares were added up."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **given: Any) -> None:
         super().__init__(input_size, output_size, config=config, **given)

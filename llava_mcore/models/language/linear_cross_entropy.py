@@ -86,7 +86,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of the cross-entropy of hidden @ weight.T, and each token's.
 
-    No host synchronisation. Gradients reach `hidden` (summed over the tensor-parallel ranks) and `weight`, each only
+    No host synchronization. Gradients reach `hidden` (summed over the tensor-parallel ranks) and `weight`, each only
     where it is asked for; that of the weight is summed over chunks in fp32.
 
     Args:

@@ -62,7 +62,7 @@ class DecoderShape:
 
     `local_rope`: of the layers that see a window only, where it is another one. `embedding_scale`: the factor of token
     embeddings; image features are not scaled. `attention_softcap`: c, where scores x become c * tanh(x / c).
-    `post_norms`: what attention and MLP return is normalised before it is added to the residual.
+    `post_norms`: what attention and MLP return is normalized before it is added to the residual.
     """
 
     rope: Rope

@@ -39,7 +39,7 @@ class IdeficsSiglip(Siglip):
         if not is_plain_grid(side):
             raise ConversionError(
                 f"vision_config: image_size {image_side(hf)} and patch_size {patch_side(hf)} make a grid of {side} x "
-                f"{side} patches, in which transformers rounds some to the positions of their neighbours; this is not "
+                f"{side} patches, in which transformers rounds some to the positions of their neighbors; this is not "
                 "supported: take pictures of another size (26, 27 and 32 patches a side, for example, are exact)"
             )
         return super().config_from_hf(hf, num_layers)

@@ -30,7 +30,7 @@ _NAMES = LayerNames(
     into=("mlp.fc1",),
     out_of="mlp.fc2",
 )
-# What each key must be: InternViT-6B normalises queries and keys over all heads, which tensor parallelism cuts apart,
+# What each key must be: InternViT-6B normalizes queries and keys over all heads, which tensor parallelism cuts apart,
 # and megatron-core gives either all matrices biases or none but query, key and value.
 _REQUIRED = {
     "norm_type": "layer_norm",

@@ -155,7 +155,7 @@ class TarShard:
         if member.type in LINKS:
             return places.contents(Link(member.type, member.linkname, member.offset), self.most_bytes)
         if member.size > self.most_bytes:
-            return NoContents(f"it has {member.size} bytes, allowed are {self.most_bytes}")
+            return NoContents(f"it has {member.size} bytes; the limit is {self.most_bytes}")
         file = tar.extractfile(member)
         assert file is not None
         data = file.read()

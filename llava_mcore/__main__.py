@@ -8,7 +8,7 @@ import os
 import sys
 
 from llava_mcore import log
-from llava_mcore.compat.unused_imports import leave_out_unused
+from llava_mcore.compat.unused_imports import skip_unused_imports
 from llava_mcore.errors import FileError
 from llava_mcore.launch.process import INTERRUPTED
 from llava_mcore.launch.singularity import inner_command, requested_image, rerun_in_container
@@ -66,7 +66,7 @@ def _run(arguments: list[str]) -> int:
         importlib.import_module(f"llava_mcore.cli.flags.{app}").parser().parse_args(arguments[1:])
     log.quiet_libraries()
     if name == "train":  # this process only checks the run, then waits for the training processes
-        leave_out_unused("wandb")
+        skip_unused_imports("wandb")
     if name in ON_CPU:
         # These commands run on the CPU; a visible GPU would be initialized and occupied. Before torch is imported.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,1 +1,1 @@
-"""Every patch of the packages below us, and what differs between their versions: each says for which versions it is."""
+"""All patches of third-party packages, and differences between their versions. Each file names its versions."""

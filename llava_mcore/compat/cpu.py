@@ -1,9 +1,8 @@
 """Run megatron-core 0.19 on a machine without CUDA, over gloo. With CUDA, `install` does nothing.
 
-megatron-core asks for "the current CUDA device",
-CUDA generators and streams unconditionally; here all of those are the CPU's. As a consequence "CUDA" and CPU
-randomness are one stream: code that draws random numbers on one rank only must use a generator of its own.
-Packages that work on GPUs only count as not installed.
+megatron-core uses "the current CUDA device", CUDA generators and streams unconditionally; here all of them are the
+CPU's. As a consequence "CUDA" and CPU random numbers are one stream: code that draws random numbers on one rank only
+must use its own generator. Packages that only work on GPUs count as not installed.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class _CpuGenerators:
 
 
 class _NoStream:
-    """Kernels run in program order on a CPU, so waiting for a stream is no work."""
+    """Kernels run in program order on a CPU, so waiting for a stream does nothing."""
 
     def wait_stream(self, stream: object) -> None: ...
 
@@ -58,7 +57,7 @@ def install() -> None:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("llava_mcore.parallel must be imported before megatron.core on a machine without CUDA")
-    # megatron-core takes their optimizers and norms wherever it can import them, as in a container on a login node.
+    # megatron-core uses their optimizers and norms whenever it can import them, as in a container on a login node.
     for package in ("transformer_engine", "apex"):
         sys.modules[package] = None  # type: ignore[assignment]
     _patch_torch()
@@ -75,7 +74,7 @@ def _patch_torch() -> None:
         "synchronize": lambda device=None: None,
         "current_stream": lambda device=None: stream,
         "default_generators": _CpuGenerators(),
-        "_lazy_call": lambda function, **_: function(),  # otherwise queued until CUDA starts, that is: never
+        "_lazy_call": lambda function, **_: function(),  # otherwise queued until CUDA starts, which never happens
     }
     for_random = {
         "get_rng_state": lambda device="cuda": torch.default_generator.get_state(),
@@ -87,7 +86,7 @@ def _patch_torch() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed within GPU RNG context" not in record.getMessage()
     )
-    # `with torch.device(...)` recognizes constructors by identity: let it note the originals first.
+    # `with torch.device(...)` recognizes constructors by identity: let it register the originals first.
     required(_device, "_device_constructors")()
     _replace_names(torch, {name: _on_cpu(required(torch, name)) for name in _CONSTRUCTORS})
     _patch_classes()
@@ -96,7 +95,7 @@ def _patch_torch() -> None:
 
 
 def _replace_names(owner: object, values: dict[str, Any]) -> None:
-    """Replace all or, if the owner lacks one of them, none."""
+    """Replace all names or, if the owner lacks one of them, none."""
     for name in values:
         required(owner, name)
     for name, value in values.items():
@@ -132,7 +131,7 @@ def _patch_classes() -> None:
 def _patch_distributed_optimizer() -> None:
     """Make checkpoints of DistributedOptimizer over torch.optim.AdamW load (without TE and Apex; 0.19.2).
 
-    Upstream, a load misses or overwrites "step", gives all parameters one step tensor (AdamW then advances it once a
+    Upstream, a load misses or overwrites "step", gives all parameters one step tensor (AdamW then advances it once per
     parameter) and copies into a leaf view outside no_grad.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -141,7 +140,7 @@ def _patch_distributed_optimizer() -> None:
     load = required(DistributedOptimizer, "load_state_dict")
 
     def set_main_param_and_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        # "step" comes with the parameter groups in load_state_dict; what is here is absent or stale.
+        # "step" comes with the parameter groups in load_state_dict; here it is absent or stale.
         with torch.no_grad():
             set_states(self, model_param, {**tensors, "step": None})
 

@@ -1,4 +1,4 @@
-"""Energon 7.4.1 ends the run where a line of a .jsonl is nested too deeply to be read; here it is a broken sample."""
+"""Energon 7.4.1 ends the run if a line of a .jsonl is nested too deeply; this patch makes it a broken sample."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _load_or_refuse(self: DefaultCrudeJsonlDatasetFactory, sample: FilteredSampl
         raise ValueError(f"the line is nested too deeply: {error}") from error
 
 
-def leave_out_nested_lines() -> None:
-    """Let such a line be left out and counted. Calling it again changes nothing.
+def skip_nested_lines() -> None:
+    """Make energon skip and count such a line. A second call changes nothing.
 
     Raises:
-        AttributeError: energon reads lines in another way.
+        AttributeError: this version of energon reads lines differently.
     """
     replace_name(DefaultCrudeJsonlDatasetFactory, "_load_sample", _load_or_refuse)

@@ -1,7 +1,7 @@
-"""Energon 7.4.1 keeps shards open, and Python's tarfile keeps a record of every file that it read of one.
+"""Energon 7.4.1 keeps shards open, and Python's tarfile keeps a record of every member that it has read.
 
-So a loader process grows by some 0.8 KB a sample, 8 GB in ten million. Energon never looks at the records. It also
-reads for ever where a header says that a file has less than no bytes, since tarfile goes back then.
+So a loader process grows by about 0.8 KB per sample, 8 GB in ten million. Energon never uses the records. It also
+reads forever if a header has a negative size, because tarfile then seeks backwards.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def _read_next_and_forget(self: ITarFile) -> TarInfo | None:
     return found
 
 
-def forget_what_was_read() -> None:
-    """Let open shards forget the files that were read of them. Calling it again changes nothing.
+def forget_read_members() -> None:
+    """Make open shards forget the members that have been read. A second call changes nothing.
 
     Raises:
-        AttributeError: energon reads shards in another way.
+        AttributeError: this version of energon reads shards differently.
     """
     replace_name(ITarFile, "next", _read_next_and_forget)

@@ -1,7 +1,7 @@
-"""Energon 7.4.1 runs what a dataset names: any class or function of any module, and Python files of .nv-meta.
+"""Energon 7.4.1 runs any code that a dataset names: classes and functions of any module, and Python files in .nv-meta.
 
-`dataset.yaml` and blends come with the data, so whoever made these could run commands here. Only energon's own kinds
-of datasets, blends and samples may be named. Every name goes through one of the two functions that are replaced.
+`dataset.yaml` and blends come with the data, so whoever wrote them could run commands here. This patch allows only
+energon's own datasets, blends and samples. Every name passes through one of the two functions that it replaces.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from llava_mcore.errors import DataError
 
 PACKAGE = "megatron.energon"
 KINDS = (BaseCoreDatasetFactory, DatasetLoaderInterface, Sample, CrudeSample)
-"""Classes that data may name, if energon exports them."""
+"""Classes that a dataset may name, if energon exports them."""
 REPLACED = {JsonParser: "_resolve_object", ModuleLoader: "_load_module"}
 
 
 class NamedCodeError(DataError):
-    """Data that name code which is not run."""
+    """A dataset names code, which is not run."""
 
 
-def run_no_named_code() -> None:
-    """Let energon refuse names of code other than its own. Calling it again changes nothing.
+def refuse_named_code() -> None:
+    """Make energon refuse names of code other than its own. A second call changes nothing.
 
-    Raises AttributeError if energon has no such functions any more: another version may run named code elsewhere.
+    Raises AttributeError if energon no longer has these functions: it may then run named code elsewhere.
     """
     for owner, name in REPLACED.items():
         required(owner, name)
@@ -55,5 +55,5 @@ def _resolve(self: JsonParser, module_name: str, object_name: str, *how: Any, **
 def _refuse_file(self: ModuleLoader, path: Any) -> NoReturn:
     raise NamedCodeError(
         f"it names Python code, {path}, which is not run; use a field_map in dataset.yaml instead of sample_loader and "
-        "part_filter, or prepare the data anew as CrudeWebdataset"
+        "part_filter, or prepare the data again as CrudeWebdataset"
     )

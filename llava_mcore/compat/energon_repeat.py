@@ -1,8 +1,8 @@
-"""Energon 7.4.1 gives another number of samples than `repetitions` say where that is no whole number.
+"""Energon 7.4.1 yields a wrong number of samples if `repetitions` is not an integer.
 
-It leaves the last, partial repetition in the middle of the dataset and counts what was left as the next whole one, so
-that 1.5 gives 1 from the second round on, and a stream of few samples none of 0.5. Here a round goes on where the one
-before stopped: behind r rounds a stream of n samples has given floor(r * repetitions * n).
+It stops the last, partial repetition in the middle of the dataset and counts the rest as the next whole one: 1.5 yields
+1 from the second round on, and 0.5 yields nothing from a stream of few samples. With this patch a round continues where
+the previous one stopped: after r rounds a stream of n samples has yielded floor(r * repetitions * n).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def _repeat(self: RepeatDataset[Any]) -> Iterator[Any]:
 
 
 def repeat_parts_exactly() -> None:
-    """Let energon keep to repetitions such as 0.5. Calling it again changes nothing.
+    """Make energon respect repetitions such as 0.5. A second call changes nothing.
 
     Raises:
-        AttributeError: energon repeats in another way.
+        AttributeError: this version of energon repeats differently.
     """
     replace_name(RepeatDataset, "__iter__", _repeat)

@@ -1,4 +1,4 @@
-"""Checkpoints by megatron-core 0.19.2, beside other versions of torch too.
+"""megatron-core 0.19.2's checkpoints, made to work with other versions of torch.
 
 Import `llava_mcore.parallel` first, as for megatron.core itself.
 """
@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from llava_mcore.compat.required import replace_name, required
 
 FACTORY_OPTIONS = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
-"""Those fields of torch's TensorProperties that torch.empty takes."""
+"""The fields of torch's TensorProperties that torch.empty accepts."""
 
 
 class LoadStrategy(TorchDistLoadShardedStrategy):
-    """megatron-core's own, for torch 2.15 too.
+    """megatron-core's load strategy, which also works with torch 2.15.
 
-    megatron-core 0.19.2 hands all fields of TensorProperties to torch.empty, which does not take the one that is new in
-    torch 2.15 (`strides`).
+    megatron-core 0.19.2 passes all fields of TensorProperties to torch.empty, which does not accept the one that is new
+    in torch 2.15 (`strides`).
     """
 
     def load_tensors_metadata(self, checkpoint_dir: Path, metadata: Metadata | None = None) -> Any:
@@ -42,7 +42,7 @@ class LoadStrategy(TorchDistLoadShardedStrategy):
 
 
 def _without_newer(stored: Any) -> Any:
-    """Leave out the properties of a tensor that torch.empty does not take."""
+    """Remove the properties of a tensor that torch.empty does not accept."""
     if not isinstance(stored, TensorStorageMetadata):
         return stored
     # No TensorProperties: one of these always has all fields.
@@ -51,14 +51,14 @@ def _without_newer(stored: Any) -> Any:
 
 
 def keep_write_results_here() -> None:
-    """Give the next save a queue of this process for what its writers report.
+    """Give the next save a queue in this process for the reports of its writers.
 
-    The one that megatron-core 0.19.2 would make lives in a manager process, which imports the whole program once more.
+    megatron-core 0.19.2 would create the queue in a manager process, which imports the whole program once more.
     """
     replace_name(filesystem_async, "_results_queue", queue.Queue())
 
 
 def by_sharded_key(state: ShardedStateDict, *, keep_only_main_replica: bool) -> dict[str, Any]:
-    """Return a sharded state's parts as megatron-core stores them: by key, flat."""
+    """Return a sharded state's parts as megatron-core stores them: in a flat dictionary by key."""
     by_key = required(strategies, "_replace_state_dict_keys_with_sharded_keys")
     return by_key(state, keep_only_main_replica)[0]

@@ -1,4 +1,4 @@
-"""What megatron-core 0.19.2 lets nobody choose about its layers.
+"""Settings of megatron-core 0.19.2's layers that have no public option.
 
 Import `llava_mcore.parallel` first, as for megatron.core itself.
 """
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from llava_mcore.compat.required import replace_name
 
 
-def split_gradients_side_by_side() -> None:
-    """Let attention part query, key and value so that their gradients are not copied together.
+def split_gradients_without_copy() -> None:
+    """Make attention split query, key and value so that their gradients need no copy.
 
     megatron-core looks for the function where Transformer Engine 2.20 no longer has it, and then copies these gradients
-    although they lie side by side. It looks once, for the decoder too, whose rotary embeddings part them: there they
-    are copied as before.
+    although they are contiguous. The setting also covers the decoder, whose rotary embeddings separate the gradients:
+    there they are copied as before.
     """
     from transformer_engine.pytorch.utils import SplitAlongDim  # on GPUs only
 
@@ -31,18 +31,18 @@ def set_frequencies(embedding: RotaryEmbedding, inv_freq: Tensor) -> None:
 
 
 def set_rotary_factor(layer: SelfAttention, factor: float) -> None:
-    """Let an attention layer scale cosines and sines, as it does for YaRN."""
+    """Make an attention layer scale cosines and sines, as it does for YaRN."""
     replace_name(layer, "_yarn_concentration_factor", factor)
 
 
 def change_class(layer: nn.Module, to: type[nn.Module]) -> None:
-    """Make a layer that megatron-core has built one of a subclass, which adds no state.
+    """Change the class of a layer that megatron-core has built to a subclass, which adds no state.
 
     Raises:
-        AttributeError: it has built a layer of another class.
+        AttributeError: megatron-core has built a layer of another class.
     """
     if not issubclass(to, type(layer)):
         raise AttributeError(
-            f"megatron-core has built a {type(layer).__qualname__}: {to.__qualname__} is none of these"
+            f"megatron-core has built a {type(layer).__qualname__}: {to.__qualname__} is not a subclass of it"
         )
     layer.__class__ = to

@@ -1,4 +1,4 @@
-"""Parts of megatron-core 0.19.2's optimizers that it offers nobody.
+"""Parts of megatron-core 0.19.2's optimizers that have no public interface.
 
 Import `llava_mcore.parallel` first, as for megatron.core itself.
 """
@@ -18,7 +18,7 @@ from llava_mcore.compat.required import replace_name, required
 
 
 class _RefusedError(Exception):
-    """The gradient norm of a step whose update must not be made."""
+    """Carries the gradient norm of a step whose update is refused."""
 
     def __init__(self, grad_norm: float) -> None:
         super().__init__(grad_norm)
@@ -26,15 +26,15 @@ class _RefusedError(Exception):
 
 
 def update_unless(optimizer: MegatronOptimizer, refused: Callable[[float], bool]) -> tuple[bool, float]:
-    """Run optimizer.step() up to the gradient norm and, unless that is refused, to its end.
+    """Run optimizer.step() up to the gradient norm and, unless the norm is refused, to its end.
 
-    `step` asks for the norm by a method of its own, before it changes anything.
+    `step` calls a method for the norm before it changes anything.
 
     Returns:
         Whether the weights changed, and the norm (0 if fp16's loss scaler found an overflow before it was taken).
 
     Raises:
-        AttributeError: `step` has changed weights without asking for the norm, which may have been anything.
+        AttributeError: `step` has changed weights without calling that method.
     """
     assert isinstance(optimizer, ChainedOptimizer), "megatron-core's, whose step asks for the norm by this method"
     take_norm = required(optimizer, "get_grad_norm")
@@ -64,7 +64,7 @@ def update_unless(optimizer: MegatronOptimizer, refused: Callable[[float], bool]
 
 
 def own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int, int]]:
-    """Yield every parameter of which this rank holds a part, with the part's first and last element + 1."""
+    """Yield every parameter of which this rank holds a part, with the part's start and end (exclusive)."""
     for ranges_by_type in required(optimizer, "gbuf_ranges"):
         for buckets in ranges_by_type.values():
             for bucket in buckets:
@@ -79,7 +79,7 @@ def own_part(optimizer: DistributedOptimizer, param: Parameter) -> Parameter:
 
 
 def weights_and_moments(optimizer: DistributedOptimizer, param: Parameter) -> dict[str, Tensor]:
-    """Return this rank's part of a parameter's fp32 weights ("param") and moments, flat."""
+    """Return this rank's part of a parameter's fp32 weights ("param") and moments, flattened."""
     return required(optimizer, "_get_main_param_and_optimizer_states")(param)
 
 
@@ -89,6 +89,6 @@ def set_weights_and_moments(optimizer: DistributedOptimizer, param: Parameter, t
 
 
 def hand_state_to_parts(optimizer: HybridDeviceOptimizer) -> None:
-    """Let the parts of an offloaded optimizer, on the GPU and on the host, take over the state that it was given."""
+    """Pass the loaded state of an offloaded optimizer on to its parts on the GPU and on the host."""
     sync: Any = required(optimizer, "_sync_hdo_state_to_sub_optimizers")
     sync()

@@ -1,4 +1,4 @@
-"""Names of other packages that are replaced, or used although they are private: one that is gone is missed at once."""
+"""Access to names of other packages that are patched or private, with an error at once if a name is missing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PACKAGES = {
 
 
 def required(owner: object, name: str) -> Any:
-    """Return what a module, a class or an object has under a name.
+    """Return an attribute of a module, a class or an object.
 
     Raises:
-        AttributeError: it has no such name: its package is of a version that llava_mcore was not written for.
+        AttributeError: it has no such attribute: llava_mcore was not written for this version of the package.
     """
     if not hasattr(owner, name):
         where = _where(owner)
@@ -31,10 +31,10 @@ def required(owner: object, name: str) -> Any:
 
 
 def replace_name(owner: object, name: str, value: Any) -> None:
-    """Set a name that is there already: one that is not would be set without any effect.
+    """Set an attribute that exists; setting one that does not exist would have no effect.
 
     Raises:
-        AttributeError: as `required`.
+        AttributeError: like `required`.
     """
     required(owner, name)
     setattr(owner, name, value)
@@ -48,7 +48,7 @@ def _where(owner: object) -> str:
 
 
 def _version_of(where: str) -> str:
-    """Return " (package version)" for what belongs to one of ours, else nothing."""
+    """Return " (package version)" if the module belongs to a package of `TESTED`, else ""."""
     for prefix, package in _PACKAGES.items():
         if where == prefix or where.startswith(f"{prefix}."):
             return f" ({package} {installed_versions().get(package, 'of an unknown version')})"

@@ -1,4 +1,4 @@
-"""The versions that the tests ran with, and one line at a start with others."""
+"""The tested versions of packages, and a line at the start of a run with other versions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TESTED = {
     "megatron-energon": ("7.4.1", "7.4.1"),
     "transformer-engine": ("2.20", "2.20"),
 }
-"""Package -> the lowest and the highest version that was tested: those of cpu.lock.txt and newest.lock.txt, and of the
-extra `gpu`. Releases that differ in their third number only count as one."""
+"""Package -> the lowest and the highest tested version: from cpu.lock.txt and newest.lock.txt, and of the extra `gpu`.
+Releases that differ only in their third number count as one."""
 
 
 def untested_versions(installed: Mapping[str, str]) -> list[str]:
-    """Return what is installed outside the tested ranges, such as "torch 2.16.0 (tested: 2.11.0 to 2.15.0)"."""
+    """Return installed versions outside the tested ranges, such as "torch 2.16.0 (tested: 2.11.0 to 2.15.0)"."""
     found = []
     for name, (low, high) in TESTED.items():
         if name in installed and not _release(low) <= _release(installed[name]) < _next_minor(high):
@@ -29,7 +29,7 @@ def untested_versions(installed: Mapping[str, str]) -> list[str]:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with: NVIDIA's images have such as 2.12.0a0+1a2b3c."""
+    """Return the leading numbers of a version; NVIDIA's images have versions such as 2.12.0a0+1a2b3c."""
     numbers = re.match(r"[0-9]+(\.[0-9]+)*", text)
     return tuple(int(x) for x in numbers[0].split(".")) if numbers else ()
 
@@ -40,7 +40,7 @@ def _next_minor(text: str) -> tuple[int, int]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of those of TESTED that are installed as packages; imports none of them."""
+    """Return the installed versions of the packages in TESTED without importing them."""
     found = {}
     for name in TESTED:
         try:
@@ -51,6 +51,6 @@ def installed_versions() -> dict[str, str]:
 
 
 def untested_line() -> str | None:
-    """Return one line that names what is installed in an untested version; None: nothing is."""
+    """Return one line with the packages in untested versions; None if there are none."""
     found = untested_versions(installed_versions())
     return f"versions that have not been tested: {', '.join(found)}; see docs/versions.md" if found else None

@@ -1,4 +1,4 @@
-"""torch's files across its versions (2.11 to 2.15), and its private names for what is in them."""
+"""Differences between torch's checkpoint files from 2.11 to 2.15, and private names that read them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from llava_mcore.compat.required import replace_name, required
 
 NUM_STATE = 5
-"""Values of a pickled TensorProperties up to torch 2.14; 2.15 adds `strides`, which only ever describes a tensor."""
+"""Values of a pickled TensorProperties up to torch 2.14; 2.15 adds `strides`, which only describes a tensor."""
 
 
 @functools.cache
 def accept_newer_metadata() -> None:
-    """Let this torch read the metadata of checkpoints that torch 2.15 wrote."""
+    """Make this torch read the metadata of checkpoints that torch 2.15 wrote."""
     if any(field.name == "strides" for field in fields(TensorProperties)):
         return
     set_state = required(TensorProperties, "__setstate__")
@@ -30,10 +30,10 @@ def accept_newer_metadata() -> None:
 
 
 def file_offset(tensor: Tensor) -> int:
-    """Return at which byte of its file a tensor begins that torch.load has put on the meta device; a contiguous one."""
+    """Return the byte offset in its file of a contiguous tensor that torch.load has put on the meta device."""
     return int(required(tensor.untyped_storage(), "_checkpoint_offset") + tensor.storage_offset() * tensor.itemsize)
 
 
-def place_in_file(name: str, start: int, length: int) -> Any:
-    """Return what `.metadata` says of where a tensor lies: in which file, from which byte, how many."""
+def storage_info(name: str, start: int, length: int) -> Any:
+    """Return the entry of `.metadata` for a tensor's location: file name, first byte, number of bytes."""
     return required(filesystem, "_StorageInfo")(name, start, length)

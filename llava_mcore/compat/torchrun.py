@@ -1,4 +1,4 @@
-"""How long torchrun (torch 2.11 to 2.15) waits for the processes that are left when one has failed: half a minute."""
+"""torchrun (torch 2.11 to 2.15) waits half a minute for the remaining processes when one has failed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llava_mcore.compat.required import replace_name, required
 
 
 def limit_closing(api: ModuleType, seconds: Callable[[Mapping[int, Any]], int]) -> None:
-    """Patch torchrun: when it ends the processes that are left, they get as long as `seconds` says.
+    """Patch torchrun: it gives the remaining processes `seconds` to end.
 
     Args:
         api: torch.distributed.elastic.multiprocessing.api.
-        seconds: is given what failed, by local rank.
+        seconds: called with the failures, by local rank.
 
     Raises:
-        AttributeError: this torch ends its workers in another way.
+        AttributeError: this version of torch ends its workers differently.
     """
     context = required(api, "SubprocessContext")
     close = required(context, "_close")

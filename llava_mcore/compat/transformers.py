@@ -1,4 +1,4 @@
-"""transformers' modules under the names that checkpoint files have."""
+"""Names of transformers' modules in checkpoint files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RENAMED = {
     "attention.o_proj": "attention.output.dense",
     "mlp.down_proj": "mlp.weights_out",
 }
-"""In DINOv2 since transformers 5.18, which goes on to read and write files with the old names."""
+"""DINOv2's modules since transformers 5.18, which still reads and writes files with the old names."""
 _GATE, _UP, _FUSED = "mlp.gate_proj", "mlp.up_proj", "mlp.weights_in"
 
 
@@ -22,9 +22,9 @@ def tower_names_in_files(outputs: dict[str, Tensor], prefix: str, tower: str, *,
 
     Args:
         outputs: module name -> output [..., features].
-        prefix: of the tower's modules; others keep their names.
+        prefix: prefix of the tower's modules; others keep their names.
         tower: the tower's model_type.
-        dim: of the features.
+        dim: the dim of the features.
     """
     if tower not in _DINOV2:
         return outputs
@@ -36,7 +36,7 @@ def tower_names_in_files(outputs: dict[str, Tensor], prefix: str, tower: str, *,
 
 
 def tower_tensors_in_files(tensors: dict[str, Tensor], prefix: str, tower: str) -> dict[str, Tensor]:
-    """Return a model's tensors under the names that they have in files. `prefix`, `tower`: as above."""
+    """Return a model's tensors under their names in files. `prefix`, `tower`: as above."""
     found = {name: x for name, x in tensors.items() if "." not in name}
     for kind in dict.fromkeys(name.rpartition(".")[2] for name in tensors if "." in name):
         end = f".{kind}"

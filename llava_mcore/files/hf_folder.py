@@ -127,7 +127,7 @@ def infos_from_record(record: Mapping[str, Any], source: Path) -> dict[str, Tens
     try:
         infos = {name: TensorInfo(x["file"], x["dtype"], tuple(map(int, x["shape"]))) for name, x in record.items()}
     except (KeyError, TypeError, ValueError) as error:
-        raise ConversionError(f"{source}: no list of tensors ({error!r})") from error
+        raise ConversionError(f"{source}: not a valid list of tensors ({error!r})") from error
     require_weight_files({x.file for x in infos.values()}, source)
     unknown = sorted({str(x.dtype) for x in infos.values() if x.dtype not in DTYPES})
     if unknown:
@@ -157,7 +157,7 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         files = dict(read_object(index, ConversionError)["weight_map"])
     except (ConversionError, ValueError, KeyError, TypeError) as error:
-        raise ConversionError(f"{index}: no index of weight files, copy it again ({error!r})") from error
+        raise ConversionError(f"{index}: not an index of weight files, copy it again ({error!r})") from error
     require_weight_files(files.values(), index)
     return files
 

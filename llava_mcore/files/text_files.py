@@ -26,4 +26,4 @@ def read_text(path: Path) -> str:
         with naming(path):
             return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise FileError(f"{path}: not a text in UTF-8 ({error.reason} at byte {error.start})") from error
+        raise FileError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error

@@ -1,4 +1,4 @@
-"""Files of torch.save, read without running anything that they hold."""
+"""Reads files of torch.save without executing anything in them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _FORCED, _LIFTED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY
 
 
 def load_tensors(path: Path, *, mmap: bool = False) -> Any:
-    """Return what torch.save wrote, if it is made of tensors, numbers, texts and containers of them; on the host.
+    """Load what torch.save wrote to the host, if it consists of tensors, numbers, strings and containers of them.
 
     Raises:
-        CheckpointError: no such file, damaged, or it holds anything else.
+        CheckpointError: the file does not exist, is damaged or has other contents.
     """
     try:
         require_regular(path)
@@ -33,38 +33,39 @@ def load_tensors(path: Path, *, mmap: bool = False) -> Any:
 
 
 LOAD_ERRORS = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What torch.load may end in when a file is damaged or not meant for it."""
+"""Errors that torch.load may raise for a damaged file or one that torch.save has not written."""
 
 
 def why_refused(error: BaseException) -> str:
-    """Say in a line why torch.load did not read a file: its own words advise to switch the protection off."""
+    """Return why torch.load did not read a file, in one line: its own message advises to disable the protection."""
     found = _GLOBAL.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
     if found is not None:
         return (
-            f"holds the Python object {found[1]}, which could execute code: it is not opened. Only tensors, numbers, "
-            "texts and containers of them are read"
+            f"holds the Python object {found[1]}, which could execute code, so it was not opened. Only tensors, "
+            "numbers, "
+            "strings and containers of them are read"
         )
     if isinstance(error, pickle.UnpicklingError):
-        return "damaged, or holds more than tensors, numbers, texts and containers of them"
+        return "damaged, or holds more than tensors, numbers, strings and containers of them"
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror or error}"
     return f"damaged, or not written by torch.save ({str(error).partition(chr(10))[0]})"
 
 
 def why_not_loaded(error: BaseException) -> str:
-    """Say why transformers did not load something; where it would run a folder's own code, without advising that."""
+    """Return why transformers did not load something, without its advice to run the folder's own code."""
     text = str(error).strip() or repr(error)
     if "trust_remote_code" in text:
-        return "it needs Python code of its own (auto_map), which is never run"
+        return "it needs its own Python code (auto_map), which is never run"
     return text
 
 
 @contextlib.contextmanager
 def without_objects() -> Iterator[None]:
-    """Let every torch.load refuse Python objects, also where a library asks for them.
+    """Make every torch.load refuse Python objects, even if a library asks for them.
 
-    torch.distributed.checkpoint (2.11) reads a checkpoint's entries that are not tensors with `weights_only=False`. The
-    variable is torch's own, made to overrule that.
+    torch.distributed.checkpoint (2.11) reads a checkpoint's non-tensor entries with `weights_only=False`. This
+    environment variable of torch overrides that.
     """
     before = {name: os.environ.pop(name, None) for name in (_FORCED, _LIFTED)}
     os.environ[_FORCED] = "1"

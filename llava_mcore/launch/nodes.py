@@ -1,4 +1,4 @@
-"""Which machines a run uses, and this machine's place among them: from flags, else from SLURM."""
+"""The machines of a run and this machine's rank among them: from flags, else from SLURM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERFACES = Path("/sys/class/net")
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a run; `rank` is this one's number. `port` is None where any free port will do."""
+    """The machines of a run; `rank` is this one's number. `port` is None if any free port will do."""
 
     count: int
     rank: int
@@ -29,9 +29,9 @@ ONE_MACHINE = Nodes(count=1, rank=0, master_addr="127.0.0.1", port=None, run_id=
 
 
 def find_nodes(launch: LaunchConfig, environ: Mapping[str, str]) -> Nodes:
-    """Return the run's machines. What flags and files leave open is SLURM's, else one machine.
+    """Return the run's machines: from flags and files, else from SLURM, else one machine.
 
-    Raises ConfigError with everything that is missing or contradicts SLURM.
+    Raises ConfigError with everything that is missing or that contradicts SLURM.
     """
     job = read_job(environ)
     found = [] if job is None else _contradictions(launch, job)
@@ -43,13 +43,13 @@ def find_nodes(launch: LaunchConfig, environ: Mapping[str, str]) -> Nodes:
     if count > 1 and address is None and (job is None or job.num_nodes == 1):
         found.append(f"--node {count} needs the first node's address: give --master-addr on every node")
     if count == 1 and launch.num_nodes is None and job is None:
-        # With --node 1 they may stand in a script that is used for any number of machines.
+        # With --node 1 they are allowed: a script may be used for any number of machines.
         alone = {"--rank": launch.node_rank, "--master-addr": address if launch.master_port is None else None}
         found += [f"{flag} has no effect without --node: add it" for flag, given in alone.items() if given is not None]
     elif rank is not None and rank >= count:
-        found.append(f"--rank {rank} is not below --node {count}: ranks begin with 0")
+        found.append(f"--rank {rank} is not below --node {count}: ranks start at 0")
     if found:
-        raise ConfigError(problems("The nodes of the run are not clear", found))
+        raise ConfigError(problems("The nodes of the run are unclear", found))
     if count > 1 and address is None and job is not None:
         address = first_address(job)
     job_id = launch.slurm_job_id or (job.job_id if job else None)
@@ -69,7 +69,7 @@ def check_interface(launch: LaunchConfig) -> list[str]:
 
 
 def check_gpu_ids(launch: LaunchConfig, gpu_count: int) -> list[str]:
-    """Return why `--gpu-ids` cannot be used on this machine, which shows `gpu_count` GPUs."""
+    """Return why `--gpu-ids` cannot be used on this machine, which has `gpu_count` GPUs."""
     if launch.gpu_ids is None:
         return []
     if not gpu_count:
@@ -86,7 +86,7 @@ def check_gpu_ids(launch: LaunchConfig, gpu_count: int) -> list[str]:
 
 
 def _contradictions(launch: LaunchConfig, job: SlurmJob) -> list[str]:
-    """Return how the job was started in a way that cannot work."""
+    """Return what is wrong with how the job was started."""
     found = []
     if job.num_tasks > job.num_nodes:
         found.append(
@@ -96,7 +96,7 @@ def _contradictions(launch: LaunchConfig, job: SlurmJob) -> list[str]:
     if job.num_nodes == 1 and job.job_nodes > 1 and launch.num_nodes is None:
         found.append(
             f"SLURM job {job.job_id} has {job.job_nodes} nodes and run.py was started on one of them: start it with "
-            "srun --ntasks-per-node=1, as scripts/slurm/train.sbatch does, or say --node 1"
+            "srun --ntasks-per-node=1, as scripts/slurm/train.sbatch does, or pass --node 1"
         )
     if job.num_nodes > 1 and launch.num_nodes not in (None, job.num_nodes):
         found.append(f"--node {launch.num_nodes}: SLURM started run.py on {job.num_nodes} nodes: omit the flag")

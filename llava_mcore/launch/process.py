@@ -1,4 +1,4 @@
-"""How our processes begin and end: children that end when we are asked to end or are gone, signals, exiting."""
+"""Starting and ending processes: children that end with us, signals, exiting."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from llava_mcore import parent
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 STOP = signal.SIGUSR1
-"""What asks a training process to save and end after the iteration that it is in."""
+"""The signal that asks a training process to save and end after the current iteration."""
 STOPPED_EARLY = 75
-"""Exit code of a run that ended before its last iteration because it was asked to: EX_TEMPFAIL, "try again"."""
+"""Exit code of a run that was asked to end before its last iteration: EX_TEMPFAIL, "try again"."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as a shell reports it."""
 _LAST_SECONDS = 2.5
 
 
 def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, ours: str | None = None) -> int:
-    """Run a command, hand it the signals that we get, and return its exit code (128 + n if signal n ended it).
+    """Run a command, forward our signals to it, and return its exit code (128 + n if signal n ended it).
 
-    The child has a session of its own: Ctrl-C in a terminal would else reach it twice, once by us. Call it in the
-    main thread. `argv[0]` must be there: 1 is returned, after a traceback, if it is not.
+    The child has its own session: otherwise Ctrl-C in a terminal would reach it twice. Call this in the main thread.
+    `argv[0]` must exist: otherwise 1 is returned, after a traceback.
 
     Args:
-        ours: name of the command, if it is one of our programs. It begins with the FORWARDED signals blocked and
-            unblocks them when it is ready, and it is killed when we are; another command gets SIGTERM then. If it is
-            killed itself, a message says so for it.
+        ours: name of the command, if it is one of our programs. It starts with the FORWARDED signals blocked and
+            unblocks them when it is ready, and it is killed if we are; another command gets SIGTERM then. If the
+            command is killed, a message says so.
     """
     pending: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -77,29 +77,33 @@ def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, ours
 
 
 def unblock_signals() -> None:
-    """Prepare for the signals that `run_child` forwards."""
+    """Unblock the signals that `run_child` forwards."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
 
 class StopSignals:
-    """What a training process does with signals, whatever its main thread is doing.
+    """Handles signals of a training process, whatever its main thread is doing.
 
-    SIGUSR1 asks it to save and end. torchrun hands a SIGTERM that it got on as SIGUSR1, and itself sends SIGTERM only
-    to the ranks left when one has failed: these end within 2.5 seconds, but not before the SIGUSR1 that comes when
-    every process was sent a SIGTERM. SIGINT interrupts the main thread, and ends the process after as long.
+    SIGUSR1 asks it to save and end. torchrun forwards a SIGTERM that it got as SIGUSR1, and sends SIGTERM itself only
+    to
+    the remaining ranks when one has failed. These end within 2.5 seconds, but wait for the SIGUSR1 that follows when
+    every process was sent a SIGTERM. SIGINT interrupts the main thread, and ends the process after the same time.
 
-    As a context it swallows what an interrupted main thread raises; others may be gone before it notices. Before it is
-    entered, SIGINT ends the process at once.
+    As a context it suppresses what an interrupted main thread raises: other ranks may end earlier. Before it is
+    entered,
+    SIGINT ends the process at once.
     """
 
     def __init__(self) -> None:
-        """Take over the signals, also those that torchrun let us begin with blocked; call it in the main thread."""
+        """Take over the signals, including those that were blocked when torchrun started us. Call it in the main
+        thread."""
         self.asked = False
         self.interrupted = False
         self._entered = False
         self._numbers, numbers = os.pipe()
         os.set_blocking(numbers, False)
-        # Python's own handlers run in the main thread, which may hang in a collective call. These bytes come anyway.
+        # Python's own handlers run in the main thread, which may hang in a collective call. These bytes arrive even
+        # then.
         signal.set_wakeup_fd(numbers, warn_on_full_buffer=False)
         for number in (STOP, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
@@ -141,13 +145,13 @@ class StopSignals:
 def exit_now(code: int) -> NoReturn:
     """End a process: exit handlers run and output is flushed, but the interpreter is not torn down.
 
-    Two reasons. Freeing what torch and transformers brought in takes a launcher over a second. And in a process of a
-    world a thread of gloo may hold the tensors of the last collective a moment longer than Python does; if it gives
-    them back while the interpreter goes down, the process ends by SIGABRT, whatever its exit code was to be (pytorch's
-    pull request 179291). Threads that still work are not waited for, unless their `join` is an exit handler.
+    There are two reasons. Freeing what torch and transformers have loaded takes a launcher over a second. And a gloo
+    thread may hold the tensors of the last collective a moment longer than Python does; if it frees them while the
+    interpreter shuts down, the process ends by SIGABRT, whatever its exit code (pytorch's pull request 179291). Running
+    threads are not waited for, unless their `join` is an exit handler.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BrokenPipeError):  # `| head` has read enough
+        with contextlib.suppress(BrokenPipeError):  # closed by `| head`
             stream.flush()
     os._exit(code)

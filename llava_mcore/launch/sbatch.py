@@ -1,4 +1,4 @@
-"""The batch file of a run: written beside its outputs and handed to SLURM."""
+"""The batch file of a run: written next to its outputs and submitted to SLURM."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from llava_mcore.launch.singularity import REPOSITORY
 
 FILE = "train.sbatch"
 SECONDS_BEFORE_LIMIT = 300
-"""How long before its time limit a job is asked to save and end."""
+"""Seconds before its time limit at which a job is asked to save and end."""
 _UNQUOTABLE = re.compile(r"[\"'\\#\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""What sbatch's own reading of a #SBATCH line makes something else of: quotes, escapes, comments, the line's end."""
+"""Characters that sbatch interprets in a #SBATCH line: quotes, escapes, comments, the end of the line."""
 
 
 def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequence[str], *, on_gpus: bool) -> str:
@@ -26,7 +26,7 @@ def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequen
 
     Args:
         arguments: the command line without --submit.
-        on_gpus: whether to ask for `num_gpus` GPUs a node.
+        on_gpus: whether to ask for `num_gpus` GPUs per node.
 
     Raises:
         ConfigError: lists every value that a #SBATCH line cannot carry.
@@ -34,8 +34,8 @@ def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequen
     try:
         further = shlex.split(launch.sbatch_options or "")
     except ValueError as error:
-        raise ConfigError(f"--sbatch-options {launch.sbatch_options}: a quote is open at its end") from error
-    output = launch.slurm_output_name or str(run_dir).replace("%", "%%") + "/slurm-%j.out"  # %j: the job's number
+        raise ConfigError(f"--sbatch-options {launch.sbatch_options}: an unclosed quote") from error
+    output = launch.slurm_output_name or str(run_dir).replace("%", "%%") + "/slurm-%j.out"  # %j: the job's id
     options = [
         f"--job-name={name}",
         f"--nodes={launch.num_nodes or 1}",
@@ -48,7 +48,7 @@ def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequen
         *further,
     ]
     found = [
-        f"{option!r}: {match[0]!r} cannot be written there; choose a name, a folder or an option without it"
+        f"{option!r}: {match[0]!r} is not allowed there; choose a name, a folder or an option without it"
         for option in options
         if (match := _UNQUOTABLE.search(option))
     ]
@@ -60,9 +60,9 @@ def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequen
 
 
 def submit(file: Path) -> str:
-    """Hand a batch file to SLURM and return the job's number. Raises ConfigError if SLURM is not there or refuses."""
+    """Submit a batch file to SLURM and return the job's id. Raises ConfigError if SLURM is missing or refuses."""
     if shutil.which("sbatch") is None:
-        raise ConfigError(f"--submit needs sbatch on PATH; {file} is written: submit it where SLURM is")
+        raise ConfigError(f"--submit needs sbatch on PATH; {file} was written: submit it on a machine with SLURM")
     done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"sbatch refused {file}: {done.stderr.strip() or done.stdout.strip()}")
@@ -70,5 +70,5 @@ def submit(file: Path) -> str:
 
 
 def _quoted(option: str) -> str:
-    """Return an option as a #SBATCH line can carry it: sbatch knows double quotes there, and no other."""
+    """Return an option quoted for a #SBATCH line, in which sbatch supports double quotes only."""
     return f'"{option}"' if " " in option else option

@@ -1,6 +1,6 @@
-"""Run one of our commands inside a Singularity or Apptainer image. Needs nothing but Python itself.
+"""Run one of our commands inside a Singularity or Apptainer image. Needs only the standard library.
 
-The host may have no torch: only the image needs what the project depends on.
+The host may lack torch: only the image needs the project's dependencies.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ def container_argv(
 ) -> list[str]:
     """Return the command that runs `argv` inside an image, with the caller's environment and `env` on top of it.
 
-    Raises ConfigError for folders and values that the engine's --bind and --env, lists divided by commas, cannot
-    express.
+    Raises ConfigError for folders and values that the engine's --bind and --env, which are lists separated by commas,
+    cannot express.
     """
     found = [
-        f"{path}: the engine cannot be given a folder with {match[0]!r} in its name: rename it"
+        f"{path}: the container engine does not support a folder with {match[0]!r} in its name: rename it"
         for path in binds
         if (match := _NOT_IN_BIND.search(str(path)))
     ]
     found += [
-        f"{name}={value}: the engine cannot be given a value with {match[0]!r}: change the variable"
+        f"{name}={value}: the container engine does not support a value with {match[0]!r}: change the variable"
         for name, value in env.items()
         if (match := _NOT_IN_ENV.search(value))
     ]
@@ -88,10 +88,10 @@ def container_argv(
 
 
 def bind_folders(argv: Sequence[str], cwd: Path) -> list[Path]:
-    """Return the folders that a command line needs to see: the repository, `cwd`, and those its arguments name.
+    """Return the folders that a command line needs: the repository, `cwd`, and those in its arguments.
 
-    A folder that is yet to be made counts as the nearest one above it that exists. Paths inside the file that
-    `--config` names count too. A folder below another one, and the system's own, are left out.
+    For a folder that does not exist yet, its nearest existing parent is returned. Paths in the file given by `--config`
+    count too. Folders below another one and system folders are omitted.
     """
     wanted = [REPOSITORY, cwd]
     for path in _named_paths(argv, cwd):
@@ -101,7 +101,7 @@ def bind_folders(argv: Sequence[str], cwd: Path) -> list[Path]:
 
 
 def inner_command(command: str, arguments: Sequence[str]) -> list[str]:
-    """Return `python3 -m llava_mcore command arguments`, which the image shall run.
+    """Return `python3 -m llava_mcore command arguments`, to run in the image.
 
     A training run gets overrides: a configuration file that names an image would ask for it again, and only the host
     can ask SLURM for the first node's address.
@@ -113,14 +113,14 @@ def inner_command(command: str, arguments: Sequence[str]) -> list[str]:
 def rerun_in_container(sif: Path, argv: Sequence[str], *, dry_run: bool = False) -> int:
     """Run a command of ours inside an image and return its exit code; with `dry_run`, print the exact command.
 
-    `argv` is the command as the image shall see it (see `inner_command`); `--sif-path` is taken out of it.
+    `argv` is the command to run inside the image (see `inner_command`); `--sif-path` is removed from it.
     Raises ConfigError without an engine or without the image.
     """
     if not sif.is_file() and not sif.is_dir():
         raise ConfigError(f"{FLAG} {sif}: no such image; environments/recipe_latest.def builds one")
     engine = next((name for name in ENGINES if shutil.which(name)), None)
     if engine is None and not dry_run:
-        raise ConfigError(f"{FLAG} needs {' or '.join(ENGINES)} on PATH, and neither is there: install one of them")
+        raise ConfigError(f"{FLAG} needs {' or '.join(ENGINES)} on PATH, but neither is installed: install one of them")
     cwd = Path.cwd()
     inner = without_image(argv)
     python_path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -140,7 +140,7 @@ def rerun_in_container(sif: Path, argv: Sequence[str], *, dry_run: bool = False)
 
 
 def _flag_path(argv: Sequence[str], flag: str) -> Path | None:
-    """Return the path given as `flag PATH` or `flag=PATH`, the last one if several."""
+    """Return the path given as `flag PATH` or `flag=PATH`; the last one if there are several."""
     path = None
     for text, following in itertools.pairwise([*argv, ""]):
         if text == flag and following:
@@ -151,11 +151,11 @@ def _flag_path(argv: Sequence[str], flag: str) -> Path | None:
 
 
 def _named_paths(argv: Sequence[str], cwd: Path) -> Iterator[Path]:
-    """Yield, as absolute paths, what may be paths in the arguments and in the configuration file."""
+    """Yield possible paths in the arguments and in the configuration file, as absolute paths."""
     values = [value for text in argv for value in _values_in(text)]
     config = _flag_path(argv, "--config")
     if config is not None and (cwd / config).is_file():
-        # One that cannot be read, or is longer, is refused inside.
+        # A file that cannot be read, or is longer, is refused inside the image.
         with contextlib.suppress(OSError), (cwd / config).open(encoding="utf-8", errors="replace") as file:
             values += _PATH_IN_TEXT.findall(file.read(MAX_BYTES))
     for value in values:
@@ -164,7 +164,7 @@ def _named_paths(argv: Sequence[str], cwd: Path) -> Iterator[Path]:
 
 
 def _values_in(text: str) -> list[str]:
-    """Return what may be a path in one argument: what --flag=… or key.sub=… gives, else all of it.
+    """Return what may be a path in one argument: the value of --flag=… or key.sub=…, else all of it.
 
     `date=2024-01-01/x` may be either, so both are returned: folders of partitioned data are named that way.
     """
@@ -176,7 +176,7 @@ def _values_in(text: str) -> list[str]:
 
 def _existing_folder(path: Path) -> Path:
     """Return the path itself or the nearest folder above it that exists."""
-    while not os.path.isdir(path):  # False also for what is too long to be a name
+    while not os.path.isdir(path):  # also False if it is too long for a file name
         path = path.parent
     return path
 

@@ -1,4 +1,4 @@
-"""What SLURM tells the processes of a job. Needs nothing but Python itself and, for names and times, `scontrol`."""
+"""Information from SLURM about a job. Needs only the standard library and, for names and times, `scontrol`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from llava_mcore.errors import ConfigError
 
 FIRST_PORT = 20000
-"""Jobs that share a node meet at different ports: this one plus the job's number modulo 10000."""
+"""Base of the rendezvous port: jobs that share a node use different ports, this one plus the job's id modulo 10000."""
 WITHOUT_PROCESSES = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PENDING"),
     *("PREEMPTED", "REVOKED", "TIMEOUT"),
 )
-"""States of a job of which nothing runs any more, or yet; COMPLETING is the one in which something may."""
+"""States of a job without running processes. COMPLETING is not one of them."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class SlurmJob:
     """The job that this process is part of.
 
     Attributes:
-        num_nodes: nodes that run this very command: those of the job step, or 1 outside `srun`.
+        num_nodes: nodes that run this command: those of the job step, or 1 outside `srun`.
         num_tasks: how often the command was started over all nodes.
         job_nodes: nodes of the whole job.
         node_list: the job's nodes as SLURM writes them, such as `node[1-2]`.
-        restart_count: how often the job was put back into the queue.
+        restart_count: how often the job was requeued.
     """
 
     job_id: str
@@ -42,7 +42,7 @@ class SlurmJob:
 
     @property
     def port(self) -> int:
-        """Return the job's rendezvous port unless one is given."""
+        """Return the job's default rendezvous port."""
         return default_port(self.job_id)
 
 
@@ -70,9 +70,10 @@ def default_port(job_id: str) -> int:
 
 
 def first_address(job: SlurmJob) -> str:
-    """Return the address of the job's first node: its name, or what SLURM knows if the name does not resolve.
+    """Return the address of the job's first node: its name, or the address that SLURM knows if the name does not
+    resolve.
 
-    Raises ConfigError where `scontrol` is missing, as inside most container images.
+    Raises ConfigError if `scontrol` is missing, as inside most container images.
     """
     name = _scontrol("show", "hostnames", job.node_list).split()[0]
     try:
@@ -83,7 +84,7 @@ def first_address(job: SlurmJob) -> str:
 
 
 def end_time(job: SlurmJob) -> datetime.datetime | None:
-    """Return when the job's time limit ends it, as local time; None without a limit or without `scontrol`."""
+    """Return the local time at which the job reaches its time limit; None without a limit or without `scontrol`."""
     if shutil.which("scontrol") is None:
         return None
     text = _field(_scontrol("show", "job", "-o", job.job_id), "EndTime") or ""
@@ -94,7 +95,7 @@ def end_time(job: SlurmJob) -> datetime.datetime | None:
 
 
 def job_has_ended(job_id: str) -> bool | None:
-    """Tell whether no process of a job is running; None if SLURM does not say, or is not there."""
+    """Return whether no process of a job is running; None if SLURM does not know, or is missing."""
     if shutil.which("scontrol") is None:
         return None
     done = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True, check=False)
@@ -107,7 +108,7 @@ def job_has_ended(job_id: str) -> bool | None:
 def address_override(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return `launch.master_addr=…` for the same command inside an image, which has no `scontrol` to ask.
 
-    Nothing is added outside a job step on several nodes, or where the command line gives the address.
+    Returns [] outside a job step on several nodes, or if the command line gives the address.
     """
     job = read_job(environ)
     if job is None or job.num_nodes == 1:
@@ -119,17 +120,17 @@ def address_override(arguments: Sequence[str], environ: Mapping[str, str]) -> li
 
 
 def describe(job: SlurmJob) -> str:
-    """Return one line about the job: number, place, restarts and remaining time."""
+    """Return one line about the job: id, node, restarts and time limit."""
     text = f"SLURM job {job.job_id}, node {job.node_rank + 1} of {job.num_nodes}"
     if job.restart_count:
-        text += f", put back into the queue {job.restart_count} times"
+        text += f", requeued {job.restart_count} times"
     end = end_time(job)
     return text if end is None else f"{text}, time limit at {end:%Y-%m-%d %H:%M:%S}"
 
 
 def _scontrol(*arguments: str) -> str:
     if shutil.which("scontrol") is None:
-        raise ConfigError("scontrol is not on PATH, so the nodes of this SLURM job are not known: give --master-addr")
+        raise ConfigError("scontrol is not on PATH, so the nodes of this SLURM job are unknown: give --master-addr")
     done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"scontrol {' '.join(arguments)} failed: {done.stderr.strip() or done.stdout.strip()}")
@@ -137,6 +138,6 @@ def _scontrol(*arguments: str) -> str:
 
 
 def _field(line: str, name: str) -> str | None:
-    """Return the value of `Name=value` in a line of scontrol's."""
+    """Return the value of `Name=value` in a line of scontrol's output."""
     words = [word for word in line.split() if word.startswith(f"{name}=")]
     return words[0].partition("=")[2] if words else None

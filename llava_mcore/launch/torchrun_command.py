@@ -14,7 +14,7 @@ def torchrun_argv(num_processes: int, module: str, arguments: Sequence[str], nod
     """Return the command that runs `python -m module arguments` as `num_processes` ranks of this machine."""
     return [
         sys.executable,
-        *("-m", "llava_mcore.run.torchrun"),  # torch.distributed.run with a shorter last word
+        *("-m", "llava_mcore.run.torchrun"),  # torch.distributed.run with a shorter shutdown
         *_meeting(nodes),
         *("--nproc-per-node", str(num_processes)),
         *("-m", module),
@@ -23,7 +23,7 @@ def torchrun_argv(num_processes: int, module: str, arguments: Sequence[str], nod
 
 
 def _meeting(nodes: Nodes) -> list[str]:
-    """Return how the processes find each other.
+    """Return the options by which the processes find each other.
 
     On one machine the address is given because looking up the machine's own name fails without a name service.
     """
@@ -39,14 +39,15 @@ def _meeting(nodes: Nodes) -> list[str]:
 
 
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Torch's setting of its memory allocators, and its older name."""
+"""Environment variables for torch's memory allocators: the current and the older name."""
 ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-"""The number of pictures differs from batch to batch, and with it the size of tensors: without segments that grow, much
-of a GPU's memory is lost between them. The host memory that a save in the background is copied to is made ready for
-the GPU by eight threads: one takes more than twice as long, while the training waits."""
+"""The number of pictures, and so the size of tensors, differs from batch to batch: without expandable segments much of
+a
+GPU's memory is lost to fragmentation. Eight threads pin the host memory for a save in the background: one takes more
+than twice as long, while training waits."""
 LAUNCH_QUEUES = ("CUDA_SCALE_LAUNCH_QUEUES", "4x")
-"""CUDA lets the host be about a thousand kernels ahead. The backward pass of a vision tower alone has as many,
-short ones, after which the host would be late with the next forward pass."""
+"""CUDA lets the host queue about a thousand kernels. The backward pass of a vision tower alone has as many short ones,
+after which the host would be late with the next forward pass."""
 
 
 def worker_env(
@@ -58,11 +59,11 @@ def worker_env(
     interface: str | None = None,
     gpu_ids: Sequence[int] = (),
 ) -> dict[str, str]:
-    """Return the environment of the workers: all of `environ`, our package on PYTHONPATH, and settings that are unset.
+    """Return the environment of the workers: `environ`, our package on PYTHONPATH, and defaults for unset variables.
 
-    A checkout that was not installed works from every folder that way.
-    On the CPU the ranks share the cores; beside a GPU one thread is enough, and torchrun says so in a warning.
-    `gpu_ids` number the GPUs that `environ` shows, all if empty.
+    With that, a checkout that is not installed works from every folder.
+    On the CPU the ranks share the cores; with a GPU one thread is enough, and torchrun warns if it is not set.
+    `gpu_ids` are indices of the GPUs that `environ` shows; empty means all.
     """
     threads = 1 if device_available else max(1, cpu_cores // num_processes)
     python_path = os.pathsep.join([str(REPOSITORY), *filter(None, [environ.get("PYTHONPATH")])])

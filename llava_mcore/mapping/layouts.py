@@ -34,7 +34,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Reshape:
-    """The same numbers under another shape (CLIP's class token: [h] and [1, 1, h])."""
+    """The same values with another shape (CLIP's class token: [h] and [1, 1, h])."""
 
     hf_shape: tuple[int, ...]
     megatron_shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class FuseQKV:
     """q [heads*d, ...], k and v [groups*d, ...] and one tensor [(heads + 2*groups)*d, ...].
 
     Megatron's order is group by group: the group's query heads, then its key, then its value, so that
-    cutting dim 0 over tensor-parallel ranks gives each rank whole groups.
+    splitting dim 0 over tensor-parallel ranks gives each rank whole groups.
     """
 
     heads: int
@@ -88,7 +88,7 @@ class Regroup:
 
 @dataclass(frozen=True)
 class Concat:
-    """`num_parts` tensors of one shape, stacked along dim 0 (SwiGLU: gate, up)."""
+    """`num_parts` tensors of the same shape, concatenated along dim 0 (SwiGLU: gate, up)."""
 
     num_parts: int
 

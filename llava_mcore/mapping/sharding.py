@@ -1,4 +1,4 @@
-"""Shard rules: how one full Megatron tensor is cut over tensor-parallel ranks, and joined again."""
+"""Shard rules: how a full Megatron tensor is split over tensor-parallel ranks and joined again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from llava_mcore.errors import ConversionError
 
 @dataclass(frozen=True)
 class Shard:
-    """Cut along `dim` (None: every rank holds the whole tensor).
+    """Split along `dim` (None: every rank holds the whole tensor).
 
-    With `blocks` > 1 each of the equal blocks along `dim` is cut on its own and every rank gets its part
+    With `blocks` > 1 each of the equal blocks along `dim` is split separately and every rank gets its part
     of each: SwiGLU's [gate; up] becomes [gate_r; up_r] on rank r.
     """
 
@@ -26,14 +26,14 @@ class Shard:
         """Return the slice of every tensor-parallel rank, in rank order.
 
         Raises:
-            ConversionError: the size does not divide.
+            ConversionError: the size is not divisible.
         """
         if self.dim is None or tp_size == 1:
             return [full] * tp_size
         size = full.shape[self.dim]
         if size % (tp_size * self.blocks):
             raise ConversionError(
-                f"a tensor of shape {tuple(full.shape)} cannot be cut along dim {self.dim} into "
+                f"a tensor of shape {tuple(full.shape)} cannot be split along dim {self.dim} into "
                 f"{self.blocks} block(s) x tp {tp_size}: {size} is not a multiple of {tp_size * self.blocks}"
             )
         cut = [block.chunk(tp_size, self.dim) for block in full.chunk(self.blocks, self.dim)]

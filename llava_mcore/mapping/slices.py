@@ -1,7 +1,7 @@
-"""Axis-aligned slices of a tensor, and one of them assembled from others.
+"""Axis-aligned slices of a tensor, and assembling one slice from others.
 
 A checkpoint stores a tensor as chunks, each a slice of it; a Hugging Face tensor is often a slice (some rows) of a
-Megatron tensor. Import and export are the same step between the two sets of slices.
+Megatron tensor. Import and export both copy between the two sets of slices.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """`size[d]` elements from `start[d]` on, in every dim of some tensor."""
+    """`size[d]` elements starting at `start[d]`, in every dim of a tensor."""
 
     start: Shape
     size: Shape
 
     @classmethod
     def whole(cls, shape: Shape) -> TensorSlice:
-        """The slice that is all of a tensor."""
+        """Return the slice that covers a whole tensor."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -33,11 +33,11 @@ class TensorSlice:
         return math.prod(self.size)
 
     def seen_from(self, origin: Shape) -> TensorSlice:
-        """Return the same slice in the coordinates of a tensor that begins at `origin`."""
+        """Return the same slice in the coordinates of a tensor that starts at `origin`."""
         return TensorSlice(tuple(a - b for a, b in zip(self.start, origin, strict=True)), self.size)
 
     def overlap(self, other: TensorSlice) -> TensorSlice | None:
-        """Return what both slices hold, or None."""
+        """Return the intersection of both slices, or None."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         ends = zip(self.start, self.size, other.start, other.size, strict=True)
         size = tuple(min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True))
@@ -51,12 +51,12 @@ class TensorSlice:
 
 
 def slices_of_range(shape: Shape, start: int, stop: int) -> list[TensorSlice]:
-    """Return what the elements from `start` to before `stop` of a flattened tensor are in the tensor, in order.
+    """Return the elements `start` to `stop` (exclusive) of a flattened tensor as slices of the tensor, in order.
 
     A matrix gives at most three slices: the end of a row, whole rows, the beginning of a row.
     """
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows: from first to before last
+    first, last = -(-start // row), stop // row  # whole rows: first to last (exclusive)
     if start >= stop:
         return []
     if first > last:
@@ -74,13 +74,13 @@ def _in_row(number: int, shape: Shape, start: int, stop: int) -> list[TensorSlic
 
 
 class Scratch:
-    """Memory that is used again and again: fresh pages for every tensor would cost more than copying into them."""
+    """A reusable buffer: fresh pages for every tensor would cost more than copying into them."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, size: Shape, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of unknown content; it takes the place of the last one."""
+        """Return an uninitialized tensor, which overwrites the previous one."""
         num_bytes = math.prod(size) * dtype.itemsize
         if self._buffer.numel() < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
@@ -94,14 +94,14 @@ def read_slice[Source](
     dtype: torch.dtype,
     scratch: Scratch,
 ) -> tuple[Tensor, int]:
-    """Put one slice together and return it with the number of its elements that some part holds.
+    """Assemble one slice and return it with the number of its elements that the parts cover.
 
     Args:
-        parts: slices in the same coordinates as `wanted`, and where their data come from. They must not overlap.
-        read: returns a part's tensor; called only for parts that are needed, one after the other.
-        scratch: holds what has to be assembled.
+        parts: slices in the same coordinates as `wanted`, and the sources of their data. They must not overlap.
+        read: returns a part's tensor; called only for the parts that are needed, in order.
+        scratch: buffer for assembled slices.
 
-    A slice inside one part is a view of it, nothing is copied. Elements that no part holds are zero.
+    A slice inside one part is a view of it, without a copy. Elements that no part covers are zero.
     """
     needed = [
         (tensor_slice, common, source)

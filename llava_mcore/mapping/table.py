@@ -1,4 +1,4 @@
-"""The mapping table: one `Entry` names one Megatron tensor and the Hugging Face tensors it is made of.
+"""The mapping table: one `Entry` per Megatron tensor, with the Hugging Face tensors that it consists of.
 
 Import, export, every tensor-parallel size and the completeness check all read the same table.
 """
@@ -22,7 +22,7 @@ from llava_mcore.mapping.slices import Shape, TensorSlice
 class Entry:
     """One Megatron tensor.
 
-    `megatron` and `hf` may hold placeholders ({layer}, {wb}) until `expand` fills them; names are always
+    `megatron` and `hf` may have placeholders ({layer}, {wb}) until `expand` fills them; names are always
     spelled out, never matched by a pattern.
     """
 
@@ -52,9 +52,9 @@ class Entry:
         return dict(zip(self.hf_names, self.layout.to_hf(megatron), strict=True))
 
     def hf_slices(self, megatron_shape: Shape) -> tuple[TensorSlice, ...] | None:
-        """Return which part of the full Megatron tensor each Hugging Face tensor is, in the order of `hf_names`.
+        """Return each Hugging Face tensor's slice of the full Megatron tensor, in the order of `hf_names`.
 
-        None where the layout does more than put rows below each other: then the whole tensor is needed at once.
+        None if the layout does more than concatenate rows: then the whole tensor is needed at once.
         """
         full = torch.empty(megatron_shape, device="meta")
         slices = []
@@ -71,8 +71,8 @@ class Entry:
 class MappingTable:
     """All entries of one model.
 
-    `unused` names Hugging Face tensors that training does not use, with the reason; they are carried along
-    and written back. `copies` names Hugging Face tensors that repeat another one (a tied lm_head on disk).
+    `unused` names Hugging Face tensors that training does not use, with the reason; they are stored
+    and written back by an export. `copies` names Hugging Face tensors that repeat another one (a tied lm_head on disk).
     """
 
     entries: Mapping[str, Entry]
@@ -102,7 +102,7 @@ class MappingTable:
         )
         for name in claimed:
             if name in seen:
-                twice.append(f"{name} is named twice")
+                twice.append(f"{name} appears twice")
             seen.add(name)
         if twice:
             raise ConversionError(problems("the mapping table is wrong", twice))
@@ -124,7 +124,7 @@ def check_coverage(
         source: the Hugging Face folder, for the message.
 
     Raises:
-        ConversionError: lists everything that is missing, extra or of another shape, in both directions.
+        ConversionError: lists everything that is missing, extra or has another shape, in both directions.
     """
     entries = table.entries
     by_hf = table.hf_to_entry()

@@ -1,7 +1,7 @@
-"""Process groups, stages and batches; on a machine without CUDA, also what megatron-core needs to run there.
+"""Process groups, stages and batches; on a machine without CUDA, also the patches that megatron-core needs there.
 
-megatron-core binds torch functions when it is imported, so the CPU platform is installed by importing this
-package; the packages that import megatron.core import this one first.
+megatron-core binds torch functions when it is imported, so importing this package installs the CPU patches; packages
+that import megatron.core import this one first.
 """
 
 from llava_mcore.compat.cpu import install

@@ -1,4 +1,4 @@
-"""A micro-batch: on the host as a loader yields it, on the device as the model takes it.
+"""A micro-batch: on the host, as a loader yields it, and on the device, as the model takes it.
 
 b: samples, s: tokens.
 """
@@ -27,7 +27,7 @@ class TensorFields(Protocol):
 
 
 class HostBatch(TensorFields, Protocol):
-    """What a data loader yields: CPU tensors of one micro-batch; `num_tokens` leaves padding out."""
+    """What a data loader yields: CPU tensors of one micro-batch; `num_tokens` excludes padding."""
 
     num_tokens: int
 
@@ -37,10 +37,10 @@ class MicroBatch:
     """One micro-batch on the device.
 
     input_ids, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s].
-    media: the architecture's fields (see `batch_fields`); empty beyond the first stage, which alone reads them.
-    cu_seqlens: int32 [sequences + 1], where the packed sequences of the only row begin; empty if nothing is packed.
-    max_seqlen: tokens of the longest of them.
-    num_trained: tokens that loss_mask counts, known without asking the device; None: not known.
+    media: the architecture's fields (see `batch_fields`); empty except on the first stage, which reads them.
+    cu_seqlens: int32 [sequences + 1], the starts of the packed sequences of the only row; empty if nothing is packed.
+    max_seqlen: length of the longest of them.
+    num_trained: number of tokens that loss_mask counts, known without a device sync; None: unknown.
     """
 
     input_ids: Tensor
@@ -59,7 +59,7 @@ class MicroBatch:
 
     @property
     def packed_seq_params(self) -> PackedSeqParams | None:
-        """What attention and rotary embeddings need to keep packed sequences apart."""
+        """The parameters with which attention and rotary embeddings keep packed sequences separate."""
         if not self.cu_seqlens.numel():
             return None
         return PackedSeqParams(
@@ -84,7 +84,7 @@ def pad_to(batch: TensorFields, length: int, fields: Fields) -> TensorFields:
         return x // s * length + x % s if fields[name].index_of == "tokens" else x
 
     bounds = batch.cu_seqlens
-    if bounds.numel():  # the padding becomes a sequence of its own
+    if bounds.numel():  # the padding becomes a separate sequence
         bounds = torch.cat([bounds, bounds.new_tensor([length])])
     return MicroBatch(
         input_ids=padded(batch.input_ids),
@@ -97,7 +97,7 @@ def pad_to(batch: TensorFields, length: int, fields: Fields) -> TensorFields:
 
 
 def fill_rows(batch: TensorFields, rows: int) -> TensorFields:
-    """Repeat the first row without loss and media until there are `rows`; a pipeline's messages need one size."""
+    """Repeat the first row without loss and media until there are `rows`; a pipeline's messages need the same size."""
     missing = rows - len(batch.input_ids)
     if missing <= 0:
         return batch
@@ -116,7 +116,7 @@ def fill_rows(batch: TensorFields, rows: int) -> TensorFields:
 
 
 def without_loss(batch: TensorFields, fields: Fields) -> TensorFields:
-    """Return a micro-batch of the same shape that adds nothing to the loss, without media."""
+    """Return a micro-batch of the same shape without media that adds nothing to the loss."""
     return MicroBatch(
         input_ids=batch.input_ids,
         labels=batch.labels,
@@ -128,10 +128,10 @@ def without_loss(batch: TensorFields, fields: Fields) -> TensorFields:
 
 
 def longest(cu_seqlens: Tensor) -> int:
-    """Return the tokens of the longest packed sequence; 0 if nothing is packed."""
+    """Return the length of the longest packed sequence; 0 if nothing is packed."""
     return int(cu_seqlens.diff().max()) if cu_seqlens.numel() else 0
 
 
 def num_trained(batch: TensorFields) -> int:
-    """Return how many tokens loss_mask counts."""
+    """Return the number of tokens that loss_mask counts."""
     return int(batch.loss_mask.count_nonzero())

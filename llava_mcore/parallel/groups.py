@@ -1,4 +1,4 @@
-"""Process groups and this rank's place in them. The only reader of megatron-core's parallel_state."""
+"""Process groups and this rank's position in them. The only reader of megatron-core's parallel_state."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 
 from llava_mcore.errors import ConfigError
 
-# The group for small host-side messages (errors, stop signals, counts): always gloo, so it never touches a GPU stream.
+# The group for small messages between hosts (errors, stop signals, counts): always gloo, so it never uses a GPU stream.
 ControlGroup = dist.ProcessGroup
 
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's coordinates and the groups it talks in."""
+    """This rank's coordinates and its groups."""
 
     rank: int
     world_size: int
@@ -50,12 +50,12 @@ class Groups:
 
     @property
     def loads_data(self) -> bool:
-        """One rank of each model replica reads data and hands it to the others."""
+        """Whether this rank reads data for its model replica; one rank of each does."""
         return self.tp_rank == 0 and self.pp_rank == 0
 
     @property
     def reports_loss(self) -> bool:
-        """One rank of each model replica has the replica's loss."""
+        """Whether this rank has the loss of its model replica; one rank of each does."""
         return self.tp_rank == 0 and self.is_last_stage
 
 
@@ -80,7 +80,7 @@ def initialize(
 
 
 def _replica_control(timeout: datetime.timedelta) -> ControlGroup:
-    """Build a gloo group over this rank's model replica; every rank takes part in building every group."""
+    """Build a gloo group over this rank's model replica; every rank takes part in creating every group."""
     mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
     replicas: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(replicas, mine)
@@ -114,12 +114,12 @@ def _groups(device: torch.device, control: ControlGroup, control_replica: Contro
 
 
 def set_virtual_stages(number: int | None) -> None:
-    """Say into how many chunks every stage is divided; None: not interleaved. megatron-core's schedules ask for it."""
+    """Set the number of chunks per stage, which megatron-core's schedules read; None: not interleaved."""
     parallel_state.set_virtual_pipeline_model_parallel_world_size(number)
 
 
 def shut_down() -> None:
-    """Leave the world: a rank that stays would keep its peers waiting."""
+    """Destroy the process groups: a rank that keeps them would make its peers wait."""
     destroy_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -127,9 +127,9 @@ def shut_down() -> None:
 
 @contextlib.contextmanager
 def single_process() -> Iterator[Groups]:
-    """A world of one without network, for conversions: the model is built at tp 1, pp 1.
+    """Enter a world of one process without network, for conversions: the model is built at tp 1, pp 1.
 
-    If the process is in one already (`join_alone`), that one serves, and stays.
+    If the process is in one already (`join_alone`), that one is used and kept.
     """
     if dist.is_initialized():
         yield join_alone()
@@ -143,10 +143,10 @@ def single_process() -> Iterator[Groups]:
 
 
 def join_alone() -> Groups:
-    """Begin a world of one without network, which lasts until `shut_down`; in one already, return its groups.
+    """Create a world of one process without network, which lasts until `shut_down`; if there is one, return its groups.
 
     Raises:
-        ConfigError: torch.distributed is in use for something else.
+        ConfigError: torch.distributed is already in use.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -154,7 +154,8 @@ def join_alone() -> Groups:
         tensor_parallel.model_parallel_cuda_manual_seed(0)
     elif dist.get_world_size() > 1 or not parallel_state.model_parallel_is_initialized():
         raise ConfigError(
-            "torch.distributed is in use in this process, and a model of one process needs groups of its own: call "
+            "torch.distributed is already in use in this process, and a model in one process needs its own groups: "
+            "call "
             "this in another process, or after torch.distributed.destroy_process_group()"
         )
     world = dist.new_group()
@@ -162,7 +163,7 @@ def join_alone() -> Groups:
 
 
 def agree(groups: Groups, problem: str | None) -> list[str]:
-    """Tell every rank about the problems of all; an empty list means that none has one. A collective call."""
+    """Return the problems of all ranks on every rank; an empty list if there are none. A collective call."""
     failed = torch.tensor([problem is not None], dtype=torch.int32)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=groups.control)
     if not failed.item():

@@ -1,4 +1,4 @@
-"""This rank's random numbers: seeding, and the generators' state."""
+"""This rank's random number generators: seeding and state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch and megatron-core's tensor-parallel generators; every pipeline stage draws other numbers."""
+    """Seed torch and megatron-core's tensor-parallel generators; every pipeline stage gets different numbers."""
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
@@ -27,7 +27,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(states: dict[str, Any]) -> None:
-    """Let all generators continue from where `random_state` found them."""
+    """Restore the state of all generators from `random_state`."""
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
@@ -35,7 +35,7 @@ def set_random_state(states: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Leave all generators as they were."""
+    """Restore all generators on exit."""
     states = random_state()
     try:
         yield

@@ -1,7 +1,7 @@
-"""A step's micro-batches from the rank of a model replica that read them to its other ranks.
+"""Sends a step's micro-batches from the rank of a model replica that read them to its other ranks.
 
-A whole step is shared before the pipeline starts: every rank then knows all shapes, nothing is communicated between
-stages in an order of its own, and a broken sample stops all ranks before any of them has begun.
+A whole step is sent before the pipeline starts: every rank then knows all shapes, nothing else is communicated between
+stages, and a broken sample stops all ranks before any of them has started.
 
 b: samples, s: tokens.
 """
@@ -21,14 +21,14 @@ from llava_mcore.parallel.batch import MicroBatch, TensorFields, longest, num_tr
 from llava_mcore.parallel.groups import Groups
 
 _DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32)
-"""Of fields, by the number that stands for them in the header."""
+"""Dtypes of fields, by their number in the header."""
 _ALIGNMENT = 8
-"""Bytes that every tensor of a message begins at a multiple of."""
+"""Alignment of every tensor in a message, in bytes."""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """What the header says of one micro-batch: what every rank must know to take the rest apart.
+    """The header's entry for one micro-batch, from which every rank can split the rest of the message.
 
     `media`: dtype and shape of each field, as it is in memory (see `_in_memory`).
     """
@@ -71,14 +71,14 @@ class _Layout:
 
 
 def _width(field: Field) -> int:
-    """Numbers of a field in the header: its dtype, and its shape."""
+    """Return how many numbers a field takes in the header: one for its dtype and those of its shape."""
     return 2 + len(field.item_shape)
 
 
 def share_step(
     groups: Groups, batches: Sequence[TensorFields] | None, num_micro_batches: int, fields: Fields
 ) -> list[MicroBatch]:
-    """Hand the step's micro-batches to every rank of this model replica; a collective call.
+    """Send the step's micro-batches to every rank of this model replica; a collective call.
 
     Args:
         batches: on the rank that loads data its micro-batches, elsewhere None.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llava_mcore import log
 from llava_mcore.compat.tested import untested_line
-from llava_mcore.compat.unused_imports import leave_out_unused
+from llava_mcore.compat.unused_imports import skip_unused_imports
 from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import FileError, LlavaMcoreError, os_error_text
 from llava_mcore.launch.process import INTERRUPTED, STOPPED_EARLY, StopSignals, exit_now
@@ -46,7 +46,7 @@ def _train(config: Path, signals: StopSignals, started: float) -> int:
         logger.warning(untested)
     try:
         run = load_run_config(config, [], {})
-        leave_out_unused(*([] if run.logging.wandb else ["wandb"]))  # megatron-core's timers import it
+        skip_unused_imports(*([] if run.logging.wandb else ["wandb"]))  # megatron-core's timers import it
         # Heavy imports come after the first lines on the console.
         from llava_mcore.run.training_run import run_worker
 

@@ -1,1 +1,1 @@
-"""Chat templates by name, each a Jinja file beside this one; build and data both take them from here."""
+"""Chat templates by name, each a Jinja file in this folder; used by build and data."""

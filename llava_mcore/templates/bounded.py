@@ -1,7 +1,8 @@
-"""A first look at a chat template that somebody else has written, in a process that may take little memory and time.
+"""Tries an untrusted chat template in a process with little memory and time.
 
-transformers renders templates in Jinja's sandbox, which keeps them from files and modules and limits range(). It limits
-neither loops in loops nor `'a' * 10 ** 10`, so that a template could take all memory, or never end.
+transformers renders templates in Jinja's sandbox, which denies access to files and modules and limits range(). It
+limits
+neither nested loops nor `'a' * 10 ** 10`, so a template could use all memory or never end.
 """
 
 from __future__ import annotations
@@ -19,39 +20,40 @@ from jinja2 import TemplateError
 from llava_mcore.errors import ConfigError
 
 MOST_MEMORY = 1 << 30
-"""Bytes beside what the process has already."""
+"""Bytes, in addition to those that the process already has."""
 MOST_SECONDS = 5
-"""Of processor time."""
+"""Of CPU time."""
 MOST_CHARS = 1_000_000
-"""Of the text that the template makes of a few words."""
+"""Of the text that the template renders from a few words."""
 TOO_MUCH_MEMORY, TOO_MANY_CHARS = 3, 4
 RENDER_ERRORS = (
     *(TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
     *(RecursionError, MemoryError),
 )
-"""What templates raise: one that expects text and gets a list fails with a TypeError, one that asks the sandbox for a
-longer range() than it allows with an OverflowError, and one that multiplies a text too often with a MemoryError."""
+"""Errors of templates: a TypeError if one expects text and gets a list, an OverflowError for a longer range() than the
+sandbox allows, a MemoryError if a string is multiplied too often."""
 MESSAGE_PARTS: tuple[Any, ...] = ("probe", [{"type": "image"}, {"type": "text", "text": "probe"}])
 
 
 def check_bounds(template: str, origin: str) -> None:
-    """Raise ConfigError if rendering a short conversation takes too much. What else is wrong is not looked for here.
+    """Raise ConfigError if rendering a short conversation takes too much time or memory. Other errors are not reported
+    here.
 
-    origin: where the template comes from, for the message.
+    origin: the template's source, for messages.
     """
     found = _look(template)
     if found is not None:
         raise ConfigError(
-            f"chat template ({origin}): rendering a question and its answer takes {found}; such a template is not "
-            "used, choose another with --chat-template"
+            f"chat template ({origin}): rendering a question and its answer takes {found}; this is too much, "
+            "choose another with --chat-template"
         )
 
 
 @functools.lru_cache(maxsize=16)
 def _look(template: str) -> str | None:
-    """Return what the template takes too much of."""
+    """Return the limit that the template exceeds, or None."""
     with warnings.catch_warnings():
-        # Python warns of forks beside threads. The child only renders, and leaves without cleaning up.
+        # Python warns about forks in a process with threads. The child only renders, and exits without cleaning up.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -90,12 +92,12 @@ def _rendered(template: str, content: Any, prompt: bool) -> int:
         )
     except MemoryError:
         raise
-    except RENDER_ERRORS:  # said where the template is used
+    except RENDER_ERRORS:  # reported where the template is used
         return 0
     return TOO_MANY_CHARS if len(texts[0]) > MOST_CHARS else 0
 
 
 def _address_space() -> int:
-    """Bytes that the process has reserved."""
+    """Return the size of the process's address space in bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * resource.getpagesize()

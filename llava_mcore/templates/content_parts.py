@@ -1,4 +1,5 @@
-"""Templates that know only plain text get a preamble, so that typed content (`{"type": "image"}`) works as well."""
+"""Adds a preamble to templates that only support plain text, so that they accept typed content (`{"type":
+"image"}`)."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ _ANSWER = "A 9c1e."
 
 
 def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str) -> str:
-    """Return the template, after the preamble if it does not understand typed content; it stays unchanged itself.
+    """Return the template, preceded by the preamble if it does not support typed content.
 
     Args:
-        origin: where the template comes from, for the message.
+        origin: the template's source, for messages.
 
     Raises:
-        ConversionError: the template cannot say a question and its answer, with or without a picture.
+        ConversionError: the template cannot render a question and its answer, with or without a picture.
     """
     check_bounds(template, origin)
     if understands_parts(tokenizer, template):
@@ -34,7 +35,7 @@ def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str)
 
 
 def understands_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Tell whether a template renders typed content, a picture as one `<image>`."""
+    """Return whether a template renders typed content, with one `<image>` per picture."""
     try:
         rendered = _render(tokenizer, template, _conversation(as_parts=True))
     except RENDER_ERRORS:
@@ -43,7 +44,7 @@ def understands_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool
 
 
 def _check_wrapped(tokenizer: PreTrainedTokenizerBase, template: str, wrapped: str, origin: str) -> None:
-    """Raise ConversionError unless the wrapped template does to parts what the original does to strings."""
+    """Raise ConversionError unless the wrapped template renders parts as the original renders strings."""
     text = _conversation(as_parts=False)
     try:
         expected = _render(tokenizer, template, text)
@@ -61,7 +62,7 @@ def _check_wrapped(tokenizer: PreTrainedTokenizerBase, template: str, wrapped: s
 
 
 def _is_said(rendered: str) -> bool:
-    """Tell whether question and answer appear as text, not as the printed form of a list."""
+    """Return whether question and answer appear as text, not as a printed list."""
     return _TEXT in rendered and _ANSWER in rendered and "'type'" not in rendered
 
 

@@ -1,7 +1,8 @@
 """From `--chat-template NAME|FILE` and `--lang` to the text of a template.
 
-A named template is the preamble that turns pictures and typed parts into plain text, then the family's format. The
-result needs nothing else, so that it can be exported as chat_template.jinja.
+A named template is the preamble that turns pictures and typed parts into plain text, followed by the family's format.
+The
+result is self-contained and can be exported as chat_template.jinja.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ if TYPE_CHECKING:
 MOST_TEMPLATE_BYTES = 1 << 20
 NAMES = ("vicuna", "llama-2", "llama-3", "chatml", "llm-jp", "mistral", "plain")
 BY_LANG = {"jp": "llm-jp", "en": "vicuna"}
-"""What `--lang` picks for a tokenizer without a template."""
+"""The template that `--lang` selects for a tokenizer without one."""
 
 SPECIAL_TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama-3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
-"""What a format writes and its own family's tokenizers hold as one token each, beside BOS and EOS."""
+"""A format's special tokens other than BOS and EOS; its own family's tokenizers have each as one token."""
 
 _OPEN_BEGINNING = ("vicuna", "chatml", "plain")
-"""Formats that do not define BOS: it is written if the tokenizer begins its texts with it."""
+"""Formats that do not define BOS: it is added if the tokenizer starts texts with it."""
 _BOS = "{{- bos_token -}}\n"
 _SAMPLE = "Which digit is shown?"
 
 
 def is_name(choice: str) -> bool:
-    """Tell a template's name from a file.
+    """Return whether this is a template's name and not a file.
 
     Raises:
-        ConfigError: neither a known name nor something that looks like a file.
+        ConfigError: it is neither a known name nor looks like a file.
     """
     if choice in NAMES:
         return True
@@ -48,7 +49,7 @@ def is_name(choice: str) -> bool:
     close = difflib.get_close_matches(choice, NAMES, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise ConfigError(
-        f"--chat-template {choice}: no such template{hint}; known are {', '.join(NAMES)}, or give a .jinja file"
+        f"--chat-template {choice}: no such template{hint}; choose one of {', '.join(NAMES)}, or give a .jinja file"
     )
 
 
@@ -67,7 +68,7 @@ def check_choice(choice: str | None) -> None:
 
 
 def absolute_choice(choice: str | None) -> str | None:
-    """Return a file's absolute path, so that it means the same from everywhere; names stay as they are."""
+    """Return a file's absolute path, so that it works from every folder; names stay as they are."""
     if choice is None or choice in NAMES:
         return choice
     path = Path(choice).expanduser()
@@ -75,7 +76,8 @@ def absolute_choice(choice: str | None) -> str | None:
 
 
 def flatten_parts() -> str:
-    """Return the preamble after which every message's content is text, a picture being `<image>` on its own line."""
+    """Return the preamble that turns every message's content into text, with `<image>` on its own line for a
+    picture."""
     return _resource("flatten_parts")
 
 
@@ -85,10 +87,10 @@ def family_format(name: str) -> str:
 
 
 def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the whole template of one of NAMES, for plain or typed content.
+    """Return the complete template of one of NAMES, for plain or typed content.
 
     Raises:
-        ConfigError: the tokenizer can not even spell the format's special tokens.
+        ConfigError: the tokenizer cannot even spell the format's special tokens.
     """
     lost = [token for token in missing_tokens(name, tokenizer) if not _can_spell(token, tokenizer)]
     if lost:
@@ -97,14 +99,14 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
             f"choose another template ({', '.join(n for n in NAMES if n not in SPECIAL_TOKENS)}), or add them to the "
             "tokenizer before the folder is built"
         )
-    begins_with_bos = name in _OPEN_BEGINNING and _begins_with_bos(tokenizer)
+    begins_with_bos = name in _OPEN_BEGINNING and _starts_with_bos(tokenizer)
     return flatten_parts() + (_BOS if begins_with_bos else "") + family_format(name)
 
 
 def missing_tokens(name: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the format's special tokens that the tokenizer does not hold as one token.
+    """Return the format's special tokens that are not single tokens in the tokenizer.
 
-    They become plain text: the format still works, because EOS itself ends every answer, but it takes more tokens.
+    They become plain text: the format still works, because EOS ends every answer, but it takes more tokens.
     """
     vocab = tokenizer.get_vocab()
     return [token for token in SPECIAL_TOKENS.get(name, ()) if token not in vocab]
@@ -115,7 +117,7 @@ def _can_spell(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(ids) and tokenizer.unk_token_id not in ids
 
 
-def _begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _starts_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     bos = tokenizer.bos_token_id
     return bos is not None and tokenizer(_SAMPLE).input_ids[:1] == [bos]
 

@@ -74,7 +74,7 @@ def test_two_nodes_train_and_a_requeued_job_resumes(slurm: Cluster, root: Path) 
     assert slurm.wait(job, "COMPLETED", "FAILED", timeout=300) == "COMPLETED", output(run_dir, job)
     text = output(run_dir, job)
     assert "layout: tp 1 x pp 1 x dp 2 on cpu" in text
-    before, after = text.split("put back into the queue 1 times")
+    before, after = text.split("requeued 1 times")
     first = [int(re.findall(r"step (\d+)/", part)[0]) for part in (before, after)]
     assert first[0] == 1 < first[1], "the second start goes on behind a checkpoint"
     long = read_metrics(run_dir)

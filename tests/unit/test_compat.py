@@ -35,7 +35,7 @@ from llava_mcore.compat import (
 )
 from llava_mcore.compat.megatron import FACTORY_OPTIONS, LoadStrategy
 from llava_mcore.compat.required import replace_name, required
-from llava_mcore.compat.torch import NUM_STATE, accept_newer_metadata, file_offset, place_in_file
+from llava_mcore.compat.torch import NUM_STATE, accept_newer_metadata, file_offset, storage_info
 from llava_mcore.compat.transformers import tower_names_in_files
 from llava_mcore.models.probes import Recorder, watch_hf
 from llava_mcore.models.table import detect_names, usual_names
@@ -80,12 +80,12 @@ class Changed:
 @pytest.mark.parametrize(
     ("patch", "owner"),
     [
-        (energon_jsonl.leave_out_nested_lines, "DefaultCrudeJsonlDatasetFactory"),
-        (energon_memory.forget_what_was_read, "ITarFile"),
-        (energon_names.run_no_named_code, "REPLACED"),
+        (energon_jsonl.skip_nested_lines, "DefaultCrudeJsonlDatasetFactory"),
+        (energon_memory.forget_read_members, "ITarFile"),
+        (energon_names.refuse_named_code, "REPLACED"),
         (megatron.keep_write_results_here, "filesystem_async"),
         (functools.partial(megatron.by_sharded_key, {}, keep_only_main_replica=True), "strategies"),
-        (functools.partial(place_in_file, "a", 0, 1), "filesystem"),
+        (functools.partial(storage_info, "a", 0, 1), "filesystem"),
     ],
 )
 def test_each_patch_notices_that_its_name_is_gone(
@@ -130,7 +130,7 @@ def test_layers_of_another_megatron_core_are_noticed() -> None:
         megatron_layers.set_frequencies(layer, torch.ones(1))
     with pytest.raises(AttributeError, match="has no '_yarn_concentration_factor'"):
         megatron_layers.set_rotary_factor(layer, 1.0)
-    with pytest.raises(AttributeError, match="has built a Linear: Conv1d is none of these"):
+    with pytest.raises(AttributeError, match="has built a Linear: Conv1d is not a subclass of it"):
         megatron_layers.change_class(layer, torch.nn.Conv1d)
 
 
@@ -141,11 +141,11 @@ def test_attention_of_another_megatron_core_is_noticed(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("transformer_engine.pytorch"))
     monkeypatch.setitem(sys.modules, utils.__name__, utils)
     monkeypatch.setattr(attention, "SplitAlongDim", None)
-    megatron_layers.split_gradients_side_by_side()
+    megatron_layers.split_gradients_without_copy()
     assert attention.SplitAlongDim is torch.split
     monkeypatch.setattr(megatron_layers, "attention", Changed)
     with pytest.raises(AttributeError, match="has no 'SplitAlongDim'"):
-        megatron_layers.split_gradients_side_by_side()
+        megatron_layers.split_gradients_without_copy()
 
 
 class Optimizer(ChainedOptimizer):

@@ -85,8 +85,8 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("index: an absolute path", index({"a": "/etc/w.safetensors"}), "'/etc/w.safetensors'"),
     ("index: another kind", index({"a": "pytorch_model.bin"}), "'pytorch_model.bin'"),
     ("index: a name that is none", index({"a": "a\0.safetensors", "b": 5, "c": ["x"]}), "3 problems"),
-    ("index: a long name", index({"a": "x" * 3000 + ".safetensors"}), "not beside it"),
-    ("index: no table", index([1]), "no index of weight files"),
+    ("index: a long name", index({"a": "x" * 3000 + ".safetensors"}), "not safetensors files in its folder"),
+    ("index: no table", index([1]), "not an index of weight files"),
     ("index: too deep", write(INDEX, b"[" * 100_000), "nested too deeply"),
     ("weights: a header of 2^64 bytes", write(WEIGHTS, b"\xff" * 8 + b"{}"), "header too large"),
     (
@@ -136,7 +136,7 @@ def test_no_weights_are_read_from_elsewhere(hf: Path, tmp_path: Path, capsys: py
     flags = ["--hf-dir", str(hf)]
     for main, more in ((import_command.main, ["--megatron-dir", str(tmp_path / "m")]), (check.main, [])):
         assert main([*flags, *more]) == 2
-        assert "not beside it" in capsys.readouterr().err
+        assert "not safetensors files in its folder" in capsys.readouterr().err
 
 
 def change_record(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:

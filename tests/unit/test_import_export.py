@@ -225,7 +225,7 @@ def test_damaged_json_and_folders_that_cannot_be_made(hf: Path, tmp_path: Path) 
     broken = tmp_path / "broken"
     shutil.copytree(hf, broken)
     (broken / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ConversionError, match=r"index\.json: no index of weight files, copy it again"):
+    with pytest.raises(ConversionError, match=r"index\.json: not an index of weight files, copy it again"):
         import_hf(broken, tmp_path / "megatron")
     (broken / "model.safetensors.index.json").unlink()
     config = json.loads((broken / "config.json").read_text())

@@ -154,7 +154,8 @@ def test_what_bind_and_env_cannot_express() -> None:
         container_argv(Path("/i.sif"), [], gpu=False, binds=binds, env=env, cwd=Path("/"))
     message = str(raised.value)
     assert "(5 problems)" in message
-    for expected in ("/a:b: the engine", "/c,d: the engine", '"e"', r"with '\n' in its name", "A=x,y: the engine"):
+    engine = "the container engine"
+    for expected in (f"/a:b: {engine}", f"/c,d: {engine}", '"e"', r"with '\n' in its name", f"A=x,y: {engine}"):
         assert expected in message
 
 

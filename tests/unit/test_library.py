@@ -98,7 +98,7 @@ def test_train_says_what_keeps_a_run_from_starting(here: Path) -> None:
 def test_a_process_of_another_world_is_refused(here: Path) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ConfigError, match=r"torch\.distributed is in use"):
+        with pytest.raises(ConfigError, match=r"torch\.distributed is already in use"):
             llava_mcore.import_hf("llava", "llava-megatron")
     finally:
         torch.distributed.destroy_process_group()

@@ -147,7 +147,7 @@ def test_an_old_lock_of_another_machine_is_not_waited_for(path: Path) -> None:
 def test_what_a_slurm_job_left_is_taken_over_at_once(
     path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], job_has_ended: Callable[[str], bool | None]
 ) -> None:
-    """Another job that SLURM says has ended, or this one before it was put back into the queue."""
+    """Another job that SLURM says has ended, or this one before it was requeued."""
     monkeypatch.setenv("SLURM_JOB_ID", "13")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     path.parent.mkdir()

@@ -9,7 +9,7 @@ import pytest
 from megatron.energon.typed_converter import JsonParser
 
 from llava_mcore.compat import energon_names
-from llava_mcore.compat.energon_names import run_no_named_code
+from llava_mcore.compat.energon_names import refuse_named_code
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.doctor.examiner import Examiner
 from llava_mcore.data.encoding.assets import Assets, load_assets
@@ -101,4 +101,4 @@ def test_blend_that_names_code(text: str, assets: Assets, tmp_path: Path, write:
 def test_another_energon_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(energon_names, "REPLACED", {JsonParser: "resolve_object"})
     with pytest.raises(AttributeError):
-        run_no_named_code()
+        refuse_named_code()

@@ -228,7 +228,7 @@ def test_invalid_lines_are_reported_with_their_number(tmp_path: Path, line: str,
     with pytest.raises(FileError, match=f"metrics.jsonl, line 2: {re.escape(says)}"):
         MetricsFile(tmp_path, keep_until=3)
     file.write_bytes(b"\xff\n")
-    with pytest.raises(FileError, match="not a text in UTF-8"):
+    with pytest.raises(FileError, match="not UTF-8 text"):
         MetricsFile(tmp_path, keep_until=3)
 
 

@@ -57,9 +57,7 @@ def test_everything_comes_from_the_job_step() -> None:
     assert find_nodes(LaunchConfig(), STEP) == Nodes(3, 2, "10.0.0.7", 22345, "12345")
     job = slurm.read_job(STEP)
     assert job is not None
-    assert slurm.describe(job) == (
-        "SLURM job 12345, node 3 of 3, put back into the queue 1 times, time limit at 2031-02-03 04:05:06"
-    )
+    assert slurm.describe(job) == ("SLURM job 12345, node 3 of 3, requeued 1 times, time limit at 2031-02-03 04:05:06")
     typed = LaunchConfig(master_addr="a", master_port=5, slurm_job_id="9")
     assert find_nodes(typed, STEP) == Nodes(3, 2, "a", 5, "9")
 
@@ -164,11 +162,11 @@ def test_batch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "folder", "expected"),
     [
-        ("a", "--comment='x\nrm -rf ~'", "out", [r"'--comment=x\nrm -rf ~': '\n' cannot be written there"]),
+        ("a", "--comment='x\nrm -rf ~'", "out", [r"'--comment=x\nrm -rf ~': '\n' is not allowed there"]),
         ("a", "--comment='\"q\"' --x=a#b --y='c\\d'", "out", ['--comment="q"', "'--x=a#b': '#'", r"'--y=c\\d'"]),
         ("it's", None, "out", ["--job-name=it's", "--output="]),
-        ("a", "--comment='open", "out", ["a quote is open at its end"]),
-        ("a", None, "o#ut", ["'#' cannot be written there"]),
+        ("a", "--comment='open", "out", ["an unclosed quote"]),
+        ("a", None, "o#ut", ["'#' is not allowed there"]),
     ],
 )
 def test_what_a_batch_file_cannot_carry(

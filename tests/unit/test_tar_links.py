@@ -16,7 +16,7 @@ from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.flavors.webdataset.structs import ShardInfo
 
 from llava_mcore.cli import prepare as prepare_app
-from llava_mcore.compat.energon_memory import forget_what_was_read
+from llava_mcore.compat.energon_memory import forget_read_members
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.loading.loader import TrainLoader
@@ -171,7 +171,7 @@ def test_headers_that_lie_end(block: tuple[str, bytes], before: int, tmp_path: P
     (tmp_path / "0.tar.idx").write_bytes(b"".join(n.to_bytes(8, "little") for n in ends))
     shards = [ShardInfo(name="0.tar", path=EPath(tmp_path / "0.tar"), count=before + 1)]
     reader = ShardReader(ShardInfosITarReader(EPath(tmp_path), shards))
-    forget_what_was_read()
+    forget_read_members()
     with pytest.raises((ValueError, tarfile.TarError)):
         reader[before]
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from llava_mcore.checkpoint.dist import CHECKPOINT_VERSION
 from llava_mcore.compat.megatron import by_sharded_key
-from llava_mcore.compat.torch import place_in_file
+from llava_mcore.compat.torch import storage_info
 from llava_mcore.convert.io.import_jobs import EntryWrite, FileWrite, FileWritten
 
 FILE_BYTES = 512 << 20
@@ -120,7 +120,7 @@ class _StreamedSave(TorchDistSaveShardedStrategy):
 
 
 def _result(item: WriteItem, path: Path, start: int, length: int) -> WriteResult:
-    return WriteResult(index=item.index, size_in_bytes=length, storage_data=place_in_file(path.name, start, length))
+    return WriteResult(index=item.index, size_in_bytes=length, storage_data=storage_info(path.name, start, length))
 
 
 def _files(entries: Iterable[EntryWrite], folder: Path) -> Iterator[FileWrite]:

@@ -17,9 +17,9 @@ from megatron.energon.flavors.webdataset.base_webdataset import BaseWebdatasetFa
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 
-from llava_mcore.compat.energon_jsonl import leave_out_nested_lines
-from llava_mcore.compat.energon_memory import forget_what_was_read
-from llava_mcore.compat.energon_names import NamedCodeError, run_no_named_code
+from llava_mcore.compat.energon_jsonl import skip_nested_lines
+from llava_mcore.compat.energon_memory import forget_read_members
+from llava_mcore.compat.energon_names import NamedCodeError, refuse_named_code
 from llava_mcore.data.storage.dataset_path import SPLIT, refuse_endless
 from llava_mcore.data.storage.open_shards import OPEN_SHARDS
 from llava_mcore.data.storage.shard_reader import read_shards_directly
@@ -105,10 +105,10 @@ def open_datasets(path: Path, encoder: ChatTaskEncoder, on_error: ErrorHandler) 
     """
     workers = WorkerConfig(rank=0, world_size=1, num_workers=0, restore_error_handler=on_error)
     refuse_endless(path)
-    run_no_named_code()
+    refuse_named_code()
     OPEN_SHARDS.close_all()
-    forget_what_was_read()
-    leave_out_nested_lines()
+    forget_read_members()
+    skip_nested_lines()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # energon prints a line for each .jsonl
             loaded = load_dataset(path).get_datasets(

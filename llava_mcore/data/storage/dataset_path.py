@@ -14,7 +14,7 @@ import yaml
 from megatron.energon import traverse_metadataset
 from megatron.energon.epathlib import EPath
 
-from llava_mcore.compat.energon_names import NamedCodeError, run_no_named_code
+from llava_mcore.compat.energon_names import NamedCodeError, refuse_named_code
 from llava_mcore.data.storage.remote import check_profile, check_remote_shards, locate, reading
 from llava_mcore.data.storage.shard_files import check_shards
 from llava_mcore.errors import DataError, problems
@@ -125,7 +125,7 @@ def _leaves(location: EPath, split: str) -> dict[EPath, str]:
         return {location: split}
     if location.internal_path.suffix != ".yaml":
         raise DataError(f"data path {location} must be a prepared folder or the .yaml file of a blend")
-    run_no_named_code()
+    refuse_named_code()
     try:
         references = traverse_metadataset(location, split_part=split)
     except NamedCodeError as error:

@@ -10,9 +10,9 @@ import ryml
 from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, get_val_dataset
 from megatron.energon.epathlib import EPath
 
-from llava_mcore.compat.energon_jsonl import leave_out_nested_lines
-from llava_mcore.compat.energon_memory import forget_what_was_read
-from llava_mcore.compat.energon_names import NamedCodeError, run_no_named_code
+from llava_mcore.compat.energon_jsonl import skip_nested_lines
+from llava_mcore.compat.energon_memory import forget_read_members
+from llava_mcore.compat.energon_names import NamedCodeError, refuse_named_code
 from llava_mcore.compat.energon_repeat import repeat_parts_exactly
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.samples import Batch
@@ -44,11 +44,11 @@ def open_stream(
         validation: read every sample of the validation part once, in the order in which they lie there.
     """
     assert data.path is not None
-    forget_what_was_read()
+    forget_read_members()
     OPEN_SHARDS.close_all()  # what lies there may be other data by now
-    leave_out_nested_lines()
+    skip_nested_lines()
     repeat_parts_exactly()
-    run_no_named_code()
+    refuse_named_code()
     workers = WorkerConfig(
         rank=number,
         world_size=num_streams,

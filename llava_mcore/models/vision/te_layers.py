@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 
-from llava_mcore.compat.megatron_layers import split_gradients_side_by_side
+from llava_mcore.compat.megatron_layers import split_gradients_without_copy
 from llava_mcore.models.activations import StatelessActivation, quick_gelu
 
 
@@ -41,7 +41,7 @@ def use_fewer_kernels(encoder: TransformerBlock) -> None:
     """Let one kernel do what several do in an encoder of `te_layer_spec`."""
     from transformer_engine.pytorch.ops import QGELU  # on GPUs only
 
-    split_gradients_side_by_side()
+    split_gradients_without_copy()
     for layer in encoder.layers:
         for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
             # Set for every row-parallel layer, but only a sum over ranks must come between product and bias.

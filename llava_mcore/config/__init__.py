@@ -1,1 +1,1 @@
-"""What a run is: the schema, how it is read, and the rules that hold between its sections. Imports no torch."""
+"""The configuration of a run: schema, reading, and rules between its sections. Does not import torch."""

@@ -1,6 +1,6 @@
-"""The one way to read a YAML or JSON file that a person writes: bounded in size, depth and what aliases repeat.
+"""Reads YAML and JSON files written by users, with limits on size, depth and expanded aliases.
 
-Such a file may come from somebody else. It is only ever parsed: no tag makes an object, nothing in it is run.
+Such a file may be untrusted. It is only parsed: no tag creates an object, and nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
 MAX_VALUES = 20_000
-"""Values of a document with its aliases written out: a few lines of them can stand for billions."""
+"""Maximum number of values with expanded aliases: a few lines of aliases can expand to billions."""
 
 
 def read_document(path: Path, what: str = "a configuration file") -> Any:
-    """Return what a file holds: JSON if its name ends in .json, else YAML; None if it is empty.
+    """Return the contents of a file: JSON if its name ends in .json, else YAML; None if it is empty.
 
     Raises:
         ConfigError: not a regular file of UTF-8, too large, nested too deeply, a key given twice, or not valid.
@@ -50,7 +50,9 @@ def _read_text(path: Path, what: str) -> str:
             raise ConfigError(f"{path}: cannot be read as {what}: it has more than {MAX_BYTES:,} bytes")
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: cannot be read as {what}: not UTF-8 (byte {error.start}); save it so") from error
+        raise ConfigError(
+            f"{path}: cannot be read as {what}: not UTF-8 (byte {error.start}); save it as UTF-8"
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as {what}: {error}") from error
 
@@ -92,7 +94,7 @@ def _parse_yaml(text: str) -> Any:
 
     try:
         loader = _loader_class()(text)
-        loader.name = "the file"  # which its messages repeat with line and column
+        loader.name = "the file"  # which its messages show with line and column
         try:
             return loader.get_single_data()
         finally:
@@ -102,11 +104,13 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _loader_class() -> type[yaml.SafeLoader]:
-    """Return PyYAML's safe loader with our limits. A function, as a host that only starts containers may lack it."""
+    """Return PyYAML's safe loader with our limits. A function, because a host that only starts containers may lack
+    PyYAML."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses keys given twice, of which PyYAML keeps the last, and counts while the document is built."""
+        """Refuses duplicate keys, of which PyYAML would keep the last, and counts values while it builds the
+        document."""
 
         def __init__(self, stream: str) -> None:
             super().__init__(stream)
@@ -124,18 +128,18 @@ def _loader_class() -> type[yaml.SafeLoader]:
             if not is_alias:
                 self._measure(node, mark)
             elif node not in self._sizes:
-                raise yaml.composer.ComposerError(None, None, "an alias (*) stands inside what it repeats", mark)
+                raise yaml.composer.ComposerError(None, None, "an alias (*) is inside the value that it repeats", mark)
             if self._depth + self._heights[node] > MAX_DEPTH:
                 raise yaml.composer.ComposerError(None, None, _too_deep(), mark)
             return node
 
         def _measure(self, node: yaml.Node, mark: yaml.Mark) -> None:
-            """Note how many values a complete node stands for, and how deep it is."""
+            """Record the number of values in a complete node, and its depth."""
             parts = _parts(node)
             self._sizes[node] = 1 + sum(self._sizes[part] for part in parts)
             self._heights[node] = 1 + max((self._heights[part] for part in parts), default=0)
             if max(self._sizes[node], len(self._sizes)) > MAX_VALUES:
-                problem = f"more than {MAX_VALUES:,} values, with what aliases (*) repeat"
+                problem = f"more than {MAX_VALUES:,} values after expanding aliases (*)"
                 raise yaml.composer.ComposerError(None, None, problem, mark)
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. `names` as argparse takes them, the long name last; `key` is the dotted configuration key."""
+    """One flag. `names`: as for argparse, the long name last; `key` is the dotted configuration key."""
 
     key: str
     names: tuple[str, ...]
     value: str | None = None
-    """What a switch sets its key to, if the key is not a switch itself."""
+    """Value that the flag sets, if the key is not a switch itself."""
     many: bool = False
-    """Takes several values, divided by spaces or commas."""
+    """Takes several values, separated by spaces or commas."""
 
     @property
     def long_name(self) -> str:
@@ -123,7 +123,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
 }
 ALREADY = {
-    "--dist-ckpt": "every checkpoint is a distributed one, which loads at any layout",
+    "--dist-ckpt": "all checkpoints are distributed and load at any layout",
 }
-"""Flags of other launchers for what is always on here."""
+"""Flags of other launchers whose feature is always on here."""
 ALL_FLAGS = tuple(flag for group in FLAGS.values() for flag in group)

@@ -12,15 +12,16 @@ from llava_mcore.config.needs import NEEDS, name_of
 _HEAD = """\
 # Flags and configuration keys
 
-Generated from the code (`python -m llava_mcore.config.flag_table`); a test compares. A value comes from a flag, else
-from `key.sub=value` on the command line, else from the file of `--config`, else it is the default. Besides the flags
+Generated from the code (`python -m llava_mcore.config.flag_table`). A value comes from a flag, else from
+`key.sub=value` on the command line, else from the file of `--config`, else it is the default. Besides the flags
 below there are `--config FILE`, `--dry-run` (print configuration and command, start nothing), `--submit`
 ([SLURM](slurm.md)) and `--help`.
 """
 
 
 def flag_table() -> str:
-    """Return the page: one table a group of flags, of keys without one, of what needs another, of what is always on."""
+    """Return the page: tables of each group of flags, keys without a flag, keys that need another, and what is always
+    on."""
     fields = dict(config_fields())
     lines = [_HEAD]
     for title, flags in FLAGS.items():
@@ -44,7 +45,7 @@ def flag_table() -> str:
     ]
     lines += ["| key | has an effect only with |", "|---|---|"]
     lines += [f"| {_both_names(key)} | {condition.words} |" for key, condition in NEEDS.items()]
-    lines += ["", "## Always on", "", "Flags of other launchers for what is always on here.", ""]
+    lines += ["", "## Always on", "", "Flags of other launchers whose feature is always on here.", ""]
     lines += ["| flag | meaning |", "|---|---|"]
     lines += [f"| `{name}` | {reason} |" for name, reason in ALREADY.items()]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
-"""The command-line flags of a run: the parser that the table of flags and the schema make.
+"""The command-line flags of a run: a parser generated from the table of flags and the schema.
 
-Help, defaults and types all come from the schema, so a flag cannot say one thing and do another.
+Help, defaults and types all come from the schema, so they always match the behavior.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llava_mcore.errors import ConfigError
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was typed: a file, `key=value` texts, and flags as dotted key -> text (True for a switch)."""
+    """The command line: a file, `key=value` strings, and flags as dotted key -> string (True for a switch)."""
 
     config_file: Path | None = None
     overrides: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class CommandLine:
     dry_run: bool = False
     submit: bool = False
     notices: tuple[str, ...] = ()
-    """What to tell about flags that change nothing."""
+    """Messages about flags without an effect."""
 
     @property
     def typed(self) -> frozenset[str]:
@@ -67,7 +67,7 @@ def parse_command_line(
 
 
 def _take_overrides(typed: dict[str, Any]) -> list[str]:
-    """Join the values of flags that take several, and return the key=value texts that followed them."""
+    """Join the values of flags that take several, and return the key=value strings that followed them."""
     overrides: list[str] = []
     for flag in (flag for flag in ALL_FLAGS if flag.many and typed[flag.key] is not None):
         values = [text for text in typed[flag.key] if "=" not in text]
@@ -79,7 +79,7 @@ def _take_overrides(typed: dict[str, Any]) -> list[str]:
 
 
 def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.ArgumentParser:
-    """Return the parser made of the table. Values stay text: the schema converts and checks them, all at once."""
+    """Return the parser for the table. Values stay strings: the schema converts and checks them together."""
     parser = _Parser(
         prog=prog,
         description=description,
@@ -107,7 +107,7 @@ def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.Argum
 
 
 def default_text(key: str) -> str:
-    """Return the default of a key in words, for the help and the documentation."""
+    """Return the default of a key as text for the help and the documentation."""
     by_stage = [f"{values[key]:g} in stage {stage}" for stage, values in STAGE_DEFAULTS.items() if key in values]
     if by_stage:
         return ", ".join(by_stage)
@@ -148,7 +148,7 @@ def _metavar(annotation: Any) -> str:
 
 
 def _unknown_flag(text: str) -> str:
-    """Return the message for a flag that is in no table."""
+    """Return the message for an unknown flag."""
     name = text.split("=")[0]
     known = [name for flag in ALL_FLAGS for name in flag.names] + [
         *ALREADY,

@@ -31,7 +31,7 @@ def config_fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Itera
 
 
 MAX_PROBLEMS = 50
-"""Problems that one message lists."""
+"""Maximum number of problems in one message."""
 _LONGEST = 120
 _SHORT = Repr(maxstring=_LONGEST, maxother=_LONGEST, maxlist=6, maxdict=6)
 SECTIONS = {key.split(".")[0] for key, _ in config_fields() if "." in key}
@@ -43,10 +43,10 @@ def load_run_config(
     flags: Mapping[str, object] | None = None,
     flag_names: Mapping[str, str] | None = None,
 ) -> RunConfig:
-    """Return the configuration made of a file, `key.sub=value` texts and flags; later ones win.
+    """Return the configuration from a file, `key.sub=value` strings and flags; later ones win.
 
-    `flags` maps dotted keys to values, as text or typed. `flag_names` (dotted key -> "--flag") only serves the
-    messages. Raises one ConfigError that lists every unknown key and every wrong value with its origin.
+    `flags` maps dotted keys to values, as text or typed. `flag_names` (dotted key -> "--flag") is for messages
+    only. Raises one ConfigError that lists every unknown key and every wrong value with its origin.
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -80,7 +80,7 @@ def load_run_config(
 
 
 def as_run_config(config: RunConfig | Mapping[str, Any] | Path | str) -> RunConfig:
-    """Return a configuration as it is, or made of nested sections and keys, or read from a file.
+    """Return a configuration from an object, nested sections and keys, or a file.
 
     Raises:
         ConfigError: lists every unknown key and every wrong value with its origin.
@@ -96,7 +96,7 @@ def as_run_config(config: RunConfig | Mapping[str, Any] | Path | str) -> RunConf
 def save_run_config(config: RunConfig, path: Path) -> None:
     """Write the whole configuration as YAML, so that `load_run_config(path)` gives an equal object."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Every node of a run writes the same file: a name of its own for each, and a whole file at any moment.
+    # Every node of a run writes the same file: each uses its own temporary name, so that the file is always complete.
     number, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     with os.fdopen(number, "w", encoding="utf-8") as handle:
         handle.write(run_config_yaml(config))
@@ -123,7 +123,7 @@ def read_config_file(path: Path) -> dict[Any, Any] | list[Any]:
 
 
 def shown(value: object) -> str:
-    """Return a value for a message: as Python writes it, long ones cut in the middle."""
+    """Return the repr of a value for a message; long ones are shortened in the middle."""
     return _SHORT.repr(value)
 
 
@@ -146,13 +146,13 @@ def _not_valid(found: Sequence[str]) -> ConfigError:
 
 
 def _printable(dotted: str) -> str:
-    """Return a key that somebody else may have chosen so that it cannot steer a terminal."""
+    """Return an untrusted key without control characters for the terminal."""
     text = dotted if len(dotted) <= _LONGEST else f"{dotted[:_LONGEST]}…"
     return text if text.isprintable() else repr(text)
 
 
 def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested mappings; a section without any key says nothing and is dropped."""
+    """Yield (dotted key, value) of nested mappings; empty sections are dropped."""
     for key, value in content.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
@@ -162,7 +162,7 @@ def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _parse(text: str) -> object:
-    """Return the value of an override: None for null, else the text, which the schema converts to its type."""
+    """Return the value of an override: None for null, else the string, which the schema converts to its type."""
     return None if text.strip().lower() in ("null", "none", "~", "") else text.strip()
 
 

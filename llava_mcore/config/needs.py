@@ -1,4 +1,4 @@
-"""Which keys have an effect only beside another one. One table: it is checked, and docs/flags.md shows it."""
+"""Keys that only have an effect together with another one. The table is checked, and shown in docs/flags.md."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _NAMES = {flag.key: flag.long_name for flag in ALL_FLAGS if flag.value is None}
 
 
 def name_of(key: str) -> str:
-    """Return how a person sets a key: by its flag if there is one."""
+    """Return the name by which users set a key: its flag, if there is one."""
     return _NAMES.get(key, key)
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What must hold for a key to have an effect: `test` of the value of one of `keys`. `words` say it."""
+    """Condition for a key to have an effect: `test` is true for the value of one of `keys`. `words` describe it."""
 
     keys: tuple[str, ...]
     test: Callable[[Any], bool]
     words: str
 
     def holds(self, run: RunConfig) -> bool:
-        """Tell whether a run meets it."""
+        """Return whether a run meets it."""
         return any(self.test(value_of(run, key)) for key in self.keys)
 
 
@@ -58,8 +58,8 @@ NEEDS: dict[str, Condition] = {
     "logging.profile_ranks": _given("logging.profile"),
     "checkpoint.save_optim": _SAVING,
     "checkpoint.keep_last": _SAVING,
-    "checkpoint.keep_every": _given("checkpoint.keep_last"),  # nothing is deleted without
-    # The last checkpoint is always waited for.
+    "checkpoint.keep_every": _given("checkpoint.keep_last"),  # without it, nothing is deleted
+    # A run always waits for its last checkpoint.
     "checkpoint.async_save": _given("checkpoint.save_interval", "checkpoint.non_persistent_save_interval"),
     "checkpoint.non_persistent_dir": _NON_PERSISTENT,
     "checkpoint.non_persistent_local_dir": _NON_PERSISTENT,
@@ -93,10 +93,10 @@ NEEDS: dict[str, Condition] = {
 
 
 def check_needs(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
-    """Yield keys that were set and have no effect.
+    """Yield keys that were set but have no effect.
 
     A key counts as set if its value is not the default, or if it is in `typed`, the keys of flags on the command
-    line: a file that a run has written holds every key.
+    line: a file written by a run contains every key.
     """
     fields = dict(config_fields())
     for key, condition in NEEDS.items():

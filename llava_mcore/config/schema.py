@@ -1,7 +1,7 @@
 """The configuration of a run, section by section.
 
-The text under each field is its documentation: the help of the command line is made from it.
-Every object is frozen; a wrong type, a value out of range or an unknown key is an error.
+The docstring of each field is its documentation, also in the help of the command line. Every object is frozen; a wrong
+type, a value out of range or an unknown key is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NON_PERSISTENT = "non_persistent"
 
 
 LONGEST_NAME = 200
-"""Bytes; file systems take 255, and what is being written is called NAME and something more."""
+"""Bytes; file systems allow 255, and temporary files have NAME with a suffix."""
 
 
 def _folder_name(value: str) -> str:
@@ -101,7 +101,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_stage_defaults(cls, values: Any) -> Any:
-        """Put the stage's defaults where nothing was given; leave every mistake for the fields to report."""
+        """Fill in the stage's defaults for missing values; the fields report invalid ones."""
         if not isinstance(values, dict):
             return values
         stage = str(values.get("stage", cls.model_fields["stage"].default))
@@ -115,7 +115,7 @@ class RunConfig(Section):
 
     @property
     def run_dir(self) -> Path:
-        """SAVE_DIR/NAME. Only for runs that passed `check_run`, which demands a save folder."""
+        """SAVE_DIR/NAME. Only for runs that passed `check_run`, which requires a save folder."""
         assert self.checkpoint.save_dir is not None
         return self.checkpoint.save_dir / self.name
 

@@ -192,7 +192,7 @@ def test_several_values_mix_with_overrides() -> None:
 
 def test_what_is_always_so_is_accepted_and_said() -> None:
     asked = parse_command_line(["--dist-ckpt"], "run.py")
-    assert asked.load() == load_run_config() and "--dist-ckpt is always on: every checkpoint" in asked.notices[0]
+    assert asked.load() == load_run_config() and "--dist-ckpt is always on: all checkpoints" in asked.notices[0]
     assert parse_command_line([], "run.py").notices == ()
 
 

@@ -63,7 +63,7 @@ def test_what_cannot_be_mapped_is_refused_key_by_key(tmp_path: Path) -> None:
         "(11 problems)",
         "trainer_type (in",
         "dataset_config.dataset_format (in",
-        "data/some.json: make shards of it",
+        "data/some.json: convert it to shards",
         "dataset_config.processor_config.processor_type (in",
         "Qwen/Qwen2-VL-2B-Instruct is not a Megatron checkpoint",
         "model_config.model_class (in",

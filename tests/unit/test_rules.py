@@ -127,7 +127,7 @@ def test_a_class_token_that_must_not_stay(good: list[str]) -> None:
     assert check_run(run, DIMS, world_size=8, device_available=False) == []
     keeps = dataclasses.replace(DIMS, keeps_class_token=True)
     found = check_run(run, keeps, world_size=8, device_available=False)
-    assert len(found) == 1 and "--no-add-class-token, but the model hands the class token on" in found[0]
+    assert len(found) == 1 and "--no-add-class-token, but the model keeps the class token" in found[0]
     assert check_run(load_run_config(None, good), keeps, world_size=8, device_available=False) == []
 
 

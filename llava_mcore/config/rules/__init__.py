@@ -1,1 +1,1 @@
-"""What a configuration must keep to."""
+"""Rules for configurations."""

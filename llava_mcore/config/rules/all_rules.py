@@ -1,4 +1,4 @@
-"""What must hold between the values of a run, its model and its machine. Rules check; they never change a value.
+"""Rules between the values of a run, its model and its machine. Rules only check; they never change a value.
 
 Every function returns all problems as text: where, what was found, what is allowed, what to do.
 """
@@ -17,7 +17,7 @@ from llava_mcore.config.schema import RunConfig
 
 
 def check_layout(dims: ModelDims, tp: int, pp: int, source: str) -> list[str]:
-    """Return why the model cannot be cut into `tp` x `pp` parts. `source` names the model, such as its folder."""
+    """Return why the model cannot be split into `tp` x `pp` parts. `source` names the model, such as its folder."""
     sizes = {
         "attention heads of the language model": dims.num_attention_heads,
         "key/value heads of the language model": dims.num_query_groups,
@@ -48,9 +48,9 @@ def check_run(
     source: str = "the model",
     typed: Collection[str] = (),
 ) -> list[str]:
-    """Return every problem of a training run that can be seen before it starts, but for its checkpoints and data.
+    """Return every problem of a training run that is visible before it starts, except those of checkpoints and data.
 
-    `dims` is None where the model's config could not be read, which is then a problem reported elsewhere.
+    `dims` is None if the model's config could not be read, which is reported elsewhere.
     `world_size` is the number of processes; `device_available` says whether there are GPUs. `typed`: keys of flags
     on the command line (see `check_needs`).
     """
@@ -73,21 +73,21 @@ def check_run(
         found += [*check_stages(run, dims, world_size, source), *check_length(run.data.seq_length, dims, source)]
         if run.model.drop_class_token and dims.keeps_class_token:
             found.append(
-                f"--no-add-class-token, but {source} hands the class token on (vision_feature_select_strategy full): "
+                f"--no-add-class-token, but {source} keeps the class token (vision_feature_select_strategy full): "
                 "omit the flag, or build the model with vision_feature_select_strategy default"
             )
     return found
 
 
 def check_devices(num_gpus: int, gpu_count: int) -> list[str]:
-    """Return why `num_gpus` processes cannot be had on a machine with `gpu_count` GPUs (0: any number of gloo)."""
+    """Return why `num_gpus` processes cannot run on a machine with `gpu_count` GPUs (0: any number, with gloo)."""
     if gpu_count and num_gpus > gpu_count:
         return [f"--gpus {num_gpus}: this machine has {gpu_count}: use 1 to {gpu_count}, or -1 for all"]
     return []
 
 
 def check_batch(run: RunConfig, world_size: int) -> list[str]:
-    """Return why processes and batch sizes do not divide."""
+    """Return why processes or batch sizes are not divisible."""
     tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
     if world_size % (tp * pp):
         return [
@@ -148,9 +148,9 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
 
 
 def pad_multiple(run: RunConfig) -> int:
-    """Return what the number of tokens of a micro-batch is padded to: 8, or what FP8's matrix products need.
+    """Return the multiple to which the number of tokens is padded: 8, or what FP8's matrix products need.
 
-    With sequence parallelism each tensor-parallel rank's part of the tokens is such a multiple.
+    With sequence parallelism each tensor-parallel rank's part of the tokens is a multiple of that.
     """
     multiple = 8
     if run.training.fp8:
@@ -170,6 +170,6 @@ def check_length(seq_length: int, dims: ModelDims, source: str) -> Iterator[str]
 
 
 def _divisors(size: int) -> str:
-    """Return '1, 2 or 4': the divisors of a size up to 16, which are the parts it can be cut into."""
+    """Return '1, 2 or 4': the divisors of a size up to 16, into which it can be split."""
     fitting = [str(number) for number in range(1, min(size, 16) + 1) if size % number == 0]
     return " or ".join([", ".join(fitting[:-1]), fitting[-1]]) if len(fitting) > 1 else fitting[0]

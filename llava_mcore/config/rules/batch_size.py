@@ -1,4 +1,4 @@
-"""How many samples an iteration has, and how many iterations a run: both follow from what has been consumed."""
+"""Number of samples per iteration and of iterations per run, from the samples consumed so far."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Ramp:
     samples: int
 
     def steps(self, full: int) -> list[tuple[int, int]]:
-        """Return (consumed samples from which on, batch size); a batch begun at a threshold has the new size.
+        """Return (consumed samples from which it applies, batch size); a batch that starts at a threshold has the new
+        size.
 
         Args:
             full: the last size, which the increments must reach exactly.
@@ -38,13 +39,13 @@ def parse_ramp(text: str) -> Ramp:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Global batch sizes over a run. `steps`: (consumed samples from which on, size), the first from 0 on."""
+    """Global batch sizes over a run. `steps`: (consumed samples from which it applies, size), the first at 0."""
 
     steps: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, full: int, ramp: Ramp | None) -> BatchSizes:
-        """Return those of a run that ends at batches of `full` samples."""
+        """Return the sizes of a run that reaches batches of `full` samples."""
         return cls(((0, full),) if ramp is None else tuple(ramp.steps(full)))
 
     @property
@@ -53,29 +54,29 @@ class BatchSizes:
         return tuple(size for _, size in self.steps)
 
     def at(self, consumed: int) -> int:
-        """Return the size of the iteration that begins after this many samples."""
+        """Return the batch size of the iteration that starts after this many samples."""
         return max((first, size) for first, size in self.steps if first <= consumed)[1]
 
     def samples_after(self, iterations: int) -> int:
-        """Return how many samples this many iterations consume."""
+        """Return the number of samples that this many iterations consume."""
         consumed = 0
-        for number, size in self._stretches():
+        for number, size in self._intervals():
             taken = iterations if number is None else min(number, iterations)
             consumed, iterations = consumed + taken * size, iterations - taken
         return consumed
 
     def iterations_within(self, samples: int) -> int:
-        """Return how many whole iterations fit into this many samples."""
+        """Return the number of whole iterations that fit into this many samples."""
         iterations = 0
-        for number, size in self._stretches():
+        for number, size in self._intervals():
             taken = samples // size if number is None else min(number, samples // size)
             iterations, samples = iterations + taken, samples - taken * size
             if number is None or taken < number:
                 break
         return iterations
 
-    def _stretches(self) -> list[tuple[int | None, int]]:
-        """Return (iterations, size) of every stretch of equal sizes; None: from there on."""
+    def _intervals(self) -> list[tuple[int | None, int]]:
+        """Return (iterations, size) of every run of equal sizes; None: all remaining iterations."""
         consumed, found = 0, []
         for (_, size), (end, _) in itertools.pairwise(self.steps):
             number = max(0, -(-(end - consumed) // size))

@@ -1,4 +1,4 @@
-"""The numbers of a model that decide which layouts it can be cut into."""
+"""The sizes of a model that determine its possible layouts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelDims:
-    """Sizes taken from a Hugging Face config; never typed by hand.
+    """Sizes from a Hugging Face config.
 
     `num_query_groups` is the number of key/value heads. `vision_num_layers` counts all layers of the tower,
-    also those after the feature layer. `sliding_window` is None where every token sees all earlier ones.
+    including those after the feature layer. `sliding_window` is None if every token sees all earlier ones.
     `keeps_class_token`: the tower has one, and the language model sees it.
     """
 

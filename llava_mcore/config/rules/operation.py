@@ -1,4 +1,4 @@
-"""What must hold between the options of saving, profiling and reporting. See `rules`."""
+"""Rules for the options of saving, profiling and reporting."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from llava_mcore.config.sections.logs import parse_numbers, parse_span
 
 
 def check_operations(run: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield options that cannot work together. Those that would have no effect: see `needs`."""
+    """Yield options that cannot work together. For those without an effect see `needs`."""
     yield from _check_profile(run, world_size)
     yield from _check_saving(run)
 
 
 def _check_profile(run: RunConfig, world_size: int) -> Iterator[str]:
     span, ranks = parse_span(run.logging.profile), parse_numbers(run.logging.profile_ranks)
-    has_an_end = not list(check_schedule(run.training, run.optimizer))  # else that is what is said
+    has_an_end = not list(check_schedule(run.training, run.optimizer))  # otherwise another rule reports it
     if span and has_an_end and span[-1] > (last := run.training.num_iterations):
         yield f"--profile {run.logging.profile} reaches beyond the last iteration, {last}: change it, or train longer"
     if ranks and ranks[-1] >= world_size:

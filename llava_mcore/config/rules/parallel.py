@@ -1,4 +1,4 @@
-"""What must hold between the options that save memory or time and the rest of a run. See `rules`."""
+"""Rules for the options that save memory or time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llava_mcore.config.schema import ParallelConfig, RunConfig
 
 
 def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
-    """Yield options that would have no effect, or cannot work here."""
+    """Yield options that have no effect or cannot work here."""
     model, parallel = run.model, run.parallel
     if model.recompute_vision != "none" and model.freeze_vision_model and not model.unfreeze:
         yield (
@@ -35,13 +35,13 @@ def _check_optimizer(run: RunConfig, device_available: bool) -> Iterator[str]:
     if not run.parallel.use_distributed_optimizer:
         yield f"{key} works inside the distributed optimizer only: add --dist-optim"
     if run.training.precision == "fp32":
-        yield f"{key} keeps fp32 weights beside half-precision ones: omit --precision fp32"
+        yield f"{key} keeps fp32 weights in addition to half-precision ones: omit --precision fp32"
 
 
 def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) -> Iterator[str]:
-    """Yield why the language model's layers cannot be divided over the stages as asked for.
+    """Yield why the language model's layers cannot be divided over the stages as requested.
 
-    That stages of equal size divide the layers is `check_layout`'s business.
+    `check_layout` checks stages of equal size.
     """
     parallel = run.parallel
     pp, layers = parallel.pipeline_model_parallel_size, dims.num_layers
@@ -51,7 +51,7 @@ def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) 
         ends = [parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage]
         rest, others = layers - sum(n or 0 for n in ends), pp - sum(n is not None for n in ends)
         if rest < others or (rest % others if others else rest):
-            advice = f"leave {others} or a multiple of it" if others else f"make them {layers} together"
+            advice = f"leave {others} or a multiple of it" if others else f"their sum must be {layers}"
             yield (
                 f"parallel.num_layers_in_first_pipeline_stage {ends[0]} and …_last_… {ends[1]} leave {rest} of the "
                 f"{layers} layers of {source} to {others} other stages (--pp {pp}): {advice}"
@@ -78,7 +78,7 @@ def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) 
 
 
 def has_uneven_stages(parallel: ParallelConfig) -> bool:
-    """Tell whether the first or the last stage has a number of layers of its own."""
+    """Return whether the first or the last stage has its own number of layers."""
     return (
         parallel.num_layers_in_first_pipeline_stage is not None
         or parallel.num_layers_in_last_pipeline_stage is not None

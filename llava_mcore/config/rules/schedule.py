@@ -1,4 +1,4 @@
-"""What must hold between the length of a run, its batch sizes and its learning-rate schedule. See `rules`."""
+"""Rules for the length of a run, its batch sizes and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llava_mcore.config.sections.training import TrainingConfig
 
 
 def check_schedule(training: TrainingConfig, optimizer: OptimizerConfig) -> Iterator[str]:
-    """Yield why the run's length, its ramp-up or its schedule cannot be as given."""
+    """Yield problems of the run's length, its ramp-up or its schedule."""
     if training.train_iters is not None and training.train_samples is not None:
         yield "--train-iters and --train-samples both say how long the run is: give one of the two"
     elif training.train_iters is None and training.train_samples is None:
@@ -18,7 +18,7 @@ def check_schedule(training: TrainingConfig, optimizer: OptimizerConfig) -> Iter
     if ramp is not None and (ramp.start >= full or (full - ramp.start) % ramp.increment):
         yield (
             f"--rampup-batch-size {training.rampup_batch_size}: steps of {ramp.increment} from {ramp.start} on do not "
-            f"come to --global-batch-size {full}: change one of them"
+            f"reach --global-batch-size {full}: change one of them"
         )
         return
     num_iterations = training.num_iterations

@@ -1,6 +1,6 @@
-"""Configuration files of Hugging Face style trainers: a list of {"type": "trainer", "config": {…}}.
+"""Configuration files in the style of Hugging Face trainers: a list of {"type": "trainer", "config": {…}}.
 
-Every key is mapped to one of ours, or refused with the reason; none is passed over.
+Every key is mapped to one of ours or refused with a reason; none is ignored.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from llava_mcore.errors import ConfigError
 
 Values = dict[str, Any]
-"""Our dotted keys -> values, as a key of theirs asks for them."""
+"""Our dotted keys -> values, for one of their keys."""
 
 
 class _RefusedError(Exception):
-    """A value that can have no meaning here; the text says why and what to do."""
+    """A value that is not supported; the message says why and what to do."""
 
 
 def _to(key: str) -> Callable[[Any], Values]:
@@ -50,11 +50,11 @@ MODEL_CLASSES = (
     "Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
 )
-"""Those of models.architectures.registry, which needs torch; a test compares."""
+"""The classes of models.architectures.registry, which needs torch; a test compares the lists."""
 
 
 def _only(*allowed: str, instead: str) -> Callable[[Any], Values]:
-    """A word that must say what is the case anyway."""
+    """A value that has to match what is fixed here."""
 
     def action(value: Any) -> Values:
         if value not in allowed:
@@ -93,7 +93,7 @@ def _model(value: Any) -> Values:
 
 def _dataset(value: Any) -> Values:
     if Path(str(value)).suffix in (".json", ".jsonl", ".parquet"):
-        raise _RefusedError(f"{value}: make shards of it with 'python -m llava_mcore prepare' and give their folder")
+        raise _RefusedError(f"{value}: convert it to shards with 'python -m llava_mcore prepare' and give their folder")
     return {"data.path": value}
 
 
@@ -101,7 +101,7 @@ KEYS: dict[str, Callable[[Any], Values]] = {
     "trainer_type": _only("megatron", instead="there is one trainer, on megatron-core: omit the key"),
     "dataset_config.dataset_type": _only("vision", instead="pictures and text only: use vision, or omit it"),
     "dataset_config.dataset_format": _only(
-        "energon", instead="'python -m llava_mcore prepare' makes shards of it first"
+        "energon", instead="convert it to shards first, with 'python -m llava_mcore prepare'"
     ),
     "dataset_config.dataset_path": _dataset,
     "dataset_config.packing": _to("data.packing"),
@@ -144,7 +144,7 @@ KEYS: dict[str, Callable[[Any], Values]] = {
 
 
 def translate(content: list[Any], file: Path) -> tuple[list[tuple[str, Any, str]], list[str]]:
-    """Return what a trainer list asks for.
+    """Return the settings of a trainer list.
 
     Returns:
         (our key, value, their key) for each value, and one line for each key that is refused or unknown.

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""Base class and number types of the configuration's sections."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Iterations = Annotated[int, Field(ge=1, le=10**9)]
 Samples = Annotated[int, Field(ge=1, le=10**15)]
 """A number of samples of a whole run or of a part of it."""
 Size = Annotated[int, Field(ge=1, le=10**7)]
-"""A length or a size of a batch: a product of three of them is still a number of 64 bits."""
+"""A length or a batch size: a product of three of them still fits into 64 bits."""
 Parts = Annotated[int, Field(ge=1, le=10**5)]
 """A number of processes, machines or layers."""
 Seconds = Annotated[int, Field(ge=1, le=10**7)]
-"""A time limit, up to some months."""
+"""A time limit, up to a few months."""
 
 
 class Section(BaseModel):
@@ -32,7 +32,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _one_line(cls, value: Any) -> Any:
-        """Values end up in job scripts, command lines, environments and messages: a line break in one has no use."""
+        """Values are used in job scripts, command lines, environments and messages, where a line break has no
+        meaning."""
         for text in value if isinstance(value, list | tuple) else (value,):
             if not isinstance(text, str | Path):
                 continue

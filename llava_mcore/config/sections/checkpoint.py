@@ -1,4 +1,4 @@
-"""Configuration of what is loaded and saved."""
+"""Configuration of loading and saving."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class CheckpointConfig(Section):
     hf_dir: UserPath | None = None
     """Hugging Face folder with the tokenizer, the image processor and, for a run from scratch, the model's config."""
     save_dir: UserPath | None = None
-    """Folder under which the run makes its own folder SAVE_DIR/NAME."""
+    """Folder in which the run creates its own folder SAVE_DIR/NAME."""
     save: bool = False
-    """Save a checkpoint at the end of the run; a save interval asks for that too."""
+    """Save a checkpoint at the end of the run; a save interval does that too."""
     save_interval: Iterations | None = None
-    """Iterations between two checkpoints, besides the one at the end; not given: only that one, if asked for."""
+    """Iterations between two checkpoints, besides the one at the end; not given: only the one at the end, with save."""
     async_save: bool = False
     """Write checkpoints in the background; training waits only until the tensors have been copied to the host."""
     keep_last: Iterations | None = None
@@ -25,14 +25,14 @@ class CheckpointConfig(Section):
     keep_every: Iterations | None = None
     """Never delete checkpoints whose iteration is a multiple of this; with keep_last."""
     non_persistent_save_interval: Iterations | None = None
-    """Iterations between two checkpoints that only serve to resume after a failure, each replacing the one before. If
-    a kept one is due as well, only that is written."""
+    """Iterations between two temporary checkpoints for resuming after a failure; each replaces the previous one. If a
+    kept one is due as well, only that is written."""
     non_persistent_dir: UserPath | None = None
-    """Folder for those, such as a fast disk or /dev/shm, that every node of the run sees; they are in DIR/NAME. Not
+    """Folder for temporary checkpoints, such as a fast disk, that every node of the run sees; they are in DIR/NAME. Not
     given: SAVE_DIR/NAME/non_persistent."""
     non_persistent_local_dir: UserPath | None = None
-    """Folder on each node's own disk for their tensors: every rank writes and reads what it holds, in DIR/NAME. Their
-    other files stay where every node sees them. A run resumes from them at the same layout, on the same nodes."""
+    """Folder on each node's own disk for the tensors of temporary checkpoints: every rank writes and reads its own, in
+    DIR/NAME. The other files stay on the shared disk. A run resumes from them with the same layout and nodes."""
     save_optim: bool = False
     """Also save the optimizer, the schedule, the random state and the position in the data: what a resume needs."""
     load_optim: bool = False
@@ -44,5 +44,5 @@ class CheckpointConfig(Section):
 
     @property
     def saves(self) -> bool:
-        """Whether the run saves at all."""
+        """Whether the run saves checkpoints."""
         return self.save or self.save_interval is not None

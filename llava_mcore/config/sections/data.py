@@ -1,4 +1,4 @@
-"""Configuration of what is trained on."""
+"""Configuration of the training data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llava_mcore.config.sections.base import Parts, Seconds, Section, Size
 
 
 def _path_or_url(value: Any) -> Any:
-    """A Path would take one of the two slashes out of a URL."""
+    """A Path would remove one of the two slashes of a URL."""
     if not isinstance(value, str | Path):
         raise ValueError("expected a path or a URL")
     return value if "://" in str(value) else Path(value).expanduser()
@@ -22,26 +22,26 @@ DataPath = Annotated[Path | str, BeforeValidator(_path_or_url)]
 
 
 Handling = Literal["text", "control"]
-"""What becomes of special tokens in the text of a conversation."""
+"""How special tokens in the text of a conversation are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a sample may take, so that a single one cannot take all memory or time. One that takes more is skipped."""
+    """Limits of a sample, so that a single one cannot use all memory or time. Larger samples are skipped."""
 
     sample_bytes: int = 1 << 28
-    """Of its json and pictures together, and of each of them."""
+    """Bytes of its json and pictures together, and of each of them."""
     text_chars: int = 1_000_000
     """Characters of all turns of a conversation."""
     picture_pixels: int = 178_956_970
-    """Width times height of a picture before it is made smaller; Pillow decodes no more."""
+    """Width times height of a picture before it is resized; Pillow refuses more."""
 
 
 LIMITS = Limits()
 
 
 class DataConfig(Section):
-    """What is trained on."""
+    """The training data."""
 
     path: DataPath | None = None
     """Prepared folder of shards, or the .yaml file of a blend; or the URL of either in an object store."""
@@ -55,7 +55,7 @@ class DataConfig(Section):
     shuffle_buffer_size: int = Field(100, ge=0, le=10**7)
     """Samples that each stream keeps to shuffle among; 0 or 1 keeps the order within a shard."""
     num_streams: Parts | None = None
-    """Streams that the data are divided into for the whole run: at least as many as it will ever have data-parallel
+    """Streams that the data is divided into for the whole run: at least as many as it will ever have data-parallel
     ranks, best a multiple of their number. Not given: such a multiple, at least 16, which a resumed run keeps."""
     image_token_id: int | None = Field(None, ge=0, le=10**9)
     """Id of the tokenizer's placeholder for pictures; not given: the one the tokenizer names, else that of <image>."""
@@ -64,10 +64,10 @@ class DataConfig(Section):
     packing: bool = False
     """Pack samples into sequences of seq_length tokens; they do not attend to each other."""
     packing_buffer_size: Size = 64
-    """Number of samples among which each stream looks for those that fill a pack best."""
+    """Number of samples from which each stream selects those that fill a pack best."""
     max_media_tokens: Size | None = None
     """Maximum number of patches of the pictures in a pack (without packing: in a sample), so that no rank's vision
-    tower gets more than fits into memory; a sample that has more by itself is too long. Not given: seq_length is the
+    tower gets more than fits into memory; a sample with more than that is too long. Not given: seq_length is the
     only limit."""
     on_too_long: Literal["drop", "truncate", "error"] = "drop"
     """What happens to a conversation longer than seq_length: it is skipped and counted, truncated (never inside a
@@ -82,15 +82,15 @@ class DataConfig(Section):
     (en)."""
     special_tokens_in_text: Handling = "text"
     """What special tokens of the tokenizer mean in the text of a conversation, such as <|im_end|> in an answer: plain
-    text, as somebody typed them, or the tokens themselves, for data that rely on it."""
+    text, or the tokens themselves, for data that relies on it."""
     max_sample_bytes: int = Field(LIMITS.sample_bytes, ge=1, le=1 << 40)
     """Bytes of a sample, its json and pictures together; a larger one is skipped."""
     max_text_chars: int = Field(LIMITS.text_chars, ge=1, le=1 << 40)
     """Characters of a conversation; a longer one is skipped before it is tokenized."""
     max_picture_pixels: int = Field(LIMITS.picture_pixels, ge=1, le=LIMITS.picture_pixels)
-    """Width times height of a picture; a sample with a larger one is skipped. By default as many as Pillow decodes."""
+    """Width times height of a picture; a sample with a larger one is skipped. Default: Pillow's own limit."""
 
     @property
     def limits(self) -> Limits:
-        """What a sample may take."""
+        """The limits of a sample."""
         return Limits(self.max_sample_bytes, self.max_text_chars, self.max_picture_pixels)

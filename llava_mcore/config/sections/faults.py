@@ -1,4 +1,4 @@
-"""What a run does when something goes wrong, or when its time is up."""
+"""Configuration of errors, hangs and time limits."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ class FaultConfig(Section):
     spike_thr: float = Field(2.0, gt=1)
     """A spike is a loss above this times the median of the last 32."""
     skip_train_iteration_range: Annotated[str, AfterValidator(_ranges_text)] | None = None
-    """Iterations whose data are read but not trained on, such as 100-110 300-300 (both ends included)."""
+    """Iterations whose data is read but not trained on, such as 100-110 300-300 (both ends included)."""

@@ -1,4 +1,4 @@
-"""The configuration of a start: machines, GPUs, container, SLURM."""
+"""Configuration of launching: machines, GPUs, container, SLURM."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ class LaunchConfig(Section):
 
     @property
     def chosen_gpus(self) -> tuple[int, ...]:
-        """Return the numbers of `gpu_ids`, empty if not given."""
+        """Return the indices in `gpu_ids`; empty if not given."""
         return tuple(int(part) for part in self.gpu_ids.split(",")) if self.gpu_ids else ()

@@ -1,4 +1,4 @@
-"""Configuration of what is reported, and where."""
+"""Configuration of logs and metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llava_mcore.config.sections.base import Iterations, Section
 
 
 def parse_span(text: str | None) -> range:
-    """Return the iterations that `START:END` names, both included; none for None. ValueError for anything else."""
+    """Return the iterations that `START:END` names, both included; empty for None. ValueError for anything else."""
     if text is None:
         return range(0)
     match = re.fullmatch(r"(\d{1,10}):(\d{1,10})", text)
@@ -21,7 +21,7 @@ def parse_span(text: str | None) -> range:
 
 
 def parse_numbers(text: str | None) -> tuple[int, ...]:
-    """Return the numbers of `0,3`, in rising order; none for None. ValueError for anything else."""
+    """Return the numbers of `0,3`, sorted; empty for None. ValueError for anything else."""
     parts = text.split(",") if text is not None else []
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError("expected numbers separated by commas, such as 0,3")
@@ -39,7 +39,7 @@ def _numbers_text(text: str) -> str:
 
 
 class LoggingConfig(Section):
-    """What is reported."""
+    """Logs and metrics."""
 
     log_interval: Iterations = 1
     """Iterations between two lines on the console; metrics.jsonl gets every iteration."""

@@ -1,4 +1,4 @@
-"""Configuration of the parts of the model: trained or frozen, whose layers, what is recomputed."""
+"""Configuration of the model: trained parts, layer implementation, recomputation."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class ModelConfig(Section):
     unfreeze: Annotated[tuple[str, ...], BeforeValidator(_parts)] = ()
     """Parameters that are trained although a frozen part or freeze contains them: patterns as there."""
     transformer_impl: Literal["transformer_engine", "local"] | None = None
-    """Whose layers are used: Transformer Engine's fused ones, or torch's; not given: the former on GPUs if it is
+    """Implementation of the layers: Transformer Engine's fused ones, or torch's; not given: the former on GPUs if it is
     installed. Checkpoints are the same."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What of the language model the backward pass recomputes instead of keeping it: nothing, the recompute_modules of
+    """What the backward pass recomputes of the language model instead of storing it: nothing, the recompute_modules of
     every layer, or whole layers."""
     recompute_modules: Annotated[
         tuple[Literal["core_attn", "mlp"], ...], BeforeValidator(_parts), Field(min_length=1)
@@ -48,7 +48,7 @@ class ModelConfig(Section):
     recompute_num_layers: Parts = 1
     """Layers of a unit (uniform) or of a stage (block) that --recompute full recomputes."""
     recompute_vision: Literal["none", "full"] = "none"
-    """The same for a trained vision tower; a frozen one keeps no activations."""
+    """The same for a trained vision tower; a frozen one stores no activations."""
     attention_backend: Literal["fused", "flash"] | None = None
     """Transformer Engine's attention: cuDNN's fused kernels, or those of the package flash-attn; not given: its own
     choice."""

@@ -1,4 +1,4 @@
-"""The optimizer's section of the configuration. The text under each field is its documentation."""
+"""Configuration of the optimizer."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(1.0, ge=0)
     """Maximum global gradient norm; 0 turns clipping off."""
     use_precision_aware_optimizer: bool = False
-    """On GPUs with the distributed optimizer: keep the state as exp_avg_dtype and exp_avg_sq_dtype say; fp32 weights
-    stay."""
+    """On GPUs with the distributed optimizer: store the state in exp_avg_dtype and exp_avg_sq_dtype; weights stay
+    in fp32."""
     exp_avg_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the mean of the gradients, with use_precision_aware_optimizer."""
     exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"

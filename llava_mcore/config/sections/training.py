@@ -1,4 +1,4 @@
-"""Configuration of how long, how much at a time, and in which number format."""
+"""Configuration of the run's length, batch sizes and number formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _ramp_text(text: str) -> str:
 
 
 class TrainingConfig(Section):
-    """How long, how much at a time, and in which number format."""
+    """Length, batch sizes and number formats of the run."""
 
     train_iters: Iterations | None = None
     """Iterations (optimizer steps) of the whole run, including those before a resume; required unless train_samples is
@@ -35,7 +35,8 @@ class TrainingConfig(Section):
     loss_scale: float | None = Field(None, gt=0)
     """Loss scale for fp16; not given: dynamic, starting at 65536."""
     fp8: bool = False
-    """Multiply in FP8 in the language model's layers (Transformer Engine on Hopper or newer), together with bf16."""
+    """Use FP8 matrix products in the language model's layers (Transformer Engine on Hopper or newer), together with
+    bf16."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
     """How FP8 values are scaled: by the maximum of earlier steps, of this tensor, or of its blocks."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
@@ -61,7 +62,7 @@ class TrainingConfig(Section):
 
     @property
     def num_iterations(self) -> int:
-        """Iterations of the whole run; 0 where nothing says how many."""
+        """Iterations of the whole run; 0 if not given."""
         if self.train_samples is None:
             return self.train_iters or 0
         return self.batch_sizes.iterations_within(self.train_samples)

@@ -22,26 +22,41 @@ from llava_mcore.models.media import MediaTokens
 TEXT_PARTS = ("json", "jsn", "txt", "text")
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
 """How the names of a sample's parts end."""
-IMAGE_MARK = "<image>"
-"""Where a picture stands in a turn's text, whatever the tokenizer calls its placeholder."""
+IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
+"""Where a picture or video stands in a turn's text, whatever the tokenizer calls its placeholder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side says. Every `IMAGE_MARK` in the text takes the sample's next picture."""
+    """What one side says. Each mark in the text takes the sample's next picture or video."""
 
     role: Literal["system", "user", "assistant"]
     text: str
 
 
 @dataclass(frozen=True, slots=True)
+class Video:
+    """A video as the pictures that its frames are, in their order, not yet decoded."""
+
+    frames: tuple[bytes, ...]
+    fps: float | None = None
+    """How many of these frames belong to a second; None if nobody says."""
+
+
+@dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns with their pictures, not yet decoded, so that a shuffle buffer of them stays small."""
+    """Turns with their pictures and videos, not yet decoded, so that a shuffle buffer of them stays small."""
 
     turns: tuple[Turn, ...]
     images: tuple[bytes, ...]
     tokens: Any = None
     """What `prepare` has stored of it (see `stored_tokens`), as it stands in the json."""
+    videos: tuple[Video, ...] = ()
+
+    @property
+    def frames(self) -> tuple[bytes, ...]:
+        """The frames of all videos."""
+        return tuple(frame for video in self.videos for frame in video.frames)
 
 
 @edataclass
@@ -53,9 +68,9 @@ class ChatSample(Sample):
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """A picture, not yet decoded, and what it is in its conversation."""
+    """A picture or video, not yet decoded, and what it is in its conversation."""
 
-    data: bytes
+    data: bytes | Video
     start: int
     """Index of its first token in input_ids."""
     tokens: MediaTokens
@@ -68,12 +83,12 @@ class MediaSpan:
 
 @dataclass(frozen=True, slots=True)
 class TokenConversation:
-    """A conversation as the model reads it, its pictures still undecoded."""
+    """A conversation as the model reads it, its pictures and videos still undecoded."""
 
     key: str
     """The sample's key; with a number behind it in a sample that was packed beforehand."""
     input_ids: NDArray[np.int64]
-    """[n]; every picture is already there as its own tokens."""
+    """[n]; every picture and video is already there as its own tokens."""
     trained: NDArray[np.bool_]
     """[n]; True where the token itself (not the one after it) is to be learnt."""
     media: tuple[MediaSpan, ...]
@@ -88,12 +103,12 @@ class TokenConversation:
 
     @property
     def num_patches(self) -> int:
-        """Patches of all pictures."""
+        """Patches of all pictures and frames."""
         return sum(item.tokens.num_patches for item in self.media)
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of all pictures."""
+        """Tiles of all pictures and videos."""
         return sum(item.tokens.num_tiles for item in self.media)
 
 
@@ -105,12 +120,12 @@ class TokenSample(Sample):
     num_tokens: int
     """Of all conversations."""
     num_patches: int = 0
-    """Of all their pictures."""
+    """Of all their pictures and frames."""
 
 
 @edataclass
 class EncodedSample(Sample):
-    """A TokenSample with its pictures decoded."""
+    """A TokenSample with its pictures and frames decoded."""
 
     conversations: list[TokenConversation]
     pixel_values: Tensor
@@ -152,7 +167,7 @@ class Batch(EnergonBatch):
     sample_keys: list[str]
     """The key of every conversation."""
     num_tokens: int
-    """Tokens of all conversations, pictures included and padding left out."""
+    """Tokens of all conversations, media included and padding left out."""
     num_pairs: int = 0
     """Pairs of tokens that causal attention looks at: n * (n + 1) / 2 for a conversation of n tokens."""
     num_truncated: int = 0

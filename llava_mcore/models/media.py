@@ -1,4 +1,4 @@
-"""How pictures become tokens and tensors: what an architecture answers to the data pipeline."""
+"""How pictures and videos become tokens and tensors: what an architecture answers to the data pipeline."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
-from transformers import BaseImageProcessor, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, BaseVideoProcessor, PreTrainedTokenizerBase
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS, PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 
@@ -20,23 +20,39 @@ Size = tuple[int, int]
 """Height and width of a picture in pixels, as it is seen (after EXIF)."""
 
 
+class VideoShape(NamedTuple):
+    """What of a video decides its tokens. `height`, `width`: of every frame in pixels, as it is seen (after EXIF).
+
+    `fps`: how many of these frames belong to a second; None if nobody says.
+    """
+
+    num_frames: int
+    height: int
+    width: int
+    fps: float | None = None
+
+
 @dataclass(frozen=True)
 class Processing:
-    """What a folder says of pictures beside its config.json. `settings`: processor_config.json, empty without one."""
+    """What a folder says of pictures and videos beside its config.json.
+
+    `settings`: processor_config.json, empty without one. `videos`: None without a video processor.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     images: BaseImageProcessor
     settings: Mapping[str, Any]
+    videos: BaseVideoProcessor | None = None
 
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """What one picture becomes in a sequence.
+    """What one picture or video becomes in a sequence.
 
     `ids`: int64 [n], its placeholders, with marks and separators between them. `num_tiles`: the pictures of the
-    tower's size that the image processor makes of it. `num_patches`: what the tower computes on, over all tiles.
+    tower's size that the processor makes of it. `num_patches`: what the tower computes on, over all tiles.
     `num_features`: rows that the connector makes of the tiles. `values`: of the batch's other fields; those that point
-    at something are counted from the picture's own first token or feature.
+    at something are counted from its own first token or feature.
     """
 
     ids: NDArray[np.int64]
@@ -49,25 +65,28 @@ class MediaTokens:
         return len(self.ids)
 
 
-def index_values(fields: Fields, pictures: Sequence[MediaTokens], starts: Sequence[int]) -> dict[str, Tensor]:
-    """Return the fields of a micro-batch that its pictures' tokens decide: all but the pixels and their scale.
+def index_values(fields: Fields, media: Sequence[MediaTokens], starts: Sequence[int]) -> dict[str, Tensor]:
+    """Return the fields of a micro-batch that its media's tokens decide: all but the pixels and their scale.
 
     Args:
-        starts: where each picture's tokens begin in the flattened [b * s].
+        media: in the order of their pixels.
+        starts: where the tokens of each begin in the flattened [b * s].
     """
-    features = [0, *accumulate(item.num_features for item in pictures)][:-1]
+    features = [0, *accumulate(item.num_features for item in media)][:-1]
     return {
-        name: field.joined([item.values[name] for item in pictures], starts if field.index_of == "tokens" else features)
+        name: field.joined([item.values[name] for item in media], starts if field.index_of == "tokens" else features)
         for name, field in fields.items()
         if name not in (PIXEL_VALUES, PIXEL_SCALE)
     }
 
 
 class MediaPlan(ABC):
-    """How the pictures of a checkpoint become tokens and tensors. Loader processes inherit it."""
+    """How the pictures and videos of a checkpoint become tokens and tensors. Loader processes inherit it."""
 
     image_token_id: int
     """What stands for a picture in text that is not expanded yet."""
+    video_token_id: int | None = None
+    """The same for a video; None: there can be none."""
     fields: Fields
     """Of a micro-batch."""
     any_size: bool
@@ -89,9 +108,31 @@ class MediaPlan(ABC):
         """
         return processor(images=list(pictures), return_tensors="pt", **options)["pixel_values"]
 
+    def video_pixels(
+        self, processor: BaseVideoProcessor, frames: Tensor, tokens: MediaTokens, **options: Any
+    ) -> Tensor:
+        """Return the tiles [tiles, 3, h, w] of a video, by the video processor; no frame is left out.
+
+        Args:
+            frames: uint8 [frames, 3, height, width], upright.
+            tokens: what `video_tokens` said of it.
+            options: of the processor's call.
+        """
+        made = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
+        return made["pixel_values_videos"][0]
+
     @abstractmethod
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
         """Return the tokens of a conversation's pictures. Where not `any_size`, the sizes are not looked at."""
+
+    def video_tokens(self, videos: Sequence[VideoShape]) -> list[MediaTokens]:
+        """Return the tokens of a conversation's videos. Only asked where there is a `video_token_id`."""
+        raise NotImplementedError(f"{type(self).__name__} takes no videos")
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Ids of the tokens that features take the place of."""
+        return (self.image_token_id,) if self.video_token_id is None else (self.image_token_id, self.video_token_id)
 
 
 class SameTokens(MediaPlan):

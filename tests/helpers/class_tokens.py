@@ -23,7 +23,7 @@ def assert_same_ids(folder: Path, assets: Assets, sizes: list[Size], together: i
         turns = [Turn("user", "What?" + "\n<image>" * len(some)), Turn("assistant", "This.")]
         text = assets.chat.render(turns)
         found = expand(
-            assets.chat.text_tokens(turns, num_images=len(some)), assets.plan.image_token_id, assets.plan.tokens(some)
+            assets.chat.text_tokens(turns, num_images=len(some)), assets.plan.placeholders, assets.plan.tokens(some)
         )
         pictures = [Image.new("RGB", (width, height)) for height, width in some]
         expected = processor(images=pictures, text=text, add_special_tokens=False, return_tensors="pt")

@@ -26,7 +26,7 @@ def encoded(format_: ChatFormat, turns: Sequence[Turn], *, num_images: int, num_
     """Tokenize a conversation, every picture as `num_tokens` placeholders."""
     text = format_.text_tokens(turns, num_images=num_images)
     picture = tokens_of_a_picture(format_.image_token_id, num_tokens)
-    return expand(text, format_.image_token_id, [picture] * num_images)
+    return expand(text, [format_.image_token_id], [picture] * num_images)
 
 
 def image_positions(tokens: ChatTokens, num_tokens: int = N) -> NDArray[np.int64]:

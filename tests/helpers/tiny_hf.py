@@ -65,7 +65,8 @@ CORPUS = [
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}USER: {% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'image' %}<image>\n{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}<image>\n{% elif p.type == 'video' %}<video>\n"
+    "{% else %}{{ p.text }}{% endif %}{% endfor %}"
     "{% endif %} ASSISTANT:{% else %}{% generation %} {% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ eos_token }}"
     "{% endgeneration %}{% endif %}{% endfor %}"
@@ -149,12 +150,13 @@ def _pinpoints(side: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The classes of an architecture, and what its config has beside LLaVA's."""
+    """The classes of an architecture, what its config has beside LLaVA's, and the tokens that its tokenizer names."""
 
     config: Any
     model: Any
     processor: Any
     options: Callable[[int], dict[str, Any]] = lambda side: {}
+    tokens: dict[str, str] | None = None
 
 
 ARCHITECTURES = {
@@ -170,6 +172,7 @@ ARCHITECTURES = {
         LlavaOnevisionForConditionalGeneration,
         LlavaOnevisionProcessor,
         lambda side: {"image_grid_pinpoints": _pinpoints(side), "vision_aspect_ratio": "anyres_max_1"},
+        {"image_token": "<image>", "video_token": "<video>"},
     ),
 }
 
@@ -209,7 +212,8 @@ def make_hf_llava(
     vision_overrides: dict[str, Any] | None = None,
 ) -> Any:
     """Write a whole HF folder (model, tokenizer, processor, chat template) and return the model."""
-    tokenizer = make_tokenizer()
+    kind = ARCHITECTURES[architecture]
+    tokenizer = make_tokenizer(named=kind.tokens)
     v = vision_config(vision, **(vision_overrides or {}))
     t = text_config(text, tie_word_embeddings=tie, **(text_overrides or {}))
     strategy = strategy or ("full" if vision == "siglip" else "default")
@@ -218,7 +222,7 @@ def make_hf_llava(
         side, patch = side[0], patch[0]
     before = {"siglip": 0, "dinov2_with_registers": 5}.get(vision, 1)
     tokens = (side // patch) ** 2 + before - (1 if strategy == "default" else 0)
-    kind = ARCHITECTURES[architecture]
+    videos = {"video_token_id": tokenizer.convert_tokens_to_ids("<video>")} if kind.tokens else {}
     config = kind.config(
         vision_config=v,
         text_config=t,
@@ -228,7 +232,7 @@ def make_hf_llava(
         vision_feature_select_strategy=strategy,
         image_seq_length=tokens,
         tie_word_embeddings=tie,
-        **(kind.options(side) | (model_overrides or {})),
+        **(kind.options(side) | videos | (model_overrides or {})),
     )
     # Of the attentions in transformers only this one caps scores, as Gemma 2 asks for.
     capped = {"attn_implementation": "eager"} if text == "gemma2" else {}

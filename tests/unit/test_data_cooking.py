@@ -8,7 +8,7 @@ import pytest
 
 from llava_mcore.data.encoding.conversation import chat_turns, cook_chat, with_prompt
 from llava_mcore.data.encoding.prompts import POOLS
-from llava_mcore.data.samples import Turn
+from llava_mcore.data.samples import Turn, Video
 from llava_mcore.errors import DataError
 
 
@@ -99,3 +99,69 @@ def test_question_from_a_pool(sample: dict[str, Any]) -> None:
 def test_pool_leaves_questions_alone() -> None:
     turns = chat_turns([message("user", "<image>\nWhy?"), ASSISTANT], has_pool=True)
     assert with_prompt(turns, "Describe it.") == turns
+
+
+# -- videos --------------------------------------------------------------------------------------------------------
+
+
+def clip(*names: str, fps: Any = None) -> Any:
+    return list(names) if fps is None else {"frames": list(names), "fps": fps}
+
+
+def test_frames_are_parts_that_are_no_pictures() -> None:
+    """Frames go by their names, in the order listed, and may come twice; the other parts are the pictures."""
+    messages = [message("user", "<video> <image>"), ASSISTANT, message("user", "<image><video>"), ASSISTANT]
+    about = {"messages": messages, "videos": [clip("v.b.jpg", "v.a.jpg", "v.b.jpg"), clip("7.png", fps=2)]}
+    parts: dict[str, Any] = {"v.a.jpg": b"a", "v.b.jpg": b"b", "7.png": b"c", "3.jpg": b"y", "1.jpg": b"x"}
+    (found,) = cook_chat(raw(about) | parts).conversations
+    assert found.images == (b"x", b"y")
+    assert found.videos == (Video((b"b", b"a", b"b")), Video((b"c",), 2.0))
+
+
+def test_a_pack_shares_its_videos() -> None:
+    members = [{"messages": [message("user", f"{marks}q"), ASSISTANT]} for marks in ("<video>", "<image>", "<video>")]
+    about = {"pack": members, "videos": [clip("0.jpg"), clip("1.jpg", "2.jpg")]}
+    found = cook_chat(raw(about) | {f"{i}.jpg": b"%d" % i for i in range(4)}).conversations
+    assert [c.videos for c in found] == [(Video((b"0",)),), (), (Video((b"1", b"2")),)]
+    assert [c.images for c in found] == [(), (b"3",), ()]
+
+
+def test_a_question_about_a_video() -> None:
+    about = {"question": "Why?", "videos": [clip("0.jpg")]}
+    (found,) = cook_chat(raw(about, txt="a") | {"0.jpg": b"x", "1.jpg": b"y"}).conversations
+    assert [turn.text for turn in found.turns] == ["<image>\n<video>\nWhy?", "a"]
+    (found,) = cook_chat(raw({**about, "question": "So <video>?"}, txt="a") | {"0.jpg": b"x"}).conversations
+    assert [turn.text for turn in found.turns] == ["So <video>?", "a"] and not found.images
+
+
+def test_a_video_gets_its_question_from_a_pool() -> None:
+    about = {"messages": [ASSISTANT], "videos": [clip("0.jpg")]}
+    (found,) = cook_chat(raw(about, pool="caption") | {"0.jpg": b"x"}).conversations
+    assert with_prompt(found.turns, "Describe it.")[0] == Turn("user", "<video>\nDescribe it.")
+
+
+BROKEN_VIDEOS: list[tuple[Any, str]] = [
+    ("clip.mp4", '"videos" must be a list with an entry per video'),
+    (["clip.mp4"], "video 0 is 'clip.mp4': a shard holds the frames of a video, not the video itself; `prepare`"),
+    ([clip("0.jpg"), 3], "video 1 must be a list of the names of its frames"),
+    ([[0]], "video 0 must be a list of the names"),
+    ([[""]], "video 0 must be a list of the names"),
+    ([{"fps": 2.0}], "video 0 must be a list of the names"),
+    ([[]], "video 0 has no frames"),
+    ([clip("0.jpg", "9.jpg")], r"video 0: there is no part '9.jpg', found \['0.jpg'\], and the dataset has no store"),
+    ([clip("0.jpg", fps=0)], "video 0: fps must be a number above 0, found 0"),
+    ([clip("0.jpg", fps=float("nan"))], "found nan"),
+    ([clip("0.jpg", fps=True)], "found True"),
+    ([clip("0.jpg", fps="2")], "found '2'"),
+    ([clip("0.jpg"), clip("0.jpg")], "1 <video> in the conversation, but 2 videos"),
+    ([], "1 <video> in the conversation, but 0 videos"),
+    (None, "1 <video> in the conversation, but 0 videos"),
+]
+
+
+@pytest.mark.parametrize(("videos", "reason"), BROKEN_VIDEOS)
+def test_broken_videos(videos: Any, reason: str) -> None:
+    about = {"messages": [message("user", "<video>"), ASSISTANT], "videos": videos}
+    parts: dict[str, Any] = {} if videos in ([], None) else {"0.jpg": b"x"}
+    with pytest.raises(DataError, match=reason):
+        cook_chat(raw(about) | parts)

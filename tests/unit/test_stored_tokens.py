@@ -101,7 +101,7 @@ def test_nothing_is_tokenised_again(
     assert caplog.text.count(f"{data / folder}: tokens are taken over") == 1
 
 
-def _refuse(self: ChatFormat, turns: Any, *, num_images: int) -> TextTokens:
+def _refuse(self: ChatFormat, turns: Any, *, num_images: int, num_videos: int = 0) -> TextTokens:
     raise AssertionError("it tokenizes")
 
 

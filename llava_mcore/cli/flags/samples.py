@@ -10,9 +10,10 @@ from llava_mcore.config.sections.data import LIMITS, Handling, Limits
 from llava_mcore.errors import ConfigError
 
 MEANINGS = {
-    "sample_bytes": "bytes of a sample, its json and pictures together",
+    "sample_bytes": "bytes of a sample, its json, pictures and frames together",
     "text_chars": "characters of a conversation",
-    "picture_pixels": "width times height of a picture",
+    "picture_pixels": "width times height of a picture or frame",
+    "frames": "frames of all videos of a conversation together",
 }
 
 

@@ -30,11 +30,13 @@ class Limits:
     """Limits of a sample, so that a single one cannot use all memory or time. Larger samples are skipped."""
 
     sample_bytes: int = 1 << 28
-    """Bytes of its json and pictures together, and of each of them."""
+    """Bytes of its json, pictures and frames together, and of each of them."""
     text_chars: int = 1_000_000
     """Characters of all turns of a conversation."""
     picture_pixels: int = 178_956_970
-    """Width times height of a picture before it is resized; Pillow refuses more."""
+    """Width times height of a picture or frame before it is resized; Pillow refuses more."""
+    frames: int = 4096
+    """Frames of all videos of a conversation together."""
 
 
 LIMITS = Limits()
@@ -46,7 +48,7 @@ class DataConfig(Section):
     path: DataPath | None = None
     """Prepared folder of shards, or the .yaml file of a blend; or the URL of either in an object store."""
     seq_length: Size = 2048
-    """Maximum number of tokens of a sample, or of a pack of samples; image tokens included."""
+    """Maximum number of tokens of a sample, or of a pack of samples; those of pictures and videos included."""
     num_workers: int = Field(2, ge=0, le=1024)
     """Loader processes per data-parallel rank; 0 loads in the training process."""
     timeout: Seconds = 600
@@ -66,12 +68,12 @@ class DataConfig(Section):
     packing_buffer_size: Size = 64
     """Number of samples from which each stream selects those that fill a pack best."""
     max_media_tokens: Size | None = None
-    """Maximum number of patches of the pictures in a pack (without packing: in a sample), so that no rank's vision
-    tower gets more than fits into memory; a sample with more than that is too long. Not given: seq_length is the
+    """Maximum number of patches of the pictures and frames in a pack (without packing: in a sample), so that no rank's
+    vision tower gets more than fits into memory; a sample with more than that is too long. Not given: seq_length is the
     only limit."""
     on_too_long: Literal["drop", "truncate", "error"] = "drop"
     """What happens to a conversation longer than seq_length: it is skipped and counted, truncated (never inside a
-    picture), or an error that ends the run."""
+    picture or video), or an error that ends the run."""
     max_skip_rate: float = Field(0.01, ge=0, le=1)
     """Fraction of the samples that may be skipped as broken or too long before the run ends with a list of them."""
     chat_template: str | None = None
@@ -84,13 +86,15 @@ class DataConfig(Section):
     """What special tokens of the tokenizer mean in the text of a conversation, such as <|im_end|> in an answer: plain
     text, or the tokens themselves, for data that relies on it."""
     max_sample_bytes: int = Field(LIMITS.sample_bytes, ge=1, le=1 << 40)
-    """Bytes of a sample, its json and pictures together; a larger one is skipped."""
+    """Bytes of a sample, its json, pictures and frames together; a larger one is skipped."""
     max_text_chars: int = Field(LIMITS.text_chars, ge=1, le=1 << 40)
     """Characters of a conversation; a longer one is skipped before it is tokenized."""
     max_picture_pixels: int = Field(LIMITS.picture_pixels, ge=1, le=LIMITS.picture_pixels)
-    """Width times height of a picture; a sample with a larger one is skipped. Default: Pillow's own limit."""
+    """Width times height of a picture or frame; a sample with a larger one is skipped. Default: Pillow's own limit."""
+    max_frames: int = Field(LIMITS.frames, ge=1, le=1 << 30)
+    """Frames of all videos of a conversation together; a sample with more is skipped before they are decoded."""
 
     @property
     def limits(self) -> Limits:
         """The limits of a sample."""
-        return Limits(self.max_sample_bytes, self.max_text_chars, self.max_picture_pixels)
+        return Limits(self.max_sample_bytes, self.max_text_chars, self.max_picture_pixels, self.max_frames)

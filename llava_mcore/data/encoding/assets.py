@@ -14,7 +14,9 @@ from transformers import AutoTokenizer, BaseImageProcessor, PretrainedConfig, Pr
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits
 from llava_mcore.data.encoding.chat import ChatFormat
 from llava_mcore.data.encoding.preprocess import ImagePreprocessor, load_image_processor
+from llava_mcore.data.encoding.special_tokens import check_tokenizer, choose_tokens
 from llava_mcore.data.encoding.template_choice import Lang, TemplateChoice, choose_template
+from llava_mcore.data.encoding.videos import VIDEO_FILE, Videos, choose_videos
 from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError, problems
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.regular import kind_of
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 ASSET_FILES = (
-    *(*TOKENIZER_FILES, *PROCESSOR_FILES, "config.json", "chat_template.jinja", "chat_template.json"),
+    *(*TOKENIZER_FILES, *PROCESSOR_FILES, VIDEO_FILE, "config.json", "chat_template.jinja", "chat_template.json"),
     *("merges.txt", "added_tokens.json", "special_tokens_map.json"),
 )
 MOST_BYTES = 1 << 28
@@ -56,6 +58,8 @@ class Assets:
     lang: Lang
     """Language of the prompts for data without questions (data.prompts)."""
     limits: Limits = LIMITS
+    no_videos: str | None = None
+    """Why samples with videos cannot be used; None: they can."""
 
 
 def load_assets(
@@ -69,7 +73,7 @@ def load_assets(
     special_tokens_in_text: Handling = "text",
     limits: Limits = LIMITS,
 ) -> Assets:
-    """Load tokenizer, chat template and image processor from hf_dir.
+    """Load tokenizer, chat template, image processor and, where the class takes videos, video processor from hf_dir.
 
     Args:
         checkpoint_hf_dir: the Hugging Face part of the checkpoint that is trained: its config.json counts, and it
@@ -90,19 +94,26 @@ def load_assets(
     config = _load_config(folders[-1], found)
     tokenizer = _load_tokenizer(hf_dir, found)
     if tokenizer is not None:
-        _choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
+        choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
     choice = _choose_template(tokenizer, folders, chat_template, lang, found)
     processor = _load_processor(folders, found)
-    plan = None if config is None else _plan(folders, config, tokenizer, processor, found)
-    images = _check_images(processor, config, plan, limits, found)
-    image_token = None if tokenizer is None else _check_tokenizer(tokenizer, config, found)
+    videos = Videos()
+    if config is not None and tokenizer is not None:
+        videos = choose_videos(folders, config, tokenizer, LOAD_ERRORS)
+    plan = None if config is None else _plan(folders, config, tokenizer, processor, videos, found)
+    images = _check_images(processor, config, plan, videos, limits, found)
+    image_token = None if tokenizer is None else check_tokenizer(tokenizer, config, found)
     if found:
         raise DataError(problems(f"{hf_dir} cannot prepare data for training", found))
     assert tokenizer is not None and choice is not None and images is not None
     assert plan is not None and image_token is not None
     try:
         chat = ChatFormat(
-            tokenizer, choice.text, image_token=image_token, special_tokens_in_text=special_tokens_in_text
+            tokenizer,
+            choice.text,
+            image_token=image_token,
+            video_token=videos.token,
+            special_tokens_in_text=special_tokens_in_text,
         )
     except DataError as error:
         raise DataError(problems(f"{hf_dir} cannot prepare data for training", [str(error)])) from error
@@ -117,6 +128,7 @@ def load_assets(
         image_size=images.image_size,
         lang=choice.lang,
         limits=limits,
+        no_videos=videos.reason or images.no_videos or chat.no_videos,
     )
 
 
@@ -208,13 +220,15 @@ def _check_images(
     processor: BaseImageProcessor | None,
     config: PretrainedConfig | None,
     plan: MediaPlan | None,
+    videos: Videos,
     limits: Limits,
     found: list[str],
 ) -> ImagePreprocessor | None:
     if processor is None or config is None or plan is None:
         return None
     try:
-        return ImagePreprocessor(processor, image_side(config.vision_config), plan, limits.picture_pixels)
+        side = image_side(config.vision_config)
+        return ImagePreprocessor(processor, side, plan, limits.picture_pixels, videos.processor)
     except (*LOAD_ERRORS, DataError) as error:
         found.append(f"the image processor cannot be used: {why_not_loaded(error)}")
         return None
@@ -225,9 +239,10 @@ def _plan(
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     processor: BaseImageProcessor | None,
+    videos: Videos,
     found: list[str],
 ) -> MediaPlan | None:
-    """How pictures become tokens by the model's config; a processor that would make other ones is reported."""
+    """How pictures and videos become tokens; a processor that would make other ones of pictures is reported."""
     architecture = architecture_of(config)
     file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
     settings = None if file is None else _read_json(file, found)
@@ -236,49 +251,7 @@ def _plan(
             found += [f"{file}: {problem}" for problem in architecture.processor_problems(config, settings)]
         if tokenizer is None or processor is None:
             return None
-        return architecture.media(config, Processing(tokenizer, processor, settings or {}))
+        return architecture.media(config, Processing(tokenizer, processor, settings or {}, videos.processor))
     except ConversionError as error:
         found.append(str(error))
         return None
-
-
-def _choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int | None], found: list[str]) -> None:
-    """Make tokens that are given by id the tokenizer's own. `ids`: special token's name -> id, None leaves it."""
-    for name, number in ids.items():
-        if number is None:
-            continue
-        token = tokenizer.convert_ids_to_tokens(number) if number < len(tokenizer) else None
-        if token is None:
-            found.append(f"--{name.replace('_', '-')}-id {number}: the tokenizer has tokens 0 to {len(tokenizer) - 1}")
-        else:
-            tokenizer.add_special_tokens({name: token})
-
-
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None, found: list[str]) -> str:
-    """Check the special tokens and that every id has a row in the embedding. Returns the picture's placeholder."""
-    if config is None:
-        image_token = tokenizer.special_tokens_map.get("image_token", "<image>")
-    else:
-        image_token = architecture_of(config).placeholder(tokenizer)
-    vocab = tokenizer.get_vocab()
-    image_id = vocab.get(image_token)
-    if tokenizer.pad_token_id is None:
-        found.append("the tokenizer has no pad token; build the folder with build_llava_jp.py or set pad_token")
-    if tokenizer.eos_token_id is None:
-        found.append("the tokenizer has no EOS token; set eos_token")
-    if image_id is None:
-        found.append(f"the tokenizer has no {image_token}; build the folder with build_llava_jp.py or add it")
-    elif image_id == tokenizer.pad_token_id:
-        found.append(f"the pad token and {image_token} are the same token ({image_id}); pads would count as pictures")
-    elif tokenizer.backend_tokenizer.encode(image_token, add_special_tokens=False).ids != [image_id]:
-        found.append(f"the tokenizer does not keep {image_token} as one token; add it as a special token")
-    if config is None:
-        return image_token
-    if image_id is not None and image_id != config.image_token_id:
-        found.append(f"image_token_id is {config.image_token_id} in config.json, but {image_token} is token {image_id}")
-    rows = config.text_config.vocab_size
-    beyond = sorted((i, token) for token, i in vocab.items() if i >= rows)
-    if beyond:
-        shown = ", ".join(f"{token} = {i}" for i, token in beyond[:5])
-        found.append(f"{len(beyond)} tokens have ids beyond the model's vocab_size {rows}: {shown}")
-    return image_token

@@ -17,17 +17,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import Handling
+from llava_mcore.data.encoding.chat_probe import ANSWER, QUESTION, find_content_format, probe, why_no_videos
 from llava_mcore.data.encoding.chat_render import CONTENT_FORMATS, FLATTENED, render_turns
 from llava_mcore.data.encoding.chat_tokens import TextTokens
+from llava_mcore.data.encoding.marks import check_marks, count_marks
 from llava_mcore.data.encoding.token_spans import Span, tokens_in_span
 from llava_mcore.data.encoding.typed_tokens import TypedTokens
-from llava_mcore.data.samples import IMAGE_MARK, Turn
+from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.templates import fixed_date
 from llava_mcore.templates.named import flatten_parts
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-QUESTION, ANSWER, SYSTEM = "probe-question-q7", "probe-answer-a7", "probe-system-s7"
 TOKENS_FORMAT = 2
 """Raised when the same turns, template and tokenizer would make other tokens than before."""
 
@@ -53,17 +54,21 @@ class ChatFormat:
         template: str,
         *,
         image_token: str,
+        video_token: str | None = None,
         special_tokens_in_text: Handling = "text",
     ):
-        """`image_token` is the tokenizer's placeholder for a picture.
+        """`image_token` and `video_token` are the tokenizer's placeholders for a picture and a video.
 
+        video_token: None if no conversation may have videos.
         special_tokens_in_text: what becomes of `<|im_end|>` and the like in the text of a turn.
 
         Raises DataError for a template whose answers cannot be told from its prompts.
         """
         self.special_tokens_in_text = special_tokens_in_text
-        self.image_token = image_token
+        self.image_token, self.video_token = image_token, video_token
+        self._media_tokens = {IMAGE_MARK: image_token} | ({VIDEO_MARK: video_token} if video_token else {})
         self.image_token_id = int(tokenizer.convert_tokens_to_ids(image_token))
+        self._video_token_id = int(tokenizer.convert_tokens_to_ids(video_token)) if video_token else None
         self.eos_token = str(tokenizer.eos_token)
         self._bos_token = tokenizer.bos_token
         self._variables = tokenizer.special_tokens_map
@@ -76,16 +81,21 @@ class ChatFormat:
         self._encoder.no_truncation()
         self._encoder.no_padding()
         named = [t for t in tokenizer.special_tokens_map.values() if isinstance(t, str)]
-        self._typed = TypedTokens(self._encoder, [*named, image_token], mark=IMAGE_MARK)
+        placeholders = self._media_tokens.values()
+        self._typed = TypedTokens(self._encoder, [*named, *placeholders], marks=self._media_tokens.keys())
         self._has_marks = GENERATION_MARK.search(template) is not None
-        self.content_format = self._find_content_format()
+        formats = CONTENT_FORMATS if self._body == self.template else (FLATTENED,)
+        self.content_format = find_content_format(self._text, formats, image_token)
         self._closing = self._probe_marked() if self._has_marks else self._probe_unmarked()
         self._check_tokens()
 
     # -- rendering ---------------------------------------------------------------------------------------------
 
     def render(self, turns: Sequence[Turn], *, add_generation_prompt: bool = False) -> str:
-        """Return the template's text of the turns, one placeholder a picture; with the answer's header if asked."""
+        """Return the template's text of the turns, one placeholder each for pictures and videos.
+
+        It ends with the answer's header if asked.
+        """
         return self._render(turns, self.content_format, add_generation_prompt)[0]
 
     def _render(self, turns: Sequence[Turn], formats: dict[str, str], prompt: bool) -> tuple[str, list[Span]]:
@@ -93,7 +103,7 @@ class ChatFormat:
             turns,
             self._dated,
             formats,
-            image_token=self.image_token,
+            media_tokens=self._media_tokens,
             add_generation_prompt=prompt,
             has_marks=self._has_marks,
             variables=self._variables,
@@ -106,45 +116,27 @@ class ChatFormat:
 
     # -- finding out how the template works ---------------------------------------------------------------------
 
-    def _find_content_format(self) -> dict[str, str]:
-        possible, reasons = [], []
-        for formats in CONTENT_FORMATS if self._body == self.template else (FLATTENED,):
-            try:
-                text, _ = self._render(_probe(), formats, False)
-            except DataError as error:
-                reasons.append(str(error))
-                continue
-            once = all(text.count(part) == 1 for part in (self.image_token, QUESTION, ANSWER))
-            if once and "'type':" not in text:  # a list where text was expected is written out as Python would
-                possible.append(formats)
-            else:
-                reasons.append(f"typed or plain content {formats} renders as {text!r}")
-        if possible:
-            return next(filter(self._says_system, possible), possible[0])
-        raise DataError(
-            f"the chat template renders a question with a picture neither from typed parts nor from text with "
-            f"{self.image_token}: " + "; ".join(dict.fromkeys(reasons))
-        )
-
-    def _says_system(self, formats: dict[str, str]) -> bool:
-        """Whether a system prompt comes out as it is; a template may know none."""
-        try:
-            text, _ = self._render([Turn("system", SYSTEM), *_probe()], formats, False)
-        except DataError:
-            return False
-        return text.count(SYSTEM) == 1 and "'type':" not in text
+    def _text(self, turns: Sequence[Turn], formats: dict[str, str]) -> str:
+        return self._render(turns, formats, False)[0]
 
     @cached_property
     def several_turns(self) -> str | None:
         """Why conversations of several questions cannot be used with this template; None: they can."""
         try:
-            self.segments([*_probe(), Turn("user", QUESTION), Turn("assistant", ANSWER)])
+            self.segments([*probe(), Turn("user", QUESTION), Turn("assistant", ANSWER)])
         except DataError as error:
             return str(error)
         return None
 
+    @cached_property
+    def no_videos(self) -> str | None:
+        """Why conversations with videos cannot be used with this template; None: they can."""
+        if self.video_token is None:
+            return "there is no placeholder for a video"
+        return why_no_videos(self._text, self.content_format, self.video_token)
+
     def _probe_unmarked(self) -> Closing:
-        text, spans = self._difference_spans(_probe())
+        text, spans = self._difference_spans(probe())
         _, found, closing = text[slice(*spans[0])].partition(ANSWER)
         if not found:
             raise DataError(f"the chat template ends its prompt behind the answer; add {{% generation %}}: {text!r}")
@@ -153,7 +145,7 @@ class ChatFormat:
         return Closing(closing, len(trained), bool(eos))
 
     def _probe_marked(self) -> Closing:
-        text, spans = self._render(_probe(), self.content_format, False)
+        text, spans = self._render(probe(), self.content_format, False)
         if len(spans) != 1 or ANSWER not in text[slice(*spans[0])]:
             raise DataError(f"the chat template's {{% generation %}} does not hold the answer: {text!r}")
         start, end = spans[0]
@@ -165,11 +157,11 @@ class ChatFormat:
 
     def _check_tokens(self) -> None:
         """The special tokens must be tokens, and a text must end where it ends."""
-        found = self.text_tokens(_probe(), num_images=1)
+        found = self.text_tokens(probe(), num_images=1)
         eos_id = self._encoder.token_to_id(self.eos_token)
         if eos_id not in found.ids[found.trained]:
             raise DataError(f"the tokenizer does not turn {self.eos_token} after an answer into its EOS id {eos_id}")
-        if self._adds_special_tokens(self.render(_probe())):
+        if self._adds_special_tokens(self.render(probe())):
             added = self._encoder.encode("a", add_special_tokens=True)
             if added.special_tokens_mask[-1]:
                 raise DataError(
@@ -231,15 +223,13 @@ class ChatFormat:
             done = end
         return result + text[done:], moved
 
-    def text_tokens(self, turns: Sequence[Turn], *, num_images: int) -> TextTokens:
-        """Tokenize a conversation as Hugging Face's processor does, but with one placeholder per picture.
+    def text_tokens(self, turns: Sequence[Turn], *, num_images: int, num_videos: int = 0) -> TextTokens:
+        """Tokenize a conversation as Hugging Face's processor does, but with one placeholder per picture and video.
 
-        The answers are marked with their EOS. Raises DataError if marks and pictures do not match or the template
-        cannot render the turns.
+        The answers are marked with their EOS. Raises DataError if marks do not match pictures and videos, or the
+        template cannot render the turns.
         """
-        num_marks = sum(turn.text.count(IMAGE_MARK) for turn in turns)
-        if num_marks != num_images:
-            raise DataError(f"{num_marks} {IMAGE_MARK} in the conversation, but {num_images} pictures")
+        check_marks(count_marks(turns, IMAGE_MARK), num_images, count_marks(turns, VIDEO_MARK), num_videos)
         typed = self.typed_in(turns)
         hidden = bool(typed) and self.special_tokens_in_text == "text"
         if hidden:
@@ -252,17 +242,20 @@ class ChatFormat:
         encode = self._typed.encode if hidden else self._encoder.encode
         encoding = encode(text, add_special_tokens=self._adds_special_tokens(text))
         ids = np.asarray(encoding.ids, dtype=np.int64)
-        is_image = ids == self.image_token_id
-        num_left = int(is_image.sum())
-        if num_left != num_images:
-            raise DataError(f"the chat template leaves {num_left} of {num_images} {self.image_token}: {text!r:.2000}")
+        is_image, is_video = ids == self.image_token_id, ids == self._video_token_id
+        for left, number, token in (
+            (int(is_image.sum()), num_images, self.image_token),
+            (int(is_video.sum()), num_videos, self.video_token),
+        ):
+            if left != number:
+                raise DataError(f"the chat template leaves {left} of {number} {token}: {text!r:.2000}")
         trained = np.zeros(len(ids), dtype=np.bool_)
         for span in spans:
             trained[tokens_in_span(encoding, span, len(text))] = True
-        return TextTokens(ids, trained & ~is_image, typed)
+        return TextTokens(ids, trained & ~(is_image | is_video), typed)
 
     def typed_in(self, turns: Sequence[Turn]) -> tuple[str, ...]:
-        """Return the special tokens that stand in the text of turns, `<image>` aside."""
+        """Return the special tokens that stand in the text of turns, marks aside."""
         found: set[str] = set()
         for turn in turns:
             found |= self._typed.found_in(turn.text)
@@ -273,6 +266,8 @@ class ChatFormat:
         """A hash of all that `text_tokens` depends on beside the turns."""
         tokenizer = json.loads(self._encoder.to_str())
         settings = [TOKENS_FORMAT, tokenizer, self.template, self.image_token, self.eos_token, self._variables]
+        if self.video_token is not None:
+            settings.append(self.video_token)
         if self.special_tokens_in_text != "text":
             settings.append(self.special_tokens_in_text)
         if fixed_date.asks_for_date(self.template):
@@ -283,7 +278,3 @@ class ChatFormat:
     def _adds_special_tokens(self, text: str) -> bool:
         """Hugging Face's processors add BOS and the like unless the template has written BOS itself."""
         return self._bos_token is None or not text.startswith(self._bos_token)
-
-
-def _probe() -> list[Turn]:
-    return [Turn("user", f"{IMAGE_MARK}\n{QUESTION}"), Turn("assistant", ANSWER)]

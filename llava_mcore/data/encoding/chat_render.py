@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from llava_mcore.data.encoding.marks import MARK_WITH_NEWLINES, TYPES
 from llava_mcore.data.encoding.token_spans import Span
-from llava_mcore.data.samples import IMAGE_MARK, Turn
+from llava_mcore.data.samples import Turn
 from llava_mcore.errors import DataError
 from llava_mcore.templates import fixed_date
 from llava_mcore.templates.bounded import RENDER_ERRORS
 
-MARK_WITH_NEWLINES = re.compile(rf"(\n?{re.escape(IMAGE_MARK)}\n?)")
 CONTENT_FORMATS = (
     {"system": "list", "user": "list", "assistant": "list"},
     {"system": "string", "user": "list", "assistant": "list"},
@@ -31,7 +30,7 @@ def render_turns(
     template: str,
     formats: Mapping[str, str],
     *,
-    image_token: str,
+    media_tokens: Mapping[str, str],
     add_generation_prompt: bool,
     has_marks: bool,
     variables: Mapping[str, Any],
@@ -41,12 +40,13 @@ def render_turns(
     Args:
         template: from `fixed_date.with_fixed_date`.
         formats: how each role's content is given, see CONTENT_FORMATS.
+        media_tokens: mark -> the tokenizer's placeholder; a mark without one stays as it is.
         variables: of the tokenizer, such as its bos_token.
 
     Raises:
         DataError: the template cannot render them.
     """
-    messages = [{"role": t.role, "content": content(t, formats[t.role], image_token)} for t in turns]
+    messages = [{"role": t.role, "content": content(t, formats[t.role], media_tokens)} for t in turns]
     try:
         texts, spans = render_jinja_template(
             conversations=[messages],
@@ -62,12 +62,18 @@ def render_turns(
     return texts[0], [(int(start), int(end)) for start, end in spans[0]] if spans else []
 
 
-def content(turn: Turn, content_format: str, image_token: str) -> str | list[dict[str, str]]:
-    """A turn's text as the template wants it. In typed parts, a line break beside a picture is the template's."""
+def content(turn: Turn, content_format: str, media_tokens: Mapping[str, str]) -> str | list[dict[str, str]]:
+    """A turn's text as the template wants it. In typed parts, a line break beside a mark is the template's."""
     if content_format == "string":
-        return turn.text.replace(IMAGE_MARK, image_token)
-    pieces = MARK_WITH_NEWLINES.split(turn.text)
+        text = turn.text
+        for mark, token in media_tokens.items():
+            text = text.replace(mark, token)
+        return text
+    # Every second piece is a mark.
+    pieces = [(piece, place % 2 == 1) for place, piece in enumerate(MARK_WITH_NEWLINES.split(turn.text)) if piece]
     if content_format == "flat":
-        return "\n".join(IMAGE_MARK if IMAGE_MARK in p else p for p in pieces if p)
-    parts = [{"type": "image"} if IMAGE_MARK in p else {"type": "text", "text": p} for p in pieces if p]
+        return "\n".join(piece.strip("\n") if is_mark else piece for piece, is_mark in pieces)
+    parts = [
+        {"type": TYPES[piece.strip("\n")]} if is_mark else {"type": "text", "text": piece} for piece, is_mark in pieces
+    ]
     return parts or [{"type": "text", "text": ""}]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class TextTokens:
-    """A tokenized conversation of m tokens in which every picture is one placeholder."""
+    """A tokenized conversation of m tokens in which every picture and video is one placeholder."""
 
     ids: NDArray[np.int64]
     """[m]"""
@@ -22,13 +22,13 @@ class TextTokens:
 
 @dataclass(frozen=True, slots=True)
 class ChatTokens:
-    """A tokenized conversation of n tokens with k pictures, each as its own tokens."""
+    """A tokenized conversation of n tokens with k pictures and videos, each as its own tokens."""
 
     input_ids: NDArray[np.int64]
     """[n]"""
     trained: NDArray[np.bool_]
     """[n]"""
     starts: NDArray[np.int64]
-    """[k]; where each picture begins."""
+    """[k]; where each picture or video begins."""
     typed: tuple[str, ...] = ()
     """Special tokens that stand in the text of its turns; none if its tokens were stored."""

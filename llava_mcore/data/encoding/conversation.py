@@ -1,4 +1,4 @@
-"""Raw parts of a shard's sample -> its conversations. Pictures stay undecoded here."""
+"""Raw parts of a shard's sample -> its conversations. Pictures and frames stay undecoded here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, get_args, get_type_hints
 
 from megatron.energon import FileStore, FileStoreDecoder, TextSample, VQASample, basic_sample_keys, stateless
 
+from llava_mcore.data.encoding.marks import check_marks, count_marks
 from llava_mcore.data.encoding.prompts import POOL_KEY
+from llava_mcore.data.encoding.sample_media import media_of
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
-from llava_mcore.data.samples import IMAGE_MARK, IMAGE_PARTS, ChatSample, Conversation, Turn
-from llava_mcore.data.storage.picture_store import stored_pictures
+from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, ChatSample, Conversation, Turn, Video
 from llava_mcore.data.storage.tar_members import NoContents
 from llava_mcore.errors import DataError
 
@@ -52,89 +53,80 @@ def cook_chat(sample: dict[str, Any], *, images: FileStore[bytes] | None = None)
     """Cook a sample of a CrudeWebdataset or of a jsonl file.
 
     Its json part holds "messages", or "pack" (several conversations), each with `<image>` where a picture stands and
-    the pictures as parts in that order (`0.jpg`, `1.png`, …); or "question", with the answer in a txt part and at
-    most one picture. Where the dataset has a prompt pool, the question may be missing: an empty one stands for it.
-    Instead of picture parts, "images" in the json may list names in the dataset's store of pictures (`aux: {images: …}`
-    in a blend), which are read only here.
+    `<video>` where a video stands; or "question", with the answer in a txt part and at most one picture and one video.
+    Where the dataset has a prompt pool, the question may be missing: an empty one stands for it. `media_of` says where
+    pictures and videos are; names in a store of pictures are read only here.
 
     Raises:
         DataError: something is missing or of a wrong kind; the sample is left out.
         RuntimeError: the store of pictures cannot be reached; the run ends.
     """
     has_pool = POOL_KEY in (sample.get("__subflavors__") or {})
-    parts = _pictures(sample)
     about = sample.get("json")
     if not isinstance(about, dict):
         raise DataError(f"a part .json with an object is needed, found {_kind(about)}")
     forms = [form for form in ("messages", "pack", "question") if form in about]
     if len(forms) != 1:
         raise DataError(f'the json must have one of "messages", "pack" and "question", found {forms or sorted(about)}')
-    pictures = [sample[part] for part in parts]
-    if not parts and about.get("images"):
-        pictures = stored_pictures(about["images"], images, sample)
+    pictures, videos = media_of(sample, about, images)
     conversations: tuple[Conversation, ...]
     if forms == ["question"]:
-        conversations = (_question(about["question"], sample, pictures, has_pool=has_pool),)
+        conversations = (_question(about["question"], sample, pictures, videos, has_pool=has_pool),)
     else:
         members = [about] if forms == ["messages"] else about["pack"]
-        conversations = _share_pictures(members, pictures, has_pool=has_pool)
+        conversations = _share_media(members, pictures, videos, has_pool=has_pool)
     return ChatSample(**basic_sample_keys(sample), conversations=conversations)
 
 
-def _pictures(sample: dict[str, Any]) -> list[str]:
-    """Return the names of the picture parts, numbered ones in the order of their numbers."""
-    names = [key for key in sample if not key.startswith("__") and key.rsplit(".", 1)[-1].lower() in IMAGE_PARTS]
-    if len(names) < 2:
-        return names
-    numbers = [name.partition(".")[0] for name in names]
-    if not all(number.isdecimal() for number in numbers) or len(set(numbers)) != len(numbers):
-        raise DataError(f"several pictures must be numbered (0.jpg, 1.png, …), found the parts {names}")
-    return sorted(names, key=lambda name: int(name.partition(".")[0]))
-
-
-def _question(question: Any, sample: dict[str, Any], pictures: Sequence[bytes], *, has_pool: bool) -> Conversation:
-    if len(pictures) > 1:
-        raise DataError(f'with "question", one picture at most is allowed, found {len(pictures)}')
+def _question(
+    question: Any, sample: dict[str, Any], pictures: Sequence[bytes], videos: Sequence[Video], *, has_pool: bool
+) -> Conversation:
+    for found, what in ((pictures, "picture"), (videos, "video")):
+        if len(found) > 1:
+            raise DataError(f'with "question", one {what} at most is allowed, found {len(found)}')
     if "txt" not in sample:
         raise DataError("a part .txt with the answer is needed")
-    turns = vqa_turns(question, sample["txt"], has_image=bool(pictures), has_pool=has_pool)
-    return Conversation(turns, tuple(pictures))
+    marks = (IMAGE_MARK,) * len(pictures) + (VIDEO_MARK,) * len(videos)
+    turns = vqa_turns(question, sample["txt"], marks, has_pool=has_pool)
+    return Conversation(turns, tuple(pictures), videos=tuple(videos))
 
 
-def _share_pictures(members: Any, pictures: list[bytes], *, has_pool: bool) -> tuple[Conversation, ...]:
-    """Return the conversations of a sample, each with as many of its pictures as it has marks."""
+def _share_media(
+    members: Any, pictures: Sequence[bytes], videos: Sequence[Video], *, has_pool: bool
+) -> tuple[Conversation, ...]:
+    """Return the conversations of a sample, each with as many of its pictures and videos as it has marks."""
     if not isinstance(members, list) or not members or not all(isinstance(member, dict) for member in members):
         raise DataError('"pack" must be a list of objects with "messages"')
-    conversations, used = [], 0
+    conversations, num_images, num_videos = [], 0, 0
     for member in members:
         turns = chat_turns(member.get("messages"), has_pool=has_pool)
         if has_pool and len(members) == 1:
-            turns = _place_pictures(turns, len(pictures))
-        num_marks = sum(turn.text.count(IMAGE_MARK) for turn in turns)
-        images = tuple(pictures[used : used + num_marks])
+            turns = _place_media(turns, (IMAGE_MARK,) * len(pictures) + (VIDEO_MARK,) * len(videos))
+        first, num_images = num_images, num_images + count_marks(turns, IMAGE_MARK)
+        first_video, num_videos = num_videos, num_videos + count_marks(turns, VIDEO_MARK)
         # With a pool the words of a question are not known before training.
-        conversations.append(Conversation(turns, images, None if has_pool else member.get(TOKENS_KEY)))
-        used += num_marks
-    if used != len(pictures):
-        raise DataError(f"{used} {IMAGE_MARK} in the conversation, but {len(pictures)} pictures")
+        tokens = None if has_pool else member.get(TOKENS_KEY)
+        images, shown = tuple(pictures[first:num_images]), tuple(videos[first_video:num_videos])
+        conversations.append(Conversation(turns, images, tokens, shown))
+    check_marks(num_images, len(pictures), num_videos, len(videos))
     return tuple(conversations)
 
 
-def _place_pictures(turns: tuple[Turn, ...], num_pictures: int) -> tuple[Turn, ...]:
-    """Put all pictures into an empty question, unless the conversation places them."""
-    if any(IMAGE_MARK in turn.text for turn in turns):
+def _place_media(turns: tuple[Turn, ...], marks: Sequence[str]) -> tuple[Turn, ...]:
+    """Put all pictures and videos into an empty question, unless the conversation places them."""
+    if any(mark in turn.text for turn in turns for mark in (IMAGE_MARK, VIDEO_MARK)):
         return turns
     first = next(place for place, turn in enumerate(turns) if turn.role == "user")
     if turns[first].text.strip():
         return turns
-    return (*turns[:first], Turn("user", "\n".join([IMAGE_MARK] * num_pictures)), *turns[first + 1 :])
+    return (*turns[:first], Turn("user", "\n".join(marks)), *turns[first + 1 :])
 
 
 def with_prompt(turns: Sequence[Turn], prompt: str) -> tuple[Turn, ...]:
-    """Return the turns with the prompt as question where the first one is empty but for its pictures."""
+    """Return the turns with the prompt as question where the first one is empty but for its pictures and videos."""
     first = next(place for place, turn in enumerate(turns) if turn.role == "user")
     marks = turns[first].text.strip()
-    if marks.replace(IMAGE_MARK, "").strip():
+    if marks.replace(IMAGE_MARK, "").replace(VIDEO_MARK, "").strip():
         return tuple(turns)
     return (*turns[:first], Turn("user", f"{marks}\n{prompt}".strip()), *turns[first + 1 :])
 
@@ -187,12 +179,12 @@ def chat_from_standard(sample: Any) -> ChatSample:
     if not answers:
         raise DataError("the sample has no answer; map the field answers, for example to txt")
     has_pool = POOL_KEY in (sample.__subflavors__ or {})
-    turns = vqa_turns(sample.context, answers[0], has_image=True, has_pool=has_pool)
+    turns = vqa_turns(sample.context, answers[0], (IMAGE_MARK,), has_pool=has_pool)
     return ChatSample.derive_from(sample, conversations=(Conversation(turns, (sample.image,)),))
 
 
-def vqa_turns(question: Any, answer: Any, *, has_image: bool, has_pool: bool = False) -> tuple[Turn, ...]:
-    """Return question and answer without white space around; the picture goes first unless the question places it.
+def vqa_turns(question: Any, answer: Any, marks: Sequence[str] = (), *, has_pool: bool = False) -> tuple[Turn, ...]:
+    """Return question and answer without white space around, after the marks that the question does not place itself.
 
     With a pool the question may be empty or None.
     """
@@ -202,6 +194,5 @@ def vqa_turns(question: Any, answer: Any, *, has_image: bool, has_pool: bool = F
         if not isinstance(text, str) or not (text.strip() or may_be_empty):
             raise DataError(f"the {name} must be text that is not empty, found {text!r}")
     question = question.strip()
-    if has_image and IMAGE_MARK not in question:
-        question = f"{IMAGE_MARK}\n{question}".strip()
+    question = "\n".join([*(mark for mark in marks if mark not in question), question]).strip()
     return (Turn("user", question), Turn("assistant", answer.strip()))

@@ -1,4 +1,4 @@
-"""A conversation -> tokens, no longer than a sequence. Pictures stay undecoded: packing only needs lengths."""
+"""A conversation -> tokens, no longer than a sequence. Its media stay undecoded: packing only needs lengths."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import replace
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.chat_tokens import TextTokens
-from llava_mcore.data.encoding.media import expand, media_tokens
+from llava_mcore.data.encoding.media import expand, in_order, media_tokens, video_tokens
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, from_json, is_by
-from llava_mcore.data.samples import Conversation, MediaSpan, TokenConversation, Turn
+from llava_mcore.data.samples import Conversation, MediaSpan, TokenConversation, Turn, Video
 from llava_mcore.errors import DataError
+from llava_mcore.models.media import MediaTokens
 
 
 class TooLongError(DataError):
@@ -33,30 +34,42 @@ def tokenize(conversation: Conversation, assets: Assets, key: str) -> TokenConve
     Raises DataError if the template cannot render it, or stored tokens do not belong to it.
     """
     check_length(conversation.turns, assets.limits)
-    num_bytes = sum(map(len, conversation.images))
-    if num_bytes > assets.limits.sample_bytes:
-        raise DataError(
-            f"its pictures have {num_bytes} bytes; the limit is {assets.limits.sample_bytes} (max_sample_bytes)"
-        )
+    check_media(conversation, assets)
     text = stored_tokens(conversation, assets)
     if text is None:
-        text = assets.chat.text_tokens(conversation.turns, num_images=len(conversation.images))
+        text = assets.chat.text_tokens(
+            conversation.turns, num_images=len(conversation.images), num_videos=len(conversation.videos)
+        )
     return expanded(text, conversation, assets, key)
 
 
+def check_media(conversation: Conversation, assets: Assets) -> None:
+    """Raise DataError for videos that cannot be trained on, and for more pictures or frames than are allowed."""
+    limits, frames = assets.limits, conversation.frames
+    if conversation.videos and assets.no_videos is not None:
+        raise DataError(f"it has a video, but {assets.no_videos}")
+    if len(frames) > limits.frames:
+        raise DataError(f"its videos have {len(frames)} frames; the limit is {limits.frames} (max_frames)")
+    num_bytes = sum(map(len, (*conversation.images, *frames)))
+    if num_bytes > limits.sample_bytes:
+        raise DataError(
+            f"its pictures and frames have {num_bytes} bytes; the limit is {limits.sample_bytes} (max_sample_bytes)"
+        )
+
+
 def expanded(text: TextTokens, conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
-    """Return a conversation's tokens with those of its pictures. DataError for a picture that cannot be read."""
-    media = media_tokens(conversation.images, assets.plan, assets.limits.picture_pixels)
-    tokens = expand(text, assets.plan.image_token_id, media)
-    placed = (
-        MediaSpan(data, int(start), item)
-        for data, start, item in zip(conversation.images, tokens.starts, media, strict=True)
-    )
+    """Return a conversation's tokens with those of its media. DataError for a picture or frame that cannot be read."""
+    plan, most_pixels = assets.plan, assets.limits.picture_pixels
+    images = zip(conversation.images, media_tokens(conversation.images, plan, most_pixels), strict=True)
+    videos = zip(conversation.videos, video_tokens(conversation.videos, plan, most_pixels), strict=True)
+    found: list[tuple[bytes | Video, MediaTokens]] = in_order(text.ids, [*images], [*videos], plan)
+    tokens = expand(text, plan.placeholders, [item for _, item in found])
+    placed = (MediaSpan(data, int(start), item) for (data, item), start in zip(found, tokens.starts, strict=True))
     return TokenConversation(key, tokens.input_ids, tokens.trained, tuple(placed), truncated=False, typed=tokens.typed)
 
 
 def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | None:
-    """Return the tokens that were stored with a conversation, with one placeholder per picture.
+    """Return the tokens that were stored with a conversation, with one placeholder per picture and video.
 
     None without, or if others would be made now.
 
@@ -65,9 +78,13 @@ def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | No
     if not is_by(conversation.tokens, assets.chat.fingerprint):
         return None
     tokens = from_json(conversation.tokens)
-    num_images = len(conversation.images)
-    if int((tokens.ids == assets.plan.image_token_id).sum()) != num_images:
-        raise DataError(f"its {TOKENS_KEY} are not those of {num_images} pictures; prepare the data again")
+    plan = assets.plan
+    for token_id, media, what in (
+        (plan.image_token_id, conversation.images, "pictures"),
+        (plan.video_token_id, conversation.videos, "videos"),
+    ):
+        if int((tokens.ids == token_id).sum()) != len(media):
+            raise DataError(f"its {TOKENS_KEY} are not those of {len(media)} {what}; prepare the data again")
     return tokens
 
 
@@ -79,7 +96,7 @@ def fit(tokens: TokenConversation, seq_length: int, truncate: bool) -> TokenConv
     """
     if len(tokens) <= seq_length:
         return tokens
-    found = f"the sample has {len(tokens)} tokens (pictures included), but data.seq_length is {seq_length}"
+    found = f"the sample has {len(tokens)} tokens (media included), but data.seq_length is {seq_length}"
     if not truncate:
         raise TooLongError(f"{found}; raise data.seq_length (--seq-length), or choose --on-too-long drop or truncate")
     shorter = cut(tokens, seq_length)
@@ -89,7 +106,7 @@ def fit(tokens: TokenConversation, seq_length: int, truncate: bool) -> TokenConv
 
 
 def cut(tokens: TokenConversation, seq_length: int) -> TokenConversation:
-    """Return at most the first seq_length tokens, without a picture whose tokens would be cut in two.
+    """Return at most the first seq_length tokens, without a picture or video whose tokens would be cut in two.
 
     The pictures that stay keep the tokens that they had among the others.
     """

@@ -1,14 +1,18 @@
-"""Pictures in tokenized text: one placeholder each becomes the tokens that the model's plan says."""
+"""Pictures and videos in tokenized text: one placeholder each becomes the tokens that the model's plan says."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.encoding.chat_tokens import ChatTokens, TextTokens
 from llava_mcore.data.encoding.images import picture_size
-from llava_mcore.models.media import MediaPlan, MediaTokens, Size
+from llava_mcore.data.samples import Video
+from llava_mcore.errors import DataError
+from llava_mcore.models.media import MediaPlan, MediaTokens, Size, VideoShape
 
 NO_SIZE: Size = (0, 0)
 """Of a picture whose size nobody asks for."""
@@ -23,16 +27,55 @@ def media_tokens(pictures: Sequence[bytes], plan: MediaPlan, most_pixels: int) -
     return plan.tokens([picture_size(data, most_pixels) if plan.any_size else NO_SIZE for data in pictures])
 
 
-def expand(tokens: TextTokens, image_token_id: int, media: Sequence[MediaTokens]) -> ChatTokens:
-    """Let every placeholder become its picture's tokens, which are never trained.
+def video_tokens(videos: Sequence[Video], plan: MediaPlan, most_pixels: int) -> list[MediaTokens]:
+    """Return what the videos of one conversation become; only the headers of their frames are read.
 
-    Raises ValueError if there are not as many placeholders as pictures.
+    Raises:
+        DataError: a frame whose size cannot be read, has more than most_pixels or another size than the first one.
     """
-    is_image = tokens.ids == image_token_id
+    if not videos:
+        return []
+    return plan.video_tokens([video_shape(video, number, most_pixels) for number, video in enumerate(videos)])
+
+
+def video_shape(video: Video, number: int = 0, most_pixels: int = LIMITS.picture_pixels) -> VideoShape:
+    """Return what decides the tokens of a video. DataError as of `video_tokens`; `number` is for the message."""
+    first: Size | None = None
+    for place, frame in enumerate(video.frames):
+        try:
+            size = picture_size(frame, most_pixels)
+        except DataError as error:
+            raise DataError(f"video {number}, frame {place}: {error}") from error
+        first = first or size
+        if size != first:
+            raise DataError(
+                f"video {number}: frame {place} has {size[1]} x {size[0]} pixels, but the first one has "
+                f"{first[1]} x {first[0]}; frames of a video must have one size"
+            )
+    if first is None:
+        raise DataError(f"video {number} has no frames")
+    return VideoShape(len(video.frames), *first, video.fps)
+
+
+def in_order[T](ids: NDArray[np.int64], pictures: Sequence[T], videos: Sequence[T], plan: MediaPlan) -> list[T]:
+    """Return something of each picture and video in the order of their placeholders in a text.
+
+    A template may put all pictures of a turn before its videos; among themselves neither change their order.
+    """
+    queues = {plan.image_token_id: iter(pictures), plan.video_token_id: iter(videos)}
+    return [next(queues[i]) for i in ids[np.isin(ids, plan.placeholders)].tolist()]
+
+
+def expand(tokens: TextTokens, placeholders: Sequence[int], media: Sequence[MediaTokens]) -> ChatTokens:
+    """Let every placeholder become its picture's or video's tokens, which are never trained.
+
+    Raises ValueError if there are not as many placeholders as media.
+    """
+    is_media = np.isin(tokens.ids, placeholders)
     repeats = np.ones(len(tokens.ids), dtype=np.int64)
-    repeats[is_image] = [len(item) for item in media]
-    starts = (np.cumsum(repeats) - repeats)[is_image]
+    repeats[is_media] = [len(item) for item in media]
+    starts = (np.cumsum(repeats) - repeats)[is_media]
     input_ids = np.repeat(tokens.ids, repeats)
     for start, item in zip(starts, media, strict=True):
         input_ids[start : start + len(item)] = item.ids
-    return ChatTokens(input_ids, np.repeat(tokens.trained & ~is_image, repeats), starts, tokens.typed)
+    return ChatTokens(input_ids, np.repeat(tokens.trained & ~is_media, repeats), starts, tokens.typed)

@@ -1,4 +1,4 @@
-"""Pictures: what the checkpoint's own processors make of them."""
+"""Pictures and videos: what the checkpoint's own processors make of them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
-from transformers import AutoImageProcessor, BaseImageProcessor
+from transformers import AutoImageProcessor, BaseImageProcessor, BaseVideoProcessor
 from transformers.image_processing_backends import TorchvisionBackend
 from transformers.models.auto.image_processing_auto import DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
 
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.encoding.images import decode_image, decode_pixels, noise
-from llava_mcore.data.samples import MediaSpan
+from llava_mcore.data.samples import MediaSpan, Video
 from llava_mcore.errors import DataError
-from llava_mcore.models.media import MediaPlan, MediaTokens
+from llava_mcore.models.media import MediaPlan, MediaTokens, VideoShape
 from llava_mcore.pixels import NO_SCALE, normalize
+
+PROCESSOR_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a processor raises for settings that make no sense."""
 
 
 class ImagePreprocessor:
-    """The checkpoint's image processor: pictures as bytes -> tiles of one fixed square size.
+    """The checkpoint's image and video processors: pictures and frames as bytes -> tiles of one fixed square size.
 
     Rescaling and normalizing are left to the device (`llava_mcore.pixels`) where that gives the same bits: it is two
     thirds of the processor's time, and makes four times as much to hand over between processes.
@@ -34,10 +37,16 @@ class ImagePreprocessor:
         image_size: int,
         plan: MediaPlan,
         most_pixels: int = LIMITS.picture_pixels,
+        videos: BaseVideoProcessor | None = None,
     ) -> None:
-        """Check the processor on a wide picture; DataError if the result is not what the vision tower takes."""
+        """Check the processors on a wide picture; DataError if the result is not what the vision tower takes.
+
+        videos: None if no conversation may have videos. One that does not suit the tower is not used.
+        """
         self.most_pixels = most_pixels
-        self.processor = processor
+        self.processor, self.videos = processor, videos
+        self.no_videos: str | None = None
+        """Why the video processor is not used."""
         self.image_size = image_size
         self.plan = plan
         self.pixel_scale = NO_SCALE
@@ -49,12 +58,14 @@ class ImagePreprocessor:
                 f"the image processor makes pictures of {' x '.join(map(str, found))}, but the vision tower takes "
                 f"3 x {image_size} x {image_size}; correct size and crop_size in the processor's configuration"
             )
+        of_video = self._try_video(probe)
         if processor.do_rescale and processor.do_normalize:
             self.pixel_scale = torch.tensor([processor.image_mean, processor.image_std]) * (
                 1.0 / processor.rescale_factor
             )
-            pixels = self._process([probe])
-            if pixels.dtype != torch.uint8 or not torch.equal(normalize(pixels, self.pixel_scale), expected):
+            if not self._is_normalized(self._process([probe]), expected) or (
+                of_video is not None and not self._is_normalized(self._process_video(_still(probe)), of_video)
+            ):
                 self.pixel_scale = NO_SCALE
         self._is_plain = not plan.any_size and bool(len(self.pixel_scale)) and self._resizes_and_crops_only()
 
@@ -63,15 +74,56 @@ class ImagePreprocessor:
         """Of a tile's pixels."""
         return 3 * self.image_size**2 * (1 if len(self.pixel_scale) else 4)
 
+    @property
+    def _options(self) -> dict[str, bool]:
+        """Of the processors' calls: what is left to the device."""
+        return {"do_rescale": False, "do_normalize": False} if len(self.pixel_scale) else {}
+
     def _process(self, images: Sequence[Image.Image], tokens: Sequence[MediaTokens] = ()) -> Tensor:
         """`tokens`: those that the pictures have in their conversation; else as if each were alone in one."""
-        leave_out = {"do_rescale": False, "do_normalize": False} if len(self.pixel_scale) else {}
         tokens = tokens or [self.plan.tokens([(image.height, image.width)])[0] for image in images]
-        pixels = self.plan.pixels(self.processor, images, tokens, **leave_out)
+        pixels = self.plan.pixels(self.processor, images, tokens, **self._options)
         num_tiles = sum(item.num_tiles for item in tokens)
         if len(pixels) != num_tiles:
             raise DataError(f"the image processor makes {len(pixels)} tiles of what the model takes as {num_tiles}")
         return pixels
+
+    def _process_video(self, frames: Tensor, tokens: MediaTokens | None = None) -> Tensor:
+        """Return the tiles of a video's frames, uint8 [frames, 3, height, width].
+
+        `tokens`: None if nobody has asked for them yet.
+        """
+        assert self.videos is not None, "load_assets says why there is no video processor"
+        if tokens is None:
+            (tokens,) = self.plan.video_tokens([VideoShape(len(frames), *frames.shape[-2:])])
+        pixels = self.plan.video_pixels(self.videos, frames, tokens, **self._options)
+        if len(pixels) != tokens.num_tiles:
+            raise DataError(
+                f"the video processor makes {len(pixels)} tiles of what the model takes as {tokens.num_tiles}"
+            )
+        return pixels
+
+    def _try_video(self, probe: Image.Image) -> Tensor | None:
+        """Return the tiles of a video; None, and no video processor any more, if they do not suit the vision tower."""
+        if self.videos is None:
+            return None
+        try:
+            found = self._process_video(_still(probe))
+        except (*PROCESSOR_ERRORS, DataError) as error:
+            self.no_videos = f"the video processor cannot be used: {error}"
+        else:
+            if found.shape[1:] == (3, self.image_size, self.image_size):
+                return found
+            self.no_videos = (
+                f"the video processor makes frames of {' x '.join(map(str, found.shape[1:]))}, and the vision tower "
+                f"takes 3 x {self.image_size} x {self.image_size}; correct the size in its configuration"
+            )
+        self.videos = None
+        return None
+
+    def _is_normalized(self, pixels: Tensor, expected: Tensor) -> bool:
+        """Tell whether bytes become what the processor itself makes of a picture."""
+        return pixels.dtype == torch.uint8 and torch.equal(normalize(pixels, self.pixel_scale), expected)
 
     def _resizes_and_crops_only(self) -> bool:
         """Tell whether the processor's two steps give what all of it gives, for pictures of every proportion."""
@@ -91,7 +143,7 @@ class ImagePreprocessor:
         return pixels
 
     def tiles(self, media: Sequence[MediaSpan]) -> Tensor:
-        """Return the tiles of one conversation's pictures, [tiles, 3, h, w]; there may be none.
+        """Return the tiles of some pictures and videos in their order, [tiles, 3, h, w]; there may be none.
 
         uint8 that `pixel_scale` normalizes, or float32 where that is empty. The channels of a pixel may be next to each
         other in memory (channels_last), as decoders and resizing like it.
@@ -99,10 +151,27 @@ class ImagePreprocessor:
         Raises:
             DataError: a picture that cannot be decoded, or of which the processor makes another number of tiles.
         """
-        data = [item.data for item in media]
+        pictures = [(item.data, item.tokens) for item in media if isinstance(item.data, bytes)]
+        tiles = self._picture_tiles([data for data, _ in pictures], [tokens for _, tokens in pictures])
+        if len(pictures) == len(media):
+            return tiles
+        of_pictures = iter(tiles.split([tokens.num_tiles for _, tokens in pictures]))
+        return torch.cat(
+            [
+                self._video_tiles(item.data, item.tokens) if isinstance(item.data, Video) else next(of_pictures)
+                for item in media
+            ]
+        )
+
+    def _video_tiles(self, video: Video, tokens: MediaTokens) -> Tensor:
+        """Return the tiles of a video, whose frames have one size."""
+        frames = torch.stack([decode_pixels(frame, self.most_pixels) for frame in video.frames])
+        return self._process_video(frames, tokens)
+
+    def _picture_tiles(self, data: Sequence[bytes], tokens: Sequence[MediaTokens]) -> Tensor:
+        """Return the tiles of pictures."""
         if data and not self._is_plain:
-            images = [decode_image(picture, self.most_pixels) for picture in data]
-            return self._process(images, [item.tokens for item in media])
+            return self._process([decode_image(picture, self.most_pixels) for picture in data], tokens)
         if len(data) == 1:  # a batch of such samples is copied together
             return self._resize_and_crop(decode_pixels(data[0], self.most_pixels))[None]
         shape = (len(data), 3, self.image_size, self.image_size)
@@ -111,6 +180,11 @@ class ImagePreprocessor:
         for tile, picture in zip(pixels, data, strict=True):
             tile.copy_(self._resize_and_crop(decode_pixels(picture, self.most_pixels)))
         return pixels
+
+
+def _still(probe: Image.Image) -> Tensor:
+    """Return a video of two equal frames, uint8 [2, 3, height, width]."""
+    return F.pil_to_tensor(probe).expand(2, -1, -1, -1)
 
 
 def load_image_processor(folder: Path) -> BaseImageProcessor:

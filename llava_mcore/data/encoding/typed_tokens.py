@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
@@ -25,18 +25,18 @@ PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 class TypedTokens:
     """Finds special tokens in the text of turns, and tokenizes such text."""
 
-    def __init__(self, tokenizer: Tokenizer, named: Iterable[str], *, mark: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, named: Iterable[str], *, marks: Collection[str]) -> None:
         """Hold a tokenizer.
 
         Args:
             named: tokens that count as special whatever the tokenizer says of them, such as EOS and the placeholder.
-            mark: what stands for a picture in the text of a turn, and so is not typed.
+            marks: what stands for pictures and videos in the text of a turn, and so is not typed.
         """
         self._tokenizer = tokenizer
         special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         self._tokens = sorted(token for token in special | set(named) if token in vocab)
-        typed = [token for token in self._tokens if token != mark]
+        typed = [token for token in self._tokens if token not in marks]
         self._typed = _alternatives(typed)
         self._normalizer = _normalizer(tokenizer, typed)
         number = {token: place for place, token in enumerate(self._tokens)}

@@ -14,11 +14,13 @@ from llava_mcore.errors import DataError
 from llava_mcore.files.regular import RefusedFileError, open_regular_file
 
 
-def stored_pictures(names: Any, store: FileStore[bytes] | None, sample: dict[str, Any]) -> list[bytes]:
+def stored_pictures(
+    names: Any, store: FileStore[bytes] | None, sample: dict[str, Any], *, key: str = "images"
+) -> list[bytes]:
     """Return the bytes of the pictures that a sample names, in that order.
 
     Args:
-        names: what "images" of the sample's json holds.
+        names: what `key` of the sample's json holds.
         store: what the blend names as `aux: {images: …}` beside the dataset.
         sample: gets the places of the pictures added to its sources, for messages.
 
@@ -27,9 +29,9 @@ def stored_pictures(names: Any, store: FileStore[bytes] | None, sample: dict[str
         RuntimeError: the store does not answer or refuses.
     """
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise DataError(f'"images" must be a list of names, found {names!r:.80}')
+        raise DataError(f'"{key}" must be a list of names, found {names!r:.80}')
     if store is None:
-        raise DataError(f'"images" names {names[0]!r}, but the dataset has no store of pictures (aux: {{images: …}})')
+        raise DataError(f'"{key}" names {names[0]!r}, but the dataset has no store of pictures (aux: {{images: …}})')
     return [_picture(name, store, sample) for name in names]
 
 

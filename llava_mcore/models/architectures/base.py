@@ -30,6 +30,8 @@ class Architecture(ABC):
     """The names that its tensors have had in files."""
     fields: ClassVar[Fields] = PICTURE_FIELDS
     """Of a micro-batch's media."""
+    takes_videos: ClassVar[bool] = False
+    """Whether its `MediaPlan` has a `video_token_id` and tokens for videos."""
     towers: ClassVar[tuple[str, ...]] = ()
     """model_types of the towers that transformers reads in it; empty: of all that are no part of one class alone."""
 
@@ -48,11 +50,19 @@ class Architecture(ABC):
 
     @abstractmethod
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
-        """Return how pictures become tokens. Raises ConversionError for settings that the tower cannot take."""
+        """Return how pictures and videos become tokens.
+
+        Raises:
+            ConversionError: settings that the tower cannot take.
+        """
 
     def placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """Return the token that stands for a picture in text."""
         return str(tokenizer.special_tokens_map.get("image_token", "<image>"))
+
+    def video_placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return the token that stands for a video in text."""
+        return str(tokenizer.special_tokens_map.get("video_token", "<video>"))
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
         """Return why a processor would expand a picture to other tokens than `media`, a message each.

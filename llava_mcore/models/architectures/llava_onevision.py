@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: as LLaVA-NeXT, with large grids resized and several pictures seen as their base views."""
+"""LLaVA-OneVision: as LLaVA-NeXT, with large grids resized and several pictures seen as their base views; videos."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import re
 from dataclasses import replace
 from typing import ClassVar
 
-from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, PretrainedConfig
+from transformers import (
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    PretrainedConfig,
+)
 
 from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.anyres import ONEVISION_FIELDS, AnyRes
+from llava_mcore.models.anyres_video import AnyResVideoPlan
 from llava_mcore.models.architectures.llava_next import LlavaNext
+from llava_mcore.models.media import MediaPlan, Processing
 
 _ASPECT_RATIO = re.compile(r"anyres_max_(\d+)")
 
@@ -23,6 +29,13 @@ class LlavaOnevision(LlavaNext):
     model_class = LlavaOnevisionForConditionalGeneration
 
     fields: ClassVar[Fields] = ONEVISION_FIELDS
+    takes_videos = True
+
+    def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
+        """Return the plan of base view and grid, and of frames if there is a video processor. Raises as `anyres`."""
+        if processing.videos is None:
+            return super().media(hf, processing)
+        return AnyResVideoPlan(hf.image_token_id, self.anyres(hf), self.fields, hf.video_token_id)
 
     def anyres(self, hf: PretrainedConfig) -> AnyRes:
         """Return how pictures are cut. Raises ConversionError also where that is not anyres_max_N."""

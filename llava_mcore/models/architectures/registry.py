@@ -24,3 +24,8 @@ def architecture_of(hf: PretrainedConfig) -> Architecture:
 def features_per_tile(hf: PretrainedConfig) -> int:
     """Return how many features of a tile reach the language model."""
     return architecture_of(hf).features_per_tile(hf)
+
+
+def classes_that_take_videos() -> tuple[str, ...]:
+    """Return the names of the Hugging Face classes whose samples may have videos."""
+    return tuple(x.model_class.__name__ for x in _ALL if x.takes_videos)

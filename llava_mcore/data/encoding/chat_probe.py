@@ -1,0 +1,66 @@
+"""How a chat template takes pictures and videos, found out by rendering a question about one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Turn
+from llava_mcore.errors import DataError
+
+QUESTION, ANSWER, SYSTEM = "probe-question-q7", "probe-answer-a7", "probe-system-s7"
+Render = Callable[[Sequence[Turn], dict[str, str]], str]
+"""Turns, and in which format each role's content is given (see `chat_render.CONTENT_FORMATS`) -> text."""
+
+
+def probe(mark: str = IMAGE_MARK) -> list[Turn]:
+    """Return a question about a picture, or a video, and its answer."""
+    return [Turn("user", f"{mark}\n{QUESTION}"), Turn("assistant", ANSWER)]
+
+
+def find_content_format(render: Render, formats: Iterable[dict[str, str]], image_token: str) -> dict[str, str]:
+    """Return the first of the formats that the template understands, best one with which it says a system prompt.
+
+    Raises DataError if it understands none.
+    """
+    possible, reasons = [], []
+    for candidate in formats:
+        try:
+            text = render(probe(), candidate)
+        except DataError as error:
+            reasons.append(str(error))
+            continue
+        if _is_said(text, image_token):
+            possible.append(candidate)
+        else:
+            reasons.append(f"typed or plain content {candidate} renders as {text!r}")
+    if possible:
+        return next((candidate for candidate in possible if _says_system(render, candidate)), possible[0])
+    raise DataError(
+        f"the chat template renders a question with a picture neither from typed parts nor from text with "
+        f"{image_token}: " + "; ".join(dict.fromkeys(reasons))
+    )
+
+
+def why_no_videos(render: Render, content_format: dict[str, str], video_token: str) -> str | None:
+    """Return why the template cannot say a question about a video; None: it can."""
+    try:
+        text = render(probe(VIDEO_MARK), content_format)
+    except DataError as error:
+        return str(error)
+    if _is_said(text, video_token):
+        return None
+    return f"the chat template renders a question about a video as {text!r}, where one {video_token} is needed"
+
+
+def _is_said(text: str, placeholder: str) -> bool:
+    """Tell whether all of the probe stands in the text once, and no list written out as Python would."""
+    return all(text.count(part) == 1 for part in (placeholder, QUESTION, ANSWER)) and "'type':" not in text
+
+
+def _says_system(render: Render, content_format: dict[str, str]) -> bool:
+    """Tell whether a system prompt comes out as it is; a template may know none."""
+    try:
+        text = render([Turn("system", SYSTEM), *probe()], content_format)
+    except DataError:
+        return False
+    return text.count(SYSTEM) == 1 and "'type':" not in text

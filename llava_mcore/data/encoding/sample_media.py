@@ -1,0 +1,124 @@
+"""Which parts of a shard's sample are pictures, which are frames of videos, and what its json names in a store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.energon import FileStore
+
+from llava_mcore.data.samples import IMAGE_PARTS, Video
+from llava_mcore.data.storage.picture_store import stored_pictures
+from llava_mcore.errors import DataError
+
+VIDEOS_KEY, FRAMES_KEY, FPS_KEY = "videos", "frames", "fps"
+
+
+@dataclass(frozen=True, slots=True)
+class ListedVideo:
+    """A video as "videos" of a json lists it: names of its frames, and how many of them belong to a second."""
+
+    frames: tuple[Any, ...]
+    fps: float | None
+
+
+def media_of(
+    sample: Mapping[str, Any], about: Mapping[str, Any], store: FileStore[bytes] | None
+) -> tuple[list[bytes], list[Video]]:
+    """Return the pictures and the videos of a sample, each in the order of their marks.
+
+    Frames are the parts, or names in the store, that "videos" of the json lists. The other picture parts are its
+    pictures, numbered in the order of their marks (`0.jpg`, `1.png`, …); without any, those that "images" names in the
+    store.
+
+    Args:
+        about: the sample's json.
+        store: the dataset's store of pictures (`aux: {images: …}` in a blend).
+
+    Raises:
+        DataError: something is missing or of a wrong kind.
+        RuntimeError: the store cannot be reached.
+    """
+    listed = listed_videos(about.get(VIDEOS_KEY))
+    frames = {name for video in listed for name in video.frames}
+    parts = {key: part for key, part in sample.items() if is_picture_part(key)}
+    pictures = [parts[name] for name in _numbered([name for name in parts if name not in frames])]
+    if not pictures and about.get("images"):
+        pictures = stored_pictures(about["images"], store, dict(sample))
+    return pictures, [
+        Video(tuple(_frames(number, video, parts, store, sample)), video.fps) for number, video in enumerate(listed)
+    ]
+
+
+def is_picture_part(name: str) -> bool:
+    """Tell whether a part of a sample is a picture or frame, by the end of its name."""
+    return not name.startswith("__") and name.rsplit(".", 1)[-1].lower() in IMAGE_PARTS
+
+
+def listed_videos(videos: Any) -> list[ListedVideo]:
+    """Return what "videos" of a json says: for each video a list of its frames, or {"frames": […], "fps": 2.0}.
+
+    DataError if it says anything else.
+    """
+    if videos is None:
+        return []
+    if not isinstance(videos, list):
+        raise DataError(f'"{VIDEOS_KEY}" must be a list with an entry per video, found {videos!r:.80}')
+    return [_listed(number, video) for number, video in enumerate(videos)]
+
+
+def _listed(number: int, video: Any) -> ListedVideo:
+    frames, fps = (video.get(FRAMES_KEY), video.get(FPS_KEY)) if isinstance(video, dict) else (video, None)
+    if isinstance(video, str):
+        raise DataError(
+            f"video {number} is {video!r:.80}: a shard holds the frames of a video, not the video itself; `prepare` "
+            "writes such shards"
+        )
+    if not isinstance(frames, list) or not all(isinstance(name, str) and name for name in frames):
+        raise DataError(
+            f'video {number} must be a list of the names of its frames, or {{"frames": [names], "fps": number}}; found '
+            f"{video!r:.80}"
+        )
+    if not frames:
+        raise DataError(f"video {number} has no frames")
+    return ListedVideo(tuple(frames), check_fps(fps, f"video {number}"))
+
+
+def check_fps(fps: Any, where: str) -> float | None:
+    """Return frames per second as a number, None if they are not given. DataError for what is no positive number."""
+    if fps is None:
+        return None
+    is_number = isinstance(fps, int | float) and not isinstance(fps, bool)
+    if not is_number or not math.isfinite(fps) or fps <= 0:
+        raise DataError(f"{where}: fps must be a number above 0, found {fps!r:.80}")
+    return float(fps)
+
+
+def _frames(
+    number: int,
+    video: ListedVideo,
+    parts: Mapping[str, bytes],
+    store: FileStore[bytes] | None,
+    sample: Mapping[str, Any],
+) -> list[bytes]:
+    """Return the frames of a video: parts of the sample, or else of the store."""
+    named = [name for name in video.frames if name not in parts]
+    if named and store is None:
+        raise DataError(
+            f"video {number}: there is no part {named[0]!r}, found {sorted(parts) or 'no pictures'}, and the dataset "
+            "has no store of pictures (aux: {images: …})"
+        )
+    found = dict(zip(named, stored_pictures(named, store, dict(sample), key=VIDEOS_KEY), strict=True)) if named else {}
+    return [parts[name] if name in parts else found[name] for name in video.frames]
+
+
+def _numbered(names: list[str]) -> list[str]:
+    """Return the names of picture parts in the order of their numbers."""
+    if len(names) < 2:
+        return names
+    numbers = [name.partition(".")[0] for name in names]
+    if not all(number.isdecimal() for number in numbers) or len(set(numbers)) != len(numbers):
+        raise DataError(f"several pictures must be numbered (0.jpg, 1.png, …), found the parts {names}")
+    return sorted(names, key=lambda name: int(name.partition(".")[0]))

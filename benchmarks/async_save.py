@@ -28,9 +28,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.material import SHAPES, make_hf_folder, make_shards
+from benchmarks.material import make_shards
 from benchmarks.record import ROOT, about
 from benchmarks.runs import read_lines, training_command
+from benchmarks.shapes import SHAPES, make_hf_folder
 from llava_mcore.checkpoint.layout import iteration_folder
 
 SAVES, METRICS = "saves.jsonl", "metrics.jsonl"

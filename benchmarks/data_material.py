@@ -15,7 +15,8 @@ from sklearn import datasets
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoImageProcessor, LlavaConfig
 
-from benchmarks.material import SPECIAL, Sample, chat_tokenizer, make_hf_folder
+from benchmarks.material import Sample
+from benchmarks.shapes import SPECIAL, chat_tokenizer, make_hf_folder
 from llava_mcore.data.prepare.plan import Counting, Options, Source
 from llava_mcore.data.prepare.run import prepare
 

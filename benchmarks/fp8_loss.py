@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.material import SHAPES, make_hf_folder, make_shards
+from benchmarks.material import make_shards
 from benchmarks.record import ROOT, show, write_record
 from benchmarks.runs import RECIPES, read_lines, training_command
+from benchmarks.shapes import SHAPES, make_hf_folder
 
 AGAIN = "bf16 again"
 ENDS = ("training.fp8_first_layers_bf16=1", "training.fp8_last_layers_bf16=1")

@@ -1,11 +1,10 @@
 """The Hugging Face stack that llava_mcore is compared with: one rank of it; `train_step.py --peer` starts it.
 
-LlavaForConditionalGeneration with PyTorch's FSDP2 (bf16 compute, fp32 weights and AdamW, fused), Liger's kernels with
-its fused linear cross-entropy, and cuDNN's attention. It reads the same shards through the same loader.
+transformers' class with PyTorch's FSDP2 (bf16 compute, fp32 weights and AdamW, fused), Liger's kernels with its fused
+linear cross-entropy, and attention within the samples of a pack (`benchmarks/peer_model.py`). It reads the same shards
+through the same loader, in the same packs, and the output layer only reads the tokens that are trained.
 
-Packed: sequences of seq_length tokens, as many a micro-batch as asked for. Its attention is plainly causal, so samples
-of a pack see each other: keeping them apart would need a mask, which costs speed. Padded: one sample per row, padded
-to the longest of the micro-batch, with an attention mask, as people run it.
+Padded: one sample per row, padded to the longest of the micro-batch, with an attention mask, as people run it.
 """
 
 from __future__ import annotations
@@ -14,73 +13,49 @@ import argparse
 import json
 import os
 import time
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from liger_kernel.transformers import apply_liger_kernel_to_llava
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlavaConfig, LlavaForConditionalGeneration
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
 
+from benchmarks.peer_attention import Packs
+from benchmarks.peer_classes import CLASSES, to_device
+from benchmarks.peer_model import Inputs, Reshard, Stack, after_update, build, keep_gathered
+from llava_mcore.batch_fields import Field
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.samples import Batch
-from llava_mcore.pixels import normalize
+from llava_mcore.parallel.batch import longest, pad_to
+from llava_mcore.training.batch_counts import count
 
-IGNORED = -100
-ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+LOADERS = 4
+"""Loader processes of a rank, as of our own runs; on a CPU none."""
+PAD = 3
+"""Token id, in every folder of `benchmarks.shapes`."""
 
 
 def main() -> None:
     """Train for some steps and let rank 0 write what each of them took."""
     args = parse()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    config = LlavaConfig.from_pretrained(args.hf, attn_implementation="sdpa")
-    model = build(config, device, train_vision=args.train_vision, recompute=args.recompute)
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=args.lr, weight_decay=0.0, fused=True
-    )
-    data = DataConfig(path=args.data, seq_length=args.seq_length, num_workers=4, packing=not args.padded)
-    data = data.model_copy(update={"shuffle_buffer_size": 0})
-    loader = TrainLoader(
-        data,
-        load_assets(args.hf),
-        micro_batch_size=args.micro_batch_size if args.padded else 1,
-        dp_rank=rank,
-        dp_size=world,
-        seed=1234,
-    )
-    num_micro = args.global_batch_size // (args.micro_batch_size * world)
-    steps = []
-    for _ in range(args.iters):
-        dist.barrier()
-        torch.cuda.synchronize()
-        start, counts, total = time.perf_counter(), torch.zeros(5, dtype=torch.int64), torch.zeros((), device=device)
-        for _ in range(num_micro):
-            batches = [next(loader) for _ in range(1 if args.padded else args.micro_batch_size)]
-            counts += torch.tensor([sum(column) for column in zip(*map(counted, batches), strict=True)])
-            inputs = to_hugging_face(batches, None if args.padded else args.seq_length, device)
-            with sdpa_kernel(ATTENTION, set_priority=True):
-                loss = model(**inputs, use_cache=False).loss / num_micro
-                loss.backward()
-            total += loss.detach()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        dist.all_reduce(total, dist.ReduceOp.AVG)
-        steps.append((seconds, counts, float(total)))
-    write(args.out, steps, device)
-    loader.close()
-    dist.destroy_process_group()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    stack = Stack(args.reshard, args.recompute, args.fp8, args.compile, not args.padded, args.train_vision)
+    try:
+        steps = train(args, stack, device)
+    finally:
+        dist.destroy_process_group()
+    if int(os.environ["RANK"]) == 0:
+        lines = [{"stack": stack.describe(device)} | step for step in steps]
+        args.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def parse() -> argparse.Namespace:
@@ -90,98 +65,107 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="file for the steps, a JSON object per line")
     parser.add_argument("--padded", action="store_true")
-    parser.add_argument("--recompute", action="store_true", help="of all decoder layers")
+    parser.add_argument("--recompute", action="store_true", help="decoder layers")
+    parser.add_argument("--reshard", choices=get_args(Reshard), default="backward", help="give up gathered weights")
+    parser.add_argument("--fp8", action="store_true", help="float8 of torchao in the decoder layers")
+    parser.add_argument("--compile", action="store_true", help="decoder layers; with --fp8 they always are")
     parser.add_argument("--train-vision", action="store_true")
     parser.add_argument("--seq-length", type=int, required=True)
-    parser.add_argument("--micro-batch-size", type=int, required=True)
+    parser.add_argument("--micro-batch-size", type=int, required=True, help="packs; with --padded samples")
     parser.add_argument("--global-batch-size", type=int, required=True)
     parser.add_argument("--iters", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     return parser.parse_args()
 
 
-def build(
-    config: LlavaConfig, device: torch.device, *, train_vision: bool, recompute: bool
-) -> LlavaForConditionalGeneration:
-    """Return the sharded model with random weights."""
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = LlavaForConditionalGeneration(config)
-    model.model.vision_tower.requires_grad_(train_vision)
-    apply_liger_kernel_to_llava(fused_linear_cross_entropy=True, model=model)
-    if recompute:
-        model.gradient_checkpointing_enable()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.model.language_model.layers:
-        fully_shard(layer, mp_policy=policy)
-    # The tower goes with the root: sharded by itself, transformers no longer collects its hidden states.
-    fully_shard(model, mp_policy=policy)
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            local = parameter.to_local()
-            local.fill_(1.0) if local.ndim == 1 and "norm" in name else local.normal_(0, 0.02)
-    restore_buffers(model, device)
-    return model.train()
+def train(args: argparse.Namespace, stack: Stack, device: torch.device) -> list[dict[str, float]]:
+    """Return what each step took and what it trained on, over all ranks."""
+    config = AutoConfig.from_pretrained(args.hf)
+    peer = build(config, stack, device)
+    trained = [p for p in peer.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0, fused=True)
+    num_micro = args.global_batch_size // (args.micro_batch_size * dist.get_world_size())
+    data = DataConfig(
+        path=args.data,
+        seq_length=args.seq_length,
+        num_workers=LOADERS if device.type == "cuda" else 0,
+        packing=stack.packed,
+    )
+    loader = TrainLoader(
+        data.model_copy(update={"shuffle_buffer_size": 0}),
+        CLASSES[config.model_type].assets(load_assets(args.hf)),
+        micro_batch_size=args.micro_batch_size,
+        dp_rank=dist.get_rank(),
+        dp_size=dist.get_world_size(),
+        seed=1234,
+        num_micro_batches=num_micro,
+    )
+    whole = args.micro_batch_size * args.seq_length if stack.packed and stack.compiles else None
+    steps = []
+    for _ in range(args.iters):
+        wait(device)
+        start, counts, total = time.perf_counter(), Counter[str](), torch.zeros((), device=device)
+        for number in range(num_micro):
+            batch = next(loader)
+            counts.update(counted(batch))
+            keep_gathered(peer, stack, is_last=number == num_micro - 1)
+            inputs = to_hugging_face(config, batch, device, pad_length=whole)
+            loss = peer(inputs) / (len(inputs.rows) * num_micro)
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        after_update(peer, stack)
+        optimizer.zero_grad(set_to_none=True)
+        wait(device)
+        steps.append(report(time.perf_counter() - start, counts, total, device))
+    loader.close()
+    return steps
 
 
-def restore_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers made on the meta device have no values."""
-    text = model.config.text_config
-    head = text.hidden_size // text.num_attention_heads
-    theta = text.rope_parameters["rope_theta"]
-    for name, buffer in model.named_buffers():
-        if "position_ids" in name:
-            buffer.copy_(torch.arange(buffer.numel(), device=device).view(buffer.shape))
-        elif "inv_freq" in name:
-            buffer.copy_(theta ** (-torch.arange(0, head, 2, device=device, dtype=torch.float32) / head))
-        else:
-            raise ValueError(f"the buffer {name} has no value here")
+def wait(device: torch.device) -> None:
+    """Wait for all ranks and for the device's work."""
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
-def counted(batch: Batch) -> tuple[int, int, int, int, int]:
-    """Return tokens, pairs of tokens in causal attention, pictures, conversations and trained tokens."""
-    num_trained = int(batch.loss_mask.sum())
-    return batch.num_tokens, batch.num_pairs, len(batch.media["pixel_values"]), len(batch.sample_keys), num_trained
+def counted(batch: Batch) -> dict[str, int]:
+    """Return what a micro-batch holds, counted as our own runs are, and its trained tokens."""
+    return asdict(count([batch])) | {"num_trained": int(batch.loss_mask.count_nonzero())}
 
 
-def to_hugging_face(batches: list[Batch], pad_to: int | None, device: torch.device) -> dict[str, Any]:
-    """Return what Hugging Face's model takes, on the device. With pad_to, every batch is one row of a pack."""
-    fields: dict[str, Any] = {}
-    ids, labels = zip(*[(b.input_ids, unshifted(b.labels, b.loss_mask)) for b in batches], strict=True)
-    for name, rows, fill in (("input_ids", ids, 3), ("labels", labels, IGNORED)):
-        if pad_to is not None:
-            rows = [nn.functional.pad(row, (0, pad_to - row.shape[1]), value=fill) for row in rows]
-        fields[name] = torch.cat(list(rows)).pin_memory().to(device, non_blocking=True)
-    if pad_to is None:
-        fields["attention_mask"] = (batches[0].input_ids != 3).to(torch.int64).to(device)
-    pixels = torch.cat([b.media["pixel_values"] for b in batches]).to(device, non_blocking=True)
-    scale = batches[0].media["pixel_scale"].to(device)
-    return fields | {"pixel_values": normalize(pixels, scale).to(torch.bfloat16)}
+def to_hugging_face(
+    config: PretrainedConfig, batch: Batch, device: torch.device, *, pad_length: int | None = None
+) -> Inputs:
+    """Return what the peer takes, on its device. Packs are padded to `pad_length` tokens, if given."""
+    pictures = CLASSES[config.model_type].inputs(config, batch, device)
+    row = batch if pad_length is None else pad_to(batch, pad_length, dict.fromkeys(batch.media, Field(())))
+    rows = row.loss_mask.flatten().nonzero().squeeze(1)
+    targets = row.labels.flatten()[rows]
+    arguments = {"input_ids": to_device(row.input_ids, device), **pictures}
+    if row.cu_seqlens.numel():
+        arguments["position_ids"] = to_device(row.position_ids, device)
+        arguments["packs"] = Packs(to_device(row.cu_seqlens, device), longest(row.cu_seqlens))
+    else:
+        arguments["attention_mask"] = to_device((row.input_ids != PAD).to(torch.int64), device)
+    return Inputs(arguments, to_device(rows, device), to_device(targets, device))
 
 
-def unshifted(labels: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return labels [b, s] that name the token itself, not the one after it, as Hugging Face takes them."""
-    found = torch.full_like(labels, IGNORED)
-    found[:, 1:] = torch.where(loss_mask[:, :-1] > 0, labels[:, :-1], IGNORED)
-    return found
-
-
-def write(out: Path, steps: list[tuple[float, Tensor, float]], device: torch.device) -> None:
-    """Add up what the ranks counted; rank 0 writes it."""
-    counts = torch.stack([step[1] for step in steps]).to(device)
-    dist.all_reduce(counts)
-    memory = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)
+def report(seconds: float, counts: Counter[str], loss: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    """Add up what the ranks counted; the loss is their mean, memory is that of the rank with the most."""
+    sums = torch.tensor(list(counts.values()), device=device)
+    memory = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0, device=device)
+    dist.all_reduce(sums)
+    dist.all_reduce(loss)
     dist.all_reduce(memory, dist.ReduceOp.MAX)
-    if dist.get_rank() != 0:
-        return
-    with out.open("w", encoding="utf-8") as file:
-        for (seconds, _, loss), row in zip(steps, counts.tolist(), strict=True):
-            names = ("num_tokens", "num_pairs", "num_tiles", "num_conversations", "num_trained")
-            numbers = dict(zip(names, row, strict=True))
-            file.write(
-                json.dumps({"step_seconds": seconds, "loss": loss, "memory_gib": float(memory), **numbers}) + "\n"
-            )
+    numbers = dict(zip(counts, sums.tolist(), strict=True))
+    return {
+        "step_seconds": seconds,
+        "loss": float(loss) / dist.get_world_size(),
+        "memory_gib": float(memory),
+        **numbers,
+    }
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
-LEFT_OUT = ("loss", "error", "steps")
+LEFT_OUT = ("loss", "error", "steps", "stack")
 HEADINGS = {"what": "FP8 recipe or peer", "wait %": "data wait %"}
 INTRODUCTION = """# Performance
 
@@ -23,12 +23,17 @@ and versions below it. How to read them:
   the median over the steps after the warm-up.
 - MFU is model FLOPs ([formula](performance_formulas.md)) against the dense BF16 peak, 989 TFLOP/s. With FP8 it only
   shows how much faster FP8 is.
-- The pictures are JPEGs of 640 x 480 in shards; the loader decodes them during training. The vision tower is frozen
+- The pictures are JPEGs in shards, of 640 x 480 unless the heading says otherwise (LLaVA-OneVision: six sizes of
+  photographs; Qwen2.5-VL: sides of 300 to 1600); the loader decodes them during training. The vision tower is frozen
   unless the heading says otherwise. The language model and the projection are trained with AdamW, fp32 master weights
   and gradients, distributed optimizer, no recomputation. "none" is BF16.
-- The peer is the best Hugging Face stack that we could build (`benchmarks/hf_peer.py`): FSDP2, Liger kernels with the
-  fused linear cross-entropy, cuDNN attention, fused AdamW, on the same shards through the same loader.
-  `÷ hf` is our tokens per second divided by the peer's.
+- The peer is the best Hugging Face stack that we could build (`benchmarks/hf_peer.py`), on the same shards through the
+  same loader, in the same packs: transformers' class for the architecture, FSDP2 that keeps gathered weights until the
+  backward pass where memory allows, Liger's kernels with its fused linear cross-entropy on the trained tokens alone,
+  cuDNN attention within the samples of a pack, fused AdamW. `hf-fp8` adds torchao's float8 (tensorwise, with float8
+  all-gather) in compiled decoder layers. A table whose peers were measured in this form says below it what each was
+  made of. The others had a weaker one: weights given up after each layer's forward pass, attention across the samples
+  of a pack, and the output layer on all tokens. `÷ hf` is our tokens per second divided by the peer's.
 - Rows with a data wait of more than 1 % are older: the loader did not yet prepare a step's micro-batches during the
   previous step. Today's data wait is 0.3 to 0.6 %. Only the table by layout is newer; its note says what waits there.
 """
@@ -59,6 +64,7 @@ def section(result: dict[str, Any]) -> str:
     command = " ".join(["python -m", module, *about["command"]])
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     notes = [f"{about['note']} "] if "note" in about else []
+    notes += [f"{row['what']}: {row['stack']}. " for row in rows if row.get("stack")]
     return "\n".join(
         [
             *lines,

@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-energon", "transformers", "liger-kernel")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-energon", "transformers")
+PEER_PACKAGES = ("liger-kernel", "torchao")
+"""Only of the peers: named where they are installed."""
 
 
 def write_record(file: Path, rows: Sequence[dict[str, Any]], *, gpus: int) -> None:
@@ -32,11 +34,12 @@ def about(gpus: int) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of what is measured."""
     found = {}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *PEER_PACKAGES):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed as a package"
+            if name in PACKAGES:
+                found[name] = "not installed as a package"
     return found
 
 

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.material import SHAPES, make_hf_folder, make_shards
+from benchmarks.material import make_shards
 from benchmarks.record import ROOT, show, write_record
 from benchmarks.runs import read_lines, training_command
+from benchmarks.shapes import SHAPES, make_hf_folder
 
 
 def main() -> None:

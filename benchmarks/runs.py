@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.record import ROOT
@@ -24,6 +27,14 @@ def training_command(options: Mapping[str, object], *more: object) -> list[str]:
     words: list[object] = [sys.executable, ROOT / "scripts" / "train" / "run.py", "--packing"]
     words += [word for option in options.items() for word in option]
     return [str(word) for word in (*words, "data.shuffle_buffer_size=0", *more)]
+
+
+def run_command(
+    command: Sequence[str], result: Path, env: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[dict[str, Any]], str]:
+    """Run it, with `env` added to the environment; return the lines of its result, or the end of what it printed."""
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
+    return ([], (done.stdout + done.stderr)[-6000:]) if done.returncode else (read_lines(result), "")
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

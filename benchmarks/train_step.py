@@ -2,14 +2,15 @@
 
     python -m benchmarks.train_step --shape llava-1.5-7b --layouts 1,1 2,1 --fp8 none delayed --json out.json
     python -m benchmarks.train_step --shape llava-1.5-7b --micro-batch-size 2 --global-batch-size 24 \\
-        --fp8 none delayed --peer hf hf-padded --rounds 2
+        --fp8 none delayed --peer hf hf-fp8 hf-padded --rounds 2
 
 Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real tokens, dense BF16 peak), memory, fill and
 "÷ first", tokens/s as a multiple of the first configuration's. With --weights all layouts load the same weights (random
 ones differ by layout), and "loss off %" is how far the losses of the steps are at most from the first configuration's,
 which reads the same samples. With --bubble one more step of each pipelined layout is profiled: "bubble %" is what the
 first stage waited for the others, "predicted %" what it should be (`benchmarks/read_trace.py`), of the time of all
-passes. With --peer also a Hugging Face stack (`benchmarks/hf_peer.py`) on the same shards, and the ratios to it.
+passes. With --peer also Hugging Face stacks (`benchmarks/hf_peer.py`) on the same shards, what they are made of, and
+the ratios to them; one that runs out of memory is run again in a form that needs less.
 Configurations take turns, as many rounds as asked for; medians over the steps of all rounds.
 """
 
@@ -17,51 +18,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import get_args
 
 import torch
 
 from benchmarks import read_trace
-from benchmarks.material import MIXED_SIZES, ONEVISION, SHAPES, make_hf_folder, make_shards, make_weights
+from benchmarks.material import make_shards, make_weights
+from benchmarks.peer_model import Reshard
 from benchmarks.record import ROOT, show, write_record
-from benchmarks.runs import RECIPES, read_lines, training_command
-from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
+from benchmarks.runs import RECIPES, run_command, training_command
+from benchmarks.shapes import SHAPES, make_hf_folder
+from benchmarks.train_step_peer import peer
+from benchmarks.train_step_rows import PEERS, Entry, row_of
 
 LOADERS = 4
 """Loader processes of a rank."""
-PEERS = {"hf": "Hugging Face, packed", "hf-padded": "Hugging Face, padded"}
-
-
-@dataclass
-class Entry:
-    """One configuration and the steps that were measured of it."""
-
-    shape: str
-    what: str
-    """fp8 recipe of ours, or the peer."""
-    tp: int
-    pp: int
-    micro_batch_size: int
-    global_batch_size: int
-    steps: list[dict[str, float]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    bubbles: list[float] = field(default_factory=list)
-    """Measured, parts of the time of all passes."""
-    error: str = ""
-
-    @property
-    def is_peer(self) -> bool:
-        return self.what in PEERS
 
 
 def main() -> None:
@@ -69,10 +45,11 @@ def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory(dir=args.work) as work:
         folder = Path(work)
-        sizes = MIXED_SIZES if set(args.shape) & set(ONEVISION) else ((640, 480),)
-        data = make_shards(folder / "data", num_samples=args.samples, sizes=sizes)
-        entries = []
+        entries, data = [], {}
         for shape in args.shape:
+            sizes = SHAPES[shape].sizes
+            if sizes not in data:
+                data[sizes] = make_shards(folder / f"data-{len(data)}", num_samples=args.samples, sizes=sizes)
             make_hf_folder(folder / shape, shape, seq_length=args.seq_length, num_layers=args.layers)
             entries += planned(args, shape)
             if args.weights:
@@ -83,11 +60,14 @@ def main() -> None:
             for place, entry in enumerate(entries):
                 if not entry.error:
                     run = peer if entry.is_peer else ours
-                    run(args, entry, folder, data, folder / f"{place}-{number}")
+                    shards = data[SHAPES[entry.shape].sizes]
+                    run(args, entry, folder, shards, folder / f"{place}-{number}")
                     print(json.dumps(row_of(args, entry, entries)), flush=True)
                     write(args, entries)
-    show([row_of(args, entry, entries) for entry in entries], leave_out=("loss", "error"))
+    show([row_of(args, entry, entries) for entry in entries], leave_out=("loss", "error", "stack"))
     for entry in entries:
+        if entry.stack:
+            print(f"{entry.shape} {entry.what}: {entry.stack}")
         if entry.error:
             print(f"{entry.shape} {entry.what} tp {entry.tp} pp {entry.pp}:\n{entry.error}")
 
@@ -107,7 +87,7 @@ def parse() -> argparse.Namespace:
         "--layouts", nargs="+", default=["1,1"], help="tp,pp or tp,pp,micro-batch size; data parallel over the rest"
     )
     parser.add_argument("--fp8", nargs="+", default=["none"], choices=["none", *RECIPES])
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1, help="without any: CPU processes")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
     parser.add_argument("--global-batch-size", type=int, default=16, help="packs of one step")
     parser.add_argument("--seq-length", type=int, default=4096)
@@ -122,14 +102,24 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--bubble", action="store_true", help="profile one step more where pp > 1")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="compare with a Hugging Face stack")
-    parser.add_argument("--peer-micro-batch-size", type=int, default=3, help="packs; recomputes nothing")
+    parser.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="compare with Hugging Face stacks")
+    parser.add_argument("--peer-micro-batch-size", type=int, help="packs of a packed peer (default: as ours)")
+    parser.add_argument(
+        "--peer-reshard",
+        choices=get_args(Reshard),
+        default="backward",
+        help="how long a peer keeps gathered weights: until the end of a forward pass, a backward pass, or a step",
+    )
+    parser.add_argument("--peer-compile", action="store_true", help="compile the peers' decoder layers")
     parser.add_argument("--padded-micro-batch-size", type=int, default=16, help="samples; recomputes decoder layers")
     parser.add_argument("--padded-micro-batches", type=int, default=4, help="of a step of the padded peer")
     parser.add_argument("--work", type=Path, help="folder for the data (default: the system's temporary one)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("more", nargs="*", help="key=value overrides of our run's configuration")
     args = parser.parse_args()
+    args.peer_micro_batch_size = args.peer_micro_batch_size or args.micro_batch_size
+    if args.peer and args.global_batch_size % (args.peer_micro_batch_size * max(1, args.gpus)):
+        parser.error("--global-batch-size must be a multiple of --peer-micro-batch-size times --gpus")
     micro_batch_sizes = {size for _, _, size in sizes(args)}
     bad = [size for size in micro_batch_sizes if args.global_batch_size % (size * streams(args))]
     if args.weights and len(micro_batch_sizes) > 1 and bad:
@@ -184,7 +174,8 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     flags += ["--profile", f"{iters}:{iters}", "logging.profile_ranks=0"] if profiled else []
     held = ("optimizer.lr_warmup_fraction=0", f"data.num_streams={streams(args)}")  # all layouts read one order
     command = training_command(options, *flags, *held, *args.more)
-    lines = run_command(command, entry, out / "run" / "metrics.jsonl")[: args.iters]
+    lines, entry.error = run_command(command, out / "run" / "metrics.jsonl")
+    lines = lines[: args.iters]
     if entry.error:
         return
     if profiled:
@@ -205,96 +196,6 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
                 "memory": line["memory_gib"] or 0.0,
             }
         )
-
-
-def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: Path) -> None:
-    """Train with the Hugging Face stack and add what it measured; FLOPs are counted as for us."""
-    out.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
-    command += ["-m", "benchmarks.hf_peer", "--hf", str(folder / entry.shape), "--data", str(data)]
-    command += ["--out", str(out / "steps.jsonl"), "--iters", str(args.iters), "--seq-length", str(args.seq_length)]
-    command += ["--micro-batch-size", str(entry.micro_batch_size), "--global-batch-size", str(entry.global_batch_size)]
-    command += ["--lr", str(args.lr)]
-    command += ["--padded", "--recompute"] if entry.what == "hf-padded" else []
-    command += ["--train-vision"] if args.train_vision else []
-    lines = run_command(command, entry, out / "steps.jsonl", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
-    if entry.error:
-        return
-    entry.losses = [round(line["loss"], 3) for line in lines]
-    hf = load_hf_config(folder / entry.shape)
-    trained, peak = TrainedParts(vision_model=args.train_vision), peak_flops(torch.cuda.get_device_name())
-    for line in lines[args.warm_up :]:
-        names = ("num_tokens", "num_pairs", "num_tiles", "num_trained")
-        work = Workload(*(int(line[name]) for name in names))
-        flops, seconds = model_flops(hf, work, trained).total, line["step_seconds"]
-        entry.steps.append(
-            {
-                "seconds": seconds,
-                "tokens": line["num_tokens"],
-                "samples": line["num_conversations"],
-                "tflops": flops / seconds / args.gpus / 1e12,
-                "mfu": 0.0 if peak is None else mfu(flops, seconds, args.gpus, peak),
-                "memory": line["memory_gib"],
-            }
-        )
-
-
-def run_command(
-    command: Sequence[str], entry: Entry, result: Path, env: Mapping[str, str] = MappingProxyType({})
-) -> list[dict[str, float]]:
-    """Run it, with `env` added to the environment, and return the lines of its result; the entry keeps an error."""
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        entry.error = (done.stdout + done.stderr)[-3000:]
-        return []
-    return read_lines(result)
-
-
-def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Return the medians of an entry, and its speed as a multiple of our first one's and of each peer's."""
-    gpus = args.gpus
-    row: dict[str, Any] = {"shape": entry.shape, "what": PEERS.get(entry.what, entry.what)}
-    row |= {"tp": entry.tp, "pp": entry.pp, "dp": gpus // (entry.tp * entry.pp)}
-    row |= {"mbs": entry.micro_batch_size, "gbs": entry.global_batch_size}
-    if not entry.steps:
-        return row | {"error": entry.error}
-
-    def median(name: str, scale: float = 1.0, digits: int = 1) -> float:
-        return round(scale * statistics.median(step[name] for step in entry.steps), digits)
-
-    row |= {
-        "tok/s/GPU": round(speed(entry, "tokens") / gpus),
-        "samples/s": round(speed(entry, "samples"), 1),
-        "TF/s/GPU": median("tflops"),
-        "MFU %": median("mfu", 100),
-        "s/step": median("seconds", digits=3),
-        "GiB": median("memory"),
-    }
-    if not entry.is_peer:
-        row |= {"wait %": median("waited", 100), "fill": median("fill", digits=4)}
-        first = next(other for other in entries if other.shape == entry.shape and other.losses)
-        if first is not entry:
-            row |= {"÷ first": round(speed(entry, "tokens") / speed(first, "tokens"), 3)}
-            row |= {"loss off %": loss_off(entry, first)} if args.weights else {}
-    if entry.bubbles:
-        micro_batches = entry.global_batch_size * entry.tp * entry.pp // (entry.micro_batch_size * gpus)
-        row |= {"bubble %": round(100 * statistics.median(entry.bubbles), 1)}
-        row |= {"predicted %": round(100 * read_trace.predicted_bubble(entry.pp, micro_batches), 1)}
-    for other in entries:
-        if other.is_peer and other.steps and other.shape == entry.shape and not entry.is_peer:
-            unit = "samples" if other.what == "hf-padded" else "tokens"
-            row[f"÷ {other.what}"] = round(speed(entry, unit) / speed(other, unit), 3)
-    return row | {"loss": entry.losses, "steps": len(entry.steps)}
-
-
-def loss_off(entry: Entry, first: Entry) -> float:
-    """Return the largest difference of a step's loss from the first entry's, per cent of it."""
-    return round(max(100 * abs(a / b - 1) for a, b in zip(entry.losses, first.losses, strict=True)), 2)
-
-
-def speed(entry: Entry, unit: str) -> float:
-    """Return tokens or samples per second of all GPUs, the median of the steps."""
-    return statistics.median(step[unit] / step["seconds"] for step in entry.steps)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlavaConfig
 
-from benchmarks.material import SHAPES, make_hf_folder
 from benchmarks.record import show, write_record
 from benchmarks.runs import RECIPES
+from benchmarks.shapes import SHAPES, make_hf_folder
 from llava_mcore.models.configs import Fp8Options, ModelOptions, part_configs
 from llava_mcore.models.vision.features import feature_choice
 from llava_mcore.models.vision.registry import vision_family

@@ -145,7 +145,9 @@ class VisionLanguageModel(MegatronModule):
             positions.append(media[RESIZED_POSITIONS])
             weights = media[RESIZED_WEIGHTS].unsqueeze(-1)  # products in fp32, as torch's interpolate
             found.append((features[media[RESIZED_ROWS]] * weights).sum(1).to(features.dtype))
-        return insert_features(embeddings, torch.cat(found), torch.cat(positions))
+        if len(found) > 1:  # of one tensor, cat would be a copy
+            return insert_features(embeddings, torch.cat(found), torch.cat(positions))
+        return insert_features(embeddings, chosen, positions[0])
 
     def image_features(self, pixel_values: Tensor) -> Tensor:
         """Return the features [i * n, h] of tiles [i, 3, height, width].

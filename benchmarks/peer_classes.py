@@ -1,0 +1,136 @@
+"""What the Hugging Face peers of each class need beyond LLaVA-1.5's: another class is one more entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
+
+from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES, Field
+from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.samples import Batch
+from llava_mcore.models.media import MediaPlan, MediaTokens, Size
+from llava_mcore.pixels import normalize
+
+IMAGE_SIZES, IMAGE_GRID = "image_sizes", "image_grid_thw"
+"""Fields of a micro-batch's media: heights and widths [pictures, 2], and patches in time, height and width
+[pictures, 3]."""
+
+
+class PeerClass:
+    """LlavaForConditionalGeneration, and what the classes below do not say otherwise."""
+
+    tower = "vision_tower"
+    """Its name in the model."""
+    packs_pictures = False
+    """Whether the tower computes on patches of all pictures as one pack."""
+
+    def assets(self, assets: Assets) -> Assets:
+        """Return what the loader reads with, so that it hands over all that the model takes."""
+        return assets
+
+    def inputs(self, config: PretrainedConfig, batch: Batch, device: torch.device) -> dict[str, Any]:
+        """Return arguments of the model's forward that describe pictures; tensors on the device, or sizes as lists."""
+        return {"pixel_values": pixels(batch, device)}
+
+    def use_liger(self, model: PreTrainedModel) -> None:
+        """Replace layers by Liger's; only where it is installed, and on a GPU."""
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        decoder = model.model.language_model
+        apply = MODEL_TYPE_TO_APPLY_LIGER_FN[decoder.config.model_type]
+        apply(model=decoder, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+class Onevision(PeerClass):
+    """LlavaOnevisionForConditionalGeneration: it cuts pictures by their sizes, on the host."""
+
+    def assets(self, assets: Assets) -> Assets:
+        """Return assets that also say what size a picture had."""
+        return replace(assets, plan=WithSizes(assets.plan))
+
+    def inputs(self, config: PretrainedConfig, batch: Batch, device: torch.device) -> dict[str, Any]:
+        """Return tiles [tiles, 3, h, w] and the pictures' sizes."""
+        sizes = batch.media[IMAGE_SIZES].tolist()  # of a tensor on a GPU, the model would wait for each
+        return super().inputs(config, batch, device) | {"image_sizes": sizes}
+
+
+class Qwen25VL(PeerClass):
+    """Qwen2_5_VLForConditionalGeneration: patches [n, 3 * 2 * 14 * 14] of pictures of any size."""
+
+    tower = "visual"
+    packs_pictures = True
+
+    def inputs(self, config: PretrainedConfig, batch: Batch, device: torch.device) -> dict[str, Any]:
+        """Return patches, grids, and what the tower would otherwise work out on the GPU, waiting for it.
+
+        Its names are those of transformers' `accepts_precomputed_kwargs`.
+        """
+        grid, vision = batch.media[IMAGE_GRID], config.vision_config
+        merge = vision.spatial_merge_size
+        bounds = get_vision_cu_seqlens(grid)
+        order, windows = get_vision_window_index(grid, merge, vision.window_size, vision.patch_size)
+        windows = torch.unique_consecutive(windows)
+        tensors = {
+            "image_position_ids": get_vision_position_ids(grid, merge),
+            "image_cu_seqlens": bounds,
+            "image_window_index": order,
+            "image_cu_window_seqlens": windows,
+        }
+        longest = {"image_max_seqlen": bounds, "image_max_window_seqlen": windows}
+        return {
+            "pixel_values": pixels(batch, device),
+            "image_grid_thw": grid,
+            **{name: to_device(x, device) for name, x in tensors.items()},
+            **{name: int(x.diff().max()) for name, x in longest.items()},
+        }
+
+    def use_liger(self, model: PreTrainedModel) -> None:
+        """Replace layers of decoder and tower by Liger's."""
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen2_5_vl
+
+        apply_liger_kernel_to_qwen2_5_vl(model=model, fused_linear_cross_entropy=False)
+
+
+CLASSES: dict[str, PeerClass] = {"llava": PeerClass(), "llava_onevision": Onevision(), "qwen2_5_vl": Qwen25VL()}
+"""By model_type."""
+
+
+@dataclass
+class WithSizes(MediaPlan):
+    """A plan whose pictures also carry their height and width in pixels."""
+
+    plan: MediaPlan
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.image_token_id, self.any_size = plan.image_token_id, plan.any_size
+        self.patches_per_tile, self.tokens_per_tile = plan.patches_per_tile, plan.tokens_per_tile
+        self.fields = dict(plan.fields) | {IMAGE_SIZES: Field((torch.int64,), (2,))}
+
+    def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
+        """Return the plan's tokens, with the sizes."""
+        return [
+            replace(item, values={**item.values, IMAGE_SIZES: np.array([size])})
+            for item, size in zip(self.plan.tokens(sizes), sizes, strict=True)
+        ]
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a host's tensor; on a GPU without waiting."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
+def pixels(batch: Batch, device: torch.device) -> Tensor:
+    """Return pixel values as the image processor normalizes them; tiles [n, 3, h, w], or flat patches [n, values]."""
+    found = batch.media[PIXEL_VALUES].to(device, non_blocking=True)
+    scale = batch.media[PIXEL_SCALE].to(device, non_blocking=True)
+    if found.ndim == 2:
+        return normalize(found.view(len(found), 3, -1, 1), scale).view(len(found), -1)
+    return normalize(found, scale)

@@ -1,0 +1,202 @@
+"""The published shapes that benchmarks run: Hugging Face folders of them, without weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaOnevisionConfig,
+    LlavaOnevisionImageProcessor,
+    LlavaProcessor,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+    Qwen2VLImageProcessor,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+)
+
+Size = tuple[int, int]
+"""Width and height of a picture in pixels."""
+
+CLIP_L = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+QWEN_VIT = {"hidden_size": 1280, "intermediate_size": 3420, "depth": 32, "num_heads": 16}
+LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA_13B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40}
+LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 16, "num_attention_heads": 16}
+QWEN_7B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY_QWEN = {**TINY, "num_key_value_heads": 2}
+TINY_QWEN_VIT = {"hidden_size": 64, "intermediate_size": 96, "depth": 2, "num_heads": 4, "fullatt_block_indexes": [1]}
+
+ONE_SIZE: tuple[Size, ...] = ((640, 480),)
+PHOTOGRAPHS: tuple[Size, ...] = ((640, 480), (480, 640), (1024, 768), (500, 333), (1600, 900), (800, 1200))
+"""Sizes of photographs on the web."""
+
+
+def random_sizes(shortest: int, longest: int, number: int = 64) -> tuple[Size, ...]:
+    """Return sizes whose sides are drawn evenly between two lengths in pixels; the same ones every time."""
+    draw = random.Random(0)
+    return tuple((draw.randint(shortest, longest), draw.randint(shortest, longest)) for _ in range(number))
+
+
+Kind = Literal["llava", "llava_onevision", "qwen2_5_vl"]
+"""The model_type of a Hugging Face class."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tower and a decoder in one of Hugging Face's classes, and the sizes of the pictures that it is measured on.
+
+    `vision`, `text`: fields of their configs. `tower`: ignored by classes that have one of their own.
+    """
+
+    kind: Kind
+    vision: dict[str, Any]
+    text: dict[str, Any]
+    tower: Literal["clip", "siglip"] = "clip"
+    decoder: Literal["llama", "qwen2"] = "llama"
+    sizes: tuple[Size, ...] = ONE_SIZE
+
+
+SHAPES: dict[str, Shape] = {
+    "llava-1.5-7b": Shape("llava", CLIP_L, LLAMA_7B),
+    "llava-1.5-13b": Shape("llava", CLIP_L, LLAMA_13B),
+    "siglip-so400m-qwen2.5-7b": Shape("llava", SO400M, QWEN_7B, "siglip", "qwen2"),
+    "llava-onevision-7b": Shape("llava_onevision", SO400M, QWEN_7B, "siglip", "qwen2", PHOTOGRAPHS),
+    "qwen2.5-vl-7b": Shape("qwen2_5_vl", QWEN_VIT, QWEN_7B, sizes=random_sizes(300, 1600)),
+    "llava-1b": Shape("llava", CLIP_L, LLAMA_1B),
+    "tiny-onevision": Shape("llava_onevision", TINY, TINY_QWEN, "siglip", "qwen2", PHOTOGRAPHS),
+    "tiny-qwen2.5-vl": Shape("qwen2_5_vl", TINY_QWEN_VIT, TINY_QWEN, sizes=random_sizes(56, 224)),
+    "tiny": Shape("llava", TINY, TINY),
+}
+"""Those that begin with `tiny` are for trying a benchmark on a CPU."""
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
+QWEN_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} ASSISTANT:{% else %}"
+    "{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+QWEN_TEMPLATE = TEMPLATE.replace(
+    "USER: {{ m.content }}",
+    "USER: {{ m.content | replace('<|image_pad|>', '<|vision_start|><|image_pad|><|vision_end|>') }}",
+)
+
+
+def make_tokenizer(special: Sequence[str] = SPECIAL, template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    """Bytes as tokens: lengths are then known from the text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return chat_tokenizer(tokenizer, special[4], template)
+
+
+def chat_tokenizer(
+    tokenizer: Tokenizer, image_token: str = "<image>", template: str = TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """Give a tokenizer that holds SPECIAL its special tokens and the chat template."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens={"image_token": image_token},
+        chat_template=template,
+    )
+
+
+def make_hf_folder(folder: Path, name: str, *, seq_length: int, num_layers: int | None = None) -> PretrainedConfig:
+    """Write config, tokenizer and processor of a shape; `num_layers` shortens its decoder."""
+    shape = SHAPES[name]
+    text: dict[str, Any] = {"vocab_size": 32064, "max_position_embeddings": max(4096, seq_length), **shape.text}
+    text |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "tie_word_embeddings": False}
+    if num_layers is not None:
+        text["num_hidden_layers"] = num_layers
+    write = _write_qwen if shape.kind == "qwen2_5_vl" else _write_llava
+    return write(folder, shape, text)
+
+
+def _write_llava(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:
+    """Write a folder of LlavaForConditionalGeneration or LlavaOnevisionForConditionalGeneration."""
+    tokenizer = make_tokenizer()
+    clip = shape.tower == "clip"
+    size, patch = (336, 14) if clip else (384, 14)
+    # The published OneVision models have no pooling head; SigLIP's default computes one that nothing reads.
+    more: dict[str, Any] = {} if clip else {"vision_use_head": False}
+    vision_config: Any = CLIPVisionConfig if clip else SiglipVisionConfig
+    strategy, features = ("default" if clip else "full"), (size // patch) ** 2
+    image_id = int(tokenizer.convert_tokens_to_ids("<image>"))
+    fields: dict[str, Any] = {
+        "vision_config": vision_config(**shape.vision, image_size=size, patch_size=patch, **more),
+        "text_config": (LlamaConfig if shape.decoder == "llama" else Qwen2Config)(**text),
+        "image_token_id": image_id,
+        "image_token_index": image_id,
+        "vision_feature_select_strategy": strategy,
+        "tie_word_embeddings": False,
+    }
+    sizes = {"height": size, "width": size}
+    if shape.kind == "llava_onevision":
+        config: Any = LlavaOnevisionConfig(**fields, vision_feature_layer=-1)
+        return _save(folder, config, LlavaOnevisionImageProcessor(size=sizes), tokenizer)
+    config = LlavaConfig(**fields, vision_feature_layer=-2, image_seq_length=features)
+    images: Any = (
+        CLIPImageProcessor(size={"shortest_edge": size}, crop_size=sizes) if clip else SiglipImageProcessor(size=sizes)
+    )
+    processor = LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=patch,
+        vision_feature_select_strategy=strategy,
+        num_additional_image_tokens=1 if clip else 0,
+        chat_template=TEMPLATE,
+    )
+    return _save(folder, config, processor)
+
+
+def _write_qwen(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:
+    """Write a folder of Qwen2_5_VLForConditionalGeneration; its pictures keep their size, rounded to whole patches."""
+    tokenizer = make_tokenizer(QWEN_SPECIAL, QWEN_TEMPLATE)
+    head = text["hidden_size"] // text["num_attention_heads"]
+    sections = [head // 8, head * 3 // 16, head * 3 // 16]  # 16, 24, 24 of 64 frequencies in the 7B model
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    ids = tokenizer.convert_tokens_to_ids
+    config = Qwen2_5_VLConfig(
+        vision_config={**shape.vision, "out_hidden_size": text["hidden_size"]},
+        text_config={**text, "rope_parameters": rope},
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
+        tie_word_embeddings=False,
+    )
+    images = Qwen2VLImageProcessor(size={"shortest_edge": 56 * 56, "longest_edge": 1600 * 1600})
+    return _save(folder, config, images, tokenizer)
+
+
+def _save(folder: Path, config: PretrainedConfig, *parts: Any) -> PretrainedConfig:
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in (config, *parts):
+        part.save_pretrained(folder)
+    return config

@@ -1,1 +1,1 @@
-"""Hugging Face folders and Megatron checkpoints on disk."""
+"""Megatron checkpoints on disk."""

@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint's files: made when they are written, compared before they are read.
+"""Checksums of a checkpoint's files: computed when they are written, compared before they are read.
 
-xxh3_64 finds what disks, networks and memory do to files; it is no protection against somebody who changes them on
-purpose. It is about ten times as fast as SHA-256, and Python's threads run beside it.
+xxh3_64 detects damage by disks, networks and memory; it does not protect against deliberate changes. It is about ten
+times as fast as SHA-256, and releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from llava_mcore.files.json_files import read_object
 from llava_mcore.files.regular import require_regular
 
 FILE = "checksums.json"
-"""Where an import keeps them; a run's checkpoint has them in run.json."""
+"""File of an import with its checksums; a run's checkpoint has them in run.json."""
 KEY = "checksums"
 ALGORITHM = "xxh3_64"
 THREADS = 4
-"""Files that one process reads at a time: fast disks and network file systems want more than one reader."""
+"""Files that one process reads in parallel: fast disks and network file systems need more than one reader."""
 _BLOCK = 4 << 20
 
 
 class Checksum:
-    """One checksum, made of bytes as they come."""
+    """One checksum, updated with bytes as they arrive."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_64()
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Add bytes; other threads run meanwhile."""
+        """Add bytes; other threads can run meanwhile."""
         self._digest.update(data)
 
     def text(self) -> str:
@@ -54,7 +54,7 @@ def of_file(path: Path) -> str:
 
     Raises:
         OSError: it cannot be read.
-        CheckpointError: it is no regular file.
+        CheckpointError: it is not a regular file.
     """
     require_regular(path)
     checksum, buffer = Checksum(), memoryview(bytearray(_BLOCK))
@@ -71,10 +71,10 @@ def of_files(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def of_folder(folder: Path, known: Mapping[str, str]) -> dict[str, Any]:
-    """Return what is recorded about a folder: the checksum of every file in it and below.
+    """Return the record of a folder: the checksum of every file in it and below.
 
     Args:
-        known: those that have been made already, by path relative to the folder.
+        known: checksums that have been computed already, by path relative to the folder.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE)
     files = {path.relative_to(folder).as_posix(): path for path in paths}
@@ -82,15 +82,16 @@ def of_folder(folder: Path, known: Mapping[str, str]) -> dict[str, Any]:
 
 
 def write_checksums(folder: Path, known: Mapping[str, str]) -> None:
-    """Write the checksums of a folder that has no run.json, as its last file."""
+    """Write the checksums of a folder without run.json, as its last file."""
     (folder / FILE).write_text(json.dumps(of_folder(folder, known), indent=1) + "\n", encoding="utf-8")
 
 
 def recorded(folder: Path) -> dict[str, str] | None:
-    """Return the checksum of every file as it was written; None for a checkpoint without: older, or of others.
+    """Return the recorded checksum of every file; None for a checkpoint without them (an older one, or of another
+    program).
 
     Raises:
-        CheckpointError: the record cannot be read, is of another algorithm, or names files outside of the folder.
+        CheckpointError: the record cannot be read, uses another algorithm, or names files outside of the folder.
     """
     path = folder / RUN_JSON
     content = read_object(path, CheckpointError).get(KEY) if path.is_file() else None
@@ -102,9 +103,9 @@ def recorded(folder: Path) -> dict[str, str] | None:
     try:
         algorithm, files = content["algorithm"], {str(name): str(text) for name, text in content["files"].items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: no list of checksums ({error!r})") from error
+        raise CheckpointError(f"{path}: not a list of checksums ({error!r})") from error
     if algorithm != ALGORITHM:
-        raise CheckpointError(f"{path}: checksums of {algorithm!r}, this version makes {ALGORITHM!r}")
+        raise CheckpointError(f"{path}: checksums of {algorithm!r}; this version uses {ALGORITHM!r}")
     outside = [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
     if outside:
         raise CheckpointError(f"{path} names files outside of the folder: {outside[:3]}")
@@ -112,7 +113,7 @@ def recorded(folder: Path) -> dict[str, str] | None:
 
 
 def damaged_files(folder: Path, expected: Mapping[str, str]) -> list[str]:
-    """Read files and return a line about each that is not what was written.
+    """Read files and return a line about each that differs from its checksum.
 
     Args:
         expected: checksums, by path relative to the folder.
@@ -123,7 +124,7 @@ def damaged_files(folder: Path, expected: Mapping[str, str]) -> list[str]:
 
 
 def damage(path: Path, name: str, expected: str) -> str | None:
-    """Read a file and return what is wrong with it, None if nothing is. `name`: what it is called in the message."""
+    """Read a file and return what is wrong with it, or None. `name`: its name in the message."""
     try:
         found = of_file(path)
     except OSError as error:
@@ -134,11 +135,11 @@ def damage(path: Path, name: str, expected: str) -> str | None:
 
 
 def by_size(folder: Path, names: Iterable[str]) -> list[str]:
-    """Return files in falling order of size, so that they can be dealt out evenly."""
+    """Return files in descending order of size, so that they can be distributed evenly."""
     sizes = {}
     for name in names:
         try:
             sizes[name] = os.stat(folder / name).st_size
         except OSError:
-            sizes[name] = 0  # whoever reads it says so
+            sizes[name] = 0  # whoever reads it reports that
     return sorted(sizes, key=lambda name: (-sizes[name], name))

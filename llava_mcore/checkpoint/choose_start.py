@@ -20,8 +20,8 @@ from llava_mcore.files.json_files import read_object
 class StartPoint:
     """`checkpoint` is the folder of one iteration, or None for random weights.
 
-    `hf_dir` is the folder whose config.json describes the model: a checkpoint carries its own.
-    `passed_over`: newer checkpoints that were not used, each with the reason.
+    `hf_dir` is the folder whose config.json describes the model: a checkpoint has its own.
+    `passed_over`: newer checkpoints that were not used, with their reasons.
     """
 
     kind: Literal["resume", "load", "init"]
@@ -39,12 +39,12 @@ def start_point(
     """Return where a run starts.
 
     With `load_optim`, a checkpoint in the run's own folder comes before the load folder. Raises ConfigError if
-    nothing says where to start or another run's checkpoints would be written over, CheckpointError if a
+    nothing says where to start or another run's checkpoints would be overwritten, CheckpointError if a
     checkpoint is not complete.
 
     Args:
-        unusable: checkpoints that are replaced by the next and cannot be used here, each with the reason.
-        damaged: checkpoints whose files are not what was written, each with the reason; they count as incomplete.
+        unusable: temporary checkpoints that cannot be used here, with their reasons.
+        damaged: checkpoints whose files are damaged, with their reasons; they count as incomplete.
     """
     checkpoint = run.checkpoint
     own = run.run_dir if checkpoint.save_dir is not None else None
@@ -58,17 +58,17 @@ def start_point(
     if not checkpoint.init:
         raise ConfigError("nothing to start from: give --megatron-load-dir, or --init for random weights")
     if checkpoint.load_optim:
-        raise ConfigError(f"--load-optim has nothing to resume: {own} holds no checkpoint, and --init loads none")
+        raise ConfigError(f"--load-optim has nothing to resume: {own} has no checkpoint, and --init loads none")
     if checkpoint.hf_dir is None:
         raise ConfigError("--init needs the model's config: give its Hugging Face folder with --tokenizer-load-dir")
     return StartPoint("init", None, 0, checkpoint.hf_dir)
 
 
 def resumes(run: RunConfig, start: StartPoint) -> bool:
-    """Tell whether to continue a run.
+    """Return whether to continue a run.
 
-    The load folder is continued if it holds the optimizer of the same stage; imported weights and those of an earlier
-    stage are what a run starts from, so that one command line serves the first start and every later one.
+    The load folder is continued if it holds the optimizer of the same stage. Imported weights and those of an earlier
+    stage start a new run, so the same command line works for the first start and every later one.
     """
     if start.kind == "resume":
         return True
@@ -80,7 +80,7 @@ def resumes(run: RunConfig, start: StartPoint) -> bool:
 
 
 def _own_choice(run: RunConfig, unusable: Mapping[Path, str], damaged: Mapping[Path, str]) -> Choice | None:
-    """Return the newest complete checkpoint of the run, be it one that is kept or one that the next replaces."""
+    """Return the newest complete checkpoint of the run, kept or temporary."""
     if not iterations(run.non_persistent_dir):
         return newest_complete(run.run_dir, damaged)
     choices: list[Choice] = []
@@ -104,21 +104,22 @@ def _own_choice(run: RunConfig, unusable: Mapping[Path, str], damaged: Mapping[P
         else:
             choices.append(choice)
     if not choices and is_damaged:
-        raise CheckpointError(problems(f"{run.run_dir} holds no complete checkpoint", passed_over))
+        raise CheckpointError(problems(f"{run.run_dir} has no complete checkpoint", passed_over))
     if not choices:
         return None
-    newest = max(choices, key=lambda choice: choice.iteration)  # the first one, which is kept, if they are equal
+    newest = max(choices, key=lambda choice: choice.iteration)  # of two equal ones the first, which is kept
     return Choice(newest.folder, newest.iteration, tuple(passed_over))
 
 
 def _not_of_this_course(run: RunConfig, choice: Choice) -> str | None:
-    """Return why a checkpoint is of another run, or of a future that this run was set back from; None if it is ours."""
+    """Return why a checkpoint belongs to another run, or is newer than where this run was set back to; None if it is
+    ours."""
     if choice.folder.parent not in (run.run_dir, run.run_dir / NON_PERSISTENT):
         written = read_object(choice.folder / RUN_JSON, CheckpointError)
         try:
             save_dir = written["run"]["checkpoint"]["save_dir"]
         except (KeyError, TypeError) as error:
-            return f"{RUN_JSON} does not say of which run it is ({error!r})"
+            return f"{RUN_JSON} does not say which run wrote it ({error!r})"
         if save_dir != str(run.checkpoint.save_dir):
             return f"belongs to another run of this name, under {save_dir}"
     try:
@@ -126,14 +127,14 @@ def _not_of_this_course(run: RunConfig, choice: Choice) -> str | None:
     except CheckpointError:
         return None
     if limit is not None and limit < max(iterations(run.run_dir), default=0) and choice.iteration > limit:
-        return f"newer than iteration {limit}, which {run.run_dir / TRACKER} names though there are newer ones"
+        return f"newer than iteration {limit}, which {run.run_dir / TRACKER} names although there are newer ones"
     return None
 
 
 def _load(folder: Path, damaged: Mapping[Path, str]) -> StartPoint:
-    """Start from another folder. It must have a tracker: without one an import or a copy has not ended."""
+    """Start from another folder. It must have a tracker: without one, an import or a copy is incomplete."""
     choice = newest_complete(folder, damaged) if (folder / TRACKER).exists() else None
-    if choice is None:  # says what is missing
+    if choice is None:  # raises and says what is missing
         checkpoint, iteration = latest_checkpoint(folder)
         return StartPoint("load", checkpoint, iteration, hf_folder(checkpoint))
     return StartPoint("load", choice.folder, choice.iteration, hf_folder(choice.folder), choice.passed_over)

@@ -1,7 +1,8 @@
 """Which checkpoints of a folder are complete, which of them to use, and which to delete.
 
-A checkpoint is written under another name and renamed when all of it is on the disk. Its run.json, which is written
-last, lists every file with its size: a folder that lost some later, to a full disk or a copy that broke off, is found
+A checkpoint is written under another name and renamed when all of it is on disk. Its run.json, which is written last,
+lists every file with its size: a folder that lost files later, because of a full disk or an interrupted copy, is
+detected
 without reading the weights.
 """
 
@@ -28,7 +29,7 @@ _LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|deleted(\.\d+)?)")
 
 @dataclass(frozen=True)
 class Choice:
-    """The newest complete checkpoint, and for each newer one why it is not used."""
+    """The newest complete checkpoint, and why newer ones are not used."""
 
     folder: Path
     iteration: int
@@ -36,23 +37,23 @@ class Choice:
 
 
 def iterations(root: Path) -> list[int]:
-    """Return the iterations of which there is a folder, complete or not, in rising order."""
+    """Return the iterations that have a folder, complete or not, in ascending order."""
     if not root.is_dir():
         return []
     return sorted(int(match[1]) for path in root.iterdir() if (match := _FOLDER.fullmatch(path.name)))
 
 
 def newest_complete(root: Path, damaged: Mapping[Path, str] = MappingProxyType({})) -> Choice | None:
-    """Return the checkpoint to start from, or None where there is none at all.
+    """Return the checkpoint to start from, or None if there are no checkpoints.
 
-    That is the newest complete one up to the iteration that the tracker names. A tracker that cannot be read, or is
-    missing, limits nothing.
+    That is the newest complete one up to the iteration in the tracker. A missing or unreadable tracker sets no
+    limit.
 
     Args:
-        damaged: what has been found wrong with checkpoints whose files were read; they count as incomplete.
+        damaged: checkpoints whose files are damaged, with their reasons; they count as incomplete.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them can be used.
+        CheckpointError: there are checkpoints, but none of them can be used.
     """
     passed_over: list[str] = []
     limit = None
@@ -73,15 +74,15 @@ def newest_complete(root: Path, damaged: Mapping[Path, str] = MappingProxyType({
         passed_over.append(f"{folder}: {problem}")
     if not passed_over:
         return None
-    raise CheckpointError(problems(f"{root} holds no complete checkpoint", passed_over))
+    raise CheckpointError(problems(f"{root} has no complete checkpoint", passed_over))
 
 
 def incomplete(folder: Path) -> str | None:
-    """Return why a folder is no complete checkpoint, or None. Reads no weights."""
+    """Return why a folder is not a complete checkpoint, or None. Does not read weights."""
     if not (folder / "metadata.json").is_file():
-        return "no complete checkpoint, metadata.json is missing"
+        return "not a complete checkpoint, metadata.json is missing"
     if not (folder / RUN_JSON).is_file():
-        return None  # imported, or written before there was a run.json
+        return None  # imported, or written by an older version
     try:
         files: dict[str, int] = dict(read_object(folder / RUN_JSON, CheckpointError)["files"])
     except (CheckpointError, KeyError, TypeError, ValueError) as error:
@@ -96,21 +97,21 @@ def incomplete(folder: Path) -> str | None:
 
 
 def write_run_json(folder: Path, content: dict[str, Any]) -> None:
-    """Write run.json, the last file of a checkpoint: what is given, and every other file with its size.
+    """Write run.json, the last file of a checkpoint: the given content, and every other file with its size.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: for example, the disk is full.
     """
     files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
     (folder / RUN_JSON).write_text(json.dumps({**content, "files": files}, indent=1) + "\n", encoding="utf-8")
 
 
 def outdated(root: Path, *, newest: int, keep_last: int | None, keep_every: int | None) -> list[Path]:
-    """Return the checkpoints that are not to be kept; those newer than `newest` are left alone.
+    """Return the checkpoints to delete; those newer than `newest` are kept.
 
     Args:
         keep_last: how many of the newest to keep; None keeps all.
-        keep_every: multiples of this are kept for ever.
+        keep_every: multiples of this are kept forever.
     """
     if keep_last is None:
         return []
@@ -119,27 +120,27 @@ def outdated(root: Path, *, newest: int, keep_last: int | None, keep_every: int 
 
 
 def all_but(folder: Path) -> list[Path]:
-    """Return every other checkpoint beside this one, newer ones of an abandoned course of the run too."""
+    """Return all other checkpoints in the folder, including newer ones of an abandoned attempt."""
     beside = [iteration_folder(folder.parent, iteration) for iteration in iterations(folder.parent)]
     return [path for path in beside if path != folder]
 
 
 def put_aside(folder: Path) -> Path:
-    """Rename a checkpoint, at once, to what no longer looks like one and is deleted sooner or later; return that."""
+    """Rename a checkpoint to a name that no longer looks like one, to be deleted later; return the new path."""
     name = folder.name.strip(".").partition(".")[0]
     names = (folder.with_name(f".{name}.deleted" + (f".{i}" if i else "")) for i in itertools.count())
-    aside = next(path for path in names if not path.exists())  # an earlier one may have been impossible to delete
+    aside = next(path for path in names if not path.exists())  # deleting an earlier one may have failed
     folder.rename(aside)
     return aside
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint so that a kill half-way leaves nothing that looks like one."""
+    """Delete a checkpoint so that a kill halfway leaves nothing that looks like one."""
     delete(put_aside(folder))
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete what killed saves and deletions have left; what cannot be deleted is no longer in the way of a save."""
+    """Delete what killed saves and deletions have left; what cannot be deleted is renamed and does not block a save."""
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name):
             delete(put_aside(path) if path.name.endswith(".partial") else path)

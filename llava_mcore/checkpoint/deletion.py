@@ -1,4 +1,4 @@
-"""Deleting checkpoints: what cannot be deleted is logged and left, and no reason to stop a training."""
+"""Deletes checkpoints. Failures are logged and do not stop training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def delete(folder: Path) -> None:
-    """Delete a folder, or log why not: on NFS a file that is open somewhere stays as .nfs…"""
+    """Delete a folder, or log why not: on NFS a file that is still open remains as .nfs…"""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -21,7 +21,7 @@ def delete(folder: Path) -> None:
 
 
 def delete_in_background(folders: Sequence[Path]) -> threading.Thread:
-    """Delete folders in a thread that the process waits for before it ends, also where it ends by `leave`."""
+    """Delete folders in a thread that the process waits for before it ends, even in `exit_now`."""
 
     def work() -> None:
         for folder in folders:

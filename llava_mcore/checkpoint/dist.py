@@ -1,4 +1,4 @@
-"""Megatron checkpoints through dist_checkpointing (torch_dist): they load at any layout."""
+"""Megatron checkpoints in megatron-core's torch_dist format, which loads at any layout."""
 
 from __future__ import annotations
 
@@ -36,27 +36,28 @@ from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.torch_files import LOAD_ERRORS, load_tensors, why_refused, without_objects
 
 _OPTIMIZER_CLASSES = [Adam, CPUAdam]
-"""What an optimizer that lies on the host names in its parameter groups; making one does nothing to anything else."""
+"""Classes in the parameter groups of an optimizer on the host; creating one has no side effects."""
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's format number, read by its own loaders
 
 
 class StateWrite:
-    """One checkpoint on its way to a folder: `write` may run in a thread, everything else is a collective call.
+    """Writes one checkpoint to a folder: `write` may run in a thread, all other methods are collective calls.
 
-    `folder` must exist on every rank and be empty. megatron-core plans and finishes the save. Its own ways of writing
-    in the background are processes: a forked one beside running threads and CUDA, or a spawned one that imports the
-    whole program (8 s) and takes the tensors through shared memory. Writing needs no more than a thread: torch
-    releases the interpreter's lock while bytes are written.
+    `folder` must exist on every rank and be empty. megatron-core plans and finishes the save. It writes in the
+    background
+    with processes: forked from one with running threads and CUDA, or spawned ones that import the whole program (8 s)
+    and get the tensors through shared memory. A thread is enough: torch releases the interpreter lock while bytes are
+    written.
     """
 
     def __init__(
         self, state: ShardedStateDict, folder: Path, *, copy: bool = False, replicas: dist.ProcessGroup | None = None
     ) -> None:
-        """Plan the save and bring the tensors to the host.
+        """Plan the save and copy the tensors to the host.
 
         Args:
-            copy: own every tensor, so that training may go on while `write` runs.
-            replicas: ranks that hold the same tensors and share the writing of them.
+            copy: copy every tensor, so that training can continue while `write` runs.
+            replicas: ranks that hold the same tensors and divide writing them.
         """
         strategy = TorchDistSaveShardedStrategy()
         live = {x.data.untyped_storage().data_ptr() for x in sharded_tensors(state) if x.data is not None}
@@ -70,11 +71,11 @@ class StateWrite:
             async_strategy="mcore",
         )
         self._files: list[Any] = []
-        if self._request.async_fn is not None:  # else this rank has nothing to write
+        if self._request.async_fn is not None:  # otherwise this rank has nothing to write
             on_host = self._request.preload_fn()
             self._files = [_owned(file, live) for file in on_host] if copy else on_host
         self.checksums: dict[str, str] = {}
-        """Of the files that this rank has written, by name."""
+        """Checksums of the files that this rank has written, by name."""
 
     @property
     def num_bytes(self) -> int:
@@ -82,39 +83,39 @@ class StateWrite:
         return sum(x.nbytes for _, _, (_, tensors) in self._files for _, x in tensors)
 
     def write(self) -> None:
-        """Write and flush this rank's files, and make their checksums. What goes wrong is reported by `finish`."""
+        """Write and flush this rank's files, and compute their checksums. `finish` reports errors."""
         if self._request.async_fn is not None:
             rank, _, results = self._request.async_fn_args
             self._request.async_fn(rank, self._files, results)
-            # What was just written is still in memory: reading it takes a fraction of the time of writing it.
+            # The files are still in the page cache: reading them takes a fraction of the time of writing them.
             self.checksums = of_files([path for file, _, _ in self._files if (path := Path(file)).is_file()])
         self._files = []
 
     def published(self) -> None:
-        """Called when the checkpoint has its name; all there is to delete then is folders."""
+        """Called when the checkpoint has its final name; there is nothing to do here."""
 
     def finish(self) -> None:
-        """Write the metadata, when all ranks have written; a collective call.
+        """Write the metadata after all ranks have written; a collective call.
 
         Raises:
-            CheckpointError: on all ranks, when any could not write.
+            CheckpointError: on all ranks, if any could not write.
         """
         try:
             for finalize in self._request.finalize_fns:
                 finalize()
         except CheckpointException as error:
             reasons = dict.fromkeys(str(reason[0]) for reason in error.failures.values()) or ["see the other ranks"]
-            # megatron-core keeps the operating system's own words to itself.
+            # megatron-core does not pass the operating system's message on.
             message = problems("the checkpoint could not be written; is the disk full, or a quota reached?", reasons)
             raise CheckpointError(message, on_all_ranks=True) from error
 
 
 def _owned(file: Any, live: Container[int]) -> Any:
-    """Return the plan of one file with copies of the tensors that training goes on changing.
+    """Return the plan of one file with copies of the tensors that training will change.
 
     Args:
-        live: addresses of the storages that were asked to be saved. What came from a GPU, and the parts of larger
-            tensors, are copies already.
+        live: addresses of the storages to save. Tensors from a GPU, and parts of larger tensors, are copies
+            already.
     """
     path, key, (objects, tensors) = file
     owned = [(item, x.clone() if x.untyped_storage().data_ptr() in live else x) for item, x in tensors]
@@ -125,7 +126,7 @@ def save_state(state: ShardedStateDict, folder: Path) -> None:
     """Write one checkpoint folder; a collective call. `folder` must exist on every rank and be empty.
 
     Raises:
-        CheckpointError: on all ranks, when any could not write.
+        CheckpointError: on all ranks, if any could not write.
     """
     write = StateWrite(state, folder)
     write.write()
@@ -134,10 +135,10 @@ def save_state(state: ShardedStateDict, folder: Path) -> None:
 
 
 def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
-    """Load what `state` asks for, wherever and however it was cut; a collective call.
+    """Load the tensors in `state`, however they were split when they were saved; a collective call.
 
     Raises:
-        CheckpointError: on all ranks, when the folder holds another model for any of them; or it is damaged.
+        CheckpointError: on all ranks, if the folder does not fit the model on any of them, or is damaged.
     """
     _check_on_all_ranks(state, folder)
     if (folder / COMMON_STATE_FNAME).exists():  # older versions of megatron-core wrote it
@@ -148,7 +149,7 @@ def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
             return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder), LoadStrategy())
     except CheckpointingException as error:
         raise CheckpointError(f"{folder}: dist_checkpointing cannot load it: {error}") from error
-    except CheckpointException as error:  # torch's, around what this rank met
+    except CheckpointException as error:  # torch's wrapper around this rank's error
         for cause, _ in error.failures.values():
             if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, LOAD_ERRORS):
                 raise cause from error
@@ -157,7 +158,8 @@ def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
 
 
 def _check_on_all_ranks(state: ShardedStateDict, folder: Path) -> None:
-    """As `check_model`. A rank that finds nothing wrong must not wait in what the others do not reach."""
+    """Like `check_model`, on all ranks: a rank without a problem must not wait in a collective call that others do not
+    reach."""
     problem: str | None = None
     try:
         check_model(state, folder)
@@ -171,7 +173,7 @@ def _check_on_all_ranks(state: ShardedStateDict, folder: Path) -> None:
 
 
 def without_absent_extra_state(state: Any, stored: Container[str]) -> Any:
-    """Leave out FP8's scales where there are none: in weights that were imported, or trained otherwise."""
+    """Remove FP8 scales that the checkpoint does not have: those of imported weights, or trained without FP8."""
     if not isinstance(state, dict):
         return state
 
@@ -182,7 +184,7 @@ def without_absent_extra_state(state: Any, stored: Container[str]) -> Any:
 
 
 def fill_model(model: MegatronModule, loaded: dict[str, Any]) -> None:
-    """Give a model its loaded state. CheckpointError if anything but a layer's extra state is missing."""
+    """Load a state into a model. CheckpointError if anything except extra state of layers is missing."""
     missing, unexpected = model.load_state_dict(take_scales(model, loaded), strict=False)
     wrong = [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]
     if wrong:
@@ -193,7 +195,7 @@ def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
     """Return key, global shape and dtype of every tensor in a checkpoint, without reading data.
 
     Raises:
-        CheckpointError: not a readable torch_dist checkpoint.
+        CheckpointError: it is not a readable torch_dist checkpoint.
     """
     require_plain(folder)
     try:
@@ -203,10 +205,10 @@ def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
 
 
 def check_model(state: ShardedStateDict, folder: Path) -> None:
-    """Compare what a model asks for with what a checkpoint holds, before anything is read.
+    """Compare the tensors of a model with those of a checkpoint before anything is read.
 
     Raises:
-        CheckpointError: lists every tensor that is missing or of another shape.
+        CheckpointError: lists every tensor that is missing or has another shape.
     """
     stored = stored_tensors(folder)
     found: list[str] = []
@@ -217,14 +219,14 @@ def check_model(state: ShardedStateDict, folder: Path) -> None:
         elif (have.global_shape != wanted.global_shape and not wanted.allow_shape_mismatch) or have.global_shape[
             1:
         ] != wanted.global_shape[1:]:
-            found.append(f"other shape: {wanted.key} is {have.global_shape}, the model needs {wanted.global_shape}")
+            found.append(f"different shape: {wanted.key} is {have.global_shape}, the model needs {wanted.global_shape}")
     if found:
         unique = sorted(set(found))
         raise CheckpointError(problems(f"{folder} is a checkpoint of another model", unique))
 
 
 def sharded_tensors(state: ShardedStateDict) -> list[ShardedTensor]:
-    """Return the sharded tensors of a state, factories unfolded."""
+    """Return the sharded tensors of a state, with factories expanded."""
 
     def unfold(value: Any) -> Any:
         return value.build() if isinstance(value, ShardedTensorFactory) else value
@@ -259,11 +261,11 @@ def model_state(chunks: Sequence[MegatronModule], *, is_loading: bool) -> Sharde
 def load_weights(chunks: Sequence[MegatronModule], folder: Path) -> None:
     """Fill every parameter from a checkpoint; a collective call.
 
-    Every value is first set to NaN, so that nothing can be left as it was: rows that pad the vocabulary are
-    set to zero, all else must have been read.
+    Every value is first set to NaN, so that no value can keep its old content: rows that pad the vocabulary are set to
+    zero, everything else must have been read.
 
     Raises:
-        CheckpointError: another model, or a parameter that was not filled completely.
+        CheckpointError: it is another model, or a parameter was not filled completely.
     """
     named = [(name, p) for chunk in chunks for name, p in chunk.named_parameters()]
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""FP8's scales in checkpoints: plain tensors instead of the pickles that Transformer Engine makes of them.
+"""FP8's scales in checkpoints: plain tensors instead of Transformer Engine's pickles.
 
-With delayed scaling each linear layer keeps the largest values of the last steps and the scales made of them.
-Transformer Engine (2.20) hands them out as a pickle in the layer's extra state, and refuses to take a pickle back: it
-could execute code. Everything else that it calls extra state is empty.
+With delayed scaling each linear layer keeps the largest values of the last steps and the scales computed from them.
+Transformer Engine (2.20) returns them as a pickle in the layer's extra state, and refuses to load a pickle, which could
+execute code. All other extra state is empty.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Scales = Mapping[str, list[Tensor]]
 
 
 class ScaledModule(Protocol):
-    """What is used of a Transformer Engine module."""
+    """The methods of a Transformer Engine module that are used here."""
 
     fp8_meta: dict[str, Any]
 
@@ -37,7 +37,7 @@ class ScaledModule(Protocol):
 
 
 def scaled_modules(model: MegatronModule) -> dict[str, ScaledModule]:
-    """Return the modules that may keep scales, by name: none unless the model multiplies with delayed scaling."""
+    """Return the modules that may have scales, by name: none unless the model uses delayed scaling."""
     if not model.config.fp8 or model.config.fp8_recipe != "delayed":
         return {}
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule  # on GPUs only
@@ -49,7 +49,7 @@ def with_plain_scales(model: MegatronModule, state: ShardedStateDict, *, is_load
     """Return a model's sharded state with scales as tensors and without any other extra state.
 
     Args:
-        is_loading: ask for the scales of every module that may keep some; modules that have not run yet have none.
+        is_loading: request the scales of every module that may have some; modules that have not run yet have none.
     """
     modules = scaled_modules(model)
     found = {}
@@ -66,7 +66,7 @@ def with_plain_scales(model: MegatronModule, state: ShardedStateDict, *, is_load
 
 
 def take_scales(model: MegatronModule, loaded: dict[str, Any]) -> dict[str, Any]:
-    """Give modules their loaded scales and return the rest of the loaded state."""
+    """Load scales into the modules and return the rest of the loaded state."""
     pickled = 0
     rest = {name: value for name, value in loaded.items() if not name.endswith(f".{EXTRA_STATE}")}
     for name, module in scaled_modules(model).items():
@@ -74,10 +74,10 @@ def take_scales(model: MegatronModule, loaded: dict[str, Any]) -> dict[str, Any]
         if isinstance(scales, Tensor):
             pickled += scales.numel() > 0
         elif scales is not None:
-            # Two tensors of each product are scaled in the backward pass: those of the gradients.
+            # In the backward pass two tensors per product are scaled: those of the gradients.
             module.fp8_meta["num_gemms"] = len(scales["scaling_bwd"][0]) // 2
             module.init_fp8_meta_tensors(get_fp8_recipe(model.config))
             module.reset_fp8_meta_tensors(scales)
     if pickled:
-        logger.warning("FP8: %d layers begin with new scales, the checkpoint holds theirs as pickles", pickled)
+        logger.warning("FP8: %d layers start with new scales, because the checkpoint holds theirs as pickles", pickled)
     return rest

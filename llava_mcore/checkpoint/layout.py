@@ -1,4 +1,4 @@
-"""Where things are in a folder of Megatron checkpoints.
+"""Paths in a folder of Megatron checkpoints.
 
 latest_checkpointed_iteration.txt      the newest complete iteration
 iter_0000006/                          dist_checkpointing files (torch_dist)
@@ -35,25 +35,25 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 
 
 def hf_folder(checkpoint: Path) -> Path:
-    """Return where the Hugging Face files travel inside one iteration."""
+    """Return the folder of the Hugging Face files inside one iteration."""
     return checkpoint / "hf"
 
 
 def companion_skip() -> tuple[str, ...]:
-    """Names in `hf/` that are ours and do not belong into an exported folder."""
+    """Names of our own files in `hf/`, which do not belong in an exported folder."""
     return _OURS
 
 
 def is_iteration(folder: Path) -> bool:
-    """Tell whether a folder is one iteration's torch_dist files."""
+    """Return whether a folder has one iteration's torch_dist files."""
     return (folder / "metadata.json").is_file() and (folder / ".metadata").is_file()
 
 
 def latest_iteration(root: Path) -> int | None:
-    """Return what the tracker says, or None without one.
+    """Return the iteration in the tracker, or None without a tracker.
 
     Raises:
-        CheckpointError: the tracker holds no number.
+        CheckpointError: the tracker does not contain a number.
     """
     tracker = root / TRACKER
     if not tracker.is_file():
@@ -72,7 +72,7 @@ def _tracker_text(tracker: Path) -> str:
 
 
 def _number(tracker: Path) -> int | None:
-    """Return the iteration that a tracker names; None where it holds anything else."""
+    """Return the iteration in a tracker; None if it contains anything else."""
     text = _tracker_text(tracker) if tracker.is_file() else ""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
 
@@ -81,7 +81,7 @@ def latest_checkpoint(root: Path) -> tuple[Path, int]:
     """Return the newest complete checkpoint and its iteration.
 
     Raises:
-        CheckpointError: no folder, no tracker, or the iteration it names is missing.
+        CheckpointError: the folder, the tracker, or the iteration in the tracker is missing.
     """
     if not root.is_dir():
         raise CheckpointError(f"{root}: no such folder; expected a folder of Megatron checkpoints")
@@ -90,15 +90,18 @@ def latest_checkpoint(root: Path) -> tuple[Path, int]:
         raise CheckpointError(f"{root}: no {TRACKER}; import a model first (convert_hf_to_megatron.py)")
     folder = iteration_folder(root, iteration)
     if not (folder / "metadata.json").is_file():
-        raise CheckpointError(f"{root / TRACKER} names iteration {iteration}, but {folder} is no complete checkpoint")
+        raise CheckpointError(
+            f"{root / TRACKER} names iteration {iteration}, but {folder} is not a complete checkpoint"
+        )
     return folder, iteration
 
 
 def latest_readable(root: Path) -> tuple[Path, int]:
-    """Return the newest checkpoint and its iteration, of Megatron-LM's older kind (mp_rank_XX, `release`) too.
+    """Return the newest checkpoint and its iteration, including those in Megatron-LM's older format (mp_rank_XX,
+    `release`).
 
     Raises:
-        CheckpointError: as `latest_checkpoint`.
+        CheckpointError: like `latest_checkpoint`.
     """
     tracker = root / TRACKER
     number = _number(tracker)
@@ -121,12 +124,12 @@ def write_tracker(root: Path, iteration: int) -> None:
 
 
 def write_record(checkpoint: Path, record: dict[str, Any]) -> None:
-    """Note which Hugging Face tensors the checkpoint came from."""
+    """Write the record of the Hugging Face tensors that the checkpoint was imported from."""
     write_record_file(hf_folder(checkpoint), record)
 
 
 def write_record_file(folder: Path, record: dict[str, Any]) -> None:
-    """Write the note into a folder of Hugging Face files."""
+    """Write the record into a folder of Hugging Face files."""
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -134,7 +137,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     """Inverse of `write_record`.
 
     Raises:
-        CheckpointError: the checkpoint has no Hugging Face files with it, or the note is damaged.
+        CheckpointError: the checkpoint has no Hugging Face files, or the record is damaged.
     """
     path = hf_folder(checkpoint) / RECORD
     if not path.is_file():
@@ -144,5 +147,5 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
         )
     record = read_object(path, CheckpointError)
     if not isinstance(record.get("tensors"), dict):
-        raise CheckpointError(f"{path}: lists no tensors")
+        raise CheckpointError(f"{path}: does not list any tensors")
     return record

@@ -1,6 +1,6 @@
 """The manifest of an import: what was imported, by what, and the SHA-256 of every tensor.
 
-It travels inside the checkpoint (and, as all Hugging Face files do, inside those that training writes from it).
+It is stored in the checkpoint and, like all Hugging Face files, in those that training writes later.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 class Manifest:
     """`digests`: SHA-256 of the bytes of each Hugging Face tensor as imported, that is after a cast to `dtype`.
 
-    `table`: SHA-256 of the mapping table, which changes when any name, rule or layout in it does. `config`: of the
-    folder's config.json. `source`: the folder as it was given. `dtype` None: every tensor kept its own.
+    `table`: SHA-256 of the mapping table, which changes with any name, rule or layout in it. `config`: SHA-256 of the
+    folder's config.json. `source`: the folder as it was given. `dtype` None: every tensor kept its dtype.
     """
 
     source: str
@@ -66,7 +66,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """Inverse of `write_manifest`; None if there is none.
 
     Raises:
-        CheckpointError: written by a later version, or damaged.
+        CheckpointError: it was written by a later version, or is damaged.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         manifest = Manifest(**content)
     except TypeError as error:
-        raise CheckpointError(f"{path}: no manifest of an import: {error}") from error
+        raise CheckpointError(f"{path}: not a manifest of an import: {error}") from error
     if not isinstance(manifest.digests, dict) or manifest.dtype not in (None, *_DTYPES):
-        raise CheckpointError(f"{path}: no manifest of an import")
+        raise CheckpointError(f"{path}: not a manifest of an import")
     return manifest

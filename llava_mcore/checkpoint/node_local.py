@@ -1,7 +1,8 @@
-"""A checkpoint whose tensors lie on each node's own disk: every rank writes what it holds, and reads it back.
+"""A checkpoint whose tensors are on each node's own disk: every rank writes and reads its own tensors.
 
-The iteration's folder, which all nodes see, holds everything else: run.yaml, the places in the data, the Hugging Face
-files, and local.json, which names every rank's file. It serves the same layout, on the same nodes, only.
+The iteration's folder, which all nodes see, holds everything else: run.yaml, the positions in the data, the Hugging
+Face
+files, and local.json, which names every rank's file. It only works with the same layout on the same nodes.
 """
 
 from __future__ import annotations
@@ -42,25 +43,26 @@ from llava_mcore.parallel.groups import Groups, agree
 logger = logging.getLogger(__name__)
 
 LOCAL = "local.json"
-# Where megatron-core looks for who wrote a checkpoint: it refuses this one by that name.
+# megatron-core reads the checkpoint's format from here, and refuses this one by name.
 METADATA = {"sharded_backend": "llava_mcore_local", "sharded_backend_version": 1}
 
 
 class LocalWrite:
-    """This rank's file on its way to the node's disk; `write` may run in a thread, the rest are collective calls."""
+    """Writes this rank's file to the node's disk. `write` may run in a thread, the other methods are collective
+    calls."""
 
     def __init__(self, state: ShardedStateDict, folder: Path, root: Path, groups: Groups, *, copy: bool) -> None:
-        """Bring the tensors to the host.
+        """Copy the tensors to the host.
 
         Args:
-            folder: that of the iteration, which rank 0 has made, under the name that it has until it is complete.
+            folder: the iteration's folder, which rank 0 has created, under its temporary name.
             root: this run's folder on the node's disk.
             copy: own every tensor, so that training may go on while `write` runs.
         """
-        box = [uuid.uuid4().hex[:8]]  # a file of an abandoned course of the run may be of the same iteration
+        box = [uuid.uuid4().hex[:8]]  # an abandoned attempt may have left a file of the same iteration
         dist.broadcast_object_list(box, src=0, group=groups.control)
         self._folder, self._groups = folder, groups
-        self.checksums: dict[str, str] = {}  # of files in the iteration's folder: none
+        self.checksums: dict[str, str] = {}  # none: this rank writes no files into the iteration's folder
         self._checksum = ""
         self._path = root / f"{folder.name.strip('.').partition('.')[0]}.{box[0]}.rank_{groups.rank:05d}.pt"
         sharded, common = save_preprocess(state, validate_access_integrity=False)
@@ -92,15 +94,15 @@ class LocalWrite:
             self._checksum = of_file(partial)
             partial.rename(self._path)
             sync(self._path.parent)
-        except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError when a write fails below it
+        except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError when a write fails
             raise OSError(f"{self._path}: {error.__context__ or error}") from error
         self._content = {"common": {}, "parts": {}}
 
     def finish(self) -> None:
-        """Note every rank's file in the iteration's folder.
+        """List every rank's file in the iteration's folder.
 
         Raises:
-            CheckpointError: on all ranks, when that could not be written.
+            CheckpointError: on all ranks, if it could not be written.
         """
         groups = self._groups
         files: list[Any] = [None] * groups.world_size
@@ -126,17 +128,17 @@ class LocalWrite:
             if own.fullmatch(path.name) and path != self._path:
                 try:
                     path.unlink()
-                except OSError as error:  # no reason to stop a training
+                except OSError as error:  # not a reason to stop training
                     logger.warning("%s could not be deleted: %s", path, error)
 
 
 def is_local(checkpoint: Path) -> bool:
-    """Tell whether a checkpoint's tensors lie on the nodes' own disks."""
+    """Return whether a checkpoint's tensors are on the nodes' own disks."""
     return (checkpoint / LOCAL).is_file()
 
 
 def unusable_here(checkpoint: Path, groups: Groups, *, verify: bool = True) -> str | None:
-    """Return why this rank cannot go on from a local checkpoint; None if it can.
+    """Return why this rank cannot resume from a local checkpoint; None if it can.
 
     Args:
         verify: read the file and compare it with its checksum.
@@ -144,24 +146,24 @@ def unusable_here(checkpoint: Path, groups: Groups, *, verify: bool = True) -> s
     content = read_object(checkpoint / LOCAL, CheckpointError)
     saved, now = (content["tp"], content["pp"], content["dp"]), (groups.tp_size, groups.pp_size, groups.dp_size)
     if saved != now:
-        return f"{checkpoint}: its tensors lie on the nodes' own disks for tp, pp, dp = {saved}; this run has {now}"
+        return f"{checkpoint}: its tensors are on the nodes' own disks for tp, pp, dp = {saved}; this run has {now}"
     name, size = content["files"][groups.rank]
     path = Path(name)
     if not path.is_file():
         return f"{checkpoint}: {path} is not on this node's disk"
     if path.stat().st_size != size:
         return f"{checkpoint}: {path} has {path.stat().st_size} bytes, {size} were written"
-    if not verify or KEY not in content:  # written before there were checksums
+    if not verify or KEY not in content:  # written by a version without checksums
         return None
     wrong = damage(path, str(path), content[KEY][groups.rank])
     return None if wrong is None else f"{checkpoint}: {wrong}"
 
 
 def load_local(state: ShardedStateDict, checkpoint: Path, rank: int) -> dict[str, Any]:
-    """Load what `state` asks for from this rank's file, as dist_checkpointing.load does from a common folder.
+    """Load the tensors in `state` from this rank's file, as dist_checkpointing.load does from a shared folder.
 
     Raises:
-        CheckpointError: the file holds another model.
+        CheckpointError: the file is of another model.
     """
     name, _ = read_object(checkpoint / LOCAL, CheckpointError)["files"][rank]
     stored = load_tensors(Path(name), mmap=True)
@@ -171,7 +173,7 @@ def load_local(state: ShardedStateDict, checkpoint: Path, rank: int) -> dict[str
 
     def filled(value: ShardedTensor | ShardedObject) -> Any:
         if _name(value) not in parts:
-            raise CheckpointError(f"{name} is of another model: it lacks {_name(value)}")
+            raise CheckpointError(f"{name} is a checkpoint of another model: it lacks {_name(value)}")
         data = parts[_name(value)]
         if isinstance(value, ShardedObject) or value.data is None:
             return data
@@ -188,7 +190,7 @@ def load_local_weights(chunks: Sequence[MegatronModule], checkpoint: Path, rank:
     """Fill every parameter from this rank's file.
 
     Raises:
-        CheckpointError: the file holds another model.
+        CheckpointError: the file is of another model.
     """
     loaded = load_local(model_state(chunks, is_loading=True), checkpoint, rank)
     for i, chunk in enumerate(chunks):
@@ -196,14 +198,14 @@ def load_local_weights(chunks: Sequence[MegatronModule], checkpoint: Path, rank:
 
 
 def _name(value: ShardedTensor | ShardedObject) -> str:
-    """Return what no other part of this rank's state is called."""
+    """Return a name that is unique in this rank's state."""
     if isinstance(value, ShardedObject):
         return value.unique_key
     return f"{value.key} {tuple(value.global_offset)} {tuple(value.local_shape)}"
 
 
 def _on_host(tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    """Return a tensor in the host's memory, without whatever else its storage holds."""
+    """Return a tensor in host memory, without the rest of its storage."""
     x = tensor.detach()
     if x.device.type != "cpu":
         return x.to("cpu", non_blocking=True)

@@ -1,7 +1,7 @@
-"""A torch_dist checkpoint's `.metadata`, a pickle: read without running anything that it names.
+"""A torch_dist checkpoint's `.metadata`, a pickle: read without executing anything that it names.
 
-torch and megatron-core unpickle the file themselves whenever they load. `require_plain` reads it before them, so that
-what they meet has been found harmless.
+torch and megatron-core unpickle the file themselves whenever they load. `require_plain` reads it first, so they
+only read files that are harmless.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from llava_mcore.files.json_files import read_object
 from llava_mcore.files.regular import plain_name, read_regular, require_regular
 
 FILE = ".metadata"
-_MAX_BYTES = 1 << 30  # those of a model of a thousand layers on a thousand ranks have some ten million
+_MAX_BYTES = 1 << 30  # bytes; a model with a thousand layers on a thousand ranks has about ten million
 _OF_TORCH = "torch.distributed.checkpoint"
-# Data classes and enumerations only, and what makes a size or a layout: nothing here acts on what it is given.
+# Only data classes, enumerations and constructors of sizes and layouts: none of them has side effects.
 _ALLOWED = {
     f"{_OF_TORCH}.metadata": (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
@@ -44,7 +44,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Return the metadata of one iteration's folder.
 
     Raises:
-        CheckpointError: missing, damaged, it names anything but metadata's own classes, or files outside of the folder.
+        CheckpointError: it is missing or damaged, or names other classes or files outside of the folder.
     """
     path = folder / FILE
     data = read_regular(path, _MAX_BYTES)
@@ -53,23 +53,23 @@ def read_metadata(folder: Path) -> Metadata:
         metadata = _Unpickler(io.BytesIO(data)).load()
     except _ForeignError as error:
         raise CheckpointError(
-            f"{path}: holds the Python object {error}, which could execute code: it is not opened"
+            f"{path}: holds the Python object {error}, which could execute code: it was not opened"
         ) from error
     except _DAMAGED as error:
-        raise CheckpointError(f"{path}: damaged, or no metadata of torch_dist: {error!r}") from error
+        raise CheckpointError(f"{path}: damaged, or not metadata of torch_dist: {error!r}") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{path}: damaged, or no metadata of torch_dist")
+        raise CheckpointError(f"{path}: damaged, or not metadata of torch_dist")
     outside = sorted({name for name in _file_names(metadata) if not plain_name(name)})
     if outside:
-        raise CheckpointError(problems(f"{path} names files that are not beside it", map(repr, outside[:10])))
+        raise CheckpointError(problems(f"{path} names files outside of its folder", map(repr, outside[:10])))
     return metadata
 
 
 def require_plain(folder: Path) -> None:
-    """Refuse a folder that torch and megatron-core should not open; costs nothing when it was looked at before.
+    """Refuse a folder that torch and megatron-core should not open. A second call costs nothing.
 
     Raises:
-        CheckpointError: as `read_metadata`; or metadata.json is none, or a file that is named is missing or too short.
+        CheckpointError: like `read_metadata`; or metadata.json is not valid, or a file is missing or too short.
     """
     try:
         status = (folder / FILE).stat()
@@ -81,14 +81,14 @@ def require_plain(folder: Path) -> None:
 @functools.lru_cache(maxsize=8)
 def _require_plain(folder: Path, *_version: int) -> None:
     if "sharded_backend" not in read_object(folder / "metadata.json", CheckpointError):
-        raise CheckpointError(f"{folder / 'metadata.json'}: no description of a checkpoint")
+        raise CheckpointError(f"{folder / 'metadata.json'}: not a description of a checkpoint")
     wrong = [text for name, size in _needed(read_metadata(folder)).items() if (text := _problem(folder / name, size))]
     if wrong:
         raise CheckpointError(problems(f"{folder} is damaged", wrong))
 
 
 def _needed(metadata: Metadata) -> dict[str, int]:
-    """Return how many bytes each file must have at least."""
+    """Return the minimum size of each file in bytes."""
     found: dict[str, int] = {}
     for info in metadata.storage_data.values():
         found[info.relative_path] = max(found.get(info.relative_path, 0), info.offset + info.length)
@@ -107,11 +107,11 @@ _DAMAGED = (
     pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, KeyError, IndexError, ImportError,
     MemoryError, OverflowError, RecursionError,
 )  # fmt: skip
-"""What unpickling bytes that are no pickle may end in."""
+"""Errors that unpickling invalid bytes may raise."""
 
 
 class _ForeignError(Exception):
-    """A pickle names what is not in the table."""
+    """A pickle names something that is not in the table."""
 
 
 class _Unpickler(pickle.Unpickler):

@@ -14,30 +14,30 @@ from llava_mcore.parallel.groups import Groups, agree
 
 logger = logging.getLogger(__name__)
 
-HOW_TO_SKIP = "run.py and the export read it as it is with --no-verify-checkpoint"
+HOW_TO_SKIP = "with --no-verify-checkpoint, run.py and the export read it anyway"
 
 
 def require_undamaged(checkpoint: Path) -> str:
     """Compare every file of a checkpoint with its checksum, in this process; return a line about it.
 
     Raises:
-        CheckpointError: lists every file that is not what was written.
+        CheckpointError: lists every damaged file.
     """
     start = time.perf_counter()
     expected = recorded(checkpoint)
     if expected is None:
-        return f"{checkpoint} has no checksums: it is not verified (written by others, or before there were any)"
+        return f"{checkpoint} has no checksums: it cannot be verified (written by another program or an older version)"
     found = damaged_files(checkpoint, {name: expected[name] for name in by_size(checkpoint, expected)})
     if found:
-        raise CheckpointError(problems(f"{checkpoint} is damaged, or was changed ({HOW_TO_SKIP})", found))
+        raise CheckpointError(problems(f"{checkpoint} is damaged or has been changed ({HOW_TO_SKIP})", found))
     return f"{checkpoint}: {_verified(len(expected), time.perf_counter() - start)}"
 
 
 def damage_found_together(groups: Groups, checkpoint: Path) -> str | None:
-    """As `require_undamaged`, but every rank reads a share of the files; a collective call.
+    """Like `require_undamaged`, but every rank reads a share of the files; a collective call.
 
     Returns:
-        What is wrong, the same on all ranks; None if nothing is.
+        What is wrong, the same on all ranks; None if the files are undamaged.
     """
     start = time.perf_counter()
     problem: str | None = None
@@ -57,11 +57,11 @@ def damage_found_together(groups: Groups, checkpoint: Path) -> str | None:
     if found:
         return "; ".join(text.partition(": ")[2] for text in found) + f" ({HOW_TO_SKIP})"
     if files is None:
-        logger.info("%s has no checksums: not verified (written by others, or before there were any)", checkpoint)
+        logger.info("%s has no checksums: not verified (written by another program or an older version)", checkpoint)
     else:
         logger.info("%s: %s", checkpoint, _verified(len(files), time.perf_counter() - start))
     return None
 
 
 def _verified(number: int, seconds: float) -> str:
-    return f"{number} files have the checksums that they were written with ({seconds:.1f} s)"
+    return f"{number} files match their checksums ({seconds:.1f} s)"

@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors lie on the nodes' own disks: ranks 0 and 1 are one node, 2 and 3 another."""
+"""Checkpoints whose tensors are on the nodes' own disks: ranks 0 and 1 are one node, 2 and 3 another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors lie on the nodes' own disks: bitwise on, or passed over with the reason."""
+"""Checkpoints whose tensors are on the nodes' own disks: resumed bitwise, or not used with a reason."""
 
 from __future__ import annotations
 

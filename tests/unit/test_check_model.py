@@ -180,7 +180,7 @@ def test_an_import_alone_is_checked_against_its_manifest(
     assert "bit for bit after a cast to torch.float16" in capsys.readouterr().out
     (layout.hf_folder(checkpoint) / layout.MANIFEST).unlink()
     checksums.write_checksums(checkpoint, {})
-    assert "files have the checksums" in check_manifest(tmp_path / "m", tp=1, workers=1)
+    assert "files match their checksums" in check_manifest(tmp_path / "m", tp=1, workers=1)
     (checkpoint / checksums.FILE).unlink()
     with pytest.raises(CheckpointError, match="nothing to be compared with"):
         check_manifest(tmp_path / "m", tp=1, workers=1)

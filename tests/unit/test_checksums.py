@@ -48,7 +48,7 @@ def test_an_import_has_the_checksum_of_every_file(imported: Path) -> None:
     assert found is not None and found.keys() == names - {checksums.FILE}
     assert {".metadata", "__0_0.distcp", "__0_1.distcp", "hf/config.json", "hf/unused.safetensors"} <= found.keys()
     assert found["__0_1.distcp"] == of_file(checkpoint / "__0_1.distcp")  # made while it was written
-    assert require_undamaged(checkpoint).startswith(f"{checkpoint}: {len(found)} files have the checksums")
+    assert require_undamaged(checkpoint).startswith(f"{checkpoint}: {len(found)} files match their checksums")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_no_command_takes_a_damaged_import(
 def test_without_checksums_a_line_says_so(megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (iteration_folder(megatron, 0) / checksums.FILE).unlink()
     assert export_hf.main(["--megatron-dir", str(megatron), "--hf-dir", str(tmp_path / "out")]) == 0
-    assert "has no checksums: it is not verified" in capsys.readouterr().out
+    assert "has no checksums: it cannot be verified" in capsys.readouterr().out
 
 
 def make_run_checkpoint(folder: Path) -> None:
@@ -126,5 +126,5 @@ def test_records_that_cannot_be_used(
 
 def test_the_companions_of_an_import_count_too(megatron: Path) -> None:
     (hf_folder(iteration_folder(megatron, 0)) / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(CheckpointError, match=r"or was changed.*\n.*hf/chat_template\.jinja is damaged"):
+    with pytest.raises(CheckpointError, match=r"or has been changed.*\n.*hf/chat_template\.jinja is damaged"):
         require_undamaged(iteration_folder(megatron, 0))

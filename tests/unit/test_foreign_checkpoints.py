@@ -169,7 +169,7 @@ def test_metadata_that_is_damaged_or_names_other_files(megatron: Path) -> None:
         metadata = exploits.read(checkpoint)
         next(iter(metadata.storage_data.values())).relative_path = name
         exploits.write(checkpoint, metadata)
-        with pytest.raises(CheckpointError, match="names files that are not beside it"):
+        with pytest.raises(CheckpointError, match="names files outside of its folder"):
             load(checkpoint)
     path.write_bytes(whole)
     with (checkpoint / "__0_1.distcp").open("r+b") as file:

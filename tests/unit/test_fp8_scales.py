@@ -85,5 +85,5 @@ def test_a_pickle_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
     pickles = {"0._extra_state": torch.zeros(9, dtype=torch.uint8), "1._extra_state": torch.zeros(0, dtype=torch.uint8)}
     assert take_scales(model, pickles) == {}
-    assert "FP8: 1 layers begin with new scales" in caplog.text
+    assert "FP8: 1 layers start with new scales" in caplog.text
     assert model[0].scales is None

@@ -1,4 +1,4 @@
-"""The chat template of a built folder: one that takes plain strings and lists of image and text parts alike."""
+"""The chat template of a built folder: it accepts plain strings and lists of image and text parts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from llava_mcore.templates.named import is_name, missing_tokens, named_template,
 def choose_template(tokenizer: PreTrainedTokenizerBase, choice: str | Path | None, say: Say) -> str:
     """Return the template to save: by name or from a file, else the tokenizer's own, else the plain one.
 
-    A template that does not understand lists of parts gets a preamble that flattens them; it stays unchanged itself.
+    A template that does not support lists of parts is preceded by a preamble that flattens them.
 
     Raises:
-        ConfigError: no such name, the file cannot be read, or the tokenizer cannot spell the format's tokens.
-        ConversionError: the template cannot say a question and its answer, with or without a picture.
+        ConfigError: unknown name, unreadable file, or the tokenizer cannot spell the format's tokens.
+        ConversionError: the template cannot render a question and its answer, with or without a picture.
     """
     if choice is None and tokenizer.chat_template:
         template, origin = _own_template(tokenizer), "the text model's tokenizer"
@@ -43,7 +43,7 @@ def _named(tokenizer: PreTrainedTokenizerBase, name: str, say: Say) -> str:
 
 
 def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the tokenizer's template; of several named ones, the default."""
+    """Return the tokenizer's template; the default if there are several named ones."""
     template = tokenizer.chat_template
     if isinstance(template, str):
         return template

@@ -17,11 +17,11 @@ from llava_mcore.models.architectures.registry import architecture_of
 def whole_config(
     kind: FolderClass, language: PreTrainedModel, vision: PreTrainedModel, plan: FeaturePlan, ids: TokenIds
 ) -> PretrainedConfig:
-    """Return the configuration of the whole. The language model's own is changed in place: it becomes part of it."""
+    """Return the configuration of the whole model. The language model's is changed in place and becomes part of it."""
     settle_ids(language.config, ids)
     for part in (language.config, vision.config):
-        part.name_or_path = ""  # would be a path of this machine
-    # transformers ties by the top-level value, Megatron and older readers look into text_config: both must say it.
+        part.name_or_path = ""  # would be a path on this machine
+    # transformers reads the top-level value, Megatron and older readers text_config: both must be set.
     config = kind.config(language.config, vision.config, plan, ids)
     settle_ids(config, ids)
     return config
@@ -30,7 +30,7 @@ def whole_config(
 def compose(
     kind: FolderClass, language: PreTrainedModel, vision: PreTrainedModel, config: PretrainedConfig, *, seed: int
 ) -> PreTrainedModel:
-    """Return the whole model. Its language and vision parameters are those of the arguments, not copies."""
+    """Return the whole model. It shares the language and vision parameters of the arguments."""
     with torch.device("meta"):
         model = kind.model_class(config)
     model.model.language_model = language.model
@@ -47,7 +47,8 @@ def compose(
 
 
 def init_projector(projector: nn.Module, generator: torch.Generator) -> None:
-    """Fill the projector in place, on every machine alike: linears uniform ±1/√inputs, biases zero, norms one."""
+    """Initialize the projector in place, equally on every machine: linears uniform ±1/√inputs, biases zero, norms
+    one."""
     with torch.no_grad():
         for linear in (module for module in projector.modules() if isinstance(module, nn.Linear)):
             bound = 1 / math.sqrt(linear.in_features)
@@ -59,5 +60,5 @@ def init_projector(projector: nn.Module, generator: torch.Generator) -> None:
 
 
 def new_newline(width: int, dtype: torch.dtype, generator: torch.Generator) -> nn.Parameter:
-    """Return the vector [h] that ends a row of a grid, as transformers begins it: normal, 1/√h."""
+    """Return the vector [h] that ends a row of a grid, initialized as in transformers: normal, std 1/√h."""
     return nn.Parameter((torch.randn(width, generator=generator) / math.sqrt(width)).to(dtype))

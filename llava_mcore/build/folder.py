@@ -43,7 +43,7 @@ _PROBE = f"USER: {IMAGE_TOKEN}\nHow many of the 12 houses, 家, are red?  3."
 
 @dataclass(frozen=True)
 class Part:
-    """One row of the summary. `shape` is what a person wants to know of it; `parameters` are counted once if tied."""
+    """One row of the summary. `shape` is a short description; tied `parameters` are counted once."""
 
     name: str
     source: str
@@ -53,7 +53,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where everything comes from."""
+    """Sources of all parts."""
 
     text: Source
     vision: Source
@@ -62,7 +62,7 @@ class Sources:
 
 
 def find_sources(options: BuildOptions) -> Sources:
-    """Resolve the names given. Raises ConfigError for one that cannot exist."""
+    """Resolve the given names. Raises ConfigError for an invalid one."""
     text = find_source(options.text_model, "--text-model", gguf_file=options.gguf_file, may_be_gguf=True)
     tower = find_source(options.vision_model, "--vision-model")
     return Sources(
@@ -74,16 +74,16 @@ def find_sources(options: BuildOptions) -> Sources:
 
 
 def build_llava(options: BuildOptions, say: Say) -> list[Part]:
-    """Make `options.save_dir`, a complete Hugging Face folder, and return its parts.
+    """Write `options.save_dir`, a complete Hugging Face folder, and return its parts.
 
     Raises:
-        ConfigError, ConversionError: nothing was written.
+        ConfigError, ConversionError: the build is not possible; nothing was written.
     """
     require_absent(options.save_dir, what="a build")
     if not _SIZE.fullmatch(options.max_shard_size):
         raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected a size such as 500MB or 5GB")
     kind, sources = folder_class(options), find_sources(options)
-    # Small files first: what cannot work is refused before gigabytes are read.
+    # Small files first: errors are reported before gigabytes are read.
     text_config = language.load_language_config(sources.text)
     own_config = vision.load_vision_config(sources.vision)
     kind.require_tower(own_config, options)
@@ -130,10 +130,10 @@ def fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, *, pad: bool,
 
 
 def write_folder(model: PreTrainedModel, processor: ProcessorMixin, options: BuildOptions) -> None:
-    """Write everything beside the target, check it, and move it into place; leave nothing behind on failure.
+    """Write everything next to the target, check it, and rename it; leave nothing after a failure.
 
     Raises:
-        ConversionError: the disk, or a file that does not read back as what was written.
+        ConversionError: the disk failed, or a file does not read back as it was written.
         FolderInUse: another process is writing there.
     """
     with contextlib.ExitStack() as stack:
@@ -141,7 +141,7 @@ def write_folder(model: PreTrainedModel, processor: ProcessorMixin, options: Bui
             stack.enter_context(locked(options.save_dir, what="a build"))
             partial = partial_sibling(options.save_dir)
         except OSError as error:
-            raise ConversionError(f"{options.save_dir}: its folder cannot be made: {error}") from error
+            raise ConversionError(f"{options.save_dir}: its folder cannot be created: {error}") from error
         _write_into(partial, model, processor, options)
 
 
@@ -150,7 +150,7 @@ def _write_into(partial: Path, model: PreTrainedModel, processor: ProcessorMixin
         model.save_pretrained(
             partial,
             state_dict=tensors_to_write(model),
-            save_original_format=False,  # which would rename once more
+            save_original_format=False,  # which would rename again
             max_shard_size=options.max_shard_size,
         )
         processor.save_pretrained(partial)
@@ -164,7 +164,7 @@ def _write_into(partial: Path, model: PreTrainedModel, processor: ProcessorMixin
 
 
 def _make_readable(folder: Path) -> None:
-    """Give all files the mode of an ordinary new file: safetensors makes its own readable by their owner only."""
+    """Give all files the mode of a normal new file: safetensors makes its files readable by their owner only."""
     mode = (folder / "config.json").stat().st_mode
     for path in folder.iterdir():
         path.chmod(mode)
@@ -174,7 +174,7 @@ def check_folder(folder: Path, config: PretrainedConfig, processor: ProcessorMix
     """Read config, tokenizer and processor back as a user would.
 
     Raises:
-        ConversionError: lists what came back different.
+        ConversionError: lists the differences.
     """
     found = []
     read_config = type(config).from_pretrained(folder)
@@ -194,19 +194,21 @@ def check_folder(folder: Path, config: PretrainedConfig, processor: ProcessorMix
     placeholders = list(read_processor(images=picture, text=_PROBE)["input_ids"][0]).count(config.image_token_id)
     num_features = placeholders_of(read_config, read_processor, (picture.height, picture.width))
     if placeholders != num_features:
-        found.append(f"processor: {placeholders} placeholders of a picture, the model makes {num_features} features")
+        found.append(
+            f"processor: {placeholders} placeholders for a picture, but the model computes {num_features} features"
+        )
     if found:
-        raise ConversionError(problems("the folder does not read back as it was written", found))
+        raise ConversionError(problems("the folder differs from what was written", found))
 
 
 def placeholders_of(config: PretrainedConfig, processor: ProcessorMixin, size: Size) -> int:
-    """Return how many placeholders the model needs for a picture of this height and width."""
+    """Return the number of placeholders that the model needs for a picture of this height and width."""
     plan = architecture_of(config).media(config, Processing(processor.tokenizer, processor.image_processor, {}))
     return int((plan.tokens([size])[0].ids == config.image_token_id).sum())
 
 
 def summary(model: PreTrainedModel, sources: Sources, options: BuildOptions) -> list[Part]:
-    """Return one row a part, tied weights counted once."""
+    """Return one row per part; tied weights are counted once."""
     config = model.config
     text, tower = config.text_config, config.vision_config
     tied = "tied" if config.tie_word_embeddings else "untied"
@@ -241,7 +243,7 @@ def _count(module: torch.nn.Module) -> int:
 
 @contextlib.contextmanager
 def features_for(connector: str) -> Iterator[None]:
-    """Report features that the class's connector cannot read as ConfigError."""
+    """Report features that the class's connector does not support as ConfigError."""
     try:
         yield
     except ConversionError as error:
@@ -256,13 +258,13 @@ def _say_features(
     options: BuildOptions,
     say: Say,
 ) -> None:
-    """Say what the projector reads, as it decides how pictures become tokens."""
+    """Print what the projector reads, because it determines how pictures become tokens."""
     config, input_width = model.config, model.model.multi_modal_projector.linear_1.in_features
     layers = " and ".join(str(layer) for layer in plan.layers)
     expanded = " (--expand-projector)" if options.expand_projector else ""
-    tokens = f"{architecture_of(config).features_per_tile(config)} tokens a {kind.tile}"
+    tokens = f"{architecture_of(config).features_per_tile(config)} tokens per {kind.tile}"
     if pinpoints := kind.pinpoints(config.vision_config):
         most = max(placeholders_of(config, processor, (height, width)) for height, width in pinpoints)
-        tokens += f", about {most} a picture with the largest grid"
+        tokens += f", about {most} for a picture with the largest grid"
     say(f"  features: hidden state {layers}{expanded}, strategy {plan.strategy}: {tokens}")
     say(f"projector: {input_width} -> {config.text_config.hidden_size}, new weights from seed {options.seed}")

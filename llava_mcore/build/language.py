@@ -32,7 +32,8 @@ _SMALLEST_VOCABULARY = 32
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Ids that config, generation and tokenizer must agree on. `bos` and `video`: None when the tokenizer has none."""
+    """Ids that must be equal in config, generation config and tokenizer. `bos`, `video`: None if the tokenizer has
+    none."""
 
     image: int
     pad: int
@@ -45,15 +46,13 @@ def load_language_config(source: Source) -> PreTrainedConfig:
     """Read the configuration of a supported, unquantized language model.
 
     Raises:
-        ConversionError: unreadable, of another family, or quantized.
+        ConversionError: it is unreadable, of an unsupported family, or quantized.
     """
     with reading("the language model's configuration", source):
         config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
     if config.model_type not in LANGUAGE_FAMILIES:
         known = ", ".join(LANGUAGE_FAMILIES)
-        raise ConversionError(
-            f"{source}: model_type is {config.model_type!r}; language models that can be used: {known}"
-        )
+        raise ConversionError(f"{source}: model_type is {config.model_type!r}; supported language models: {known}")
     if "quantization_config" in config.to_dict() and source.gguf_file is None:
         raise ConversionError(f"{source}: the weights are quantized and cannot be trained; use the unquantized model")
     return config
@@ -63,7 +62,7 @@ def load_language_model(source: Source, dtype: torch.dtype | str, say: Say) -> P
     """Read the causal language model with its head. `dtype`: a torch dtype or "auto" (that of the files).
 
     Raises:
-        ConversionError: unreadable, or weights are missing.
+        ConversionError: it is unreadable, or weights are missing.
     """
     with reading("the language model", source):
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -71,21 +70,21 @@ def load_language_model(source: Source, dtype: torch.dtype | str, say: Say) -> P
         )
     check_loaded(source, "language model", set(info["missing_keys"]))
     if info["unexpected_keys"]:
-        say(f"  left out, not part of a {model.config.model_type} model: {', '.join(sorted(info['unexpected_keys']))}")
+        say(f"  ignored, not part of a {model.config.model_type} model: {', '.join(sorted(info['unexpected_keys']))}")
     if source.gguf_file is not None:
         del model.config.quantization_config  # the weights were dequantized while loading
     if model.config.to_dict().get("final_logit_softcapping") is not None:
-        # transformers' LLaVA never caps logits; what serves the folder must compute what was trained.
-        say(f"  final_logit_softcapping = {model.config.final_logit_softcapping} left out: LLaVA has none")
+        # transformers' LLaVA never caps logits, and serving must compute what was trained.
+        say(f"  final_logit_softcapping = {model.config.final_logit_softcapping} ignored: LLaVA does not support it")
         model.config.final_logit_softcapping = None
     return model
 
 
 def load_tokenizer(source: Source, named: Mapping[str, str]) -> PreTrainedTokenizerBase:
-    """Read a tokenizer that has an EOS token, and give it tokens under names of their own.
+    """Read a tokenizer that has an EOS token, and add named special tokens to it.
 
     Raises:
-        ConversionError: unreadable, without vocabulary, or without EOS.
+        ConversionError: it is unreadable, or lacks a vocabulary or EOS.
     """
     hint = "Give --tokenizer TAG_OR_DIR."
     require_tokenizer_files(source, hint)
@@ -98,12 +97,14 @@ def load_tokenizer(source: Source, named: Mapping[str, str]) -> PreTrainedTokeni
     if source.gguf_file is not None:
         _repair_gguf_tokenizer(tokenizer, source)
     if tokenizer.eos_token_id is None:
-        raise ConversionError(f"{source}: the tokenizer has no EOS token, so no answer could be taught to end. {hint}")
+        raise ConversionError(
+            f"{source}: the tokenizer has no EOS token, so the model could not learn to end its answers. {hint}"
+        )
     return tokenizer
 
 
 def _repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
-    """Take from the file what transformers 5.17 gets wrong: EOS (it gives BOS), pad, and SmolLM's digit rule."""
+    """Read from the file what transformers 5.17 gets wrong: EOS (it returns BOS), pad, and SmolLM's digit rule."""
     from gguf import GGUFReader
 
     with reading("the GGUF file", source):
@@ -113,17 +114,17 @@ def _repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Source) -
         field = fields.get(f"tokenizer.ggml.{key}_token_id")
         if field is not None:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
-    tokenizer.clean_up_tokenization_spaces = False  # decoding must give back the text, "a ." too
+    tokenizer.clean_up_tokenization_spaces = False  # decoding must return the text unchanged, even "a ."
     kind = fields.get("tokenizer.ggml.pre")
     if kind is not None and kind.contents() == "smollm":
-        # SmolLM cuts out every digit before the byte-level rule, which then cannot join a space to it.
+        # SmolLM splits off every digit before the byte-level rule, which then cannot join a space to it.
         digits = pre_tokenizers.Digits(individual_digits=True)
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
 
 def add_special_tokens(tokenizer: PreTrainedTokenizerBase, more: Iterable[str]) -> TokenIds:
-    """Give the tokenizer `<image>` and more tokens, and `<pad>` unless it has a pad token that is not EOS."""
+    """Add `<image>` and other tokens to the tokenizer, and `<pad>` unless it has a pad token that is not EOS."""
     wanted: dict[str, Any] = {"extra_special_tokens": list(dict.fromkeys([IMAGE_TOKEN, *more]))}
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         wanted["pad_token"] = PAD_TOKEN
@@ -139,15 +140,15 @@ def token_ids(tokenizer: PreTrainedTokenizerBase) -> TokenIds:
 
 
 def wanted_vocab_size(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, pad: bool) -> int:
-    """Return the rows the embedding needs: never fewer than now; a multiple of 128 if `pad`."""
+    """Return the number of rows that the embedding needs: at least the current one; a multiple of 128 if `pad`."""
     rows = max(vocab_size, max(tokenizer.get_vocab().values()) + 1)
     return -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE if pad else rows
 
 
 def grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
-    """Append rows to the embedding and the head, in place; each is the mean of the rows that were there.
+    """Append rows to the embedding and the head, in place; each is the mean of the existing rows.
 
-    The mean is deterministic, and a new token starts with an average logit, neither favored nor shunned.
+    The mean is deterministic, and a new token starts with an average logit.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
@@ -163,7 +164,7 @@ def _with_mean_rows(weight: nn.Parameter, rows: int) -> nn.Parameter:
 
 
 def settle_ids(config: PreTrainedConfig, ids: TokenIds) -> None:
-    """Write the ids into a configuration, in place. A BOS that the tokenizer does not know stays as it is."""
+    """Write the ids into a configuration, in place. A BOS that the tokenizer lacks stays as it is."""
     config.pad_token_id, config.eos_token_id = ids.pad, ids.eos
     if ids.bos is not None:
         config.bos_token_id = ids.bos
@@ -172,12 +173,12 @@ def settle_ids(config: PreTrainedConfig, ids: TokenIds) -> None:
 def settled_generation_config(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: TokenIds, say: Say
 ) -> GenerationConfig:
-    """Return the language model's generation settings with our pad, and with our EOS among its stop tokens."""
+    """Return the language model's generation config with our pad, and with our EOS among its stop tokens."""
     generation = _portable(model.generation_config, say)
     stops = generation.eos_token_id if generation.eos_token_id is not None else model.config.eos_token_id
     listed = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # A default id that is an ordinary word in this vocabulary must not end answers.
+    # A default id that is a normal word in this vocabulary must not end answers.
     kept = [i for i in listed if i in special and i != ids.eos]
     generation.eos_token_id = [ids.eos, *kept] if kept else ids.eos
     generation.pad_token_id = ids.pad
@@ -187,7 +188,7 @@ def settled_generation_config(
 
 
 def _portable(given: GenerationConfig, say: Say) -> GenerationConfig:
-    """Return a copy that transformers is willing to save: it refuses sampling settings without do_sample."""
+    """Return a copy that transformers can save: it refuses sampling settings without do_sample."""
     values = {k: v for k, v in given.to_diff_dict().items() if k not in ("_from_model_config", "transformers_version")}
     generation = GenerationConfig(**values)
     try:
@@ -195,6 +196,6 @@ def _portable(given: GenerationConfig, say: Say) -> GenerationConfig:
     except ValueError as error:
         lost = sorted(set(values) - {"bos_token_id", "eos_token_id", "pad_token_id"})
         reason = str(error).splitlines()[0]
-        say(f"  generation settings left out ({', '.join(lost)}), transformers refuses them: {reason}")
+        say(f"  generation settings ignored ({', '.join(lost)}), because transformers refuses them: {reason}")
         generation = GenerationConfig(eos_token_id=given.eos_token_id, bos_token_id=given.bos_token_id)
     return generation

@@ -1,4 +1,4 @@
-"""Where the parts come from: local folders, GGUF files, or tags of the Hugging Face hub."""
+"""Sources of the parts: local folders, GGUF files, or tags of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ class Source:
     @property
     def load_arguments(self) -> dict[str, Any]:
         """Keyword arguments of every `from_pretrained` that reads this source."""
-        # Where it is not given, transformers asks on the terminal whether to run a folder's own code.
+        # Without it, transformers asks on the terminal whether to run a folder's own code.
         safe = {"trust_remote_code": False}
         return safe | {"gguf_file": self.gguf_file} if self.gguf_file else safe
 
 
 def find_source(name: str, flag: str, *, gguf_file: str | None = None, may_be_gguf: bool = False) -> Source:
-    """Return where `name` points.
+    """Return the source that `name` refers to.
 
     Args:
         name: a folder, a hub tag, or (with `may_be_gguf`) a GGUF file.
-        flag: the flag that gave it, for the messages.
-        gguf_file: which GGUF file of the folder to read.
-        may_be_gguf: take the only GGUF file of a folder that has no other weights.
+        flag: its flag, for messages.
+        gguf_file: the GGUF file of the folder to read.
+        may_be_gguf: use the only GGUF file of a folder without other weights.
 
     Raises:
-        ConfigError: no such folder or file, or several GGUF files to choose from.
+        ConfigError: the folder or file does not exist, or there are several GGUF files.
     """
     path = Path(name).expanduser()
     if may_be_gguf and path.is_file() and path.suffix == ".gguf":
@@ -70,7 +70,7 @@ def find_source(name: str, flag: str, *, gguf_file: str | None = None, may_be_gg
 
 
 def _gguf_in(folder: Path, flag: str, wanted: str | None) -> str | None:
-    """Return the GGUF file of a folder: the one wanted, or the only one if there are no other weights."""
+    """Return the GGUF file of a folder: the requested one, or the only one if there are no other weights."""
     if wanted is not None:
         if not (folder / wanted).is_file():
             raise ConfigError(f"--gguf-file {wanted}: {folder} has no such file")
@@ -86,7 +86,7 @@ def _gguf_in(folder: Path, flag: str, wanted: str | None) -> str | None:
 
 @contextmanager
 def reading(what: str, source: Source, hint: str = "") -> Iterator[None]:
-    """Turn what transformers raises while reading into one ConversionError."""
+    """Turn errors of transformers while reading into one ConversionError."""
     try:
         yield
     except _READ_ERRORS as error:
@@ -99,7 +99,7 @@ def require_tokenizer_files(source: Source, hint: str) -> None:
     """Refuse a local folder without tokenizer files, for which transformers may invent an empty tokenizer.
 
     Raises:
-        ConversionError: none of the known files is there.
+        ConversionError: none of the known files exists.
     """
     if source.folder is None or source.gguf_file is not None:
         return
@@ -108,11 +108,11 @@ def require_tokenizer_files(source: Source, hint: str) -> None:
 
 
 def check_loaded(source: Source, what: str, missing: set[str]) -> None:
-    """Refuse a model of which some weights were not in the files: transformers would fill them with noise.
+    """Refuse a model whose files lack some weights: transformers would initialize them randomly.
 
     Raises:
         ConversionError: lists the missing tensors.
     """
     if missing:
         shown = [*sorted(missing)[:20], *([f"… and {len(missing) - 20} more"] if len(missing) > 20 else [])]
-        raise ConversionError(problems(f"{source}: the {what} lacks weights that its config.json calls for", shown))
+        raise ConversionError(problems(f"{source}: the {what} lacks weights that its config.json requires", shown))

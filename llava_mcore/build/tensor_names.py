@@ -1,4 +1,4 @@
-"""The names under which a folder's tensors are written: those of the classes' own checkpoints on the hub."""
+"""Names of a folder's tensors in files: those of the classes' own checkpoints on the hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llava_mcore.models.vision.registry import vision_family
 
 
 def tensors_to_write(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the model's tensors by the names they get in files; a tied lm_head is not repeated."""
+    """Return the model's tensors by their names in files; a tied lm_head is omitted."""
     tower = "vision_tower.vision_model." if vision_family(model.config.vision_config).wrapped else "vision_tower."
     prefixes = {
         "model.vision_tower.": tower,

@@ -1,4 +1,4 @@
-"""The vision tower: its weights, which of its hidden states are used, and its image processor."""
+"""The vision tower: its weights, the choice of hidden states, and its image processor."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from llava_mcore.models.vision.geometry import image_side, num_patches, patch_si
 from llava_mcore.models.vision.registry import VISION_FAMILIES, towers_of_any_class, vision_family
 
 PAIRS = tuple(family.pair for family in dict.fromkeys(VISION_FAMILIES.values()) if family.pair is not None)
-"""Folders with a text encoder too, of which only the tower is taken."""
+"""Models with a text encoder, of which only the tower is used."""
 
 
 @dataclass(frozen=True)
 class FeaturePlan:
-    """What of the tower's output the projector reads.
+    """The part of the tower's output that the projector reads.
 
-    `layers`: indices into its hidden states. `class_tokens`: positions before the patches, registers too. `tokens`:
-    positions that the tower makes of a picture or a tile. `input_width`: features a position, all layers side by side.
+    `layers`: indices into its hidden states. `class_tokens`: positions before the patches, with registers. `tokens`:
+    positions that the tower outputs per picture or tile. `input_width`: features per position, of all layers together.
     """
 
     layers: tuple[int, ...]
@@ -42,10 +42,10 @@ class FeaturePlan:
 
 
 def load_vision_config(source: Source) -> PreTrainedConfig:
-    """Read the tower's configuration, also out of a folder that has a text encoder beside it.
+    """Read the tower's configuration, even from a folder that also has a text encoder.
 
     Raises:
-        ConversionError: unreadable, or of another family.
+        ConversionError: it is unreadable, or of an unsupported family.
     """
     with reading("the vision model's configuration", source):
         config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
@@ -57,16 +57,16 @@ def load_vision_config(source: Source) -> PreTrainedConfig:
             " (NaFlex; take a fixed-resolution SigLIP 2, which is a siglip)" if "siglip2" in config.model_type else ""
         )
         raise ConversionError(
-            f"{source}: model_type is {config.model_type!r}{naflex}; vision models that can be used: {known}"
+            f"{source}: model_type is {config.model_type!r}{naflex}; supported vision models: {known}"
         )
     return config
 
 
 def load_vision_tower(source: Source, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Read the tower's weights. Its positions are made those of pictures of the size in `config` (see `resized`).
+    """Read the tower's weights. Its positions are interpolated to pictures of the size in `config` (see `resized`).
 
     Raises:
-        ConversionError: unreadable, or weights are missing.
+        ConversionError: it is unreadable, or weights are missing.
     """
     with reading("the vision model", source):
         tower_class = MODEL_MAPPING[type(config)]
@@ -78,16 +78,17 @@ def load_vision_tower(source: Source, config: PreTrainedConfig, dtype: torch.dty
 
 
 def _interpolate_positions(tower: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Replace the position embeddings by what transformers adds for pictures of the size in `config`, for good."""
+    """Replace the position embeddings with those that transformers interpolates for pictures of the size in
+    `config`."""
     family, side, embeddings = vision_family(config), image_side(config), tower.embeddings
-    # Registers get no position: transformers puts them in afterwards. Only the shape is read.
+    # Registers get no position: transformers inserts them afterwards. Only the shape is read.
     patches = torch.empty(1, int(family.has_class_token(config)) + num_patches(config), config.hidden_size)
     with torch.no_grad():
         positions = embeddings.interpolate_pos_encoding(patches, side, side)
     if positions.shape != patches.shape:
         raise ConversionError(
             f"transformers interpolates the positions of {config.model_type} to {tuple(positions.shape)}, expected "
-            f"{tuple(patches.shape)}: this version of it cannot be used for pictures of {side} px"
+            f"{tuple(patches.shape)}: this version of transformers cannot be used for pictures of {side} px"
         )
     if family.interpolates:
         embeddings.position_embeddings = nn.Parameter(positions.clone())
@@ -97,10 +98,10 @@ def _interpolate_positions(tower: PreTrainedModel, config: PreTrainedConfig) -> 
 
 
 def plan_features(config: PreTrainedConfig, options: BuildOptions, layers: tuple[int, ...]) -> FeaturePlan:
-    """Decide which hidden states are used and how many positions a picture takes.
+    """Decide which hidden states are used and the number of positions of a picture.
 
     Args:
-        layers: those of the class, where none are asked for.
+        layers: the class's default layers.
 
     Raises:
         ConfigError: a layer the tower does not have, or a strategy that would drop a patch.
@@ -121,7 +122,7 @@ def plan_features(config: PreTrainedConfig, options: BuildOptions, layers: tuple
 
 
 def _feature_layers(num_layers: int, layers: tuple[int, ...], *, expand: bool) -> tuple[int, ...]:
-    """Return the layers asked for; --expand-projector adds the one half as deep."""
+    """Return the requested layers; --expand-projector adds the one half as deep."""
     states = num_layers + 1
     if not layers or not all(-states <= layer < states for layer in layers):
         raise ConfigError(
@@ -140,13 +141,13 @@ def _feature_layers(num_layers: int, layers: tuple[int, ...], *, expand: bool) -
 
 
 def asked_size(config: PreTrainedConfig, size: int | None, positions: int) -> PreTrainedConfig:
-    """Return the tower's configuration for pictures of --image-size; itself if that is not given.
+    """Return the tower's configuration for pictures of --image-size; unchanged if that is not given.
 
     Args:
-        positions: of the language model.
+        positions: number of positions of the language model.
 
     Raises:
-        ConfigError: neither a multiple of the tower's patches nor its own size, or too large for the positions.
+        ConfigError: the size is not a multiple of the tower's patches, or too large for the positions.
     """
     if size is None or size == image_side(config):
         return config
@@ -166,7 +167,7 @@ def asked_size(config: PreTrainedConfig, size: int | None, positions: int) -> Pr
 
 
 def resized(config: PreTrainedConfig, side: int) -> PreTrainedConfig:
-    """Return the tower's configuration for pictures of `side` pixels; itself if that is its size."""
+    """Return the tower's configuration for pictures of `side` pixels; unchanged if that is its size."""
     if side == image_side(config):
         return config
     found = copy.deepcopy(config)
@@ -175,12 +176,12 @@ def resized(config: PreTrainedConfig, side: int) -> PreTrainedConfig:
 
 
 def load_image_processor(source: Source, config: PreTrainedConfig, options: BuildOptions) -> tuple[Any, int]:
-    """Read the image processor, try it on a picture that is not square, and return it and its pictures' size.
+    """Read the image processor, try it on a non-square picture, and return it with the size of its output.
 
-    With --image-size it is set to that size first, which `config` has then.
+    With --image-size it is set to that size first, and `config` has that size.
 
     Raises:
-        ConversionError: unreadable, or its pictures do not have the tower's size.
+        ConversionError: it is unreadable, or its output does not have the tower's size.
     """
     hint = "Give --image-processor TAG_OR_DIR: a folder with preprocessor_config.json."
     size = image_side(config)
@@ -201,7 +202,7 @@ def load_image_processor(source: Source, config: PreTrainedConfig, options: Buil
 
 
 def with_size(processor: Any, side: int) -> Any:
-    """Return an image processor like this one that makes pictures of `side` pixels, by its `size` and `crop_size`."""
+    """Return a copy of the image processor with `size` and `crop_size` set to `side` pixels."""
     values = processor.to_dict()
     for name in ("size", "crop_size"):
         if values.get(name):

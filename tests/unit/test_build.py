@@ -324,7 +324,7 @@ def test_the_connector_is_a_flag(tiny_parts: Any, tmp_path: Path, capsys: pytest
     parts = ["--text-model", str(tiny_parts("llama")), "--vision-model", str(tiny_parts("internvit"))]
     assert main([*parts, "--save-dir", str(tmp_path / "out"), "--connector", "pixel_shuffle"]) == 0
     said = capsys.readouterr().out
-    assert "hidden state -1, strategy default: 4 tokens a tile" in said and "projector: 256 -> 64" in said
+    assert "hidden state -1, strategy default: 4 tokens per tile" in said and "projector: 256 -> 64" in said
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "internvl"
     with pytest.raises(SystemExit):
         main([*parts, "--save-dir", str(tmp_path / "other"), "--connector", "q_former"])

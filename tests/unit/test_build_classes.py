@@ -163,7 +163,7 @@ def test_with_another_picture_size(build_tiny: Any, tmp_path: Path) -> None:
             "leaves 17 features of 16 patches: take .*strategy default",
         ),
         ("dinov2_with_registers", {}, "leaves 20 features of 16 patches: dinov2_with_registers has registers"),
-        ("internvit", {}, "internvl_vision writes image_size as height and width"),
+        ("internvit", {}, "internvl_vision has an image_size of height and width"),
     ],
 )
 def test_features_that_are_no_square(
@@ -181,4 +181,4 @@ def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFix
     assert "invalid choice: 'llava_video' (choose from" in capsys.readouterr().err
     assert main([*argv, "llava_next"]) == 0
     said = capsys.readouterr().out
-    assert "16 tokens a tile, about 88 a picture with the largest grid" in said and "image_newline" in said
+    assert "16 tokens per tile, about 88 for a picture with the largest grid" in said and "image_newline" in said

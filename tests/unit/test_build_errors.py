@@ -43,7 +43,7 @@ TEXT_FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (_remove("config.json"), "configuration cannot be read"),
     "another family": (
         lambda f: _edit(f, model_type="gpt2"),
-        "'gpt2'; language models that can be used: gemma2, gemma3_text, llama",
+        "'gpt2'; supported language models: gemma2, gemma3_text, llama",
     ),
     "quantized": (lambda f: _edit(f, quantization_config={"quant_method": "gptq", "bits": 4}), "quantized"),
     "no weights": (_remove("model.safetensors"), "language model cannot be read"),
@@ -72,7 +72,7 @@ VISION_FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "image processor cannot be read(.|\n)*--image-processor",
     ),
     "pictures of another size": (lambda f: save_image_processor(f, "clip", 28), r"\(3, 28, 28\).*\(3, 56, 56\)"),
-    "another family": (lambda f: _edit(f, model_type="vit"), "'vit'; vision models that can be used: clip, siglip"),
+    "another family": (lambda f: _edit(f, model_type="vit"), "'vit'; supported vision models: clip, siglip"),
     "more layers than weights": (lambda f: _edit(f, num_hidden_layers=4), "lacks weights(.|\n)*layers.3"),
 }
 
@@ -101,7 +101,7 @@ OPTION_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a connector that no class has": (
         {"connector": "q_former"},
-        "--connector q_former: no class has it; choose one of mlp, pixel_shuffle",
+        "--connector q_former: unknown; choose one of mlp, pixel_shuffle",
     ),
     "a tower that the class does not read": (
         {"connector": "pixel_shuffle"},

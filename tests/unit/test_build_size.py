@@ -105,4 +105,4 @@ def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFix
     assert "the nearest are 98 and 112" in capsys.readouterr().err
     assert main([*argv, "--image-size", "98"]) == 0
     said = capsys.readouterr().out
-    assert "positions: those for 56 px, interpolated to --image-size 98 px" in said and "49 tokens a picture" in said
+    assert "positions: those for 56 px, interpolated to --image-size 98 px" in said and "49 tokens per picture" in said

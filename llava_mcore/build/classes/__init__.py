@@ -1,1 +1,1 @@
-"""The Hugging Face class of a built folder: one file for each kind of picture."""
+"""The Hugging Face classes that a build can write."""

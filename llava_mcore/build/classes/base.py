@@ -1,4 +1,4 @@
-"""What a build asks of the Hugging Face class that it writes."""
+"""Base class of the Hugging Face classes that a build can write."""
 
 from __future__ import annotations
 
@@ -22,46 +22,61 @@ from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.models.vision.registry import towers_of_any_class
 
 _PIXEL_SETTINGS = ("resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
-"""What a class's image processor takes over from the tower's own."""
+"""Settings that a class's image processor takes over from the tower's."""
 
 
 class FolderClass(ABC):
-    """A class with its configuration and its processor."""
+    """A Hugging Face class with its configuration and its processor."""
 
     model_class: ClassVar[type[PreTrainedModel]]
+    processor_class: ClassVar[type[ProcessorMixin]]
     connector: ClassVar[str]
     layers: ClassVar[tuple[int, ...]]
-    """vision_feature_layer, where none is asked for."""
+    """Default vision_feature_layer."""
     tile: ClassVar[str] = "tile"
-    """What the tower sees at once."""
+    """Name of one input of the tower, for messages."""
     named_tokens: ClassVar[Mapping[str, str]] = {}
-    """Tokens that the tokenizer has under names which the class's processor asks for; the placeholder among them."""
+    """Special tokens by the names under which the class's processor asks the tokenizer for them."""
 
     @property
     def architecture(self) -> str:
-        """Its model_type."""
+        """The class's model_type."""
         return str(self.model_class.config_class.model_type)
 
     def require_tower(self, vision: PretrainedConfig, options: BuildOptions) -> None:
-        """Raise ConfigError for a tower that the class does not read."""
+        """Raise ConfigError for a tower that the class does not support."""
         towers = ARCHITECTURES[self.architecture].towers or towers_of_any_class()
         if vision.model_type not in towers:
             raise ConfigError(
-                f"--connector {self.connector} makes an {self.model_class.__name__}, whose tower is "
+                f"--connector {self.connector} builds {self.model_class.__name__}, whose tower is "
                 f"{' or '.join(towers)} in transformers; --vision-model {options.vision_model} is {vision.model_type!r}"
             )
 
     def pinpoints(self, vision: PretrainedConfig) -> list[list[int]]:
-        """Return height and width in pixels of the grids that pictures are cut into, where config.json lists them."""
+        """Return height and width in pixels of the grids of tiles, if config.json lists them."""
         return []
 
-    @abstractmethod
     def config(
         self, text: PretrainedConfig, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds
     ) -> PretrainedConfig:
-        """Return the configuration of the whole, around those of its parts."""
+        """Return the configuration of the whole model, which contains those of its parts.
+
+        Raises:
+            ConfigError: the class does not support the tower's features.
+        """
+        return self.model_class.config_class(
+            text_config=text,
+            vision_config=vision,
+            vision_feature_layer=plan.config_value,
+            vision_feature_select_strategy=plan.strategy,
+            tie_word_embeddings=text.tie_word_embeddings,
+            **self._config_fields(vision, plan, ids),
+        )
 
     @abstractmethod
+    def _config_fields(self, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
+        """Return the fields of the configuration that only this class has."""
+
     def processor(
         self,
         image_processor: Any,
@@ -71,10 +86,19 @@ class FolderClass(ABC):
         template: str,
     ) -> ProcessorMixin:
         """Return the processor. `image_processor`: the source's, for pictures of the tower's size."""
+        return self.processor_class(
+            tokenizer=tokenizer,
+            chat_template=template,
+            **self._processor_fields(image_processor, config, plan),
+        )
+
+    @abstractmethod
+    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeaturePlan) -> dict[str, Any]:
+        """Return the other arguments of the processor, with its image processor."""
 
 
 def tile_settings(image_processor: Any, config: PretrainedConfig) -> dict[str, Any]:
-    """Return settings that resize tiles to the tower's size and normalize them as the source's pictures are."""
+    """Return settings that resize tiles to the tower's size and normalize them like the source's image processor."""
     side, values = image_side(config.vision_config), image_processor.to_dict()
     own = {name: values[name] for name in _PIXEL_SETTINGS if values.get(name) is not None}
     return own | {"size": {"height": side, "width": side}}

@@ -6,18 +6,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from transformers import (
-    LlavaNextConfig,
     LlavaNextForConditionalGeneration,
     LlavaNextImageProcessor,
     LlavaNextProcessor,
-    LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionImageProcessor,
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
     PretrainedConfig,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
 )
 
 from llava_mcore.build.classes.base import FolderClass, tile_settings
@@ -27,11 +23,11 @@ from llava_mcore.errors import ConfigError
 from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
 
 _ASPECT_RATIO = "anyres_max_9"
-"""Of LLaVA-OneVision's own checkpoints: larger grids are resized to nine tiles."""
+"""As in LLaVA-OneVision's own checkpoints: larger grids are resized to nine tiles."""
 
 
 class GridFolder(FolderClass):
-    """A base view and the grid that suits a picture's proportions, features arranged as squares."""
+    """A base view and the grid that fits a picture's proportions; the features of a tile form a square."""
 
     connector = "mlp"
     layers = (-2,)
@@ -44,20 +40,23 @@ class GridFolder(FolderClass):
         return [[rows * side, columns * side] for rows, columns in self.grids]
 
     def _require_square(self, vision: PretrainedConfig, plan: FeaturePlan) -> None:
-        """Raise ConfigError for features that are no square, or a tower that transformers cannot read in the class."""
+        """Raise ConfigError if features do not form a square, or the class does not support the tower in
+        transformers."""
         if not isinstance(vision.image_size, int):
             raise ConfigError(
-                f"--architecture {self.architecture}: {vision.model_type} writes image_size as height and width, of "
-                "which that class of transformers expects one number; take another tower or --architecture llava"
+                f"--architecture {self.architecture}: {vision.model_type} has an image_size of height and width, but "
+                "that class of transformers expects one number; take another tower or --architecture llava"
             )
         wanted = num_patches(vision)
         if plan.tokens == wanted:
             return
         advice = "take --vision-feature-select-strategy default"
         if plan.class_tokens > 1:
-            advice = f"{vision.model_type} has registers among them; take a tower without, or --architecture llava"
+            advice = (
+                f"{vision.model_type} has registers among them; take a tower without registers, or --architecture llava"
+            )
         raise ConfigError(
-            f"--architecture {self.architecture} takes the features of a tile as a square, but strategy "
+            f"--architecture {self.architecture} needs the features of a tile as a square, but strategy "
             f"{plan.strategy} leaves {plan.tokens} features of {wanted} patches: {advice}"
         )
 
@@ -66,91 +65,57 @@ class NextFolder(GridFolder):
     """LLaVA-NeXT: the grids of LLaVA-1.6."""
 
     model_class = LlavaNextForConditionalGeneration
+    processor_class = LlavaNextProcessor
     grids = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
 
-    def config(
-        self, text: PretrainedConfig, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds
-    ) -> PretrainedConfig:
-        """Return the configuration of the whole. Raises ConfigError for features that are no square."""
+    def _config_fields(self, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
         self._require_square(vision, plan)
-        return LlavaNextConfig(
-            text_config=text,
-            vision_config=vision,
+        return dict(
             image_token_index=ids.image,
             image_seq_length=plan.tokens,
             image_grid_pinpoints=self.pinpoints(vision),
-            vision_feature_layer=plan.config_value,
-            vision_feature_select_strategy=plan.strategy,
-            tie_word_embeddings=text.tie_word_embeddings,
         )
 
-    def processor(
-        self,
-        image_processor: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        config: PretrainedConfig,
-        plan: FeaturePlan,
-        template: str,
-    ) -> ProcessorMixin:
-        """Return the processor; tiles are resized and normalized as the source's pictures are."""
+    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeaturePlan) -> dict[str, Any]:
         how = tile_settings(image_processor, config)
         side = image_side(config.vision_config)
-        # The size as the class's own checkpoints write it.
+        # The size in the format of the class's own checkpoints.
         how |= {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
-        return LlavaNextProcessor(
+        return dict(
             image_processor=LlavaNextImageProcessor(image_grid_pinpoints=config.image_grid_pinpoints, **how),
-            tokenizer=tokenizer,
             patch_size=patch_side(config.vision_config),
             vision_feature_select_strategy=plan.strategy,
             num_additional_image_tokens=plan.class_tokens,
             image_token=IMAGE_TOKEN,
-            chat_template=template,
         )
 
 
 class OnevisionFolder(GridFolder):
-    """LLaVA-OneVision: large grids are resized, and there are videos."""
+    """LLaVA-OneVision: large grids are resized, and videos are supported."""
 
     model_class = LlavaOnevisionForConditionalGeneration
+    processor_class = LlavaOnevisionProcessor
     grids = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
     named_tokens: ClassVar[Mapping[str, str]] = {"image_token": IMAGE_TOKEN, "video_token": VIDEO_TOKEN}
 
-    def config(
-        self, text: PretrainedConfig, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds
-    ) -> PretrainedConfig:
-        """Return the configuration of the whole. Raises ConfigError for features that are no square."""
+    def _config_fields(self, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
         self._require_square(vision, plan)
-        return LlavaOnevisionConfig(
-            text_config=text,
-            vision_config=vision,
+        return dict(
             image_token_index=ids.image,
             video_token_index=ids.video,
             image_grid_pinpoints=self.pinpoints(vision),
             vision_aspect_ratio=_ASPECT_RATIO,
-            vision_feature_layer=plan.config_value,
-            vision_feature_select_strategy=plan.strategy,
-            tie_word_embeddings=text.tie_word_embeddings,
         )
 
-    def processor(
-        self,
-        image_processor: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        config: PretrainedConfig,
-        plan: FeaturePlan,
-        template: str,
-    ) -> ProcessorMixin:
-        """Return the processor; tiles and frames are resized and normalized as the source's pictures are."""
+    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeaturePlan) -> dict[str, Any]:
         how = tile_settings(image_processor, config)
-        return LlavaOnevisionProcessor(
+        return dict(
             image_processor=LlavaOnevisionImageProcessor(image_grid_pinpoints=config.image_grid_pinpoints, **how),
-            tokenizer=tokenizer,
             video_processor=LlavaOnevisionVideoProcessor(**how),
-            # The processor takes the class token off again.
+            # The processor subtracts the class token.
             num_image_tokens=plan.tokens + int(plan.strategy == "default"),
             vision_feature_select_strategy=plan.strategy,
             image_token=IMAGE_TOKEN,
             video_token=VIDEO_TOKEN,
             vision_aspect_ratio=config.vision_aspect_ratio,
-            chat_template=template,
         )

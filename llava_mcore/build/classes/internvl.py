@@ -1,4 +1,4 @@
-"""InternVL: pictures are cut into tiles, of which four neighboring features become one."""
+"""InternVL: pictures are split into tiles, and four neighboring features become one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from typing import Any, ClassVar
 
 from transformers import (
     GotOcr2ImageProcessor,
-    InternVLConfig,
     InternVLForConditionalGeneration,
     InternVLProcessor,
     InternVLVideoProcessor,
     PretrainedConfig,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
 )
 
 from llava_mcore.build.classes.base import FolderClass, tile_settings
@@ -23,9 +20,10 @@ from llava_mcore.models.architectures.registry import ARCHITECTURES
 
 
 class InternVlFolder(FolderClass):
-    """InternVL: pictures are cut into tiles, of which four neighboring features become one."""
+    """InternVL: pictures are split into tiles, and four neighboring features become one."""
 
     model_class = InternVLForConditionalGeneration
+    processor_class = InternVLProcessor
     connector = "pixel_shuffle"
     layers = (-1,)
     named_tokens: ClassVar[Mapping[str, str]] = {
@@ -38,32 +36,18 @@ class InternVlFolder(FolderClass):
     def config(
         self, text: PretrainedConfig, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds
     ) -> PretrainedConfig:
-        """Return the configuration of the whole."""
-        config = InternVLConfig(
-            text_config=text,
-            vision_config=vision,
-            image_token_id=ids.image,
-            vision_feature_layer=plan.config_value,
-            vision_feature_select_strategy=plan.strategy,
-            tie_word_embeddings=text.tie_word_embeddings,
-        )
+        """Return the configuration of the whole model, with the number of features per tile."""
+        config = super().config(text, vision, plan, ids)
         config.image_seq_length = ARCHITECTURES[config.model_type].features_per_tile(config)
         return config
 
-    def processor(
-        self,
-        image_processor: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        config: PretrainedConfig,
-        plan: FeaturePlan,
-        template: str,
-    ) -> ProcessorMixin:
-        """Return the processor; tiles are resized and normalized as the source's pictures are."""
+    def _config_fields(self, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
+        return {"image_token_id": ids.image}
+
+    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeaturePlan) -> dict[str, Any]:
         how = tile_settings(image_processor, config)
-        return InternVLProcessor(
+        return dict(
             image_processor=GotOcr2ImageProcessor(**how),
-            tokenizer=tokenizer,
             video_processor=InternVLVideoProcessor(**how),
             image_seq_length=config.image_seq_length,
-            chat_template=template,
         )

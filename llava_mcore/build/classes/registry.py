@@ -16,10 +16,10 @@ def folder_class(options: BuildOptions) -> FolderClass:
     """Return the class of the folder.
 
     Raises:
-        ConfigError: a connector or an architecture that is not known, or an architecture with another's connector.
+        ConfigError: an unknown connector or architecture, or a connector that does not fit the architecture.
     """
     if options.connector not in (None, *CONNECTORS):
-        raise ConfigError(f"--connector {options.connector}: no class has it; choose one of {', '.join(CONNECTORS)}")
+        raise ConfigError(f"--connector {options.connector}: unknown; choose one of {', '.join(CONNECTORS)}")
     kinds = [kind for kind in _CLASSES if options.architecture in (None, kind.architecture)]
     if not kinds:
         known = ", ".join(kind.architecture for kind in _CLASSES)
@@ -29,5 +29,5 @@ def folder_class(options: BuildOptions) -> FolderClass:
             return kind
     raise ConfigError(
         f"--architecture {options.architecture} has the connector {kinds[0].connector}; --connector "
-        f"{options.connector} does not fit it: leave one of them out"
+        f"{options.connector} does not fit it: omit one of them"
     )

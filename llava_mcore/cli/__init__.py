@@ -1,1 +1,1 @@
-"""One file a command; the only place that knows every package."""
+"""The commands, one file each."""

@@ -13,12 +13,12 @@ from llava_mcore.cli.common import conversion_main
 
 
 def parser() -> argparse.ArgumentParser:
-    """Flags of build_llava_jp.py: the seed's, and what they left to chance."""
+    """Flags of build_llava_jp.py."""
     p = argparse.ArgumentParser(
         prog="build_llava_jp.py",
         allow_abbrev=False,
-        description="Compose a complete Hugging Face LLaVA or InternVL folder (config, weights, tokenizer with <image> "
-        "and a pad token, image processor, chat template) from a language model and a vision tower (docs/build.md says "
+        description="Compose a complete Hugging Face folder of LLaVA or InternVL (config, weights, tokenizer with "
+        "<image> and a pad token, image processor, chat template) from a language model and a vision tower (docs/build.md says "
         "which). Only the projector is new. Nothing is downloaded when folders are given.",
     )
     _add_parts(p.add_argument_group("parts"))
@@ -43,7 +43,7 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
         "--vision-model",
         default=DEFAULT_VISION_MODEL,
         metavar="TAG_OR_DIR",
-        help="vision tower, or a CLIP or SigLIP model of which the tower is taken (default: %(default)s)",
+        help="vision tower, or a CLIP or SigLIP model with a tower (default: %(default)s)",
     )
     group.add_argument("--tokenizer", metavar="TAG_OR_DIR", help="tokenizer (default: the text model's)")
     group.add_argument(
@@ -64,32 +64,32 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--connector",
         choices=CONNECTORS,
-        help="between tower and language model, and with it the class of the folder: mlp is LLaVA, pixel_shuffle "
-        "InternVL, which cuts pictures into tiles (default: that of the architecture)",
+        help="connects tower and language model, and determines the class of the folder: mlp for LLaVA, pixel_shuffle "
+        "for InternVL, which splits pictures into tiles (default: that of the architecture)",
     )
     group.add_argument(
         "--architecture",
         choices=ARCHITECTURES,
-        help="Hugging Face class of the folder: llava (1.5) takes a picture as one tile, llava_next (1.6) and "
-        "llava_onevision as a base view and a grid of tiles (default: llava; internvl with pixel_shuffle)",
+        help="Hugging Face class of the folder: llava (1.5) uses one tile per picture, llava_next (1.6) and "
+        "llava_onevision a base view and a grid of tiles (default: llava; internvl with pixel_shuffle)",
     )
     group.add_argument(
         "--vocab-size-padding",
         action="store_true",
-        help="round the vocabulary up to a multiple of 128; nothing is added when it is one already",
+        help="round the vocabulary up to a multiple of 128",
     )
     group.add_argument(
         "--expand-projector",
         action="store_true",
-        help="let the projector read a second layer of the tower, half as deep as the first, so that its input is "
-        "twice as wide (docs/build.md says why it is not the hidden layer that widens)",
+        help="let the projector read a second layer of the tower, half as deep as the first, which makes its input "
+        "twice as wide",
     )
     group.add_argument(
         "--image-size",
         type=int,
         metavar="N",
-        help="take pictures of N x N pixels: the tower's positions are interpolated as transformers does it, and the "
-        "image processor is set to N (default: the size that the image processor makes)",
+        help="use pictures of N x N pixels: the tower's positions are interpolated as in transformers, and the "
+        "image processor is set to N (default: the image processor's size)",
     )
     group.add_argument(
         "--vision-feature-layer",
@@ -97,7 +97,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         metavar="N",
         help="hidden state of the tower that becomes the picture's tokens: 0 is its embedding, -1 its last layer; "
-        "several are put side by side (default: -2; -1 with pixel_shuffle)",
+        "several are concatenated (default: -2; -1 with pixel_shuffle)",
     )
     group.add_argument(
         "--vision-feature-select-strategy",
@@ -109,25 +109,34 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--save-dir", type=Path, required=True, metavar="DIR", help="folder to make; must not exist or be empty"
+        "--save-dir", type=Path, required=True, metavar="DIR", help="folder to write; must not exist or be empty"
     )
     group.add_argument(
-        "--dtype", choices=DTYPE_NAMES, default="auto", help="of all weights (default: auto, the text model's own)"
+        "--dtype",
+        choices=DTYPE_NAMES,
+        default="auto",
+        help="dtype of all weights (default: auto, the text model's own)",
     )
-    group.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
     group.add_argument(
-        "--seed", type=int, default=1234, metavar="N", help="of the projector's first weights (default: %(default)s)"
+        "--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file (default: %(default)s)"
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=1234,
+        metavar="N",
+        help="seed of the projector's initial weights (default: %(default)s)",
     )
     group.add_argument("--sif-path", type=Path, metavar="FILE", help="run the same command in this Singularity image")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build as the flags say."""
+    """Run the build."""
     from transformers.utils import logging as transformers_logging
 
     from llava_mcore.build.folder import build_llava
 
-    transformers_logging.set_verbosity_error()  # its load reports repeat what the lines below say
+    transformers_logging.set_verbosity_error()  # its load reports repeat the lines below
     transformers_logging.disable_progress_bar()
     start = time.perf_counter()
     options = BuildOptions(
@@ -171,7 +180,7 @@ def _print_table(rows: Sequence[tuple[str, str, str, int]]) -> None:
     table.add_row("total", "", "", f"{sum(row[3] for row in rows):,}")
     console = Console()
     if not console.is_terminal:
-        console.width = 120  # in a log, not the 80 that rich assumes
+        console.width = 120  # in a log; rich would assume 80
     console.print(table)
 
 

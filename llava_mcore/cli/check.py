@@ -1,4 +1,4 @@
-"""Check a Hugging Face folder, a Megatron checkpoint against it, or a dataset. Exit code 0: all is well."""
+"""Check a Hugging Face folder, compare a Megatron checkpoint with it, or check a dataset. Exit code 0: no problems."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from llava_mcore.errors import ConfigError
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check as the flags say; errors mean failure."""
+    """Run the check; errors mean failure."""
     is_model = args.hf_dir is not None or args.megatron_dir is not None
     if is_model == (args.data_path is not None):
-        raise ConfigError(
-            "say what to check: --hf-dir or --megatron-dir for a model, or --data-path for data; one of them"
-        )
+        raise ConfigError("nothing to check: give --hf-dir or --megatron-dir for a model, or --data-path for data")
     if args.logits is not None and (args.hf_dir is None or args.megatron_dir is None):
         raise ConfigError("--logits compares two models: give --hf-dir and --megatron-dir")
     if args.data_path is not None:

@@ -1,4 +1,4 @@
-"""Look a dataset over before training: `python -m llava_mcore check --data-path D --tokenizer-load-dir T`."""
+"""Check a dataset before training: `python -m llava_mcore check --data-path D --tokenizer-load-dir T`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import ConfigError, DataError
 
 DEFAULTS = DataConfig()
-NEEDS_TOKENIZER = "--data-path needs --tokenizer-load-dir, the Hugging Face folder that is trained with"
+NEEDS_TOKENIZER = "--data-path needs --tokenizer-load-dir, the Hugging Face folder to train with"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check as the flags say; returns 0 if the data can be trained on, else 2.
+    """Run the check; returns 0 if the data can be used for training, else 2.
 
     Raises:
-        ConfigError: flags that make no sense.
-        DataError: a tokenizer folder that cannot be used, a report that cannot be written.
+        ConfigError: invalid flags.
+        DataError: the tokenizer folder cannot be used, or the report cannot be written.
     """
     _check_flags(args)
     assets = load_assets(
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     )
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 160  # in a file or a pipe, not the 80 that rich assumes
+        console.width = 160  # in a file or a pipe; rich would assume 80
     report, examiner = examine(args, assets)
     if examiner is not None:
         _show(examiner, report, assets, console)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(args: argparse.Namespace, assets: Assets) -> tuple[Report, Examiner | None]:
-    """Look over files and samples; the examiner is None if the data cannot be opened."""
+    """Check files and samples; the examiner is None if the data cannot be opened."""
     stop: list[str] = []
     examiner = None
     try:
@@ -67,7 +67,7 @@ def examine(args: argparse.Namespace, assets: Assets) -> tuple[Report, Examiner 
     try:
         examiner = Examiner(args.data_path, assets, seq_length=args.seq_length)
     except DataError as error:
-        stop = stop or [str(error)]  # else it has been said better
+        stop = stop or [str(error)]  # otherwise another message has reported it
     datasets = examiner.datasets if examiner is not None else []
     tally = Tally([DatasetTally(d.path, d.share, d.repeats, len(d.shards), d.num_samples) for d in datasets])
     folders = dict.fromkeys(Path(data.path) for data in datasets)
@@ -98,14 +98,14 @@ def _check_flags(args: argparse.Namespace) -> None:
     wrong = [f"--{name.replace('_', '-')} must be at least {least}" for name, least in lowest.items()
              if vars(args)[name] < least]  # fmt: skip
     if args.max_skip_rate > 1:
-        wrong.append("--max-skip-rate is a part, from 0 to 1")
+        wrong.append("--max-skip-rate is a fraction, from 0 to 1")
     if wrong:
         raise ConfigError("; ".join(wrong))
 
 
 def _scan(examiner: Examiner, tasks: Sequence[Task], tally: Tally, args: argparse.Namespace) -> None:
     columns = (
-        TextColumn("looking at samples"),
+        TextColumn("checking samples"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.speed:.0f} samples/s"),
@@ -125,10 +125,10 @@ def _scan(examiner: Examiner, tasks: Sequence[Task], tally: Tally, args: argpars
 def _show(examiner: Examiner, report: Report, assets: Assets, console: Console) -> None:
     for found in report.tally.examples:
         tokens = examiner.conversation(found)
-        learnt = "colored" if console.is_terminal else "between « and »"
+        marked = "colored" if console.is_terminal else "between « and »"
         console.print(
             f"sample {found.key} of {found.shard}: {len(tokens)} tokens, {int(tokens.trained.sum())} of them trained "
-            f"({learnt})",
+            f"({marked})",
             markup=False,
             soft_wrap=True,
         )

@@ -1,4 +1,4 @@
-"""What the commands that are no training share."""
+"""Shared by all commands except training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llava_mcore.run.messages import with_messages
 def conversion_main(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], argv: Sequence[str]
 ) -> int:
-    """Parse, run, and turn a user's error into one message and its exit code. Untested versions are named first."""
+    """Parse, run, and turn errors into one message and an exit code. Warns about untested versions first."""
 
     def parse_and_run() -> int:
         args = parser.parse_args(argv)

@@ -15,7 +15,7 @@ from llava_mcore.convert.jobs import DTYPES
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert as the flags say."""
+    """Run the conversion."""
     start = time.perf_counter()
     dtype = DTYPES[args.dtype] if args.dtype else None
     iteration = export_hf(

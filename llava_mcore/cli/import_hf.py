@@ -15,7 +15,7 @@ from llava_mcore.convert.jobs import DTYPES
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert as the flags say."""
+    """Run the conversion."""
     start = time.perf_counter()
     dtype = DTYPES[args.dtype] if args.dtype else None
     written = import_hf(
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     )
     verified = ", every tensor read back and equal" if args.verify else ""
     seconds = time.perf_counter() - start
-    print(f"imported {args.hf_dir} -> {written} in {seconds:.1f} s (cut for tp {args.tp}{verified})")
+    print(f"imported {args.hf_dir} -> {written} in {seconds:.1f} s (split for tp {args.tp}{verified})")
     if args.logits is not None:
         print(check_logits(args.hf_dir, args.megatron_dir, args.logits, tp=args.tp, pp=args.pp))
     return 0

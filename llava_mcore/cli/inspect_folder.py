@@ -1,4 +1,4 @@
-"""Show what a Hugging Face folder or a folder of Megatron checkpoints holds, from headers alone."""
+"""Show the contents of a Hugging Face folder or a folder of Megatron checkpoints, from headers alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.inspect_folder import parser
 from llava_mcore.convert.inventory import Inventory, Row, of_folder
 
-WIDE = 160  # columns where there is no terminal: names are not to be cut off
+WIDE = 160  # columns without a terminal, so that names are not truncated
 
 
 def show(inventory: Inventory, console: Console) -> None:
-    """Print what it is, its parts, the shape of every tensor, and what training ignores."""
+    """Print the kind of folder, its parts, the shape of every tensor, and the tensors that training ignores."""
     console.print("\n".join(inventory.facts), highlight=False, markup=False)
     console.print(_parts(inventory.rows))
     console.print(_shapes([row for row in inventory.rows if not row.ignored]))
@@ -36,7 +36,7 @@ def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def _parts(rows: Sequence[Row]) -> Table:
-    """One line for each part and what becomes of it."""
+    """One line per part and state."""
     right = ("tensors", "parameters", "GB")
     table = _table("\nparts", "part", "training", "dtype", *right, right=right)
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -55,7 +55,7 @@ def _sums(rows: Sequence[Row]) -> tuple[str, str, str]:
 
 
 def _shapes(rows: Sequence[Row]) -> Table:
-    """One line for each kind of tensor."""
+    """One line per kind of tensor."""
     table = _table("\ntensors", "name", "shape", "dtype", "times", "training", right=("times",))
     for row in rows:
         table.add_row(row.name, " x ".join(map(str, row.shape)) or "scalar", row.dtype, str(row.count), row.state)
@@ -70,10 +70,10 @@ def _ignored(rows: Sequence[Row]) -> Table:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find out what it is, and show it.
+    """Detect the kind of folder and show its contents.
 
     Raises:
-        ConversionError: neither a Hugging Face folder nor one of checkpoints.
+        ConversionError: it is neither a Hugging Face folder nor one of checkpoints.
     """
     inventory = of_folder(args.dir)
     console = Console()

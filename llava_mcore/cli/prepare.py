@@ -31,11 +31,11 @@ from llava_mcore.data.prepare.summary import draw, failures, show
 from llava_mcore.errors import DataError, problems
 
 LISTED = {"sources": [], "options": {"SRC": "a list of sources"}}
-"""What the folder of a blend is begun with: the list itself may change, its sources are checked one by one."""
+"""Marker in the folder of a blend: the list may change, because each source is checked separately."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare as the flags say; print the summary. Returns 2 if too many rows were skipped."""
+    """Prepare the data and print the summary. Returns 2 if too many rows were skipped."""
     options = Options(
         rows_per_shard=args.samples_per_shard,
         val_ratio=args.val_ratio,
@@ -50,13 +50,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         results = _prepare_listed(args, options, console) if is_blend else [_prepare_one(args, options, console)]
     except OSError as error:
-        hint = "see to the disk and begin again, finished shards are kept; or choose another --out"
+        hint = "fix the disk and run the command again, which keeps finished shards; or choose another --out"
         raise DataError(f"--out {args.out} cannot be written: {error}; {hint}") from error
     show(console, results)
     pictures = [path for result in results if result.counts.conversations for path in draw(result)]
     failed = failures(results, args.max_skip_rate)
     if failed:
-        raise DataError(problems("the data were not finished", failed))
+        raise DataError(problems("the data was not completed", failed))
     if options.counting is None:
         console.print("Tokens were not counted: give --tokenizer-load-dir for exact counts.")
     for path in pictures:
@@ -73,7 +73,7 @@ def _counting(args: argparse.Namespace) -> Counting | None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise one DataError for flags that do not go together."""
+    """Raise one DataError for flags that contradict each other."""
     found = []
     listings = [path for path in args.sources if is_listing(path)]
     if listings and len(args.sources) > 1:
@@ -86,7 +86,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.tokenizer_load_dir is None:
         found += [f"{flag} needs --tokenizer-load-dir" for flag, value in needing.items() if value is not None]
     if args.num_workers < 0:
-        found.append(f"--num-workers is {args.num_workers}; 0 works in this process, N in N others")
+        found.append(f"--num-workers is {args.num_workers}; use 0 for this process, or a number of processes")
     if found:
         raise DataError(problems("prepare cannot start", found))
 
@@ -102,7 +102,7 @@ def _prepare_listed(args: argparse.Namespace, options: Options, console: Console
     root = args.sources[0].parent
     with Journal(args.out) as journal:
         journal.begin(LISTED, overwrite=args.overwrite)
-        (args.out / BLEND).unlink(missing_ok=True)  # so that nothing looks finished meanwhile
+        (args.out / BLEND).unlink(missing_ok=True)  # so that nothing looks finished in the meantime
         results = [
             _prepare(listed.source(root), args.out / name, args, options, console)
             for name, listed in listing.by_name().items()
@@ -142,13 +142,13 @@ class _Bar:
         self._progress.stop()
 
     def begin(self, what: str, total: int | None) -> None:
-        """Show a new step instead of the one before."""
+        """Start showing a new step."""
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(what, total=total, rate="")
 
     def advance(self, number: int) -> None:
-        """Move on."""
+        """Advance the bar."""
         assert self._task is not None
         self._progress.update(self._task, advance=number)
         speed = self._progress.tasks[-1].speed

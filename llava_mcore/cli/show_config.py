@@ -1,4 +1,4 @@
-"""`show-config`: print the configuration that flags, overrides and a file make together."""
+"""`show-config`: print the configuration that results from flags, overrides and a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llava_mcore.run.messages import with_messages
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the configuration as YAML, which `--config` reads again; return 2 if it is not valid."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    description = "Print the configuration that flags, overrides and a file make together."
+    description = "Print the configuration that results from flags, overrides and a file."
     return with_messages(lambda: _print(arguments, description))
 
 

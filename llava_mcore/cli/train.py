@@ -1,4 +1,4 @@
-"""`run.py`: from flags to running worker processes. Nothing is started before everything has been checked."""
+"""`run.py`: starts the worker processes of a run after checking everything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llava_mcore.run.messages import with_messages
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; return the exit code: 0, 2 for a mistake found before the start, else that of the workers."""
+    """Train; return the exit code: 0, 2 for an error found before the start, else that of the workers."""
     return with_messages(lambda: _run(sys.argv[1:] if argv is None else list(argv)))
 
 

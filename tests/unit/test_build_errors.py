@@ -105,7 +105,7 @@ OPTION_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a tower that the class does not read": (
         {"connector": "pixel_shuffle"},
-        "--connector pixel_shuffle makes an InternVLForConditionalGeneration, whose tower is internvl_vision in "
+        "--connector pixel_shuffle builds InternVLForConditionalGeneration, whose tower is internvl_vision in "
         "transformers; --vision-model .* is 'clip_vision_model'",
     ),
     "no whole patches": ({"image_size": 60}, r"--image-size 60: .* patches of 14 px; the nearest are 56 and 70"),

@@ -108,8 +108,8 @@ def change_record(change: Callable[[dict[str, object]], object], folder: Path) -
     ("change", "message"),
     [
         (lambda x: x.update(algorithm="md5"), "checksums of 'md5'"),
-        (lambda x: x.pop("files"), "no list of checksums"),
-        (lambda x: x.update(files=[1]), "no list of checksums"),
+        (lambda x: x.pop("files"), "not a list of checksums"),
+        (lambda x: x.update(files=[1]), "not a list of checksums"),
         (lambda x: x["files"].update({"../x": "0"}), r"outside of the folder: \['../x'\]"),
         (lambda x: x["files"].update({"/etc/passwd": "0"}), "outside of the folder"),
     ],

@@ -220,7 +220,7 @@ def test_files_are_checked_however_many_there_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "say what to check: --hf-dir"),
+        ([], "nothing to check: give --hf-dir"),
         (["--hf-dir", "a", "--data-path", "b"], "one of them"),
         (["--data-path", "b"], "--data-path needs --tokenizer-load-dir"),
         (["--data-path", "b", "--tokenizer-load-dir", "nowhere"], "no tokenizer in nowhere"),

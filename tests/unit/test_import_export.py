@@ -168,7 +168,7 @@ def test_a_damaged_file_and_a_damaged_checkpoint(hf: Path, tmp_path: Path) -> No
     import_hf(hf, tmp_path / "m")
     checkpoint, _ = latest_checkpoint(tmp_path / "m")
     (checkpoint / "metadata.json").unlink()
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         export_hf(tmp_path / "m", tmp_path / "out")
     write_tracker(tmp_path / "m", 7)
     with pytest.raises(CheckpointError, match=str(iteration_folder(tmp_path / "m", 7))):

@@ -1,1 +1,1 @@
-"""The flags of the commands. Nothing heavy is imported: --help and a mistyped flag need not wait for torch."""
+"""The flags of the commands. Light imports only, so that --help and errors in flags do not wait for torch."""

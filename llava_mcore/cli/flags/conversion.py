@@ -1,4 +1,4 @@
-"""Flags that import, export and check share."""
+"""Flags shared by import, export and check."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ LOGITS_HELP = "compare fp32 logits on this picture with Hugging Face's, in tp x 
 
 
 def default_workers() -> int:
-    """Return how many threads convert unless told: each writes and has others hash, and four outrun most disks."""
+    """Return the default number of threads: each writes while others hash, and four are faster than most disks."""
     return min(len(os.sched_getaffinity(0)), 4)
 
 
 def add_flags(parser: argparse.ArgumentParser, *, source: str) -> None:
-    """Add the flags that both directions have. `source`: what the dtype is kept of."""
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, help=f"cast the weights (default: as {source})")
+    """Add the flags of both directions. `source`: origin of the default dtype."""
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help=f"cast the weights (default: the dtype of {source})")
     parser.add_argument(
         "--workers", type=_positive, default=default_workers(), metavar="N",
-        help="threads that convert (default: as many as cores, at most 4); the result is the same for any N",
+        help="number of threads (default: number of cores, at most 4); the result is the same for any N",
     )  # fmt: skip
     parser.add_argument(
         "--verify", action="store_true", help="read back what was written and compare the SHA-256 of every tensor"

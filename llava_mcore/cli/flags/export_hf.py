@@ -9,7 +9,7 @@ from llava_mcore.cli.flags.conversion import add_flags
 
 
 def parser() -> argparse.ArgumentParser:
-    """Flags of convert_megatron_to_hf.py (seed names)."""
+    """Flags of convert_megatron_to_hf.py."""
     p = argparse.ArgumentParser(
         prog="convert_megatron_to_hf.py",
         allow_abbrev=False,
@@ -21,16 +21,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
     p.add_argument(
         "--hf-config", type=Path, metavar="DIR",
-        help="Hugging Face folder of the same model (config.json alone will do), for a checkpoint that llava_mcore has "
+        help="Hugging Face folder of the same model (config.json is enough), for a checkpoint that llava_mcore has "
         "not written",
     )  # fmt: skip
-    p.add_argument("--tokenizer-dir", type=Path, help="take tokenizer and processor files from here")
+    p.add_argument("--tokenizer-dir", type=Path, help="copy tokenizer and processor files from this folder")
     p.add_argument(
-        "--max-shard-size", metavar="SIZE", help="split into files of at most this, such as 5GB (default: as imported)"
+        "--max-shard-size",
+        metavar="SIZE",
+        help="maximum size of a file, such as 5GB (default: the files of the import)",
     )
     p.add_argument(
         "--no-verify-checkpoint", action="store_true",
-        help="do not compare the checkpoint's files with the checksums that they were written with",
+        help="do not compare the checkpoint's files with their checksums",
     )  # fmt: skip
-    add_flags(p, source="in the checkpoint")
+    add_flags(p, source="the checkpoint")
     return p

@@ -9,7 +9,7 @@ from llava_mcore.cli.flags.conversion import add_flags
 
 
 def parser() -> argparse.ArgumentParser:
-    """Flags of convert_hf_to_megatron.py (seed names)."""
+    """Flags of convert_hf_to_megatron.py."""
     p = argparse.ArgumentParser(
         prog="convert_hf_to_megatron.py",
         allow_abbrev=False,
@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--hf-dir", type=Path, required=True, help="Hugging Face folder to read")
     p.add_argument("--megatron-dir", type=Path, required=True, help="folder to write; must not exist or be empty")
-    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size to cut and pad for (default 1)")
+    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size to split and pad for (default 1)")
     p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
-    add_flags(p, source="the source: each tensor keeps its own")
+    add_flags(p, source="each tensor in the source")
     return p

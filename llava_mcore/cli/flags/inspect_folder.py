@@ -11,7 +11,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore inspect",
         allow_abbrev=False,
-        description="Show what a Hugging Face folder or a folder of Megatron checkpoints holds: parts, what is "
+        description="Show the contents of a Hugging Face folder or a folder of Megatron checkpoints: parts, what is "
         "trained, dtypes, layout, iteration, shapes. Reads headers only.",
     )
     p.add_argument("dir", type=Path, metavar="DIR", help="a Hugging Face folder, or one with Megatron checkpoints")

@@ -10,18 +10,19 @@ from llava_mcore.cli.flags.samples import add_sample_flags
 from llava_mcore.data.prepare.formats import FORMATS
 
 EPILOG = """\
-formats (told from what is found, or set with --format):
+formats (detected, or set with --format):
   llava         .json list or .jsonl with "conversations" [{"from": "human", "value": "<image>\\n…"}, …] and "image"
   sharegpt      .json list or .jsonl with "messages" [{"role": "user", "content": "…"}, …] and "images"
-  openai        the same, "content" in typed parts: text, image_url with a path, a file:// or a data: URI
+  openai        like sharegpt, with "content" as typed parts: text, image_url with a path, a file:// or a data: URI
   parquet, huggingface
-                .parquet files, a folder of them, or what `datasets` saves; pictures as struct{bytes, path}, bytes or
+                .parquet files, a folder of them, or a folder saved by `datasets`; pictures as struct{bytes, path},
+                bytes or
                 path; conversations, messages, texts or question/answer columns
   vqa           a folder or tar files of NNN.jpg, NNN.txt (answer) and NNN.json ({"question": …})
-  a .yaml file  lists several sources with weights or epochs; each becomes a folder of its own, and DIR/blend.yaml
+  a .yaml file  lists several sources with weights or epochs; each gets its own folder, and DIR/blend.yaml
                 is the --data-path
 
-The same command again continues where it was interrupted. docs/prepare.md tells more.
+Run the same command again to continue after an interruption. See docs/prepare.md.
 exit codes: 0 finished; 2 wrong input, or more than --max-skip-rate of the rows skipped
 """
 
@@ -32,37 +33,45 @@ def parser() -> argparse.ArgumentParser:
         prog="prepare.py",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Write energon shards with their index from conversations in any usual format. Broken rows are "
+        description="Write energon shards with their index from conversations in any common format. Broken rows are "
         "skipped, listed\nand counted.",
         epilog=EPILOG,
     )
-    p.add_argument("sources", nargs="+", type=Path, metavar="SRC", help="files or folders, or a .yaml that lists some")
+    p.add_argument("sources", nargs="+", type=Path, metavar="SRC", help="files or folders, or a .yaml that lists them")
     p.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="what to write: new, or begun by this command"
+        "--out", type=Path, required=True, metavar="DIR", help="folder to write: new, or started by this command"
     )
-    p.add_argument("--format", choices=FORMATS, default="auto", help="what the sources are (default: auto)")
-    p.add_argument("--image-dir", type=Path, help="relative picture paths begin here (default: beside the source file)")
-    p.add_argument("--source-split", default="train", help="part of a Hugging Face dataset to take (default: train)")
+    p.add_argument("--format", choices=FORMATS, default="auto", help="format of the sources (default: auto)")
+    p.add_argument(
+        "--image-dir", type=Path, help="base folder of relative picture paths (default: that of the source file)"
+    )
+    p.add_argument("--source-split", default="train", help="split of a Hugging Face dataset (default: train)")
     p.add_argument("--image-key", help="field with the pictures (default: image or images)")
     p.add_argument("--question-key", help="field with the question (default: question)")
     p.add_argument("--answer-key", help="field with the answer (default: answer, or the first of answers)")
-    p.add_argument("--captions", action="store_true", help="answers have no question; the picture stands for it")
+    p.add_argument("--captions", action="store_true", help="there are no questions; the picture is the question")
     p.add_argument(
         "--tokenizer-load-dir",
         type=Path,
         metavar="T",
-        help="count tokens as training with this folder does",
+        help="count tokens as in training with this folder",
     )
     p.add_argument("--chat-template", help="template to count with, a name or a .jinja file (default: that of T)")
-    p.add_argument("--lang", choices=("jp", "en"), help="picks the template if T has none")
+    p.add_argument("--lang", choices=("jp", "en"), help="selects the template if T has none")
     p.add_argument("--pack-to", type=_positive, metavar="N", help="pack conversations offline into samples of N tokens")
     p.add_argument("--samples-per-shard", type=_positive, default=1000, metavar="N", help="source rows (default 1000)")
-    p.add_argument("--val-ratio", type=_ratio, default=0.0, metavar="R", help="part of the shards for validation (0)")
+    p.add_argument(
+        "--val-ratio", type=_ratio, default=0.0, metavar="R", help="fraction of the shards for validation (0)"
+    )
     p.add_argument("--check-images", action="store_true", help="decode every picture (default: read its header)")
     add_sample_flags(p)
-    p.add_argument("--max-skip-rate", type=_ratio, default=0.01, metavar="R", help="allowed skips (default 0.01)")
+    p.add_argument(
+        "--max-skip-rate", type=_ratio, default=0.01, metavar="R", help="allowed fraction of skipped rows (0.01)"
+    )
     p.add_argument("--num-workers", type=int, default=_num_cpus(), metavar="N", help="processes (default: all cores)")
-    p.add_argument("--overwrite", action="store_true", help="start anew in a folder that this command has written")
+    p.add_argument(
+        "--overwrite", action="store_true", help="delete what this command has written there, and start again"
+    )
     return p
 
 

@@ -1,4 +1,4 @@
-"""Flags about samples that `prepare` and `check` share. Training has them as keys of the same names under `data`."""
+"""Flags for samples, shared by `prepare` and `check`. Training has keys of the same names under `data`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MEANINGS = {
 
 
 def add_sample_flags(parser: argparse._ActionsContainer) -> None:
-    """Add what may become of a sample: its limits, and special tokens in its text."""
+    """Add the limits of a sample, and how special tokens in its text are read."""
     parser.add_argument(
         "--special-tokens-in-text",
         choices=get_args(Handling),
         default="text",
-        help="what <|im_end|> and the like are in the text of a conversation: plain text (default), or the tokens",
+        help="how to read special tokens such as <|im_end|> in conversations: as plain text (default) or as tokens",
     )
     for field in fields(Limits):
         parser.add_argument(
@@ -31,12 +31,12 @@ def add_sample_flags(parser: argparse._ActionsContainer) -> None:
             type=int,
             default=field.default,
             metavar="N",
-            help=f"most {MEANINGS[field.name]}; what has more is left out (default {field.default})",
+            help=f"maximum {MEANINGS[field.name]}; larger ones are skipped (default {field.default})",
         )
 
 
 def limits_of(args: argparse.Namespace) -> Limits:
-    """Return the limits that the flags say. ConfigError if one makes no sense."""
+    """Return the limits from the flags. Raises ConfigError for an invalid one."""
     found = Limits(**{field.name: vars(args)[f"max_{field.name}"] for field in fields(Limits)})
     wrong = [f"{_flag(f.name)} must be at least 1" for f in fields(Limits) if vars(args)[f"max_{f.name}"] < 1]
     if found.picture_pixels > LIMITS.picture_pixels:

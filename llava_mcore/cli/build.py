@@ -18,8 +18,8 @@ def parser() -> argparse.ArgumentParser:
         prog="build_llava_jp.py",
         allow_abbrev=False,
         description="Compose a complete Hugging Face folder of LLaVA or InternVL (config, weights, tokenizer with "
-        "<image> and a pad token, image processor, chat template) from a language model and a vision tower (docs/build.md says "
-        "which). Only the projector is new. Nothing is downloaded when folders are given.",
+        "<image> and a pad token, image processor, chat template) from a language model and a vision tower (see "
+        "docs/build.md). Only the projector is new. Nothing is downloaded when folders are given.",
     )
     _add_parts(p.add_argument_group("parts"))
     _add_shape(p.add_argument_group("shape"))

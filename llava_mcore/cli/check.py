@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the check; errors mean failure."""
     is_model = args.hf_dir is not None or args.megatron_dir is not None
     if is_model == (args.data_path is not None):
-        raise ConfigError("nothing to check: give --hf-dir or --megatron-dir for a model, or --data-path for data")
+        raise ConfigError("give either a model to check (--hf-dir, --megatron-dir) or data (--data-path)")
     if args.logits is not None and (args.hf_dir is None or args.megatron_dir is None):
         raise ConfigError("--logits compares two models: give --hf-dir and --megatron-dir")
     if args.data_path is not None:

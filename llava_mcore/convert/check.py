@@ -1,4 +1,4 @@
-"""Check that a Hugging Face folder converts, and that a checkpoint holds its weights, or those of its import."""
+"""Check that a Hugging Face folder can be converted, and that a checkpoint has its weights or those of its import."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llava_mcore.parallel.groups import single_process
 
 
 def check_folder(hf_dir: Path, *, tp: int, pp: int) -> str:
-    """Check that a Hugging Face folder converts completely and fits a layout; return a summary.
+    """Check that a Hugging Face folder can be converted completely and fits a layout; return a summary.
 
     Raises:
         ConversionError, ConfigError: lists everything that does not fit.
@@ -36,11 +36,11 @@ def check_folder(hf_dir: Path, *, tp: int, pp: int) -> str:
 def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
     """Compare the newest checkpoint's weights with a Hugging Face folder, bit for bit; return a summary.
 
-    One tensor is in memory at a time. Checkpoints that others wrote take names, and what training does not use, from
-    the folder itself. What an import cast (`--dtype`) is compared with the cast original.
+    One tensor is in memory at a time. For checkpoints of other programs, names and tensors that training does not use
+    come from the folder itself. If the import cast tensors (`--dtype`), they are compared with the cast originals.
 
     Raises:
-        CheckpointError: not a readable checkpoint of this model.
+        CheckpointError: it is not a readable checkpoint of this model.
         ConversionError: lists every tensor that differs.
     """
     checkpoint, iteration = layout.latest_readable(megatron_dir)
@@ -70,7 +70,7 @@ def check_manifest(megatron_dir: Path, *, tp: int, workers: int) -> str:
     """Compare a checkpoint's files with their checksums, and an import's tensors with its manifest; return a summary.
 
     Raises:
-        CheckpointError: not a readable checkpoint, damaged, or nothing to compare with.
+        CheckpointError: it is not a readable checkpoint, is damaged, or there is nothing to compare with.
         ConversionError: lists every tensor that differs.
     """
     checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
@@ -81,15 +81,15 @@ def check_manifest(megatron_dir: Path, *, tp: int, workers: int) -> str:
         return summary
     if manifest is None or iteration:
         raise CheckpointError(
-            f"iteration {iteration} of {megatron_dir} has nothing to be compared with (no checksums, and it was "
+            f"iteration {iteration} of {megatron_dir} has nothing to compare with (no checksums, and it was "
             f"trained or has no {layout.MANIFEST}): give --hf-dir"
         )
     with single_process():
         weights = CheckpointWeights(side, checkpoint, tp)
-    title = f"{checkpoint} does not hold what was imported from {manifest.source}"
+    title = f"{checkpoint} differs from what was imported from {manifest.source}"
     compare_digests(weights.digests("check", workers=workers), manifest.digests, title=title)
     return (
-        f"{summary}\n{megatron_dir}: {len(side.infos)} tensors have the SHA-256 of their import from {manifest.source}"
+        f"{summary}\n{megatron_dir}: {len(side.infos)} tensors match the SHA-256 of their import from {manifest.source}"
     )
 
 

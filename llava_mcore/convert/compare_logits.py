@@ -1,7 +1,7 @@
-"""fp32 logits of a checkpoint, computed by several processes over gloo, beside those of Hugging Face on a picture.
+"""Compares a checkpoint's fp32 logits, computed by several processes over gloo, with Hugging Face's on a picture.
 
-Hugging Face's model runs first, in this process; then the parallel one, in its own. Where logits differ, the first
-module that computes otherwise is named.
+Hugging Face's model runs first, in this process, then the parallel model in its own processes. If logits differ, the
+first module with a different output is reported.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from llava_mcore.models.probes import Recorder, watch_hf
 from llava_mcore.models.table import detect_names
 
 TOLERANCE = 1e-4
-"""Of the largest number of a module's output: fp32 sums in another order differ by less."""
+"""Relative to the largest value of a module's output: fp32 sums in another order differ by less."""
 _PROMPT = "Describe this picture."
 _PROCESS_BYTES = 1_000_000_000  # Python with torch, transformers and megatron-core, and activations
-_ATTENTION, _CAPPED_ATTENTION = "sdpa", "eager"  # "sdpa" leaves out Gemma 2's cap of attention scores
+_ATTENTION, _CAPPED_ATTENTION = "sdpa", "eager"  # "sdpa" ignores Gemma 2's cap of attention scores
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What was compared. `difference` and `largest`: of logits, absolute; `not_compared`: modules found on one side."""
+    """Result of a comparison. `difference` and `largest`: of logits, absolute; `not_compared`: modules on one side
+    only."""
 
     difference: float
     largest: float
@@ -59,18 +60,18 @@ def check_logits(hf_dir: Path, megatron_dir: Path, picture: Path, *, tp: int, pp
     """Compare fp32 logits on a real picture with Hugging Face's; return a summary.
 
     Raises:
-        CheckpointError, ConversionError: logits differ, or the comparison is not possible; says why.
+        CheckpointError, ConversionError: logits differ, or the comparison is not possible.
     """
     checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
     got = compare_logits(hf_dir, checkpoint, picture, tp=tp, pp=pp)
     return (
         f"{megatron_dir}: iteration {iteration} computes the logits of {hf_dir} at tp {tp} x pp {pp}: max abs "
         f"difference {got.difference:.2g}, largest logit {got.largest:.3g} ({got.num_tokens} tokens with "
-        f"{picture.name}, outputs of {got.num_modules} modules compared{_left_out(got.not_compared)})"
+        f"{picture.name}, outputs of {got.num_modules} modules compared{_not_compared(got.not_compared)})"
     )
 
 
-def _left_out(names: Sequence[str]) -> str:
+def _not_compared(names: Sequence[str]) -> str:
     if not names:
         return ""
     shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
@@ -84,7 +85,7 @@ def compare_logits(hf_dir: Path, checkpoint: Path, picture: Path, *, tp: int, pp
         checkpoint: folder of one iteration.
 
     Raises:
-        ConversionError: logits differ, or the picture, the folder's processor or the machine's memory do not serve.
+        ConversionError: logits differ, the picture or the folder's processor cannot be used, or memory is too small.
         CheckpointError: the parallel model could not run.
     """
     folder = hf_files.HfFolder.open(hf_dir)
@@ -112,22 +113,22 @@ def compare_logits(hf_dir: Path, checkpoint: Path, picture: Path, *, tp: int, pp
 
 
 def require_memory(num_numbers: int, *, num_processes: int) -> None:
-    """Refuse what the machine cannot hold: one fp32 model at a time, beside the processes.
+    """Refuse a model that does not fit into memory: one fp32 model at a time, and the processes.
 
     Raises:
-        ConversionError: says how much is needed and how much there is.
+        ConversionError: with the needed and the available memory.
     """
     needed = 4 * num_numbers + (1 + num_processes) * _PROCESS_BYTES
     available = psutil.virtual_memory().available
     if available < needed:
         raise ConversionError(
             f"comparing logits needs about {needed / 1e9:.1f} GB of memory (the model in fp32 and {num_processes} "
-            f"processes), {available / 1e9:.1f} GB are available: leave --logits out, or run it on a larger machine"
+            f"processes), {available / 1e9:.1f} GB are available: omit --logits, or run it on a larger machine"
         )
 
 
 def _inputs(hf: PretrainedConfig, hf_dir: Path, picture: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return one question for Hugging Face's model, by the folder's own processor, and the same for ours.
+    """Return one question as inputs of Hugging Face's model, from the folder's own processor, and of ours.
 
     Both have input_ids [1, s].
     """
@@ -154,7 +155,7 @@ def _inputs(hf: PretrainedConfig, hf_dir: Path, picture: Path) -> tuple[dict[str
 def _hugging_face(
     hf: PretrainedConfig, hf_dir: Path, inputs: dict[str, Tensor], shown_as: HfNames
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return logits [1, s, vocabulary] and what the modules gave; the model is gone then."""
+    """Return logits [1, s, vocabulary] and the modules' outputs; the model is freed."""
     disable_progress_bar()
     capped = "attn_logit_softcapping" in hf.text_config.to_dict()
     model = architecture_of(hf).model_class.from_pretrained(
@@ -170,9 +171,9 @@ def _hugging_face(
 
 
 def _run_world(job: Path, num_processes: int) -> None:
-    # What all processes import is imported once.
+    # Modules that all processes need are imported once.
     multiprocessing.set_forkserver_preload(["llava_mcore.run.preload", run_rank.__module__])
-    # Open as long as they need it: no other program can take the port before they do.
+    # Open while they need it, so that no other program can take the port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         start_processes(run_rank, (num_processes, store.port, job), nprocs=num_processes, start_method="forkserver")
@@ -199,4 +200,4 @@ def _report(
     for i, (key, x) in enumerate(wrong[:6]):
         tensors = ", ".join(name for name in folder.tensors if name.rpartition(".")[0] == key) or key
         lines.append(f"{'first difference' if i == 0 else 'then'}: {tensors}: max abs difference {x:.3g}")
-    return problems(f"{checkpoint} does not compute what {hf_dir} does", lines)
+    return problems(f"{checkpoint} computes other values than {hf_dir}", lines)

@@ -1,4 +1,4 @@
-"""Megatron checkpoint → Hugging Face folder, under the names and in the files the weights came from."""
+"""Megatron checkpoint → Hugging Face folder, with the names and files of the import."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def export_hf(
     Args:
         megatron_dir: folder of checkpoints.
         hf_dir: folder to write; must not exist or be empty.
-        tensor_parallel: only checked, like `pipeline_parallel`: every parameter must divide.
-        hf_config: a Hugging Face folder of the same model: says names, files and what training does not use, in place
-            of what the checkpoint carries. For checkpoints that Megatron-LM wrote. With config.json alone, names are
-            llava-hf's and what training does not use is not written.
-        tokenizer_dir: take tokenizer, processor and template files from here instead of the checkpoint.
-        dtype: cast every trained weight; None keeps the checkpoint's.
-        max_shard_size: split into files of at most this, such as "5GB"; None keeps the files the weights came in.
+        tensor_parallel: only checked, like `pipeline_parallel`: every parameter must be divisible.
+        hf_config: a Hugging Face folder of the same model, from which names, files and unused tensors are taken instead
+            of from the checkpoint. For checkpoints of Megatron-LM. With config.json alone, names are llava-hf's and
+            tensors that training does not use are not written.
+        tokenizer_dir: copy tokenizer, processor and template files from here instead of from the checkpoint.
+        dtype: cast every trained weight; None keeps the checkpoint's dtype.
+        max_shard_size: maximum size of a file, such as "5GB"; None keeps the files of the import.
         workers: number of threads; the files are the same for any.
-        verify: read the files back and compare the SHA-256 of every tensor, before the folder counts as finished.
-        verify_checkpoint: first compare the checkpoint's files with the checksums that they were written with.
-        say: is told the outcome of that comparison, one line.
+        verify: read the files back and compare the SHA-256 of every tensor, before the folder is complete.
+        verify_checkpoint: first compare the checkpoint's files with their checksums.
+        say: called with the result of that comparison, one line.
 
     Raises:
-        CheckpointError, ConversionError, ConfigError: before anything is written, or nothing is left of it.
+        CheckpointError, ConversionError, ConfigError: nothing was written, or it was removed again.
     """
     megatron_dir, hf_dir = Path(megatron_dir), Path(hf_dir)
     hf_files.require_absent(hf_dir, what="the export")
@@ -90,7 +90,8 @@ def export_hf(
 
 
 def _hf_side(checkpoint: Path, hf_config: Path | None, *, tp: int, pp: int) -> HfSide:
-    """Return what the checkpoint's weights become. Raises ConfigError for a layout that the model does not allow."""
+    """Return the Hugging Face side of the checkpoint. Raises ConfigError for a layout that the model does not
+    support."""
     side = HfSide.carried(checkpoint) if hf_config is None else HfSide.given(hf_config)
     wrong = check_layout(model_dims(side.hf), tp, pp, str(side.files))
     if wrong:
@@ -101,10 +102,10 @@ def _hf_side(checkpoint: Path, hf_config: Path | None, *, tp: int, pp: int) -> H
 def planned_files(
     weights: CheckpointWeights, dtype: torch.dtype | None, max_shard_size: str | None
 ) -> dict[str, PlannedFile]:
-    """Return each weight file's name and contents; paths are relative to the folder.
+    """Return the name and contents of each weight file; paths are relative to the folder.
 
     Raises:
-        ConversionError: not a size.
+        ConversionError: `max_shard_size` is not a size.
     """
     dtypes = weights.dtypes(dtype)
     missing = sorted(weights.infos.keys() - dtypes.keys())
@@ -161,14 +162,14 @@ def _write_weights(
 
 
 def _verify(target: Path, expected: dict[str, str], *, workers: int) -> None:
-    """Read the written files as anyone would, and compare them with what the checkpoint gave."""
+    """Read the written files and compare them with the tensors of the checkpoint."""
     folder = hf_files.HfFolder.open(target)
     found = hash_files("verify", {name: folder.where(name) for name in folder.tensors}, workers=workers)
-    compare_digests(found, expected, title="the files do not hold what the checkpoint does")
+    compare_digests(found, expected, title="the files differ from the checkpoint")
 
 
 def _compare_with_import(companions: Path, digests: dict[str, str]) -> None:
-    """An untrained checkpoint must give back what was imported, whichever version imported it."""
+    """Check that an untrained checkpoint exports the imported tensors, whichever version imported it."""
     manifest = read_manifest(companions)
     if manifest is not None:
         compare_digests(digests, manifest.digests, title="the export differs from what was imported")
@@ -184,7 +185,7 @@ TOKENIZER_FILES = (
 def _write_companions(
     source: Path, tokenizer_dir: Path | None, replaced: Sequence[str], target: Path, dtypes: set[torch.dtype]
 ) -> None:
-    """Copy config, tokenizer and processor files; the config changes only where the dtype did."""
+    """Copy config, tokenizer and processor files; the config only changes with the dtype."""
     hf_files.copy_companions(source, target, skip=(*layout.companion_skip(), *replaced))
     for path in [] if tokenizer_dir is None else hf_files.companion_files(tokenizer_dir):
         if path.name not in ("config.json", "generation_config.json"):
@@ -201,10 +202,10 @@ def _write_companions(
 
 
 def _replaced(tokenizer_dir: Path) -> tuple[str, ...]:
-    """Return which of the checkpoint's files would speak against those of another tokenizer's folder.
+    """Return the checkpoint's files that contradict those of another tokenizer's folder.
 
     Raises:
-        ConversionError: it has no tokenizer_config.json that can be read.
+        ConversionError: it has no readable tokenizer_config.json.
     """
     path = tokenizer_dir / "tokenizer_config.json"
     try:

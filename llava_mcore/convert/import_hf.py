@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 VOCAB_DIVISIBLE_BY = 128
 _LISTED = 20  # tensors in one message
-_DESCRIPTION_BYTES = 64 << 20  # metadata, records, manifest and what a file adds to its tensors, generously
+_DESCRIPTION_BYTES = 64 << 20  # bytes for metadata, records, manifest and file headers, a generous estimate
 
 
 def import_hf(
@@ -56,14 +56,14 @@ def import_hf(
     Args:
         hf_dir: Hugging Face folder.
         megatron_dir: folder to write; must not exist or be empty.
-        tensor_parallel: each parallel tensor is stored in this many chunks, and the vocabulary is padded for it.
-        pipeline_parallel: only checked: a checkpoint holds its layers one by one.
+        tensor_parallel: number of chunks of each parallel tensor; the vocabulary is padded for it.
+        pipeline_parallel: only checked: a checkpoint stores layers separately.
         dtype: cast every weight to this; None keeps each tensor's own.
         workers: number of threads; the files are the same for any.
-        verify: read the checkpoint back and compare the SHA-256 of every tensor, before it counts as finished.
+        verify: read the checkpoint back and compare the SHA-256 of every tensor, before it is complete.
 
     Raises:
-        ConversionError, ConfigError: before anything is written, or nothing is left of it.
+        ConversionError, ConfigError: nothing was written, or it was removed again.
     """
     hf_dir, megatron_dir = Path(hf_dir), Path(megatron_dir)
     tp, pp = tensor_parallel, pipeline_parallel
@@ -95,26 +95,26 @@ def import_hf(
 
 
 def _warn_of_values(hf_dir: Path, names: Sequence[str], cast: str) -> None:
-    """Say which weights training would choke on; they are imported as they are."""
+    """Warn about weights that are not finite, with which training fails; they are imported as they are."""
     if names:
         shown = ", ".join(sorted(names)[:_LISTED]) + (" …" if len(names) > _LISTED else "")
         logger.warning("warning: %d tensors of %s hold NaN or infinite values%s: %s", len(names), hf_dir, cast, shown)
 
 
 def _room_beside(hf_dir: Path) -> int:
-    """Return how many bytes the files beside the weights take, and some for what describes the checkpoint."""
+    """Return the size in bytes of the files other than weights, and of the checkpoint's metadata."""
     return sum(x.stat().st_size for x in hf_files.companion_files(hf_dir)) + _DESCRIPTION_BYTES
 
 
 def _verify(checkpoint: Path, expected: dict[str, str], *, tp: int, workers: int) -> None:
-    """Read a checkpoint back as an export does, and compare what comes out with what went in."""
+    """Read a checkpoint back as an export does, and compare the tensors with the imported ones."""
     weights = CheckpointWeights(HfSide.carried(checkpoint), checkpoint, tp)
     found = weights.digests("verify", workers=workers)
-    compare_digests(found, expected, title="the checkpoint does not hold what was imported")
+    compare_digests(found, expected, title="the checkpoint differs from what was imported")
 
 
 def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[PretrainedConfig, hf_files.HfFolder]:
-    """Read config and headers of a folder and check that the model is known and can be cut.
+    """Read config and headers of a folder and check that the model is known and can be split.
 
     Raises:
         ConversionError, ConfigError: lists everything that does not fit.
@@ -123,7 +123,7 @@ def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[PretrainedConfig, hf
     folder = hf_files.HfFolder.open(hf_dir)
     wrong = check_layout(model_dims(hf), tp, pp, str(hf_dir))
     if wrong:
-        raise ConfigError(problems(f"{hf_dir} cannot be cut into tp {tp} x pp {pp}", wrong))
+        raise ConfigError(problems(f"{hf_dir} cannot be split into tp {tp} x pp {pp}", wrong))
     return hf, folder
 
 
@@ -132,7 +132,7 @@ def model_and_table(
 ) -> tuple[VisionLanguageModel, MappingTable]:
     """Return the model without memory, its vocabulary padded for `tp`, and the folder's table, checked against it.
 
-    Process groups of one must exist.
+    Process groups of one process must exist.
 
     Raises:
         ConversionError: lists everything that does not fit.
@@ -177,7 +177,7 @@ def _same(folder: hf_files.HfFolder, a: str, b: str) -> bool:
 def _write_companions(
     folder: hf_files.HfFolder, table: MappingTable, checkpoint: Path, *, tp: int, pp: int
 ) -> dict[str, str]:
-    """Let config, tokenizer, processor and unused tensors travel inside the checkpoint; return the latters' SHA-256."""
+    """Store config, tokenizer, processor and unused tensors in the checkpoint; return the SHA-256 of these tensors."""
     target = layout.hf_folder(checkpoint)
     hf_files.copy_companions(folder.path, target)
     sources = {name: folder.where(name) for name in table.unused}

@@ -1,4 +1,4 @@
-"""What a Hugging Face processor returns, as our model takes it."""
+"""Converts the output of a Hugging Face processor into inputs of our model."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from llava_mcore.pixels import NO_SCALE
 def model_inputs(
     model: VisionLanguageModel, processor: ProcessorMixin, inputs: Mapping[str, Tensor], sizes: Sequence[Sequence[Size]]
 ) -> dict[str, Tensor | dict[str, Tensor]]:
-    """Return the arguments of a forward pass, from what the folder's own processor returned.
+    """Return the arguments of a forward pass for the output of the folder's own processor.
 
     Args:
-        processor: of the Hugging Face folder.
-        inputs: what it returned, with input_ids [b, s].
+        processor: the processor of the Hugging Face folder.
+        inputs: its output, with input_ids [b, s].
         sizes: height and width in pixels of the pictures of each row.
 
     Raises:
-        ConversionError: a picture is not there as the tokens that the model expects.
+        ConversionError: a picture is not expanded to the tokens that the model expects.
     """
     ids = inputs["input_ids"]
     positions = torch.arange(ids.shape[1]).expand(ids.shape)
@@ -41,7 +41,7 @@ def model_inputs(
 def processed_media(
     hf: PretrainedConfig, processor: ProcessorMixin, inputs: Mapping[str, Tensor], sizes: Sequence[Sequence[Size]]
 ) -> dict[str, Tensor]:
-    """Return the media of a forward pass: the architecture's fields. Arguments and errors as of `model_inputs`."""
+    """Return the media of a forward pass: the architecture's fields. Arguments and errors: see `model_inputs`."""
     plan = architecture_of(hf).media(hf, Processing(processor.tokenizer, processor.image_processor, {}))
     tokens = [plan.tokens(row) for row in sizes]
     rows = inputs["input_ids"].numpy()
@@ -56,7 +56,7 @@ def processed_media(
 
 
 def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens]) -> Iterator[int]:
-    """Yield where each picture's tokens begin in a row."""
+    """Yield the position at which each picture's tokens start in a row."""
     start = 0
     for number, item in enumerate(items):
         last = len(ids) - len(item)
@@ -74,7 +74,7 @@ def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens]) -> Iterator[in
 def _tiles(inputs: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], side: int) -> Tensor:
     """Return the tiles [tiles, 3, side, side] of pictures.
 
-    Some processors pad every picture to one number of tiles, some every row.
+    Some processors pad every picture to the same number of tiles, some every row.
     """
     numbers = [item.num_tiles for row in rows for item in row]
     if not numbers:

@@ -1,4 +1,4 @@
-"""Every tensor of a Hugging Face folder or a Megatron checkpoint, layers of one shape on one line."""
+"""Lists the tensors of a Hugging Face folder or a Megatron checkpoint, one line per shape."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _MEGATRON_PARTS = {"vision_model.": VISION, "vision_projection.": PROJECTION, "l
 
 @dataclass(frozen=True)
 class Row:
-    """`count` tensors that differ in their layer number only.
+    """`count` tensors that differ only in their layer number.
 
-    `state`: trainable, frozen, unused, copy, or empty for what is no parameter. `ignored`: why training does not look
-    at it; empty for all else.
+    `state`: trainable, frozen, unused, copy, or empty for other tensors. `ignored`: why training does not use
+    it; empty if it does.
     """
 
     name: str
@@ -78,10 +78,10 @@ class _Tensor:
 
 
 def of_folder(folder: Path) -> Inventory:
-    """Look a Hugging Face folder, a folder of checkpoints (its newest one) or one iteration's folder over.
+    """Read the headers of a Hugging Face folder, a folder of checkpoints (its newest one) or one iteration's folder.
 
     Raises:
-        ConversionError, CheckpointError: none of these, or not readable.
+        ConversionError, CheckpointError: it is none of these, or not readable.
     """
     if (folder / layout.TRACKER).is_file():
         return of_megatron(*layout.latest_checkpoint(folder))
@@ -95,10 +95,10 @@ def of_folder(folder: Path) -> Inventory:
 
 
 def of_hf(folder: Path) -> Inventory:
-    """Look a Hugging Face folder over.
+    """Read the headers of a Hugging Face folder.
 
     Raises:
-        ConversionError: not of a known class and known families, or unreadable weights.
+        ConversionError: the class or a family is unknown, or the weights are unreadable.
     """
     hf = load_hf_config(folder)
     weights = hf_files.HfFolder.open(folder)
@@ -126,10 +126,10 @@ def _hf_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, names: HfN
 
 
 def of_megatron(checkpoint: Path, iteration: int | None) -> Inventory:
-    """Look one iteration of a Megatron checkpoint over. `iteration`: what the tracker says.
+    """Read the metadata of one iteration of a Megatron checkpoint. `iteration`: from the tracker.
 
     Raises:
-        CheckpointError: not readable.
+        CheckpointError: it is not readable.
     """
     stored = StoredTensors.open(checkpoint)
     run_file = checkpoint / RUN_FILE
@@ -152,7 +152,7 @@ def _stored_tensor(stored: StoredTensors, key: str, frozen: Mapping[str, bool]) 
 
 
 def _frozen(run: RunConfig | None) -> dict[str, bool]:
-    """Return which parts the run that wrote the checkpoint did not train; none without a run."""
+    """Return the parts that the run which wrote the checkpoint did not train; empty without a run."""
     if run is None:
         return dict.fromkeys(_MEGATRON_PARTS.values(), False)
     model = run.model
@@ -164,7 +164,7 @@ def _frozen(run: RunConfig | None) -> dict[str, bool]:
 
 
 def _carried(companions: Path) -> list[Row]:
-    """Return the tensors that travel along for the export."""
+    """Return the tensors that are stored for an export."""
     path = companions / layout.UNUSED
     if not path.is_file():
         return []
@@ -177,7 +177,7 @@ def _carried(companions: Path) -> list[Row]:
 
 
 def _origin(checkpoint: Path, run: RunConfig | None) -> list[str]:
-    """Say who wrote the checkpoint, and at which layout: it loads at any other."""
+    """Return lines about what wrote the checkpoint, and with which layout."""
     facts = []
     manifest = read_manifest(layout.hf_folder(checkpoint))
     if run is not None:
@@ -207,7 +207,7 @@ def _model_facts(hf: PretrainedConfig) -> list[str]:
 
 
 def _rows(tensors: Iterable[_Tensor]) -> list[Row]:
-    """Put tensors that differ in their first number only on one line: layers.{0-31}.mlp…"""
+    """Put tensors that differ only in their first number on one line: layers.{0-31}.mlp…"""
     groups: dict[tuple[object, ...], list[_Tensor]] = {}
     for x in tensors:
         pattern = re.sub(r"\.\d+\.", ".{}.", x.name, count=1)

@@ -1,4 +1,4 @@
-"""What import and export share: dtypes, a progress bar, jobs over workers, and comparing digests."""
+"""Shared by import and export: dtypes, a progress bar, parallel jobs, and comparing digests."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from llava_mcore.files.thread_pool import run_jobs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 JOB_BYTES = 128 << 20
-"""What a worker is handed at a time."""
+"""Bytes of one job."""
 
 
 class Sized(Protocol):
-    """A job, an entry or a result, with how many bytes of weights it is."""
+    """A job, an entry or a result, with its number of bytes."""
 
     @property
     def num_bytes(self) -> int: ...
 
 
 class Done(Sized, Protocol):
-    """A result, with the files that a job wrote to."""
+    """A result, with the files that the job wrote to."""
 
     @property
     def paths(self) -> frozenset[Path]: ...
@@ -42,7 +42,7 @@ def run_with_progress[Job: Sized, Result: Done](
 ) -> Iterator[Result]:
     """Yield `function(job)` for every job, with a progress bar (bytes, speed, time left) on a terminal.
 
-    What jobs wrote goes to the disk meanwhile, so that little is left to wait for at the end.
+    Written files are flushed to disk meanwhile, so that little remains at the end.
     """
     syncing: Future[None] = Future()
     syncing.set_result(None)
@@ -71,7 +71,7 @@ def _bar(title: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def batches[Item: Sized](items: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
-    """Deal items out, in order, until a job has enough bytes."""
+    """Group items, in order, until a job has enough bytes."""
     waiting: list[Item] = []
     for item in items:
         waiting.append(item)
@@ -89,7 +89,7 @@ def export_all(title: str, reads: Sequence[EntryRead], *, hashed: bool, workers:
 
 
 def hash_files(title: str, tensors: Mapping[str, TensorAt], *, workers: int) -> dict[str, str]:
-    """Return the SHA-256 of tensors as their files hold them."""
+    """Return the SHA-256 of tensors in files."""
     names = {at: name for name, at in tensors.items()}
     jobs = [HashTensors(tuple((names[at], at) for at in batch)) for batch in batches(list(tensors.values()))]
     return _digests(run_with_progress(title, hash_tensors, jobs, workers=workers))
@@ -103,7 +103,7 @@ def compare_digests(found: Mapping[str, str], expected: Mapping[str, str], *, ti
     """Compare the SHA-256 of tensors.
 
     Raises:
-        ConversionError: lists every tensor that differs, is missing, or is there but should not be.
+        ConversionError: lists every tensor that differs, is missing, or is unexpected.
     """
     wrong = [f"{name}: is missing" for name in sorted(expected.keys() - found.keys())]
     wrong += [f"{name}: is not expected" for name in sorted(found.keys() - expected.keys())]

@@ -1,4 +1,4 @@
-"""A checkpoint's model in this process, weights loaded."""
+"""Loads a checkpoint's model into this process."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from llava_mcore.parallel.groups import Groups, join_alone
 
 
 def load_model(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> VisionLanguageModel:
-    """Return a checkpoint's whole model, weights loaded, in eval mode; on the GPU if there is one, else on the CPU.
+    """Return a checkpoint's whole model with its weights, in eval mode; on the GPU if there is one, else on the CPU.
 
     >>> model = load_model("megatron")
     >>> processor = AutoProcessor.from_pretrained("hf")
-    >>> inputs = {"input_ids": torch.tensor([[1, 50, 51, 52]])}  # no picture among them
+    >>> inputs = {"input_ids": torch.tensor([[1, 50, 51, 52]])}  # no picture
     >>> with torch.no_grad():
     ...     logits = model(**model_inputs(model, processor, inputs, sizes=[[]]))
     >>> logits.shape  # [b, s, vocabulary]
     torch.Size([1, 4, 401])
 
-    The model is of one process: its process groups of one (torch.distributed, gloo, no network) stay until
-    `llava_mcore.parallel.groups.shut_down()`. Conversions in the same process use them too. torch is seeded anew.
+    The model runs in one process: its process groups (torch.distributed, gloo, no network) exist until
+    `llava_mcore.parallel.groups.shut_down()`. Conversions in the same process use them too. torch's seed is reset.
 
     Args:
-        folder: of checkpoints, of which the newest is taken, or of one iteration.
-        dtype: of the weights in memory.
+        folder: a folder of checkpoints, of which the newest is loaded, or of one iteration.
+        dtype: dtype of the weights in memory.
 
     Raises:
-        CheckpointError: not a checkpoint of ours, of another model, or one that holds NaN.
+        CheckpointError: it is not a checkpoint of llava_mcore, is of another model, or contains NaN.
         ConfigError: this process is part of a larger world.
     """
     folder = Path(folder)
     checkpoint = folder if is_iteration(folder) else latest_checkpoint(folder)[0]
     model = load_part(join_alone(), checkpoint, dtype=dtype, on_cpu=not torch.cuda.is_available())
-    return model.to(dtype)  # megatron-core makes norms in fp32
+    return model.to(dtype)  # megatron-core creates norms in fp32
 
 
 def load_part(
     groups: Groups, checkpoint: Path, *, dtype: torch.dtype = torch.float32, on_cpu: bool = True
 ) -> VisionLanguageModel:
-    """Return this rank's part of a model, weights loaded, in eval mode; a collective call.
+    """Return this rank's part of a model with its weights, in eval mode; a collective call.
 
     Args:
-        checkpoint: folder of one iteration, which carries the model's Hugging Face config.
+        checkpoint: folder of one iteration, which contains the model's Hugging Face config.
 
     Raises:
         CheckpointError: the checkpoint does not fill the model.

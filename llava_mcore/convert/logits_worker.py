@@ -27,13 +27,13 @@ from llava_mcore.pixels import NO_SCALE
 
 
 def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
-    """Compute one rank's part of what job.pt asks for, and leave it in the folder; exit code 2 after a message.
+    """Compute one rank's part of the logits for job.pt and write it to the folder; exit code 2 after a message.
 
     Args:
-        port: of a store on this machine, through which the processes meet.
+        port: port of a store on this machine, through which the processes find each other.
     """
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    # torch's name for a store that is there already, as torchrun's is; rank 0 opens none.
+    # torch's setting for an existing store, like torchrun's; rank 0 does not open one.
     os.environ |= {"WORLD_SIZE": str(num_processes), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     log.set_up(rank)
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // num_processes, 1))
@@ -57,14 +57,14 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
 
 
 def _gather(groups: Groups, x: Tensor) -> Tensor:
-    """Put the features [..., f / tp] of the tensor-parallel ranks together."""
+    """Concatenate the features [..., f / tp] of the tensor-parallel ranks."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(groups.tp_size)]
     dist.all_gather(parts, x.contiguous(), group=groups.tensor_parallel)
     return torch.cat(parts, dim=-1)
 
 
 def given_media(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the media of a forward pass, of pixels [tiles, 3, h, w] that are normalized already."""
+    """Return the media of a forward pass for normalized pixels [tiles, 3, h, w]."""
     return {PIXEL_SCALE: NO_SCALE} | {name: x for name, x in inputs.items() if name != "input_ids"}
 
 

@@ -1,4 +1,4 @@
-"""The weights of a Megatron checkpoint as the Hugging Face tensors they came from, one in memory at a time."""
+"""The weights of a Megatron checkpoint as Hugging Face tensors, one in memory at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.dist import check_model
 from llava_mcore.convert.io.export_jobs import EntryRead, hf_tensors
 from llava_mcore.convert.io.megatron_lm import LegacyTensors, is_legacy
-from llava_mcore.convert.io.parameters import check_shard_rules, parameter_shapes, places
+from llava_mcore.convert.io.parameters import check_shard_rules, parameter_shapes, stored_slices
 from llava_mcore.convert.io.torch_dist_index import StoredParameter, StoredTensors
 from llava_mcore.convert.jobs import export_all, hash_files
 from llava_mcore.errors import CheckpointError, ConversionError, problems
@@ -35,9 +35,10 @@ PARTS = ("language_model.", "vision_model.", "vision_projection.")
 
 @dataclass(frozen=True)
 class HfSide:
-    """What a checkpoint's weights become: the model's config, every tensor's file, dtype and shape.
+    """The Hugging Face side of a checkpoint: the model's config, and every tensor's file, dtype and shape.
 
-    `unused` has the data of those that training does not use; `files` is the folder with config, tokenizer, processor.
+    `unused` has the data of tensors that training does not use; `files` is the folder with config, tokenizer,
+    processor.
     """
 
     hf: PretrainedConfig
@@ -47,10 +48,10 @@ class HfSide:
 
     @classmethod
     def carried(cls, checkpoint: Path) -> HfSide:
-        """Take what travels inside a checkpoint of ours.
+        """Read it from a checkpoint of llava_mcore.
 
         Raises:
-            CheckpointError, ConversionError: it has none, or what it has is damaged.
+            CheckpointError, ConversionError: the files are missing or damaged.
         """
         folder = layout.hf_folder(checkpoint)
         hf_files.require_own_files(folder)
@@ -60,12 +61,12 @@ class HfSide:
 
     @classmethod
     def given(cls, folder: Path) -> HfSide:
-        """Take a Hugging Face folder for a checkpoint that carries none.
+        """Read it from a Hugging Face folder, for a checkpoint without these files.
 
-        Without weights in the folder, names are the usual ones, and nothing that training does not use is known.
+        Without weights in the folder, names are llava-hf's, and there are no unused tensors.
 
         Raises:
-            ConversionError: no config, or weights that cannot be read.
+            ConversionError: the config is missing, or the weights cannot be read.
         """
         hf = load_hf_config(folder)
         if any((folder / name).is_file() for name in (hf_files.INDEX, hf_files.SINGLE)):
@@ -75,14 +76,14 @@ class HfSide:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path, otherwise: Path) -> HfSide:
-        """Take what travels inside a checkpoint of ours; for one of others, a Hugging Face folder."""
+        """Read it from a checkpoint of llava_mcore, or else from a Hugging Face folder."""
         if (layout.hf_folder(checkpoint) / layout.RECORD).is_file():
             return cls.carried(checkpoint)
         return cls.given(otherwise)
 
 
 def tensors_of_config(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
-    """Return the tensors that a model's parameters become, under their usual names, in one file."""
+    """Return the tensors of a model's parameters, under llava-hf's names, in one file."""
     rows = hf.text_config.vocab_size
     table = mapping_table(hf, usual_names(hf), hf_tensors=(), padded_vocab_size=rows)
     with single_process():
@@ -95,9 +96,9 @@ def tensors_of_config(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
 
 
 class CheckpointWeights:
-    """One iteration's weights, from its metadata; nothing is read until a tensor is asked for.
+    """One iteration's weights, from its metadata; data is read when a tensor is requested.
 
-    Process groups of one must exist. `tp_size`: only checked, every parameter must divide.
+    Process groups of one must exist. `tp_size`: only checked, every parameter must be divisible.
 
     Raises:
         CheckpointError: not a readable checkpoint of this model.
@@ -108,7 +109,7 @@ class CheckpointWeights:
         self.checkpoint, self.infos, self.unused = checkpoint, side.infos, side.unused
         stored = LegacyTensors.open(checkpoint) if is_legacy(checkpoint) else StoredTensors.open(checkpoint)
         if EMBEDDING not in stored:
-            raise CheckpointError(f"{checkpoint}: holds no {EMBEDDING}; not a checkpoint of a vision-language model")
+            raise CheckpointError(f"{checkpoint}: has no {EMBEDDING}; not a checkpoint of a vision-language model")
         rows = stored.num_rows(EMBEDDING)
         model = meta_model(side.hf, num_vocab_rows=rows)
         self.shapes = parameter_shapes(model)
@@ -134,7 +135,7 @@ class CheckpointWeights:
         return set(self.table.hf_to_entry())
 
     def dtypes(self, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
-        """Return the dtype of every tensor of `infos`, what comes from Megatron parameters cast to `dtype`."""
+        """Return the dtype of every tensor of `infos`; those of Megatron parameters are cast to `dtype`."""
         stored = {
             name: dtype or self.parameters[entry.megatron].dtype for name, entry in self.table.hf_to_entry().items()
         }
@@ -147,7 +148,7 @@ class CheckpointWeights:
 
         Args:
             dtype: cast to this; None keeps the checkpoint's.
-            targets: where each Hugging Face tensor is to be written.
+            targets: where to write each Hugging Face tensor.
         """
         found = []
         for name, entry in self.table.entries.items():
@@ -160,21 +161,21 @@ class CheckpointWeights:
         return found
 
     def _goals(self, name: str, targets: Mapping[str, TensorAt]) -> tuple[TensorAt, ...]:
-        """Return every place that gets a tensor: its own and those of its tied copies."""
+        """Return all targets of a tensor: its own and those of its tied copies."""
         return tuple(targets[x] for x in (name, *self.copies_of(name)) if x in targets)
 
     def copies_of(self, name: str) -> Sequence[str]:
-        """Return the tensors that repeat one."""
+        """Return the tied copies of a tensor."""
         return [copy for copy, original in self.table.copies.items() if original == name]
 
     def digests(self, title: str, *, workers: int) -> dict[str, str]:
-        """Read every tensor of `infos` and return its SHA-256. `title`: of the progress bar."""
+        """Read every tensor of `infos` and return its SHA-256. `title`: title of the progress bar."""
         found = export_all(title, self.reads(), hashed=True, workers=workers)
         found |= {copy: found[original] for copy, original in self.table.copies.items()}
         return found | hash_files(title, {name: self.unused.where(name) for name in self.table.unused}, workers=1)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and data of every tensor of `infos`, each valid until the next is asked for."""
+        """Yield name and data of every tensor of `infos`, each valid until the next one."""
         scratch = Scratch()
         for read in self.reads():
             for name, x in hf_tensors(read, scratch):
@@ -186,28 +187,28 @@ class CheckpointWeights:
 def parameters(
     stored: StoredTensors, model: VisionLanguageModel, shapes: Mapping[str, Shape]
 ) -> dict[str, StoredParameter]:
-    """Return where a torch_dist checkpoint keeps each parameter of a model.
+    """Return where a torch_dist checkpoint stores each parameter of a model.
 
     Raises:
-        CheckpointError: lists everything that is missing, of another shape, or unknown to the model.
+        CheckpointError: lists everything that is missing, has another shape, or is unknown to the model.
     """
     state = model.sharded_state_dict()
     check_model(state, stored.folder)
-    found = places(state, shapes)
-    _refuse_extra(set(stored) - {place.key for place in found.values()}, stored.folder)
-    return {name: stored.parameter(place.key, place.tensor_slice) for name, place in found.items()}
+    found = stored_slices(state, shapes)
+    _refuse_extra(set(stored) - {at.key for at in found.values()}, stored.folder)
+    return {name: stored.parameter(at.key, at.tensor_slice) for name, at in found.items()}
 
 
 def legacy_parameters(
     stored: LegacyTensors, table: MappingTable, shapes: Mapping[str, Shape]
 ) -> dict[str, StoredParameter]:
-    """Return where an mp_rank_XX checkpoint keeps each parameter of a model.
+    """Return where an mp_rank_XX checkpoint stores each parameter of a model.
 
     Raises:
-        CheckpointError: something is missing, of another shape, or unknown to the model.
+        CheckpointError: something is missing, has another shape, or is unknown to the model.
     """
     extra = set(stored) - {stored.stored_name(name) for name in table.entries}
-    extra -= {OUTPUT}  # tied: the last stage keeps a copy of the embedding
+    extra -= {OUTPUT}  # tied: the last stage has a copy of the embedding
     _refuse_extra(extra, stored.folder)
     return {name: stored.parameter(name, shapes[name], entry.shard) for name, entry in table.entries.items()}
 
@@ -215,4 +216,4 @@ def legacy_parameters(
 def _refuse_extra(keys: set[str], folder: Path) -> None:
     lost = sorted(key for key in keys if key.startswith(PARTS))
     if lost:
-        raise CheckpointError(problems(f"{folder} holds weights that the model of the config does not have", lost))
+        raise CheckpointError(problems(f"{folder} has weights that do not exist in the model of the config", lost))

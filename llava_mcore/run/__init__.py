@@ -1,1 +1,1 @@
-"""A training process, from its configuration to the loop."""
+"""Launching a run, and its training processes."""

@@ -1,4 +1,4 @@
-"""The Hugging Face files that travel inside every checkpoint of a run, so that it can be exported."""
+"""The Hugging Face files that are stored in every checkpoint of a run, so that it can be exported."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _DTYPE = "F32"
 
 
 def write_carried_folder(start: StartPoint, target: Path, *, seed: int, chat_template: str) -> Path:
-    """Write what the run's checkpoints carry to `target`, in place of what is there, and return it.
+    """Write the Hugging Face files for the run's checkpoints to `target`, replacing its contents, and return it.
 
     The files are those of the checkpoint that the run starts from, or, from random weights, of the folder that
-    describes the model; the chat template is the one that is trained with.
+    describes the model; the chat template is the one used for training.
     """
     if target.exists():
         shutil.rmtree(target)
@@ -42,7 +42,7 @@ def write_carried_folder(start: StartPoint, target: Path, *, seed: int, chat_tem
 def write_init_folder(hf_dir: Path, target: Path, seed: int) -> Path:
     """Write config, tokenizer and processor files, the tensors' names, and random unused tensors to `target`.
 
-    A folder with weights gives its own names and unused tensors; one without gets those transformers would use.
+    Names and unused tensors come from the folder's weights; without weights they are those of transformers.
     """
     hf = load_hf_config(hf_dir)
     hf_files.copy_companions(hf_dir, target)
@@ -63,7 +63,7 @@ def write_init_folder(hf_dir: Path, target: Path, seed: int) -> Path:
 
 
 def _planned_tensors(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
-    """Return names and shapes of the model that transformers would build, without memory."""
+    """Return names and shapes of the model that transformers would build, without allocating memory."""
     with torch.device("meta"):
         model = architecture_of(hf).model_class(hf)
     tied = {"lm_head.weight"} if hf.tie_word_embeddings else set()
@@ -72,7 +72,7 @@ def _planned_tensors(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
 
 
 def _initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return a usual first value: ones for norms, zeros for biases, else a small normal one."""
+    """Return a common initial value: ones for norms, zeros for biases, else small normal values."""
     if name.endswith("bias"):
         return torch.zeros(shape)
     if "norm" in name and len(shape) == 1:

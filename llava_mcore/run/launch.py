@@ -1,4 +1,4 @@
-"""From a configuration to running workers, or to a SLURM job. Nothing is started before everything has been checked."""
+"""Starts the workers of a run, or submits it to SLURM, after checking everything."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ WORKER = "llava_mcore.run.worker"
 
 
 def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
-    """Train as `python -m llava_mcore train` does, in processes of their own; return their exit code when they end.
+    """Train like `python -m llava_mcore train`, in separate processes; return their exit code when they end.
 
     >>> train({"name": "first", "data": {"path": "shards"}, "checkpoint": {"load": "megatron", "save_dir": "runs"}})
     0
 
-    Call it in the main thread: signals that this process gets are handed on to the workers.
+    Call it in the main thread: signals are forwarded to the workers.
 
     Args:
         config: a configuration, its sections and keys as in a configuration file, or such a file (YAML or JSON).
@@ -39,8 +39,8 @@ def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
         0 at the end of the run, 75 if it was asked to stop early, 128 + n if signal n ended it, else an error's code.
 
     Raises:
-        ConfigError: the run cannot start; lists why. Nothing has been started then.
-        FolderInUse: another run is in its folders.
+        ConfigError: the run cannot start; lists why. Nothing was started.
+        FolderInUse: another run uses its folders.
     """
     run = as_run_config(config)
     if run.launch.sif_path is not None:
@@ -63,10 +63,10 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
     """Check a run on this machine; nothing is written.
 
     Args:
-        keys: those that flags set, for messages about flags without effect.
+        keys: keys set by flags, for messages about flags without effect.
 
     Raises:
-        ConfigError: lists everything that keeps the run from starting.
+        ConfigError: lists everything that prevents the run from starting.
     """
     gpu_count = _count_gpus()
     nodes = find_nodes(typed.launch, os.environ)
@@ -84,10 +84,10 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
     """Write SAVE_DIR/NAME/run.yaml, start this machine's workers, and return their exit code when they end.
 
     Args:
-        notices: lines to print before.
+        notices: lines to print first.
 
     Raises:
-        FolderInUse: another run is in its folders.
+        FolderInUse: another run uses its folders.
         ConfigError: a folder cannot be written to; or, at the end, another run has taken it over.
     """
     run = launch.run
@@ -107,45 +107,43 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         job = read_job(os.environ)
         if job is not None and launch.nodes.rank == 0:
             print(describe(job), flush=True)
-        return run_child(launch.command, environment, ours="torchrun, which starts and ends all ranks,")
+        return run_child(launch.command, environment, ours="torchrun, which starts and stops all ranks,")
 
 
 def _without_submit(keys: Collection[str]) -> list[str]:
-    """Return flags that only say how to submit a job. The job itself is started with the same flags."""
+    """Return messages about flags that only affect how a job is submitted."""
     if read_job(os.environ) is not None:
         return []
     flags = {"launch.sbatch_options": "--sbatch-options", "launch.slurm_output_name": "--slurm-output-name"}
     return [
-        f"{flag} has no effect without --submit: add it, or leave {flag} away"
-        for key, flag in flags.items()
-        if key in keys
+        f"{flag} has no effect without --submit: add it, or omit {flag}" for key, flag in flags.items() if key in keys
     ]
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A batch file for SLURM: where it belongs, and its text."""
+    """A batch file for SLURM: its path and its text."""
 
     file: Path
     text: str
 
 
 def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str] = ()) -> BatchJob:
-    """Check what can be checked without the nodes; nothing is written.
+    """Check everything that does not need the nodes; nothing is written.
 
     Args:
-        arguments: command line of `train`, which the job runs.
-        keys: those that flags set, for messages about flags without effect.
+        arguments: command line of `train` for the job.
+        keys: keys set by flags, for messages about flags without effect.
 
     Raises:
-        ConfigError: lists everything that keeps the run from starting.
+        ConfigError: lists everything that prevents the run from starting.
     """
     on_gpus = typed.parallel.backend != "gloo"
     gpus = typed.launch.num_gpus
     if gpus < 0:
-        raise ConfigError("--submit needs the number of GPUs of a node (with --backend gloo: of processes): give -g")
+        raise ConfigError("--submit needs the number of GPUs per node (with --backend gloo: of processes): give -g")
     run, world_size = resolve(typed, gpus if on_gpus else 0)
-    inside = typed.launch.sif_path is not None  # this machine may hold neither libraries nor models
+    inside = typed.launch.sif_path is not None  # this machine may have neither the libraries nor the models
     if inside:
         found = check_run(run, None, world_size, on_gpus, typed=keys)
     else:
@@ -157,10 +155,10 @@ def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str
 
 
 def submit(job: BatchJob) -> str:
-    """Write a batch file, hand it to SLURM and return the job's number.
+    """Write a batch file, submit it to SLURM and return the job's id.
 
     Raises:
-        ConfigError: SLURM is not there, or refuses.
+        ConfigError: SLURM is not installed, or refuses the job.
     """
     job.file.parent.mkdir(parents=True, exist_ok=True)
     with naming(job.file):
@@ -169,7 +167,7 @@ def submit(job: BatchJob) -> str:
 
 
 def _count_gpus() -> int:
-    """Return the number of GPUs without starting CUDA in this process, which would hold memory on one."""
+    """Return the number of GPUs without starting CUDA in this process, which would use GPU memory."""
     import torch
 
     return torch.cuda.device_count()

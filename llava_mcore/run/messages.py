@@ -1,4 +1,4 @@
-"""How a process ends: one message for everything that is a user's or a machine's fault, and its exit code."""
+"""Exit of a process: one message for every error that is not a bug, and the exit code."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from llava_mcore.errors import FileError, LlavaMcoreError, os_error_text
 
 NOBODY_READS = 128 + signal.SIGPIPE
-"""Exit code of a command whose output goes into a closed pipe, as `| head` leaves one: that of cat and grep."""
+"""Exit code of a command whose output goes to a closed pipe, as with `| head`; the same as that of cat and grep."""
 
 
 def with_messages(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; what a user or the machine did wrong becomes one message on stderr.
+    """Run a command and return its exit code; errors of users and machines become one message on stderr.
 
-    That is every LlavaMcoreError, and every OSError: files, folders and disks are the user's. Anything else is a
-    mistake of ours and keeps its traceback.
+    These are every LlavaMcoreError and every OSError (files, folders, disks). Anything else is a bug and keeps its
+    traceback.
     """
     try:
         code = command()
@@ -35,13 +35,13 @@ def with_messages(command: Callable[[], int]) -> int:
         _say(os_error_text(error))
         return FileError.exit_code
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # rich's way of ending then
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends this way then
             return NOBODY_READS
         raise
 
 
 def _say(message: str) -> None:
-    """Print an error behind what was printed before."""
+    """Flush the output and print an error after it."""
     with contextlib.suppress(OSError, FileError):
         _flush()
     with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def _say(message: str) -> None:
 
 
 def _flush() -> None:
-    """Write what was printed: at the interpreter's end a failure could not be told any more.
+    """Flush the output: at the interpreter's exit a failure could no longer be reported.
 
     Raises:
         BrokenPipeError, FileError: it cannot be written.
@@ -64,7 +64,7 @@ def _flush() -> None:
 
 
 def _nobody_reads() -> bool:
-    """Tell whether standard output is a pipe whose reader has gone."""
+    """Return whether standard output is a pipe that its reader has closed."""
     try:
         number = sys.stdout.fileno()
     except (OSError, ValueError):  # a test's
@@ -75,7 +75,7 @@ def _nobody_reads() -> bool:
 
 
 def _drop_output() -> None:
-    """Let what is still to be printed go nowhere."""
+    """Discard all further output."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

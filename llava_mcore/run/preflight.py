@@ -1,4 +1,4 @@
-"""Before anything starts: what the machine decides about a run, and everything that keeps the run from starting."""
+"""Checks before a run starts, and the defaults that depend on the machine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _FOLDERS = ("load", "hf_dir", "save_dir", "non_persistent_dir", "non_persistent_
 
 
 def resolve(run: RunConfig, gpu_count: int) -> tuple[RunConfig, int]:
-    """Return the run with everything decided that the machine decides, and the number of processes.
+    """Return the run with all machine-dependent defaults resolved, and the number of processes.
 
-    Paths become absolute, so that the stored configuration means the same from everywhere.
+    Paths become absolute, so that the stored configuration works from every folder.
     """
     gpus = run.launch.num_gpus
     per_node = gpus if gpus > 0 else len(run.launch.chosen_gpus) or max(1, gpu_count)
@@ -47,8 +47,8 @@ def _absolute[T](path: T | None) -> T | Path | None:
 
 
 def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection[str] = ()) -> list[str]:
-    """Return everything that keeps a resolved run from starting. `typed`: the keys that flags set (`check_needs`)."""
-    # These bring in transformers and energon: --help and a mistyped flag need not wait for them.
+    """Return everything that prevents a resolved run from starting. `typed`: keys set by flags (`check_needs`)."""
+    # These import transformers and energon, for which --help and errors in flags should not wait.
     from llava_mcore.checkpoint.choose_start import resumes, start_point
     from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
     from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
@@ -76,7 +76,7 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection
 
 @contextlib.contextmanager
 def collecting(found: list[str]) -> Iterator[None]:
-    """Add what goes wrong within to a list of problems."""
+    """Add errors in the block to a list of problems."""
     try:
         yield
     except LlavaMcoreError as error:
@@ -86,12 +86,12 @@ def collecting(found: list[str]) -> Iterator[None]:
 
 
 def _too_far(run: RunConfig, start: StartPoint) -> list[str]:
-    """Return what is wrong with resuming a run that has reached its end: nothing would be trained or saved."""
+    """Return what is wrong with resuming a finished run: nothing would be trained or saved."""
     number = run.training.num_iterations
     if start.iteration < number:
         return []
     reached = f"{start.checkpoint} has reached iteration {start.iteration} of {number}"
-    more = "raise --train-iters or --train-samples, which count the whole run, to go on"
+    more = "raise --train-iters or --train-samples, which count the whole run, to continue"
     if start.kind == "load":
-        more += "; or leave --load-optim away this first time, to begin a new run with its weights"
+        more += "; or omit --load-optim the first time, to start a new run with its weights"
     return [f"{reached}: {more}"]

@@ -1,4 +1,4 @@
-"""Imported first by the server that processes are forked from: libraries warn while they are imported."""
+"""Imported first by the server that forks the loader processes, to silence warnings of libraries at import."""
 
 from llava_mcore import log
 

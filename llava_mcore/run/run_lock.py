@@ -1,4 +1,4 @@
-"""A run has its folders to itself: two of one name would overwrite each other's checkpoints and metrics."""
+"""Locks on a run's folders: two runs with the same name would overwrite each other's checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from llava_mcore.launch.nodes import Nodes
 from llava_mcore.launch.slurm import job_has_ended
 
 FILE = ".lock"
-ADVICE = "wait for it or end it, or give this run another --name"
+ADVICE = "wait for it or stop it, or give this run another --name"
 
 
 class RunLock:
-    """The locks of a run's folders, held by the launcher of the first node, those of a node's own disk by its own.
+    """The locks on a run's folders. The first node's launcher holds them; each node's holds those on its own disk.
 
-    The other nodes look whether the first node's run may begin, so that they end with the same message if not.
+    The other nodes check whether the first node's run may start, and end with the same message if not.
     """
 
     def __init__(self, run: RunConfig, nodes: Nodes) -> None:
-        """Nothing is done before it is entered."""
+        """The locks are acquired in `hold`."""
         self._lost: list[str] = []
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         self._group = f"{nodes.run_id} {restarts} {nodes.master_addr}:{nodes.port}" if nodes.count > 1 else None
@@ -52,7 +52,7 @@ class RunLock:
 
     def _end(self, line: str) -> None:
         self._lost.append(line)
-        os.kill(os.getpid(), signal.SIGQUIT)  # handed on to torchrun, which ends all ranks
+        os.kill(os.getpid(), signal.SIGQUIT)  # forwarded to torchrun, which ends all ranks
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -74,4 +74,4 @@ class RunLock:
                 raise ConfigError(f"the run's folder cannot be written to: {error}") from error
             yield
         if self._lost:
-            raise ConfigError(f"{self._lost[0]}; this run was ended")
+            raise ConfigError(f"{self._lost[0]}; this run was stopped")

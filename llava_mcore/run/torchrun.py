@@ -1,7 +1,7 @@
-"""torchrun that ends a run within seconds, and whose last word is ours.
+"""Runs torchrun so that a failed run ends within seconds, with our own message last.
 
-torchrun's own report of a failed worker would bury the worker's message, and it gives the ranks that are left half a
-minute to end: one that hangs, or is stopped, takes all of it.
+torchrun's own report of a failed worker would hide the worker's message, and it gives the remaining ranks half a minute
+to end: one that hangs, or is stopped, takes all of it.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from llava_mcore.run.messages import with_messages
 ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a run at once; the others ask it to save first."""
 _SECONDS_TO_END = 3
-"""What a rank has after another one has failed, then it is killed; its own limit is a little shorter."""
+"""Seconds until a rank is killed after another one has failed; its own limit is slightly shorter."""
 _OTHER_LIMITS = {STOPPED_EARLY: 30, HUNG: 1}
-"""The same after other exit codes: when a run stops early, ranks may still be closing their logs; when one hangs, they
-have had their time."""
+"""The same after these exit codes: when a run stops early, ranks may still be closing their logs; when one hangs, they
+have
+already timed out."""
 
 
 class Failure(Protocol):
-    """What torchrun knows of a process that has failed. `exitcode`: -n if signal n ended it."""
+    """torchrun's record of a failed process. `exitcode`: -n if signal n ended it."""
 
     @property
     def exitcode(self) -> int: ...
 
 
 class Run:
-    """The workers of this machine, and what became of them."""
+    """The workers of this machine and their failures."""
 
     def __init__(self) -> None:
-        """Attend to signals from here on, in a thread of its own: torchrun may be importing, or waiting."""
+        """Start handling signals in a separate thread: torchrun may be importing or waiting."""
         self.module = ""
         self.ended_by: signal.Signals | None = None
         self.first: dict[int, Failure] = {}
-        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # of all threads that begin after this; workers unblock
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # in all later threads; workers unblock them
         threading.Thread(target=self._attend, name="signals", daemon=True).start()
 
     def workers(self) -> list[psutil.Process]:
@@ -65,18 +66,18 @@ class Run:
             if number in ENDING:
                 self._end(number)
             elif not self._send(STOP):
-                os._exit(STOPPED_EARLY)  # nothing has begun
+                os._exit(STOPPED_EARLY)  # nothing has started
 
     def _end(self, number: signal.Signals) -> None:
         self.ended_by = number
         if self._send(signal.SIGINT):
             time.sleep(_SECONDS_TO_END)  # torchrun notices sooner, and `main` ends
-        os._exit(self.end())  # the workers that are left are killed with us
+        os._exit(self.end())  # the remaining workers are killed with us
 
     def end(self) -> int:
-        """Say what ended the run; return its exit code."""
+        """Print what ended the run; return its exit code."""
         assert self.ended_by is not None
-        words = "no checkpoint was saved, those before are as they were"
+        words = "no checkpoint was saved; earlier ones are unchanged"
         print(f"ended by {self.ended_by.name}: {words}", file=sys.stderr, flush=True)
         return 128 + self.ended_by
 
@@ -89,7 +90,7 @@ class Run:
         return bool(found)
 
     def seconds_to_end(self, failures: Mapping[int, Failure]) -> int:
-        """Note which ranks failed first, and return how long the others have."""
+        """Record which ranks failed first, and return the seconds that the others have."""
         if not self.first:
             self.first.update(failures)
         codes = [failure.exitcode for failure in self.first.values()]
@@ -97,9 +98,9 @@ class Run:
 
 
 def cause(failures: Mapping[int, Failure]) -> tuple[int, int]:
-    """Return rank and exit code of the failure that the others follow from.
+    """Return rank and exit code of the failure that caused the others.
 
-    Ranks that lose their connection to one that was killed fail too, with code 1, perhaps before torchrun looks.
+    Ranks that lose their connection to a killed rank fail too, with code 1, perhaps before torchrun notices.
     """
 
     def order(rank: int) -> tuple[bool, bool, int]:
@@ -119,7 +120,7 @@ def main() -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     args = parse_args(sys.argv[1:])
-    args.signals_to_handle = ",".join(number.name for number in ENDING)  # never come: they are blocked
+    args.signals_to_handle = ",".join(number.name for number in ENDING)  # never arrive: they are blocked
     args.training_script_args += ["--parent", str(os.getpid())]
     limit_closing(api, attended.seconds_to_end)
     attended.module = args.training_script
@@ -129,12 +130,12 @@ def main() -> int:
         if attended.ended_by is not None:
             return attended.end()
         first = {rank: x for rank, x in error.failures.items() if x.local_rank in attended.first}
-        return _last_word(*cause(first or error.failures))
+        return _print_cause(*cause(first or error.failures))
     return 0
 
 
-def _last_word(rank: int, code: int) -> int:
-    """Say which rank ended the run and how; return the run's exit code."""
+def _print_cause(rank: int, code: int) -> int:
+    """Print which rank ended the run and how; return the run's exit code."""
     if code < 0:
         name = signal.Signals(-code).name
         print(f"error: rank {rank} was ended by {name}; all ranks were stopped", file=sys.stderr)
@@ -145,4 +146,4 @@ def _last_word(rank: int, code: int) -> int:
 
 
 if __name__ == "__main__":
-    exit_now(with_messages(main))  # it makes a temporary folder
+    exit_now(with_messages(main))  # it creates a temporary folder

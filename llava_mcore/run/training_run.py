@@ -1,4 +1,4 @@
-"""A training process's way from its configuration to the training loop."""
+"""A training process: from its configuration to the training loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_worker(run: RunConfig, signals: StopSignals, started: float) -> bool:
-    """Run under a watchdog; return whether the run has reached its end.
+    """Run under a watchdog; return whether the run is complete.
 
     Args:
         started: value of time.monotonic() from which the run's time counts.
@@ -67,7 +67,7 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     trainer = together(groups, lambda: build_trainer(run, groups, start))
     resuming = resumes(run, start)
     if run.checkpoint.load_optim and start.checkpoint is not None and not resuming:
-        logger.info("%s gives weights only: this run starts at iteration 0", start.checkpoint)
+        logger.info("%s provides only weights: this run starts at iteration 0", start.checkpoint)
     assets = together(groups, lambda: _open_assets(run, groups, start, resuming))
     watchdog.begin("loading the state")
     progress, loader_states = Progress(), None
@@ -80,12 +80,12 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     watchdog.begin("opening the data")
     loader = together(groups, lambda: _open_loader(run, groups, assets, loader_states))
     validation = together(groups, lambda: _open_validation(run, assets))
-    shown = _show_the_first_step(trainer, loader, assets) if run.logging.debug else loader
+    shown = _show_first_step(trainer, loader, assets) if run.logging.debug else loader
     hf_source = together(groups, lambda: _carried_files(run, groups, start, assets))
     finished = train(trainer, shown, progress, hf_source, stop, watchdog, validation)
     if not finished:
         logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
-    wait_for_all(groups)  # torchrun ends all ranks soon after the first: none may go while another closes its logs
+    wait_for_all(groups)  # torchrun ends all ranks soon after the first: none may exit while another closes its logs
     if loader is not None:
         attempt("ending the loader processes", loader.close)
     shut_down()
@@ -93,13 +93,13 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
 
 
 def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = lambda _: None) -> StartPoint:
-    """Return where to start: the newest checkpoint that is complete, undamaged and, if local, on the nodes' own disks.
+    """Return where to start: the newest checkpoint that is complete, undamaged and, if node-local, on the nodes' disks.
 
     Args:
-        begin: is told what begins: files are read, which may take as long as loading them.
+        begin: called with the name of each task: reading files may take as long as loading them.
 
     Raises:
-        CheckpointError: on all ranks, when there are checkpoints and none can be used.
+        CheckpointError: on all ranks, if there are checkpoints but none can be used.
     """
     unusable: dict[Path, str] = {}
     damaged: dict[Path, str] = {}
@@ -122,7 +122,7 @@ def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = la
 
 
 def _join_world(run: RunConfig) -> Groups:
-    """Meet the other ranks and seed the random numbers."""
+    """Connect to the other ranks and seed the random generators."""
     if run.training.deterministic:
         make_deterministic()
     assert run.parallel.backend is not None, "run.py resolves the backend"
@@ -156,7 +156,7 @@ def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bo
 
 
 def _carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: Assets | None) -> Path:
-    """Return the folder of Hugging Face files that the run's checkpoints carry; rank 0 writes it."""
+    """Return the folder of Hugging Face files for the run's checkpoints; rank 0 writes it."""
     if not run.checkpoint.saves or groups.rank != 0:
         return start.hf_dir
     assert assets is not None, "rank 0 loads data"
@@ -164,7 +164,7 @@ def _carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: As
 
 
 def _open_loader(run: RunConfig, groups: Groups, assets: Assets | None, saved: Any) -> TrainLoader | None:
-    """Open the data on ranks that load them, behind the saved place if there is one."""
+    """Open the data on ranks that load it, after the saved position if there is one."""
     if assets is None:
         return None
     return TrainLoader(
@@ -181,7 +181,7 @@ def _open_loader(run: RunConfig, groups: Groups, assets: Assets | None, saved: A
 
 
 def _open_validation(run: RunConfig, assets: Assets | None) -> ValidationData | None:
-    """Look at the validation part, if the run validates, on ranks that load data."""
+    """Open the validation split on ranks that load data, if the run validates."""
     if assets is None or run.validation.eval_interval is None:
         return None
     iters = run.validation.eval_iters
@@ -195,7 +195,7 @@ def _open_validation(run: RunConfig, assets: Assets | None) -> ValidationData | 
     )
 
 
-def _show_the_first_step(trainer: Trainer, loader: TrainLoader | None, assets: Assets | None) -> ShowFirst | None:
-    """Let the first batch be printed in words, and the shapes that it has in the model."""
+def _show_first_step(trainer: Trainer, loader: TrainLoader | None, assets: Assets | None) -> ShowFirst | None:
+    """Print the first batch as text, and the shapes in the model's first forward pass."""
     show_shapes_once(trainer)
     return None if loader is None or assets is None else ShowFirst(loader, in_words(assets))

@@ -19,7 +19,7 @@ from llava_mcore.errors import FileError, LlavaMcoreError, os_error_text
 from llava_mcore.launch.process import INTERRUPTED, STOPPED_EARLY, StopSignals, exit_now
 from llava_mcore.parent import die_with_parent
 
-logger = logging.getLogger("llava_mcore.run.worker")  # run with -m, the module's name is another
+logger = logging.getLogger("llava_mcore.run.worker")  # run with -m, the module has another name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="resolved run.yaml")
     parser.add_argument("--parent", type=int, metavar="PID", help="process to end with (torchrun adds it)")
     args = parser.parse_args(argv)
-    # A worker without its torchrun would wait for the others for ever.
+    # A worker without its torchrun would wait for the others forever.
     die_with_parent(signal.SIGKILL, args.parent)
     with signals:
         return _train(args.config, signals, started)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(config: Path, signals: StopSignals, started: float) -> int:
-    """Train; return the exit code, after a message if it is an error's."""
+    """Train; return the exit code, after a message for an error."""
     rank = int(os.environ["RANK"])
     log.prepare_streams()
     log.set_up(rank)

@@ -24,7 +24,7 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2,
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, and that the system gives to no connection meanwhile (Linux: < 32768)."""
+    """Return a free port below those that Linux assigns to connections (32768)."""
     while True:
         port = secrets.choice(range(20000, 32768))
         with socket.socket() as s, contextlib.suppress(OSError):

@@ -204,7 +204,7 @@ REFUSALS: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] = 
         lambda c: c["vision_config"].update(use_mean_pooling=False),
         "use_mean_pooling = False puts a norm",
     ),
-    "a class that nobody knows": (
+    "an unknown class": (
         "internvl",
         CONFIG,
         lambda c: c.update(model_type="blip-2"),

@@ -220,8 +220,8 @@ def test_files_are_checked_however_many_there_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "nothing to check: give --hf-dir"),
-        (["--hf-dir", "a", "--data-path", "b"], "one of them"),
+        ([], "give either a model to check (--hf-dir"),
+        (["--hf-dir", "a", "--data-path", "b"], "give either a model to check"),
         (["--data-path", "b"], "--data-path needs --tokenizer-load-dir"),
         (["--data-path", "b", "--tokenizer-load-dir", "nowhere"], "no tokenizer in nowhere"),
         (["--data-path", "b", "--tokenizer-load-dir", "t", "--seq-length", "0"], "--seq-length must be at least 1"),

@@ -186,7 +186,7 @@ def test_older_checkpoints_that_do_not_fit_are_refused(
     assert f"{name}: a slice is (3, 3)" in said(whole["model"] | {name: torch.ones(3, 3)})
     extra = "vision_model.ln_post.weight"
     assert f"does not have (1 problem):\n{extra}" in said(whole["model"] | {extra: torch.ones(3)}).replace("  - ", "")
-    assert "holds no 'model'" in said(None)
+    assert "has no 'model'" in said(None)
     path.unlink()
     assert export_command.main(flags) == 2
     assert "is not complete" in capsys.readouterr().err

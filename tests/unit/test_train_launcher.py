@@ -176,7 +176,7 @@ def test_a_finished_run_of_another_name_is_no_start_with_its_optimizer(
         "--megatron-load-dir",
         str(folders.save / "first"),
     ]
-    assert "or leave --load-optim away this first time" in refusal([*second, "--load-optim"], capsys)
+    assert "or omit --load-optim the first time" in refusal([*second, "--load-optim"], capsys)
     assert train.main([*second, "--dry-run"]) == 0
 
 

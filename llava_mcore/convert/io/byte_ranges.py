@@ -1,6 +1,6 @@
-"""A slice of a tensor as byte ranges of files that only have to be put one after the other.
+"""A slice of a tensor as consecutive byte ranges of files.
 
-What is a sequence of byte ranges needs no memory: the kernel copies it from file to file.
+Such a slice needs no memory: the kernel copies it from file to file.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from llava_mcore.mapping.slices import TensorSlice
 def byte_ranges_of[Source](
     wanted: TensorSlice, parts: Sequence[tuple[TensorSlice, Source]], locate: Callable[[Source], TensorAt]
 ) -> tuple[TensorAt, ...] | None:
-    """Return the numbers of a slice, in order, as byte ranges; None if they are in another order, or some are missing.
+    """Return the values of a slice, in order, as byte ranges; None if their order differs, or some are missing.
 
     Args:
-        parts: slices in the same coordinates as `wanted`, and where their data come from. They must not overlap.
-        locate: returns where a part's tensor, of its slice's size, is; called only for parts that are needed.
+        parts: slices in the same coordinates as `wanted`, and the sources of their data. They must not overlap.
+        locate: returns the location of a part's tensor; called only for the parts that are needed.
     """
     found: list[tuple[int, TensorSlice, TensorSlice, Source]] = []
     for tensor_slice, source in parts:
@@ -38,9 +38,9 @@ def byte_ranges_of[Source](
 
 
 def offset_in(inner: TensorSlice, outer: TensorSlice) -> int | None:
-    """Return how many numbers of `outer` come before those of `inner`, a slice inside it; None if these do not
-    follow each other."""
-    whole = True  # so far, the dims behind are the same in both
+    """Return the number of values of `outer` before those of `inner`, a slice inside it; None if they are not
+    contiguous."""
+    whole = True  # so far, the later dims are equal in both
     for size, full in zip(reversed(inner.size), reversed(outer.size), strict=True):
         if not whole and size > 1:
             return None

@@ -25,17 +25,17 @@ from llava_mcore.mapping.table import Entry
 
 @dataclass(frozen=True)
 class Chunk:
-    """One tensor that torch.save wrote into the middle of a file. In bytes."""
+    """One tensor that torch.save wrote at an offset of a file, with its length in bytes."""
 
     path: Path
     offset: int
     length: int
 
     def locate(self) -> TensorAt:
-        """Return what a pickle says of the tensor, and where its numbers lie.
+        """Read the tensor's pickle and return where its values are.
 
         Raises:
-            CheckpointError: damaged, or not written as megatron-core does.
+            CheckpointError: it is damaged, or not written by megatron-core.
         """
         try:
             with self.path.open("rb") as file:
@@ -51,7 +51,7 @@ class Chunk:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """A part of a file as a separate file object."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
         self.file, self.offset, self.length, self.position = file, offset, length, 0
@@ -79,9 +79,9 @@ class _Window(io.RawIOBase):
 
 @dataclass(frozen=True)
 class EntryRead:
-    """One parameter: it is `tensor_slice` of a stored tensor, whose chunks (in the same coordinates) are given.
+    """One parameter: `tensor_slice` of a stored tensor, with its chunks (in the same coordinates).
 
-    `shape` is the parameter's own; a stored tensor may count layers in a dim before. `dtype`: what is written.
+    `shape` is the parameter's own; a stored tensor may have a leading dim for layers. `dtype`: the dtype to write.
     `targets`: where each Hugging Face tensor goes, a tied copy in its original's list; empty to only read.
     """
 
@@ -100,7 +100,7 @@ class EntryRead:
 
 @dataclass(frozen=True)
 class Export:
-    """Some entries, and whether their tensors are to be hashed."""
+    """Some entries, and whether to hash their tensors."""
 
     entries: tuple[EntryRead, ...]
     hashed: bool
@@ -112,7 +112,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Exported:
-    """SHA-256 of each Hugging Face tensor, if asked for; `paths`: files that were written to."""
+    """SHA-256 of each Hugging Face tensor, if requested; `paths`: files that were written to."""
 
     digests: dict[str, str]
     num_bytes: int
@@ -120,12 +120,12 @@ class Exported:
 
 
 def hf_tensors(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Tensor]]:
-    """Yield an entry's Hugging Face tensors, one in memory at a time where the layout allows it.
+    """Yield an entry's Hugging Face tensors, one in memory at a time if the layout allows it.
 
-    Each is valid until the next is asked for.
+    Each is valid until the next one.
 
     Raises:
-        CheckpointError: the checkpoint does not hold the whole parameter.
+        CheckpointError: the checkpoint does not contain the whole parameter.
     """
     slices = job.entry.hf_slices(job.shape)
     if slices is None:
@@ -136,7 +136,7 @@ def hf_tensors(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Tensor]]
 
 
 def _hf_data(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Data]]:
-    """Do what `hf_tensors` does, but leave in its files what can be copied from them."""
+    """Like `hf_tensors`, but data that can be copied from file to file is not read."""
     slices = job.entry.hf_slices(job.shape)
     if slices is None or job.dtype != job.stored_dtype:
         yield from hf_tensors(job, scratch)
@@ -161,7 +161,7 @@ def _read(job: EntryRead, tensor_slice: TensorSlice, scratch: Scratch) -> Tensor
     wanted = _stored_slice(job, tensor_slice)
     data, held = read_slice(wanted, job.chunks, lambda x: x.locate().map(), job.stored_dtype, scratch)
     if held != wanted.numel:
-        raise CheckpointError(f"{job.entry.megatron}: the checkpoint holds {held} of {wanted.numel} numbers")
+        raise CheckpointError(f"{job.entry.megatron}: the checkpoint has {held} of {wanted.numel} values")
     return data.reshape(tensor_slice.size).to(job.dtype)
 
 
@@ -169,8 +169,8 @@ def export_entries(job: Export) -> Exported:
     """Write and hash the tensors of some entries.
 
     Raises:
-        OSError: the disk is full, or the like.
-        CheckpointError: the checkpoint does not hold a whole parameter.
+        OSError: for example, the disk is full.
+        CheckpointError: the checkpoint does not contain a whole parameter.
     """
     digests: dict[str, str] = {}
     scratch = Scratch()
@@ -198,7 +198,7 @@ class HashTensors:
 
 
 def hash_tensors(job: HashTensors) -> Exported:
-    """Hash tensors as the files hold them."""
+    """Hash tensors in files."""
     with ThreadPoolExecutor(HASHERS) as hashers:
         digests = {name: hashers.submit(sha256, (x,)) for name, x in job.tensors}
         return Exported({name: x.result() for name, x in digests.items()}, job.num_bytes)

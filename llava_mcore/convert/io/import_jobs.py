@@ -23,8 +23,8 @@ from llava_mcore.files.tensor_bytes import HASHERS, Data, TensorAt, as_bytes, is
 from llava_mcore.mapping.slices import Scratch, Shape, TensorSlice, read_slice
 from llava_mcore.mapping.table import Entry
 
-_CHECKSUMS = threading.Lock()  # whether torch.save makes them is the same for all threads
-_ALIGNMENT = 64  # bytes; lets an export use the numbers where they lie
+_CHECKSUMS = threading.Lock()  # torch.save's setting is shared by all threads
+_ALIGNMENT = 64  # bytes; allows an export to map the values in the file
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class EntryWrite:
-    """One parameter: its Hugging Face tensors, the dtype and full shape it gets, and the pieces that are stored."""
+    """One parameter: its Hugging Face tensors, its dtype and full shape, and the pieces to store."""
 
     entry: Entry
     sources: tuple[TensorAt, ...]
@@ -75,9 +75,9 @@ class FileWrite:
 
 @dataclass(frozen=True)
 class FileWritten:
-    """Where in `path` each piece (key, offset) begins and how long it is, in bytes; SHA-256 of each HF tensor.
+    """Start and length in bytes of each piece (key, offset) in `path`; SHA-256 of each HF tensor.
 
-    `checksum`: of the file. `not_finite`: HF tensors with NaN or infinite values.
+    `checksum`: checksum of the file. `not_finite`: HF tensors with NaN or infinite values.
     """
 
     path: Path
@@ -89,12 +89,12 @@ class FileWritten:
 
     @property
     def paths(self) -> frozenset[Path]:
-        """What is to be synced."""
+        """Files that have to be synced."""
         return frozenset([self.path])
 
 
 def write_file(job: FileWrite) -> FileWritten:
-    """Write one file, while its tensors are hashed beside it; those of one entry are in memory at a time.
+    """Write one file and hash its tensors in parallel; those of one entry are in memory at a time.
 
     Raises:
         OSError: the disk is full, or the like.
@@ -110,14 +110,14 @@ def write_file(job: FileWrite) -> FileWritten:
 
 
 def _summed(parts: Iterable[Tensor], checksum: Checksum) -> Iterator[Tensor]:
-    """Yield bytes, and make their checksum while they are in memory."""
+    """Yield bytes, and compute their checksum while they are in memory."""
     for part in parts:
         checksum.update(part.numpy().data)
         yield part
 
 
 class _Content:
-    """A file's bytes, begin to end. Notes where pieces come to lie, and has tensors hashed when their turn comes."""
+    """A file's bytes in order. Records the offset of each piece, and starts hashing each tensor when it is reached."""
 
     def __init__(self, job: FileWrite, hashers: ThreadPoolExecutor) -> None:
         self.written: dict[tuple[str, Shape], tuple[int, int]] = {}
@@ -133,7 +133,7 @@ class _Content:
             to_hash: Mapping[str, Data] = tensors if entry.is_cast else {n: (at,) for n, at in entry.located.items()}
             hashing = {name: self._hashers.submit(sha256, x) for name, x in to_hash.items()}
             looking = {name: self._hashers.submit(is_finite, x, tensors[name].dtype) for name, x in to_hash.items()}
-            for piece, data in _cut(entry, tensors, scratch):
+            for piece, data in _pieces(entry, tensors, scratch):
                 gap = -position % _ALIGNMENT
                 yield torch.zeros(gap, dtype=torch.uint8)
                 begin = position = position + gap
@@ -143,13 +143,13 @@ class _Content:
                 self.written[piece.key, piece.offset] = begin, position - begin
             if entry.is_cast:
                 wait(hashing.values())
-                wait(looking.values())  # it leaves the memory before the next entry comes
+                wait(looking.values())  # freed before the next entry
             self.hashing |= hashing
             self.looking |= looking
 
 
 def as_saved(data: Data, shape: Shape, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the bytes that torch.save makes of a tensor, as torch.distributed.checkpoint has it do."""
+    """Yield the bytes that torch.save writes for a tensor, with the settings of torch.distributed.checkpoint."""
     before, after = _around(shape, dtype)
     yield before
     yield from as_bytes(data)
@@ -158,16 +158,16 @@ def as_saved(data: Data, shape: Shape, dtype: torch.dtype) -> Iterator[Tensor]:
 
 @functools.cache
 def _around(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what torch.save writes before and after the numbers."""
+    """Return what torch.save writes before and after the values."""
     file: Any = _Gap()
     with _CHECKSUMS, without_checksums(), torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), file)  # its memory is never touched
+        torch.save(torch.empty(shape, dtype=dtype), file)  # its memory is never accessed
     before, after = (torch.from_numpy(np.frombuffer(x, np.uint8)) for x in (file.before, file.after))
     return before, after
 
 
 class _Gap:
-    """A file for torch.save under `skip_data`: keeps what comes before and after the numbers that are left out."""
+    """A file for torch.save under `skip_data`: stores what comes before and after the skipped values."""
 
     def __init__(self) -> None:
         self.before, self.after = bytearray(), bytearray()
@@ -185,8 +185,8 @@ class _Gap:
         pass
 
 
-def _cut(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Iterator[tuple[Piece, Data]]:
-    """Yield every piece with its numbers, valid until the next; the full tensor is made only where it must be."""
+def _pieces(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Iterator[tuple[Piece, Data]]:
+    """Yield every piece with its values, valid until the next; the full tensor is only assembled if necessary."""
     slices = entry.entry.hf_slices(entry.shape)
     located: list[tuple[TensorSlice, TensorAt]] = []
     if slices is None:
@@ -203,7 +203,7 @@ def _cut(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Ite
 
 @contextlib.contextmanager
 def without_checksums() -> Iterator[None]:
-    """Let torch.save leave out the zip format's CRC-32, which torch.load never looks at; in all threads."""
+    """Make torch.save skip the zip format's CRC-32, which torch.load never checks; in all threads."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

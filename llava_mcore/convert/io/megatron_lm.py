@@ -1,7 +1,7 @@
-"""Megatron-LM's older checkpoints (`--ckpt-format torch`): one mp_rank_TT[_PPP]/model_optim_rng.pt a model rank.
+"""Megatron-LM's older checkpoints (`--ckpt-format torch`): one mp_rank_TT[_PPP]/model_optim_rng.pt per model rank.
 
-Only read, for an export. Files are mapped, and nothing that their pickles name is imported or run: beside tensors they
-hold Megatron-LM's arguments, whose classes are not here.
+They are only read, for an export. Files are memory-mapped, and nothing that their pickles name is imported or executed:
+besides tensors they contain Megatron-LM's arguments, whose classes do not exist here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALLOWED = {
 
 
 def is_legacy(folder: Path) -> bool:
-    """Tell whether an iteration's folder is of this kind."""
+    """Return whether an iteration's folder has this format."""
     return any(_FOLDER.fullmatch(path.name) for path in folder.iterdir())
 
 
@@ -50,10 +50,10 @@ class LegacyTensors:
 
     @classmethod
     def open(cls, folder: Path) -> LegacyTensors:
-        """Read what the files say about their tensors.
+        """Read the files' descriptions of their tensors.
 
         Raises:
-            CheckpointError: ranks are missing, or a file is damaged or of another kind.
+            CheckpointError: ranks are missing, or a file is damaged or has another format.
         """
         ranks = _ranks(folder)
         slices: dict[str, list[TensorAt]] = {}
@@ -78,18 +78,18 @@ class LegacyTensors:
         return name in self._slices
 
     def num_rows(self, name: str) -> int:
-        """Return the rows of a parameter that is cut along dim 0."""
+        """Return the number of rows of a parameter that is split along dim 0."""
         return sum(at.shape[0] for at in self._slices[name])
 
     def stored_name(self, name: str) -> str:
-        """Return the name that a parameter has here, which depends on whose layers wrote it."""
+        """Return the name of a parameter in the file, which depends on the layer implementation that wrote it."""
         for ours, theirs in FUSED_NORMS.items():
             if name not in self._slices:
                 name = name.replace(ours, theirs)
         return name
 
     def parameter(self, name: str, shape: Shape, shard: Shard) -> StoredParameter:
-        """Return where the parts of one parameter are. `shape`: of the whole.
+        """Return where the parts of one parameter are. `shape`: shape of the whole parameter.
 
         Raises:
             CheckpointError: it is missing, or a slice has another shape.
@@ -109,7 +109,7 @@ class LegacyTensors:
 
 
 def _parts(at: TensorAt, shape: Shape, shard: Shard, rank: int) -> Iterator[tuple[TensorSlice, TensorAt]]:
-    """Yield the places in the whole parameter of what one rank has: a part of each block."""
+    """Yield the slices of the whole parameter that one rank has: a part of each block."""
     assert shard.dim is not None and (shard.blocks == 1 or shard.dim == 0), "blocks are rows"
     size = at.shape[shard.dim] // shard.blocks
     part = tuple(size if dim == shard.dim else n for dim, n in enumerate(at.shape))
@@ -146,20 +146,18 @@ def _read(path: Path) -> dict[str, TensorAt]:
     except LOAD_ERRORS as error:
         raise CheckpointError(f"{path}: {why_refused(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-        raise CheckpointError(
-            f"{path}: holds no 'model' (an interleaved pipeline's model0, model1, … are not supported)"
-        )
-    return {name: _place(path, x) for name, x in content["model"].items() if isinstance(x, Tensor)}
+        raise CheckpointError(f"{path}: has no 'model' (an interleaved pipeline's model0, model1, … are not supported)")
+    return {name: _tensor_at(path, x) for name, x in content["model"].items() if isinstance(x, Tensor)}
 
 
-def _place(path: Path, tensor: Tensor) -> TensorAt:
+def _tensor_at(path: Path, tensor: Tensor) -> TensorAt:
     if not tensor.is_contiguous():
         raise CheckpointError(f"{path}: a tensor of shape {tuple(tensor.shape)} is not contiguous")
     return TensorAt(path, file_offset(tensor), tensor.dtype, tuple(tensor.shape))
 
 
 class _Unknown:
-    """Stands for any object of a class that is not a tensor's: it holds nothing and does nothing."""
+    """Replaces any object of a class that is not a tensor's; empty and without effects."""
 
     def __init__(self, *_args: object, **_options: object) -> None: ...
 

@@ -1,7 +1,6 @@
-"""Mapping table and megatron-core: under which key, at which place and in which pieces each parameter is stored.
+"""Keys, positions and pieces of stored parameters, from the mapping table and megatron-core.
 
-A model built without memory (meta device, tp 1, pp 1) says it; nothing here touches data. All tensors are on the meta
-device.
+They come from a model on the meta device (tp 1, pp 1). All tensors here are on the meta device; no data is read.
 """
 
 from __future__ import annotations
@@ -32,33 +31,33 @@ def parameter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def check_shard_rules(table: MappingTable, model: torch.nn.Module) -> None:
-    """Compare the table's shard rules with what the model's own layers say.
+    """Compare the table's shard rules with those of the model's layers.
 
     Raises:
-        ConversionError: lists every parameter that the model cuts along another dim.
+        ConversionError: lists every parameter that the model splits along another dim.
     """
     wrong = []
     for name, p in model.named_parameters():
-        marks = vars(p)  # megatron-core's layers leave their cut on the parameter; whole ones may carry no mark
+        marks = vars(p)  # megatron-core's layers mark parameters with their split; unsplit ones may lack the mark
         cut = marks.get("tensor_model_parallel", False)
         expected = Shard(marks["partition_dim"], marks["partition_stride"]) if cut else Shard(None)
         if table.entries[name].shard != expected:
             wrong.append(f"{name}: the table says {table.entries[name].shard}, the model {expected}")
     if wrong:
-        raise ConversionError(problems("the mapping table cuts tensors otherwise than the model", wrong))
+        raise ConversionError(problems("the mapping table splits tensors differently from the model", wrong))
 
 
 @dataclass(frozen=True)
-class Place:
-    """A parameter is `tensor_slice` of the tensor stored under `key`, which may count layers in dims before its own."""
+class StoredSlice:
+    """A parameter is `tensor_slice` of the tensor stored under `key`, which may have leading dims for layers."""
 
     key: str
     tensor_slice: TensorSlice
 
 
-def places(model_state: SharedState, shapes: Mapping[str, Shape]) -> dict[str, Place]:
+def stored_slices(model_state: SharedState, shapes: Mapping[str, Shape]) -> dict[str, StoredSlice]:
     """Return where megatron-core stores each parameter of the given shapes."""
-    return {name: _place(_with_data(model_state[name], _meta(shape)), shape) for name, shape in shapes.items()}
+    return {name: _stored_slice(_with_data(model_state[name], _meta(shape)), shape) for name, shape in shapes.items()}
 
 
 def planned_weights(
@@ -69,28 +68,29 @@ def planned_weights(
     tp_size: int,
     dtype: torch.dtype | None = None,
 ) -> tuple[SharedState, list[EntryWrite]]:
-    """Return the sharded state of a Hugging Face folder, cut for `tp_size` ranks, and what is in each of its pieces.
+    """Return the sharded state of a Hugging Face folder, split for `tp_size` ranks, and the content of each of its
+    pieces.
 
     Args:
         model_state: `sharded_state_dict()` of a model on the meta device at tp 1, pp 1.
         sources: where each Hugging Face tensor is.
         dtype: cast to this, or keep each tensor's own.
 
-    The state holds no data; megatron-core makes a checkpoint's metadata from it.
+    The state has no data; megatron-core creates a checkpoint's metadata from it.
     """
     state: SharedState = {}
     writes: list[EntryWrite] = []
     for name, sharded in model_state.items():
         entry = table.entries.get(name)
         if entry is None:
-            state[name] = sharded  # a layer's extra state, which holds nothing here
+            state[name] = sharded  # a layer's extra state, which is empty here
             continue
         tensors = tuple(sources[x] for x in entry.hf_names)
         wanted = tensors[0].dtype if dtype is None else dtype
         meta = {x: _meta(at.shape, wanted) for x, at in zip(entry.hf_names, tensors, strict=True)}
         full = entry.to_megatron(meta)
         whole = _with_data(sharded, full)
-        origin = _place(whole, tuple(full.shape)).tensor_slice.start
+        origin = _stored_slice(whole, tuple(full.shape)).tensor_slice.start
         state[name] = [cut for block in whole for cut in _cut(block, entry.shard, tp_size)]
         pieces = tuple(_piece(cut, origin) for cut in state[name])
         writes.append(EntryWrite(entry, tensors, wanted, tuple(full.shape), pieces))
@@ -101,10 +101,10 @@ def _meta(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _place(pieces: list[ShardedTensor], shape: Shape) -> Place:
-    """Return the slice around the blocks of a whole parameter."""
+def _stored_slice(pieces: list[ShardedTensor], shape: Shape) -> StoredSlice:
+    """Return the slice that encloses the blocks of a whole parameter."""
     origin = tuple(min(starts) for starts in zip(*(x.global_offset for x in pieces), strict=True))
-    return Place(pieces[0].key, TensorSlice(origin, (1,) * pieces[0].prepend_axis_num + shape))
+    return StoredSlice(pieces[0].key, TensorSlice(origin, (1,) * pieces[0].prepend_axis_num + shape))
 
 
 def _piece(cut: ShardedTensor, origin: Shape) -> Piece:
@@ -115,14 +115,14 @@ def _piece(cut: ShardedTensor, origin: Shape) -> Piece:
 
 
 def _with_data(sharded: ShardedTensor | ShardedTensorFactory, full: Tensor) -> list[ShardedTensor]:
-    """Put data under a parameter's key; a factory (SwiGLU) stores its blocks apart."""
+    """Put data under a parameter's key; a factory (SwiGLU) stores its blocks separately."""
     if isinstance(sharded, ShardedTensorFactory):
         return list(replace(sharded, data=full).build())
     return [replace(sharded, data=full, dtype=full.dtype)]
 
 
 def _cut(whole: ShardedTensor, shard: Shard, tp_size: int) -> list[ShardedTensor]:
-    """Store one chunk a tensor-parallel rank, so that each rank later reads only its own."""
+    """Store one chunk per tensor-parallel rank, so that each rank later reads only its own."""
     if shard.dim is None or tp_size == 1:
         return [whole]
     assert whole.data is not None and whole.axis_fragmentations is not None

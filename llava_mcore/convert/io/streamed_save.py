@@ -1,7 +1,7 @@
-"""dist_checkpointing.save of a model whose tensors are read only when they are written.
+"""Saves a model with dist_checkpointing; each tensor is only read when it is written.
 
-megatron-core sees tensors without data: it lays out the checkpoint and makes its metadata as ever. Only the bytes are
-ours: file after file is filled from the Hugging Face tensors, by worker threads.
+megatron-core gets tensors without data, plans the checkpoint and creates its metadata as usual. Only the bytes are
+written here: worker threads fill one file after the other from the Hugging Face tensors.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from llava_mcore.compat.torch import storage_info
 from llava_mcore.convert.io.import_jobs import EntryWrite, FileWrite, FileWritten
 
 FILE_BYTES = 512 << 20
-"""A file is closed when it has grown to this: files do not depend on the number of workers."""
+"""Size in bytes at which a file is closed; so files do not depend on the number of workers."""
 
 Run = Callable[[Sequence[FileWrite]], Iterable[FileWritten]]
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """SHA-256 of each Hugging Face tensor, and the checksums of the files that hold them, by name.
+    """SHA-256 of each Hugging Face tensor, and the checksums of the files, by name.
 
     `not_finite`: tensors with NaN or infinite values.
     """
@@ -52,9 +52,9 @@ def save_streamed(state: ShardedStateDict, entries: Sequence[EntryWrite], folder
     """Write one checkpoint folder. Process groups of one must exist.
 
     Args:
-        state: sharded tensors without data, and whatever else the checkpoint is to hold.
-        entries: what is in them.
-        run: writes files and returns what was written, in order.
+        state: sharded tensors without data, and everything else to store in the checkpoint.
+        entries: the contents of the tensors.
+        run: writes files and returns the results in order.
 
     Raises:
         OSError: the disk is full, or the like.
@@ -76,7 +76,7 @@ class _StreamedSave(TorchDistSaveShardedStrategy):
         self.streamed = Streamed()
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
-        """Do what torch.distributed.checkpoint.save does, on one rank, with our own writing of tensors."""
+        """Do the same as torch.distributed.checkpoint.save on one rank, but write the tensors here."""
         folder = Path(checkpoint_dir)
         by_key = by_sharded_key(sharded_state_dict, keep_only_main_replica=self.keep_only_main_replica)
         planner = MCoreSavePlanner(
@@ -115,7 +115,7 @@ class _StreamedSave(TorchDistSaveShardedStrategy):
             results += [
                 _result(items.pop(key), written.path, start, length) for key, (start, length) in written.pieces.items()
             ]
-        assert not items, f"megatron-core planned tensors that nobody wrote: {sorted(items)}"
+        assert not items, f"megatron-core planned tensors that were not written: {sorted(items)}"
         return results
 
 
@@ -124,7 +124,7 @@ def _result(item: WriteItem, path: Path, start: int, length: int) -> WriteResult
 
 
 def _files(entries: Iterable[EntryWrite], folder: Path) -> Iterator[FileWrite]:
-    """Deal the entries out to files, in order."""
+    """Distribute the entries over files, in order."""
     waiting: list[EntryWrite] = []
     number, num_bytes = 1, 0
     for entry in entries:

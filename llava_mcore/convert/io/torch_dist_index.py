@@ -1,4 +1,4 @@
-"""What a Megatron checkpoint (torch_dist) stores and where, from its metadata alone."""
+"""Contents of a Megatron checkpoint (torch_dist) and their locations, from its metadata alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llava_mcore.mapping.slices import Shape, TensorSlice
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter is `tensor_slice` of a stored tensor; `chunks`, in the same coordinates, hold something of it."""
+    """A parameter is `tensor_slice` of a stored tensor; `chunks`, in the same coordinates, overlap with it."""
 
     tensor_slice: TensorSlice
     chunks: tuple[tuple[TensorSlice, Chunk | TensorAt], ...]
@@ -39,7 +39,7 @@ class StoredTensors:
         """Read the metadata.
 
         Raises:
-            CheckpointError: as `read_metadata`.
+            CheckpointError: like `read_metadata`.
         """
         return cls(folder, read_metadata(folder))
 
@@ -50,11 +50,11 @@ class StoredTensors:
         return iter(self._tensors)
 
     def shape(self, key: str) -> Shape:
-        """Return the global shape of one tensor, dims that count layers included."""
+        """Return the global shape of one tensor, including dims for layers."""
         return tuple(self._tensors[key].size)
 
     def num_rows(self, key: str) -> int:
-        """Return the rows of one tensor that is not a layer's."""
+        """Return the number of rows of a tensor that does not belong to a layer."""
         return self.shape(key)[0]
 
     def dtype(self, key: str) -> torch.dtype:
@@ -62,7 +62,7 @@ class StoredTensors:
         return self._tensors[key].properties.dtype
 
     def parameter(self, key: str, wanted: TensorSlice) -> StoredParameter:
-        """Return a slice of one tensor, with the chunks that hold something of it.
+        """Return a slice of one tensor, with the chunks that overlap with it.
 
         Raises:
             CheckpointError: a chunk is stored in a way that only torch.distributed.checkpoint's extensions read.
@@ -71,7 +71,7 @@ class StoredTensors:
         found: list[tuple[TensorSlice, Chunk | TensorAt]] = []
         for x in self._tensors[key].chunks:
             if wanted.size and not (x.offsets[0] < high and low < x.offsets[0] + x.sizes[0]):
-                continue  # another layer, mostly: a stored tensor has a chunk for each
+                continue  # usually another layer: a stored tensor has a chunk for each
             info = self._storage[MetadataIndex(key, x.offsets)]
             if info.transform_descriptors:
                 raise CheckpointError(f"{self.folder}: {key} is stored with {info.transform_descriptors}")

@@ -145,7 +145,7 @@ def test_verification_names_a_tensor_that_was_written_wrongly(
         return as_saved(data, shape, dtype)
 
     monkeypatch.setattr(import_jobs, "as_saved", wrong)
-    with pytest.raises(ConversionError, match=r"does not hold what was imported[\s\S]*: SHA-256 .*, expected"):
+    with pytest.raises(ConversionError, match=r"differs from what was imported[\s\S]*: SHA-256 .*, expected"):
         import_hf(hf, tmp_path / "m", verify=True)
     monkeypatch.undo()
 

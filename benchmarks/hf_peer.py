@@ -26,7 +26,7 @@ from transformers import AutoConfig, PretrainedConfig
 from benchmarks.peer_attention import Packs
 from benchmarks.peer_classes import CLASSES, to_device
 from benchmarks.peer_model import Inputs, Reshard, Stack, after_update, build, keep_gathered
-from llava_mcore.batch_fields import Field
+from llava_mcore.batch_fields import PIXEL_VALUES, Field
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.loading.loader import TrainLoader
@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--padded", action="store_true")
     parser.add_argument("--recompute", action="store_true", help="decoder layers")
     parser.add_argument("--reshard", choices=get_args(Reshard), default="backward", help="give up gathered weights")
-    parser.add_argument("--fp8", action="store_true", help="float8 of torchao in the decoder layers")
+    parser.add_argument("--fp8", action="store_true", help="float8 in the decoder layers; needs torchao")
     parser.add_argument("--compile", action="store_true", help="decoder layers; with --fp8 they always are")
     parser.add_argument("--train-vision", action="store_true")
     parser.add_argument("--seq-length", type=int, required=True)
@@ -139,17 +139,18 @@ def to_hugging_face(
     config: PretrainedConfig, batch: Batch, device: torch.device, *, pad_length: int | None = None
 ) -> Inputs:
     """Return what the peer takes, on its device. Packs are padded to `pad_length` tokens, if given."""
-    pictures = CLASSES[config.model_type].inputs(config, batch, device)
+    kind, has_pictures = CLASSES[config.model_type], len(batch.media[PIXEL_VALUES]) > 0
+    pictures = kind.inputs(config, batch, device) if has_pictures else kind.blank(config, device)
     row = batch if pad_length is None else pad_to(batch, pad_length, dict.fromkeys(batch.media, Field(())))
     rows = row.loss_mask.flatten().nonzero().squeeze(1)
     targets = row.labels.flatten()[rows]
-    arguments = {"input_ids": to_device(row.input_ids, device), **pictures}
+    text: dict[str, Any] = {"input_ids": to_device(row.input_ids, device)}
     if row.cu_seqlens.numel():
-        arguments["position_ids"] = to_device(row.position_ids, device)
-        arguments["packs"] = Packs(to_device(row.cu_seqlens, device), longest(row.cu_seqlens))
+        text["position_ids"] = to_device(row.position_ids, device)
+        text["packs"] = Packs(to_device(row.cu_seqlens, device), longest(row.cu_seqlens))
     else:
-        arguments["attention_mask"] = to_device((row.input_ids != PAD).to(torch.int64), device)
-    return Inputs(arguments, to_device(rows, device), to_device(targets, device))
+        text["attention_mask"] = to_device((row.input_ids != PAD).to(torch.int64), device)
+    return Inputs(text, pictures, to_device(rows, device), to_device(targets, device), has_pictures=has_pictures)
 
 
 def report(seconds: float, counts: Counter[str], loss: torch.Tensor, device: torch.device) -> dict[str, Any]:

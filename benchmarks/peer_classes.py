@@ -39,6 +39,12 @@ class PeerClass:
         """Return arguments of the model's forward that describe pictures; tensors on the device, or sizes as lists."""
         return {"pixel_values": pixels(batch, device)}
 
+    def blank(self, config: PretrainedConfig, device: torch.device) -> dict[str, Any]:
+        """Return arguments of `get_image_features` for one blank picture, for micro-batches without any: transformers
+        takes no empty tensor, and every rank must compute a gradient of every weight."""
+        size = config.vision_config.image_size
+        return {"pixel_values": torch.zeros(1, 3, size, size, device=device)}
+
     def use_liger(self, model: PreTrainedModel) -> None:
         """Replace layers by Liger's; only where it is installed, and on a GPU."""
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -59,6 +65,11 @@ class Onevision(PeerClass):
         """Return tiles [tiles, 3, h, w] and the pictures' sizes."""
         sizes = batch.media[IMAGE_SIZES].tolist()  # of a tensor on a GPU, the model would wait for each
         return super().inputs(config, batch, device) | {"image_sizes": sizes}
+
+    def blank(self, config: PretrainedConfig, device: torch.device) -> dict[str, Any]:
+        """Return a base view and a grid of one tile."""
+        size = config.vision_config.image_size
+        return {"pixel_values": torch.zeros(2, 3, size, size, device=device), "image_sizes": [[size, size]]}
 
 
 class Qwen25VL(PeerClass):
@@ -90,6 +101,13 @@ class Qwen25VL(PeerClass):
             **{name: to_device(x, device) for name, x in tensors.items()},
             **{name: int(x.diff().max()) for name, x in longest.items()},
         }
+
+    def blank(self, config: PretrainedConfig, device: torch.device) -> dict[str, Any]:
+        """Return a picture of one feature."""
+        vision = config.vision_config
+        merge, values = vision.spatial_merge_size, vision.temporal_patch_size * vision.patch_size**2
+        pixel_values = torch.zeros(merge**2, vision.in_channels * values, device=device)
+        return {"pixel_values": pixel_values, "image_grid_thw": torch.tensor([[1, merge, merge]])}
 
     def use_liger(self, model: PreTrainedModel) -> None:
         """Replace layers of decoder and tower by Liger's."""

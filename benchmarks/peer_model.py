@@ -68,11 +68,22 @@ class Stack:
 class Inputs:
     """One micro-batch. No container that FSDP looks into: it would move what must stay on the host to the GPU.
 
-    `arguments`: of the model's forward. `rows`: the flat [b * s] tokens that are trained, `targets`: what they predict.
+    `text`: arguments of the model's forward about tokens. `pictures`: those about pictures; without any
+    (`has_pictures`), arguments of `get_image_features` for a blank one. `rows`: the flat [b * s] tokens that are
+    trained, `targets`: what they predict.
     """
 
-    def __init__(self, arguments: dict[str, Any], rows: Tensor, targets: Tensor) -> None:
-        self.arguments, self.rows, self.targets = arguments, rows, targets
+    def __init__(
+        self,
+        text: dict[str, Any],
+        pictures: dict[str, Any],
+        rows: Tensor,
+        targets: Tensor,
+        *,
+        has_pictures: bool = True,
+    ) -> None:
+        self.text, self.pictures, self.rows, self.targets = text, pictures, rows, targets
+        self.has_pictures = has_pictures
 
 
 class Peer(nn.Module):
@@ -85,17 +96,22 @@ class Peer(nn.Module):
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Return the summed loss of the trained tokens."""
-        weight = self.model.lm_head.weight
-        pixel_values = inputs.arguments["pixel_values"].to(weight.dtype)
+        weight, base = self.model.lm_head.weight, self.model.model
+        pictures = inputs.pictures | {"pixel_values": inputs.pictures["pixel_values"].to(weight.dtype)}
         with sdpa_kernel(ATTENTION, set_priority=True):
-            arguments = inputs.arguments | {"pixel_values": pixel_values}
-            hidden = self.model.model(**arguments, use_cache=False).last_hidden_state
+            given = pictures if inputs.has_pictures else {}
+            hidden = base(**inputs.text, **given, use_cache=False).last_hidden_state
+            unused = [] if inputs.has_pictures else base.get_image_features(**pictures).pooler_output
         hidden = hidden.flatten(0, 1).index_select(0, inputs.rows)
-        if self._liger:
-            from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+        loss = self._loss(hidden, weight, inputs.targets)
+        return loss + sum(0.0 * x.float().sum() for x in unused)
 
-            return liger_fused_linear_cross_entropy(hidden, weight, inputs.targets, reduction="sum")
-        return chunked_loss(hidden, weight, inputs.targets)
+    def _loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        if not self._liger:
+            return chunked_loss(hidden, weight, targets)
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        return liger_fused_linear_cross_entropy(hidden, weight, targets, reduction="sum")
 
 
 def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

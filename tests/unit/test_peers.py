@@ -80,7 +80,7 @@ def test_loss_and_gradient_of_a_pack_are_those_of_a_mask(folder: Path, shape: st
     inputs = hf_peer.to_hugging_face(config, batch, CPU)
     loss = peer(inputs)
     loss.backward()
-    arguments = {name: x for name, x in inputs.arguments.items() if name != "packs"}
+    arguments = {name: x for name, x in inputs.text.items() if name != "packs"} | inputs.pictures
     model = reference(config, peer).train()
     mask = own_samples_only(batch.cu_seqlens)
     assert len(batch.sample_keys) > 1 and not mask[0, 0].equal(torch.ones_like(mask[0, 0]).tril())
@@ -131,6 +131,32 @@ def test_pack_of_qwens_pictures_is_as_its_samples(folder: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     found.backward()
     assert all(p.grad is not None for p in peer.model.model.language_model.parameters())
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-onevision", "tiny-qwen2.5-vl"])
+def test_text_alone_gives_every_weight_a_gradient(folder: Path, shape: str) -> None:
+    """Ranks whose micro-batch has no picture take part in the sums over ranks; the loss is that of the text."""
+    config = hf_peer.AutoConfig.from_pretrained(folder / shape)
+    peer = build(config, Stack(train_vision=True), CPU)
+    ids = torch.randint(8, 200, (1, 40), generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(ids.shape)
+    mask[:, 10:30] = 1
+    position_ids = torch.arange(40).expand((3, 1, 40) if "qwen" in shape else (1, 40))
+    batch: Any = SimpleNamespace(
+        input_ids=ids,
+        labels=ids.roll(-1, 1),
+        loss_mask=mask,
+        position_ids=position_ids,
+        media={PIXEL_VALUES: torch.empty(0)},
+        cu_seqlens=torch.tensor([0, 40], dtype=torch.int32),
+    )
+    loss = peer(hf_peer.to_hugging_face(config, batch, CPU))
+    loss.backward()
+    expected = reference(config, peer)(input_ids=ids, labels=unshifted(ids.roll(-1, 1), mask)).loss * mask.sum()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    tower = peer.model.model.get_submodule(CLASSES[config.model_type].tower)
+    used = [name for name, p in tower.named_parameters() if p.grad is not None]
+    assert len(used) > 10
 
 
 def trained(folder: Path, stack: Stack) -> list[dict[str, Any]]:

@@ -12,7 +12,9 @@ from llava_mcore.templates.content_parts import accept_parts
 from llava_mcore.templates.named import is_name, missing_tokens, named_template, read_file
 
 
-def choose_template(tokenizer: PreTrainedTokenizerBase, choice: str | Path | None, say: Say) -> str:
+def choose_template(
+    tokenizer: PreTrainedTokenizerBase, choice: str | Path | None, say: Say, *, videos: bool = False
+) -> str:
     """Return the template to save: by name or from a file, else the tokenizer's own, else the plain one.
 
     A template that does not support lists of parts is preceded by a preamble that flattens them.
@@ -27,8 +29,8 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, choice: str | Path | Non
         return _named(tokenizer, "plain" if choice is None else str(choice), say)
     else:
         template, origin = read_file(str(choice)), str(choice)
-    accepted = accept_parts(tokenizer, template, origin)
-    changed = "unchanged" if accepted == template else "after a preamble that turns image and text parts into a string"
+    accepted = accept_parts(tokenizer, template, origin, videos=videos)
+    changed = "unchanged" if accepted == template else "after a preamble that turns typed parts into a string"
     say(f"chat template: {origin}, {changed}")
     return accepted
 

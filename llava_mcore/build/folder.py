@@ -33,8 +33,8 @@ from llava_mcore.build.sources import Source, find_source
 from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_folder import locked, partial_sibling, publish, require_absent
-from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.media import Processing, Size
+from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
+from llava_mcore.models.media import Processing, Size, VideoShape
 from llava_mcore.models.vision.geometry import image_side
 
 _SIZE = re.compile(r"[1-9]\d*(KB|MB|GB)")
@@ -96,7 +96,9 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     with features_for(kind.connector):
         sketch = kind.config(text_config, vision_config, plan, ids)
         architecture_of(sketch).features_per_tile(sketch)
-    template = tokenizer.chat_template = choose_template(tokenizer, options.chat_template, say)
+    template = tokenizer.chat_template = choose_template(
+        tokenizer, options.chat_template, say, videos=ARCHITECTURES[kind.architecture].takes_videos
+    )
     processor = kind.processor(image_processor, tokenizer, sketch, plan, template)
 
     say(f"language model: {sources.text}")
@@ -197,8 +199,24 @@ def check_folder(folder: Path, config: PretrainedConfig, processor: ProcessorMix
         found.append(
             f"processor: {placeholders} placeholders for a picture, but the model computes {num_features} features"
         )
+    if architecture_of(read_config).takes_videos:
+        found += _video_problems(read_config, read_processor, (picture.height, picture.width))
     if found:
         raise ConversionError(problems("the folder differs from what was written", found))
+
+
+def _video_problems(config: PretrainedConfig, processor: ProcessorMixin, size: Size) -> list[str]:
+    """Return the difference between the processor's placeholders and the model's features for a video of two frames."""
+    frames = torch.zeros(2, 3, *size, dtype=torch.uint8)
+    ids = processor(videos=[frames], text=processor.video_token, do_sample_frames=False)["input_ids"][0]
+    placeholders = list(ids).count(config.video_token_id)
+    videos = processor.video_processor
+    how = Processing(processor.tokenizer, processor.image_processor, {}, videos)
+    (tokens,) = architecture_of(config).media(config, how).video_tokens([VideoShape(2, *size)])
+    expected = int((tokens.ids == config.video_token_id).sum())
+    if placeholders == expected:
+        return []
+    return [f"processor: {placeholders} placeholders for a video, but the model computes {expected} features"]
 
 
 def placeholders_of(config: PretrainedConfig, processor: ProcessorMixin, size: Size) -> int:

@@ -12,15 +12,23 @@ from transformers import PretrainedConfig, ProcessorMixin
 
 from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.media import MediaTokens, Processing, Size, index_values
+from llava_mcore.models.architectures.base import Architecture
+from llava_mcore.models.architectures.registry import architecture_of, classes_that_take_videos
+from llava_mcore.models.media import MediaPlan, MediaTokens, Processing, Size, VideoShape, index_values
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.pixels import NO_SCALE
 
+Videos = Sequence[Sequence[VideoShape | tuple[int, int, int]]]
+"""Of each row: number of frames, their height and width in pixels."""
+
 
 def model_inputs(
-    model: VisionLanguageModel, processor: ProcessorMixin, inputs: Mapping[str, Tensor], sizes: Sequence[Sequence[Size]]
+    model: VisionLanguageModel,
+    processor: ProcessorMixin,
+    inputs: Mapping[str, Tensor],
+    sizes: Sequence[Sequence[Size]],
+    videos: Videos | None = None,
 ) -> dict[str, Tensor | dict[str, Tensor]]:
     """Return the arguments of a forward pass for the output of the folder's own processor.
 
@@ -28,35 +36,56 @@ def model_inputs(
         processor: the processor of the Hugging Face folder.
         inputs: its output, with input_ids [b, s].
         sizes: height and width in pixels of the pictures of each row.
+        videos: number of frames, height and width in pixels of the videos of each row; None without any.
 
     Raises:
-        ConversionError: a picture is not expanded to the tokens that the model expects.
+        ConversionError: a picture or video is not expanded to the tokens that the model expects, or the class takes no
+            videos.
     """
     ids = inputs["input_ids"]
     positions = torch.arange(ids.shape[1]).expand(ids.shape)
-    media = processed_media(model.hf, processor, inputs, sizes)
+    media = processed_media(model.hf, processor, inputs, sizes, videos)
     return {"input_ids": ids, "position_ids": positions, "media": media}
 
 
 def processed_media(
-    hf: PretrainedConfig, processor: ProcessorMixin, inputs: Mapping[str, Tensor], sizes: Sequence[Sequence[Size]]
+    hf: PretrainedConfig,
+    processor: ProcessorMixin,
+    inputs: Mapping[str, Tensor],
+    sizes: Sequence[Sequence[Size]],
+    videos: Videos | None = None,
 ) -> dict[str, Tensor]:
-    """Return the media of a forward pass: the architecture's fields. Arguments and errors: see `model_inputs`."""
-    plan = architecture_of(hf).media(hf, Processing(processor.tokenizer, processor.image_processor, {}))
-    tokens = [plan.tokens(row) for row in sizes]
+    """Return the media of a forward pass: the architecture's fields. Arguments and errors: see `model_inputs`.
+
+    All pictures come first, then all videos, as the processor returns them.
+    """
+    architecture = architecture_of(hf)
+    of_videos = processor.video_processor if architecture.takes_videos else None
+    plan = architecture.media(hf, Processing(processor.tokenizer, processor.image_processor, {}, of_videos))
+    pictures = [plan.tokens(row) for row in sizes]
+    clips = _video_tokens(architecture, plan, [()] * len(pictures) if videos is None else videos)
     rows = inputs["input_ids"].numpy()
-    starts = [
-        number * rows.shape[1] + start
-        for number, (row, items) in enumerate(zip(rows, tokens, strict=True))
-        for start in _starts(row, items)
-    ]
-    items = [item for row in tokens for item in row]
-    own = {PIXEL_VALUES: _tiles(inputs, tokens, image_side(hf.vision_config)), PIXEL_SCALE: NO_SCALE}
+    items, starts = [], []
+    for what, tokens in (("picture", pictures), ("video", clips)):
+        for number, (row, of_row) in enumerate(zip(rows, tokens, strict=True)):
+            items += of_row
+            starts += [number * rows.shape[1] + start for start in _starts(row, of_row, what)]
+    own = {PIXEL_VALUES: _tiles(inputs, pictures, image_side(hf.vision_config)), PIXEL_SCALE: NO_SCALE}
+    if any(clips):
+        own[PIXEL_VALUES] = torch.cat([own[PIXEL_VALUES], *inputs["pixel_values_videos"]])
     return own | index_values(plan.fields, items, starts)
 
 
-def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens]) -> Iterator[int]:
-    """Yield the position at which each picture's tokens start in a row."""
+def _video_tokens(architecture: Architecture, plan: MediaPlan, videos: Videos) -> list[list[MediaTokens]]:
+    shapes = [[VideoShape(*video) for video in row] for row in videos]
+    if plan.video_token_id is None and any(shapes):
+        known = ", ".join(classes_that_take_videos())
+        raise ConversionError(f"{architecture.model_class.__name__} takes no videos; classes that do: {known}")
+    return [plan.video_tokens(row) if row else [] for row in shapes]
+
+
+def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens], what: str) -> Iterator[int]:
+    """Yield the position at which the tokens of each picture (or video) start in a row."""
     start = 0
     for number, item in enumerate(items):
         last = len(ids) - len(item)
@@ -64,7 +93,7 @@ def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens]) -> Iterator[in
             start += 1
         if start > last:
             raise ConversionError(
-                f"picture {number} is not expanded to the {len(item)} tokens that the model's config.json makes of its "
+                f"{what} {number} is not expanded to the {len(item)} tokens that the model's config.json makes of its "
                 "size; correct the processor's settings"
             )
         yield start

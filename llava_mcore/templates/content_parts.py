@@ -12,49 +12,52 @@ from llava_mcore.templates.named import flatten_parts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PICTURE = "<image>"
+KINDS = ("image", "video")
+"""Types of parts besides text."""
 _TEXT = "What does 7f3a show?"
 _ANSWER = "A 9c1e."
 
 
-def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str) -> str:
+def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str, *, videos: bool = False) -> str:
     """Return the template, preceded by the preamble if it does not support typed content.
 
     Args:
         origin: the template's source, for messages.
+        videos: whether it must support videos as well as pictures.
 
     Raises:
         ConversionError: the template cannot render a question and its answer, with or without a picture.
     """
     check_bounds(template, origin)
-    if understands_parts(tokenizer, template):
+    if all(understands_parts(tokenizer, template, kind) for kind in KINDS[: 1 + videos]):
         return template
     wrapped = flatten_parts() + template
     _check_wrapped(tokenizer, template, wrapped, origin)
     return wrapped
 
 
-def understands_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Return whether a template renders typed content, with one `<image>` per picture."""
+def understands_parts(tokenizer: PreTrainedTokenizerBase, template: str, kind: str) -> bool:
+    """Return whether a template renders typed content, with one `<image>` per picture (or `<video>` per video)."""
     try:
-        rendered = _render(tokenizer, template, _conversation(as_parts=True))
+        rendered = _render(tokenizer, template, _conversation(kind, as_parts=True))
     except RENDER_ERRORS:
         return False
-    return rendered.count(PICTURE) == 1 and _is_said(rendered)
+    return rendered.count(f"<{kind}>") == 1 and _is_said(rendered)
 
 
 def _check_wrapped(tokenizer: PreTrainedTokenizerBase, template: str, wrapped: str, origin: str) -> None:
     """Raise ConversionError unless the wrapped template renders parts as the original renders strings."""
-    text = _conversation(as_parts=False)
+    kind = KINDS[0]  # the preamble treats the others alike
+    text = _conversation(kind, as_parts=False)
     try:
         expected = _render(tokenizer, template, text)
-        made = [_render(tokenizer, wrapped, c) for c in (text, _conversation(as_parts=True))]
+        made = [_render(tokenizer, wrapped, c) for c in (text, _conversation(kind, as_parts=True))]
     except RENDER_ERRORS as error:
         raise ConversionError(
             f"chat template ({origin}): cannot render a question about a picture and its answer: {error}\n"
             "Give another one with --chat-template NAME|FILE."
         ) from error
-    if made != [expected, expected] or not _is_said(expected) or expected.count(PICTURE) != 1:
+    if made != [expected, expected] or not _is_said(expected) or expected.count(f"<{kind}>") != 1:
         raise ConversionError(
             f"chat template ({origin}): the question, its picture or the answer is missing from what it renders: "
             f"{expected!r}\nGive another one with --chat-template NAME|FILE."
@@ -66,12 +69,12 @@ def _is_said(rendered: str) -> bool:
     return _TEXT in rendered and _ANSWER in rendered and "'type'" not in rendered
 
 
-def _conversation(*, as_parts: bool) -> list[dict[str, Any]]:
-    """Return a question about a picture and its answer."""
+def _conversation(kind: str, *, as_parts: bool) -> list[dict[str, Any]]:
+    """Return a question about a picture (or video) and its answer."""
     if not as_parts:
-        question, answer = f"{PICTURE}\n{_TEXT}", _ANSWER
+        question, answer = f"<{kind}>\n{_TEXT}", _ANSWER
         return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    parts = [{"type": "image"}, {"type": "text", "text": _TEXT}]
+    parts = [{"type": kind}, {"type": "text", "text": _TEXT}]
     return [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": _ANSWER}]}]
 
 

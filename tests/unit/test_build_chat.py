@@ -73,8 +73,10 @@ def test_template_with_several_pictures_and_turns(build_tiny: Any) -> None:
     assert rendered == tokenizer.apply_chat_template(
         strings, chat_template=CHATML, tokenize=False, add_generation_prompt=True
     )
-    with pytest.raises(Exception, match="text or image, not video"):
-        tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "video"}]}], tokenize=False)
+    clip = [{"role": "user", "content": [{"type": "video"}, text("Which?")]}]
+    assert "<video>\nWhich?" in tokenizer.apply_chat_template(clip, tokenize=False)
+    with pytest.raises(Exception, match="text, image or video, not audio"):
+        tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "audio"}]}], tokenize=False)
 
 
 def test_plain_template_marks_what_is_trained(build_tiny: Any, tmp_path: Path) -> None:

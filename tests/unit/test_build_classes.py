@@ -28,6 +28,7 @@ from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.encoding.media import expand
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import ConfigError
+from llava_mcore.models.media import VideoShape
 from tests.helpers.build_checks import assert_converts
 from tests.helpers.build_parts import VOCAB, load, tensors_of
 
@@ -83,12 +84,18 @@ def test_several_pictures_and_none(build_tiny: Any, name: str) -> None:
 @pytest.mark.parametrize("tower", TOWERS)
 @torch.inference_mode()
 def test_videos_pass_through_onevision(build_tiny: Any, tiny_parts: Any, tower: str) -> None:
-    """The build's settings serve them too; training does not take them."""
+    """The build's settings serve them too, and training takes them: tokens and pixels are the processor's."""
     out = build_tiny(vision=tiny_parts(tower), architecture="llava_onevision")
     model, processor = load(out), AutoProcessor.from_pretrained(out)
     frames = np.random.default_rng(0).integers(0, 255, (3, 40, 90, 3), dtype=np.uint8)
     batch = processor(videos=[frames], text="<video> What is this?", return_tensors="pt")
     assert (batch["input_ids"] == model.config.video_token_id).sum() == 3 * 2 * 2 + 1
+    assets = load_assets(out)
+    assert assets.no_videos is None and assets.images.videos is not None
+    (tokens,) = assets.plan.video_tokens([VideoShape(3, 40, 90)])
+    assert len(tokens) == 3 * 2 * 2 + 1
+    tiles = assets.plan.video_pixels(assets.images.videos, torch.from_numpy(frames).permute(0, 3, 1, 2), tokens)
+    assert torch.equal(tiles, batch["pixel_values_videos"][0])
     assert model(**batch).logits.isfinite().all()
 
 

@@ -18,7 +18,7 @@ from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.conversation import chat_from_standard
 from llava_mcore.data.encoding.encode import TooLongError, stored_tokens
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
-from llava_mcore.data.samples import ChatSample, EncodedSample, TokenConversation
+from llava_mcore.data.samples import ChatSample, EncodedSample, TokenConversation, Video
 from llava_mcore.data.streams.skips import DATA_ERRORS, Skips
 from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError
@@ -47,9 +47,11 @@ class Finding:
     remarks: tuple[str, ...] = ()
     num_conversations: int = 1
     num_tokens: int = 0
-    """Pictures included; 0 if it could not be tokenized."""
+    """Media included; 0 if it could not be tokenized."""
     num_trained: int = 0
     num_images: int = 0
+    num_frames: tuple[int, ...] = ()
+    """Of each video."""
 
 
 class Examiner:
@@ -123,7 +125,8 @@ class Examiner:
             num_conversations=len(chat.conversations),
             num_tokens=num_tokens,
             num_trained=sum(int(conversation.trained.sum()) for conversation in used),
-            num_images=sum(len(conversation.media) for conversation in used),
+            num_images=sum(isinstance(item.data, bytes) for conversation in used for item in conversation.media),
+            num_frames=tuple(len(item.data.frames) for c in used for item in c.media if isinstance(item.data, Video)),
         )
 
     def _on_decode_error(self, error: Exception, sample: Any, sources: list[SourceInfo] | None) -> None:
@@ -141,7 +144,9 @@ def _differing(chat: ChatSample, assets: Assets) -> list[str]:
         stored = stored_tokens(conversation, assets)
         if stored is None:
             continue
-        anew = assets.chat.text_tokens(conversation.turns, num_images=len(conversation.images))
+        anew = assets.chat.text_tokens(
+            conversation.turns, num_images=len(conversation.images), num_videos=len(conversation.videos)
+        )
         if not np.array_equal(stored.ids, anew.ids) or not np.array_equal(stored.trained, anew.trained):
             return [f"its {TOKENS_KEY} are not what the tokenizer makes of its text; prepare the data again"]
     return []
@@ -151,20 +156,21 @@ def _verdict(differing: list[str], encoded: EncodedSample, assets: Assets) -> di
     """Compare what the model will get; a disagreement would end training or spoil it silently."""
     reasons = [*differing]
     for conversation in encoded.conversations:
-        is_placeholder = conversation.input_ids == assets.plan.image_token_id
+        is_placeholder = np.isin(conversation.input_ids, assets.plan.placeholders)
         places = [name for name, field in assets.plan.fields.items() if field.index_of == "tokens"]
         wanted = sum(len(item.tokens.values[name]) for item in conversation.media for name in places)
         if is_placeholder.sum() != wanted:
             reasons.append(
-                f"{is_placeholder.sum()} placeholders, but {wanted} features of {len(conversation.media)} pictures"
+                f"{is_placeholder.sum()} placeholders, but {wanted} features of {len(conversation.media)} pictures and "
+                "videos"
             )
         if (conversation.trained & is_placeholder).any():
-            reasons.append("the chat template has the model learn the placeholders of a picture")
+            reasons.append("the chat template has the model learn the placeholders of a picture or video")
         if not conversation.trained.any():
             reasons.append("the chat template leaves nothing to learn of a conversation with an answer")
     num_tiles = sum(conversation.num_tiles for conversation in encoded.conversations)
     if len(encoded.pixel_values) != num_tiles:
-        reasons.append(f"{len(encoded.pixel_values)} tiles were made of pictures that need {num_tiles}")
+        reasons.append(f"{len(encoded.pixel_values)} tiles were made of media that need {num_tiles}")
     return {"status": "stop" if reasons else "used", "reasons": tuple(reasons)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,7 +59,7 @@ class Report:
         return expected_fill(self.tally.lengths, self.seq_length, self.packing_buffer_size)
 
     def epoch(self) -> dict[str, int] | None:
-        """Return samples, tokens and pictures of an epoch, estimated from those looked at; None without epochs."""
+        """Return what an epoch has of each kind, estimated from the samples looked at; None without epochs."""
         data = self.tally.datasets
         if not data or any(one.repeats is None for one in data):
             return None
@@ -67,6 +68,8 @@ class Report:
             "samples": round(sum(r * one.per_sample(one.num_used) for one, r in weighted)),
             "tokens": round(sum(r * one.per_sample(one.num_tokens) for one, r in weighted)),
             "pictures": round(sum(r * one.per_sample(one.num_images) for one, r in weighted)),
+            "videos": round(sum(r * one.per_sample(one.num_videos) for one, r in weighted)),
+            "frames": round(sum(r * one.per_sample(one.num_frames) for one, r in weighted)),
         }
 
     def quantiles(self) -> dict[str, int]:
@@ -93,10 +96,17 @@ class Report:
                 "histogram": [list(one) for one in bins(tally.lengths, NUM_BINS)],
             },
             "packing": {"buffer_size": self.packing_buffer_size, "fill": self.fill},
-            "pictures_per_sample": {str(number): count for number, count in sorted(tally.images.items())},
+            "pictures_per_sample": _by_number(tally.images),
+            "videos_per_sample": _by_number(tally.videos),
+            "frames_per_video": _by_number(tally.frames),
             "epoch": self.epoch(),
             "datasets": [asdict(one) for one in tally.datasets],
             "stop": list(self.stop),
             "remarks": list(self.remarks),
             "groups": [asdict(g) for level in ("stop", "left out", "remark") for g in tally.problems(level)],
         }
+
+
+def _by_number(counts: Counter[int]) -> dict[str, int]:
+    """Return counts with keys that JSON has, in their order."""
+    return {str(number): count for number, count in sorted(counts.items())}

@@ -12,7 +12,7 @@ from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.samples import TokenConversation
 
 TRAINED_STYLE = "bold green"
-IMAGE_STYLE = "cyan"
+MEDIA_STYLE = "cyan"
 
 
 def in_words(assets: Assets) -> Callable[[Tensor, Tensor], str]:
@@ -31,12 +31,13 @@ def conversation_text(tokens: TokenConversation, assets: Assets, *, colored: boo
 
 def _marked(ids: list[int], marks: list[bool], assets: Assets, *, colored: bool) -> Text:
     text = Text()
-    kinds = [(i == assets.plan.image_token_id, bool(t)) for i, t in zip(ids, marks, strict=True)]
+    names = {assets.plan.image_token_id: "image", assets.plan.video_token_id: "video"}
+    kinds = [(names.get(i), bool(t)) for i, t in zip(ids, marks, strict=True)]
     start = 0
-    for (is_image, trained), run in groupby(kinds):
+    for (name, trained), run in groupby(kinds):
         end = start + len(list(run))
-        if is_image:
-            text.append(f"<image \N{MULTIPLICATION SIGN}{end - start}>", IMAGE_STYLE)
+        if name is not None:
+            text.append(f"<{name} \N{MULTIPLICATION SIGN}{end - start}>", MEDIA_STYLE)
         else:
             piece = _decode(ids, start, end, assets)
             shown = piece if colored or not trained else f"«{piece}»"
@@ -47,7 +48,7 @@ def _marked(ids: list[int], marks: list[bool], assets: Assets, *, colored: bool)
 
 def _decode(ids: list[int], start: int, end: int, assets: Assets) -> str:
     """Decode tokens with those before them: decoded alone, some tokenizers drop the first one's leading space."""
-    before = [i for i in ids[:start] if i != assets.plan.image_token_id]
+    before = [i for i in ids[:start] if i not in assets.plan.placeholders]
     both = assets.tokenizer.decode(before + ids[start:end], clean_up_tokenization_spaces=False)
     alone = assets.tokenizer.decode(before, clean_up_tokenization_spaces=False)
     if both.startswith(alone):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.console import Console
 from rich.table import Table
 
@@ -66,15 +68,17 @@ def _print_lengths(report: Report, console: Console) -> None:
     if not tally.lengths:
         return
     quantiles = "  ".join(f"{name} {value}" for name, value in report.quantiles().items())
-    _line(console, f"\ntokens per sample, pictures included: {quantiles}")
+    _line(console, f"\ntokens per sample, media included: {quantiles}")
     found = bins(tally.lengths, NUM_BINS)
     most = max(count for _, _, count in found)
     width = len(str(found[-1][1]))
     for first, last, count in found:
         bar = "█" * -(-count * BAR // most) + " " if count else ""
         _line(console, f"  {first:>{width}} to {last:>{width}} {bar}{count}")
-    pictures = ", ".join(f"{number}: {count}" for number, count in sorted(tally.images.items()))
-    _line(console, f"pictures per sample: {pictures or 'none could be used'}")
+    _line(console, f"pictures per sample: {_listed(tally.images) or 'none could be used'}")
+    if tally.frames:
+        _line(console, f"videos per sample: {_listed(tally.videos)}")
+        _line(console, f"frames per video: {_listed(tally.frames)}")
     if report.fill is not None:
         mean = sum(n * c for n, c in tally.lengths.items()) / tally.lengths.total()
         _line(
@@ -87,8 +91,18 @@ def _print_lengths(report: Report, console: Console) -> None:
         _line(console, "an epoch: none, the blend draws by weight")
     else:
         about = "" if report.full else "about "
-        _line(console, f"an epoch: {about}" + ", ".join(f"{number:,} {name}" for name, number in epoch.items()))
+        _line(console, f"an epoch: {about}" + _epoch_in_words(epoch))
     _line(console, "")
+
+
+def _listed(counts: Counter[int]) -> str:
+    return ", ".join(f"{number}: {count}" for number, count in sorted(counts.items()))
+
+
+def _epoch_in_words(epoch: dict[str, int]) -> str:
+    """Videos are only mentioned where there are some."""
+    said = {name: number for name, number in epoch.items() if number or name not in ("videos", "frames")}
+    return ", ".join(f"{number:,} {name}" for name, number in said.items())
 
 
 def _print_group(group: Group, console: Console) -> None:

@@ -45,6 +45,8 @@ class DatasetTally:
     num_excluded: int = 0
     num_tokens: int = 0
     num_images: int = 0
+    num_videos: int = 0
+    num_frames: int = 0
 
     @property
     def num_used(self) -> int:
@@ -65,6 +67,10 @@ class Tally:
     """Tokens of a sample -> number of samples, those that are too long included."""
     images: Counter[int] = field(default_factory=Counter)
     """Pictures of a sample -> number of samples."""
+    videos: Counter[int] = field(default_factory=Counter)
+    """Videos of a sample -> number of samples."""
+    frames: Counter[int] = field(default_factory=Counter)
+    """Frames of a video -> number of videos."""
     groups: dict[tuple[str, str], Group] = field(default_factory=dict)
     num_looked_at: int = 0
     """Samples; a pack counts once."""
@@ -92,8 +98,12 @@ class Tally:
             return
         self.num_packs += found.num_conversations > 1
         self.images[found.num_images] += 1
+        self.videos[len(found.num_frames)] += 1
+        self.frames.update(found.num_frames)
         data.num_tokens += found.num_tokens
         data.num_images += found.num_images
+        data.num_videos += len(found.num_frames)
+        data.num_frames += sum(found.num_frames)
         if len(self.examples) < num_examples and not found.reasons and not found.remarks:
             self.examples.append(found)
 

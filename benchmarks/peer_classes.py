@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class Onevision(PeerClass):
 
     def assets(self, assets: Assets) -> Assets:
         """Return assets that also say what size a picture had."""
-        return replace(assets, plan=WithSizes(assets.plan))
+        return replace(assets, plan=with_values(assets.plan, IMAGE_SIZES, lambda size: size))
 
     def inputs(self, config: PretrainedConfig, batch: Batch, device: torch.device) -> dict[str, Any]:
         """Return tiles [tiles, 3, h, w] and the pictures' sizes."""
@@ -77,6 +78,11 @@ class Qwen25VL(PeerClass):
 
     tower = "visual"
     packs_pictures = True
+
+    def assets(self, assets: Assets) -> Assets:
+        """Return assets that also say how many patches a picture has."""
+        plan: Any = assets.plan
+        return replace(assets, plan=with_values(plan, IMAGE_GRID, lambda size: plan.grid_of(*size)))
 
     def inputs(self, config: PretrainedConfig, batch: Batch, device: torch.device) -> dict[str, Any]:
         """Return patches, grids, and what the tower would otherwise work out on the GPU, waiting for it.
@@ -120,24 +126,19 @@ CLASSES: dict[str, PeerClass] = {"llava": PeerClass(), "llava_onevision": Onevis
 """By model_type."""
 
 
-@dataclass
-class WithSizes(MediaPlan):
-    """A plan whose pictures also carry their height and width in pixels."""
+def with_values(plan: MediaPlan, name: str, of_size: Callable[[Size], Sequence[int]]) -> MediaPlan:
+    """Return a plan whose pictures also carry some numbers that their height and width decide, as a field `name`."""
 
-    plan: MediaPlan
-
-    def __post_init__(self) -> None:
-        plan = self.plan
-        self.image_token_id, self.any_size = plan.image_token_id, plan.any_size
-        self.patches_per_tile, self.tokens_per_tile = plan.patches_per_tile, plan.tokens_per_tile
-        self.fields = dict(plan.fields) | {IMAGE_SIZES: Field((torch.int64,), (2,))}
-
-    def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
-        """Return the plan's tokens, with the sizes."""
+    def tokens(sizes: Sequence[Size]) -> list[MediaTokens]:
         return [
-            replace(item, values={**item.values, IMAGE_SIZES: np.array([size])})
-            for item, size in zip(self.plan.tokens(sizes), sizes, strict=True)
+            replace(item, values={**item.values, name: np.array([of_size(size)])})
+            for item, size in zip(plan.tokens(sizes), sizes, strict=True)
         ]
+
+    changed: Any = copy.copy(plan)
+    changed.fields = dict(plan.fields) | {name: Field((torch.int64,), (len(of_size((56, 56))),))}
+    changed.tokens = tokens
+    return changed
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -47,8 +48,7 @@ def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     trained = TrainedParts(vision_model=args.train_vision)
     peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     for line in lines[args.warm_up :]:
-        names = ("num_tokens", "num_pairs", "num_tiles", "num_trained")
-        work = Workload(*(int(line[name]) for name in names))
+        work = Workload(**{field.name: int(line[field.name]) for field in fields(Workload)})
         flops, seconds = model_flops(hf, work, trained).total, line["step_seconds"]
         entry.steps.append(
             {

@@ -183,10 +183,14 @@ def without_absent_extra_state(state: Any, stored: Container[str]) -> Any:
     return {k: without_absent_extra_state(v, stored) for k, v in state.items() if not is_absent(v)}
 
 
-def fill_model(model: MegatronModule, loaded: dict[str, Any]) -> None:
-    """Load a state into a model. CheckpointError if anything except extra state of layers is missing."""
+def fill_model(model: MegatronModule, loaded: dict[str, Any], *, partial: bool = False) -> None:
+    """Load a state into a model. CheckpointError if anything except extra state of layers is missing.
+
+    Args:
+        partial: the state is meant to be that of a part only.
+    """
     missing, unexpected = model.load_state_dict(take_scales(model, loaded), strict=False)
-    wrong = [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]
+    wrong = [name for name in (*([] if partial else missing), *unexpected) if not name.endswith(EXTRA_STATE)]
     if wrong:
         raise CheckpointError(problems("the loaded state does not fit the model", wrong))
 

@@ -109,6 +109,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("model.recompute", ("--recompute",)),
         Flag("training.deterministic", ("--deterministic",)),
     ),
+    "adapters": (
+        Flag("adapter.r", ("--lora-r",)),
+        Flag("adapter.alpha", ("--lora-alpha",)),
+        Flag("adapter.dropout", ("--lora-dropout",)),
+        Flag("adapter.targets", ("--lora-targets",), many=True),
+        Flag("adapter.modules_to_save", ("--lora-modules-to-save",), many=True),
+        Flag("adapter.dora", ("--lora-dora",)),
+        Flag("adapter.rslora", ("--lora-rslora",)),
+    ),
     "validation": (
         Flag("validation.eval_interval", ("--eval-interval",)),
         Flag("validation.eval_iters", ("--eval-iters",)),

@@ -51,6 +51,8 @@ _PRECISION_AWARE = _given("optimizer.use_precision_aware_optimizer")
 _WSD = _is("optimizer.lr_decay_style", "WSD")
 _PIPELINE = _several("parallel.pipeline_model_parallel_size")
 _NON_PERSISTENT = _given("checkpoint.non_persistent_save_interval")
+_LORA = _given("adapter.r", "adapter.vision_r", "adapter.projection_r")
+_ADAPTER = _given("adapter.r", "adapter.vision_r", "adapter.projection_r", "adapter.load")
 
 NEEDS: dict[str, Condition] = {
     "logging.wandb_project": _given("logging.wandb"),
@@ -67,6 +69,11 @@ NEEDS: dict[str, Condition] = {
     "model.recompute_modules": _is("model.recompute", "selective"),
     "model.recompute_method": _is("model.recompute", "full"),
     "model.recompute_num_layers": _is("model.recompute", "full"),
+    **{
+        f"adapter.{name}": _LORA
+        for name in ("alpha", "dropout", "targets", "dora", "rslora", "bias", "modules_to_save")
+    },
+    **{f"adapter.{name}": _ADAPTER for name in ("name", "frozen")},
     "parallel.sequence_parallel": _several("parallel.tensor_model_parallel_size"),
     "parallel.num_layers_in_first_pipeline_stage": _PIPELINE,
     "parallel.num_layers_in_last_pipeline_stage": _PIPELINE,

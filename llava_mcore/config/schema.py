@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
+from llava_mcore.config.sections.adapter import AdapterConfig
 from llava_mcore.config.sections.base import Parts, Section
 from llava_mcore.config.sections.checkpoint import CheckpointConfig
 from llava_mcore.config.sections.data import DataConfig
@@ -90,6 +91,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
     training: TrainingConfig

@@ -79,10 +79,10 @@ def _pieces(hf: PretrainedConfig) -> list[_Piece]:
 
 def whole_names(model: VisionLanguageModel) -> dict[str, Parameter]:
     """Return this stage's parameters under the names that they have in the whole model."""
-    return {_whole_name(model, name): parameter for name, parameter in model.named_parameters()}
+    return {whole_name(model, name): parameter for name, parameter in model.named_parameters()}
 
 
-def _whole_name(model: VisionLanguageModel, name: str) -> str:
+def whole_name(model: VisionLanguageModel, name: str) -> str:
     """Count layers from the first stage on, undo Transformer Engine's fused norms and the copy of a tied embedding."""
     for ours, fused in FUSED_NORMS.items():
         name = name.replace(fused, ours)

@@ -35,6 +35,10 @@ def resolve(run: RunConfig, gpu_count: int) -> tuple[RunConfig, int]:
         "training": {"precision": run.training.precision or ("bf16" if gpu_count else "fp32")},
         "launch": {"num_gpus": per_node, "num_nodes": num_nodes},
         "checkpoint": {name: _absolute(getattr(run.checkpoint, name)) for name in _FOLDERS},
+        "adapter": {
+            "load": _absolute(run.adapter.load),
+            "frozen": tuple(folder.absolute() for folder in run.adapter.frozen),
+        },
         "data": {"path": _absolute(run.data.path), "chat_template": absolute_choice(run.data.chat_template)},
     }
     sections = {name: getattr(run, name).model_copy(update=change) for name, change in changes.items()}
@@ -49,6 +53,7 @@ def _absolute[T](path: T | None) -> T | Path | None:
 def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection[str] = ()) -> list[str]:
     """Return everything that prevents a resolved run from starting. `typed`: keys set by flags (`check_needs`)."""
     # These import transformers and energon, for which --help and errors in flags should not wait.
+    from llava_mcore.adapters.adaptation import adaptation_of
     from llava_mcore.checkpoint.choose_start import resumes, start_point
     from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
     from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
@@ -64,7 +69,10 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection
         source = str(start.hf_dir)
         if resumes(run, start) and not [*check_schedule(run.training, run.optimizer)]:
             found += _too_far(run, start)
-        dims = model_dims(load_hf_config(start.hf_dir))
+        hf = load_hf_config(start.hf_dir)
+        dims = model_dims(hf)
+        if start.checkpoint is not None:
+            adaptation_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
     with collecting(found):
         check_dataset(run.data.path)
         if run.validation.eval_interval is not None:

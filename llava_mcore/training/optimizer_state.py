@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -25,6 +25,7 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 
+from llava_mcore.checkpoint.by_layer import each_layer_apart
 from llava_mcore.compat.megatron_optimizer import (
     hand_state_to_parts,
     own_part,
@@ -48,7 +49,7 @@ def optimizer_state(
         model: sharded state of all model chunks, which gives the optimizer's tensors their offset and shape.
         by_layer: some layers are trained and others are not.
     """
-    model = _each_layer_apart(model) if by_layer else model
+    model = each_layer_apart(model) if by_layer else model
     _make_moments(optimizer)
     num_updates = _num_updates(optimizer, groups)
     distributed = _distributed(optimizer)
@@ -91,33 +92,6 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
         hand_state_to_parts(inner)
         for group in inner.param_groups:
             group.pop("step", None)  # otherwise every update would reset the count of its part on the GPU to this one
-
-
-def _each_layer_apart(model: ShardedStateDict) -> ShardedStateDict:
-    """Give every layer's tensor its own key; megatron-core stacks those of all layers under one.
-
-    It refuses to save a stack in which only some layers are trained, because the others are missing.
-    """
-
-    def apart(sharded: Any) -> Any:
-        if isinstance(sharded, ShardedTensorFactory):
-
-            def build(*args: Any) -> Any:
-                return dict_list_map_outplace(apart, sharded.build_fn(*args))
-
-            return replace(sharded, build_fn=build)
-        if not isinstance(sharded, ShardedTensor) or not sharded.prepend_axis_num:
-            return sharded
-        return replace(
-            sharded,
-            key=f"{sharded.key}.{sharded.global_offset[0]}",
-            global_shape=sharded.global_shape[1:],
-            global_offset=sharded.global_offset[1:],
-            axis_fragmentations=None if sharded.axis_fragmentations is None else sharded.axis_fragmentations[1:],
-            prepend_axis_num=0,
-        )
-
-    return dict_list_map_outplace(apart, model)
 
 
 def _chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

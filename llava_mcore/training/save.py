@@ -33,15 +33,14 @@ from llava_mcore.checkpoint.complete import (
 from llava_mcore.checkpoint.deletion import delete_in_background
 from llava_mcore.checkpoint.dist import StateWrite
 from llava_mcore.checkpoint.node_local import LocalWrite
-from llava_mcore.config.load import save_run_config
 from llava_mcore.errors import CheckpointError, problems
-from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.atomic import move, sync_tree, write_synced
 from llava_mcore.parallel.groups import agree, gather_to_all, sum_over_ranks
+from llava_mcore.training.description import write_description
 from llava_mcore.training.logs.record import run_record
 from llava_mcore.training.save_log import SAVES, Saved
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.state import LOADER_FOLDER, RUN_FILE, Progress, loader_file, state_to_save
+from llava_mcore.training.state import LOADER_FOLDER, Progress, loader_file, state_to_save
 
 logger = logging.getLogger(__name__)
 
@@ -232,10 +231,7 @@ class Saver:
         """
         groups, checksums = self.trainer.groups, {}
         if groups.rank == 0:
-            hf = layout.hf_folder(partial)
-            shutil.copytree(self.hf_source, hf, ignore=_without_weights)
-            save_run_config(self.trainer.run, partial / RUN_FILE)
-            checksums = {f"{hf.name}/{name}": text for name, text in of_folder(hf, {})["files"].items()}
+            checksums = write_description(self.trainer, partial, self.hf_source)
         if loader_state is not None:
             name = f"{LOADER_FOLDER}/{loader_file(groups)}"
             write_synced(partial / name, loader_state)
@@ -291,8 +287,3 @@ def all_cores() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _without_weights(folder: str, names: list[str]) -> list[str]:
-    """Return the weight files, which are not copied when a run started from a Hugging Face folder."""
-    return [name for name in names if hf_files.is_weight_file(Path(name)) and name != layout.UNUSED]

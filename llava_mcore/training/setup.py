@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,6 +15,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import PretrainedConfig
 
+from llava_mcore.adapters.adaptation import Adaptation, adaptation_of
+from llava_mcore.adapters.attach import attach_adapters
+from llava_mcore.adapters.peft_weights import load_peft_folder
+from llava_mcore.adapters.state import load_adapters
 from llava_mcore.batch_fields import Fields
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.checkpoint.dist import load_weights
@@ -47,6 +52,7 @@ class Trainer:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     trained_parts: frozenset[str]
+    adaptation: Adaptation | None = None
 
     @property
     def fields(self) -> Fields:
@@ -70,14 +76,14 @@ def unwrap(chunk: torch.nn.Module) -> VisionLanguageModel:
 def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     """Build model, optimizer and schedule; load the weights of a checkpoint. A collective call."""
     hf = load_hf_config(start.hf_dir)
-    trained = trained_parameters(hf, run.model)
+    adaptation = adaptation_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
+    trained = trained_parameters(hf, run.model) if adaptation is None else adaptation.trained
     models = build_models(run, groups, hf, trained, initialize=start.checkpoint is None)
-    if start.checkpoint is not None:
-        # Also before a resume: the optimizer's fp32 copies come from these.
-        if is_local(start.checkpoint):
-            load_local_weights(models, start.checkpoint, groups.rank)
-        else:
-            load_weights(models, start.checkpoint)
+    # Also before a resume: the optimizer's fp32 copies come from these.
+    if adaptation is not None:
+        load_adapted(models, adaptation, groups, seed=run.training.seed)
+    elif start.checkpoint is not None:
+        load_checkpoint(models, start.checkpoint, groups.rank)
     # The first chunk's buckets overlap with its own backward pass; those of the others with earlier chunks' passes.
     chunks = [data_parallel(run, groups, model, buckets=i == 0) for i, model in enumerate(models)]
     optimizer = build_optimizer(run, chunks)
@@ -89,7 +95,29 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
         model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     _log_parts(models, groups)
     trained_parts = frozenset(name.partition(".")[0] for name, is_trained in trained.items() if is_trained)
-    return Trainer(run, groups, hf, chunks, optimizer, scheduler, trained_parts)
+    if adaptation is not None:
+        trained_parts = adaptation.trained_parts
+    return Trainer(run, groups, hf, chunks, optimizer, scheduler, trained_parts, adaptation)
+
+
+def load_checkpoint(models: Sequence[VisionLanguageModel], checkpoint: Path, rank: int) -> None:
+    """Fill every parameter from a checkpoint; a collective call."""
+    if is_local(checkpoint):
+        load_local_weights(models, checkpoint, rank)
+    else:
+        load_weights(models, checkpoint)
+
+
+def load_adapted(models: Sequence[VisionLanguageModel], adaptation: Adaptation, groups: Groups, *, seed: int) -> None:
+    """Load the model that adapters belong to, add them, and load what they begin with; a collective call."""
+    load_checkpoint(models, adaptation.base.folder, groups.rank)
+    for model in models:
+        attach_adapters(model, adaptation.plans, adaptation.layers, groups, seed=seed)
+    for plan in adaptation.plans:
+        if plan.name in adaptation.folders:
+            load_peft_folder(models, adaptation.folders[plan.name], plan, adaptation.layers, groups)
+    if adaptation.checkpoint is not None:
+        load_adapters(models, adaptation.checkpoint, groups.rank)
 
 
 def build_models(

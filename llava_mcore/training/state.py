@@ -9,10 +9,12 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from llava_mcore.adapters.state import adapter_state
 from llava_mcore.checkpoint.dist import fill_model, load_state, model_state
 from llava_mcore.checkpoint.node_local import is_local, load_local
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.sections.adapter import AdapterConfig
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.parallel.groups import Groups
@@ -62,7 +64,7 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
     local = is_local(checkpoint)
     loaded = load_local(wanted, checkpoint, trainer.groups.rank) if local else load_state(wanted, checkpoint)
     for i, model in enumerate(trainer.models):
-        fill_model(model, loaded[f"model{i}"])
+        fill_model(model, loaded.get(f"model{i}", {}), partial=trainer.adaptation is not None)
     follow_settings(loaded["optimizer"], before.optimizer, trainer.run.optimizer)
     load_optimizer_state(trainer.optimizer, loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
@@ -87,6 +89,7 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
         "--rampup-batch-size": (before.training.rampup_batch_size, run.training.rampup_batch_size),
         "--lang": (before.data.lang, run.data.lang),
         "frozen parts": (before.model.frozen_parts(), run.model.frozen_parts()),
+        "adapter": (_settings(before.adapter), _settings(run.adapter)),
         "parts with their own learning rate": (own_rates(before.optimizer), own_rates(run.optimizer)),
         "optimizer.decay_norms_and_biases": (
             before.optimizer.decay_norms_and_biases,
@@ -97,6 +100,12 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
     if found:
         title = f"{checkpoint} cannot be resumed like this (the layout may change, these may not)"
         raise CheckpointError(problems(title, found))
+
+
+def _settings(adapter: AdapterConfig) -> str:
+    """Return an adapter's settings, but for the folders that it began with."""
+    values = adapter.model_dump(exclude={"load", "frozen"}, exclude_defaults=True)
+    return ", ".join(f"{key} {value}" for key, value in values.items()) or ("on" if adapter.is_on else "none")
 
 
 def loader_file(groups: Groups) -> str:
@@ -112,11 +121,12 @@ def state_to_save(trainer: Trainer, progress: Progress) -> dict[str, Any]:
 def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
     """Return everything that is saved, or the empty state to load into."""
     run, groups = trainer.run, trainer.groups
-    model = model_state(trainer.models, is_loading=is_loading)
+    adapted = trainer.adaptation is not None
+    model = (adapter_state if adapted else model_state)(trainer.models, is_loading=is_loading)
     state: dict[str, Any] = {**asdict(progress), **model}
     if not run.checkpoint.save_optim and not is_loading:
         return state
-    by_layer = bool(run.model.freeze or run.model.unfreeze)
+    by_layer = adapted or bool(run.model.freeze or run.model.unfreeze)
     state["optimizer"] = optimizer_state(trainer.optimizer, model, groups, is_loading=is_loading, by_layer=by_layer)
     state["scheduler"] = trainer.scheduler.state_dict()
     if with_random:

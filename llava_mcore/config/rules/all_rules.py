@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from llava_mcore.config.needs import check_needs
+from llava_mcore.config.rules.adapter import check_adapter, trains_projection, trains_tower
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.rules.operation import check_operations
 from llava_mcore.config.rules.parallel import check_options, check_stages, has_uneven_stages
@@ -113,6 +114,7 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
     checkpoint, model, optimizer = run.checkpoint, run.model, run.optimizer
     yield from check_schedule(run.training, run.optimizer)
     yield from check_needs(run, typed)
+    yield from check_adapter(run)
     if checkpoint.save_dir is None:
         yield "checkpoint.save_dir is missing: give the folder for the run's outputs with --save-dir"
     elif checkpoint.save_dir.exists() and not checkpoint.save_dir.is_dir():
@@ -123,7 +125,7 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         yield "--init starts from random weights and --megatron-load-dir loads some: give one of the two"
     if run.faults.exit_duration_in_mins is not None and not checkpoint.saves:
         yield "--exit-duration-in-mins would lose the run without --save or --save-interval: add one of them"
-    if model.frozen_parts() == "language model, vision tower, projection":
+    if not run.adapter.is_on and model.frozen_parts() == "language model, vision tower, projection":
         yield "all three parts are frozen, so nothing would be trained: unfreeze one of model.freeze_*"
     training = run.training
     if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):
@@ -137,11 +139,11 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
     if run.data.seq_length % pad_multiple(run) and (training.fp8 or run.parallel.sequence_parallel):
         flag = "--fp8" if training.fp8 else "--sequence-parallel"
         yield f"--seq-length {run.data.seq_length} must be a multiple of {pad_multiple(run)} with {flag}: change it"
-    for key, lr, frozen in (
-        ("vision_lr", optimizer.vision_lr, model.freeze_vision_model),
-        ("projection_lr", optimizer.projection_lr, model.freeze_vision_projection),
+    for key, lr, is_trained in (
+        ("vision_lr", optimizer.vision_lr, trains_tower(run)),
+        ("projection_lr", optimizer.projection_lr, trains_projection(run)),
     ):
-        if lr is not None and frozen and not model.unfreeze:
+        if lr is not None and not is_trained:
             yield f"optimizer.{key} has no effect on a part that is frozen: omit it, or train the part"
     if optimizer.lr_decay_style != "constant" and optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}: lower it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llava_mcore.config.rules.adapter import trains_tower
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.schema import ParallelConfig, RunConfig
 
@@ -11,7 +12,7 @@ from llava_mcore.config.schema import ParallelConfig, RunConfig
 def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
     """Yield options that have no effect or cannot work here."""
     model, parallel = run.model, run.parallel
-    if model.recompute_vision != "none" and model.freeze_vision_model and not model.unfreeze:
+    if model.recompute_vision != "none" and not trains_tower(run):
         yield (
             "model.recompute_vision has no effect on a frozen vision tower, which keeps nothing: omit it, or "
             "train the tower with model.freeze_vision_model=false"

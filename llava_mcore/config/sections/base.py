@@ -22,6 +22,11 @@ Seconds = Annotated[int, Field(ge=1, le=10**7)]
 """A time limit, up to a few months."""
 
 
+def comma_separated(value: Any) -> Any:
+    """Return the parts of a text with commas; a list stays as it is."""
+    return value.split(",") if isinstance(value, str) else value
+
+
 class Section(BaseModel):
     """Base of all sections."""
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from llava_mcore.config.sections.base import Parts, Section, Size
-
-
-def _parts(value: Any) -> Any:
-    """Names separated by commas, or a list of them."""
-    return value.split(",") if isinstance(value, str) else value
+from llava_mcore.config.sections.base import Parts, Section, Size, comma_separated
 
 
 class ModelConfig(Section):
@@ -27,10 +22,10 @@ class ModelConfig(Section):
     """Require that the class token is dropped from the features. The model's config.json decides that, so that training
     and serving agree (vision_feature_select_strategy default: dropped; full: kept). A model that keeps it is an
     error."""
-    freeze: Annotated[tuple[str, ...], BeforeValidator(_parts)] = ()
+    freeze: Annotated[tuple[str, ...], BeforeValidator(comma_separated)] = ()
     """Parameters that are not trained, besides the frozen parts: patterns over their Hugging Face or Megatron
     names, such as *.embed_tokens.weight; several are separated by commas."""
-    unfreeze: Annotated[tuple[str, ...], BeforeValidator(_parts)] = ()
+    unfreeze: Annotated[tuple[str, ...], BeforeValidator(comma_separated)] = ()
     """Parameters that are trained although a frozen part or freeze contains them: patterns as there."""
     transformer_impl: Literal["transformer_engine", "local"] | None = None
     """Implementation of the layers: Transformer Engine's fused ones, or torch's; not given: the former on GPUs if it is
@@ -39,7 +34,7 @@ class ModelConfig(Section):
     """What the backward pass recomputes of the language model instead of storing it: nothing, the recompute_modules of
     every layer, or whole layers."""
     recompute_modules: Annotated[
-        tuple[Literal["core_attn", "mlp"], ...], BeforeValidator(_parts), Field(min_length=1)
+        tuple[Literal["core_attn", "mlp"], ...], BeforeValidator(comma_separated), Field(min_length=1)
     ] = ("mlp",)
     """What --recompute selective recomputes: mlp (saves most), core_attn (useful without fused attention), or both."""
     recompute_method: Literal["uniform", "block"] = "uniform"

@@ -1,0 +1,82 @@
+"""Everything that a run's adapters are: their plans, the weights they belong to, and what of the model is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from llava_mcore.adapters.layers import ModelLayers, model_layers
+from llava_mcore.adapters.peft_config import plan_of_folder
+from llava_mcore.adapters.plan import LoraPlan, plan_from_config, trained_parameters
+from llava_mcore.adapters.record import Base, holds_adapters, read_base, read_plans
+from llava_mcore.config.sections.adapter import AdapterConfig
+from llava_mcore.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """A run's adapters.
+
+    `plans`: the trained one first. `folders`: PEFT folders that adapters begin with, by name. `trained`: for every
+    parameter of the model itself, by its Megatron name, whether it is trained. `checkpoint`: holds the adapters'
+    weights, if they come from one.
+    """
+
+    plans: tuple[LoraPlan, ...]
+    layers: ModelLayers
+    base: Base
+    trained: Mapping[str, bool]
+    folders: Mapping[str, Path]
+    checkpoint: Path | None = None
+
+    @property
+    def trained_parts(self) -> frozenset[str]:
+        """Return the parts of which anything is trained."""
+        own = {name.partition(".")[0] for name, is_trained in self.trained.items() if is_trained}
+        members = self.layers.members
+        return frozenset(own | {members[name].part for plan in self.plans if plan.is_trained for name in plan.ranks})
+
+
+def adaptation_of(
+    adapter: AdapterConfig, hf: PretrainedConfig, checkpoint: Path | None, load: Path | None
+) -> Adaptation | None:
+    """Return a run's adapters, or None if it trains without.
+
+    Args:
+        checkpoint: where the run starts from: a model, or what a run with an adapter has saved.
+        load: folder that the run names to load from.
+
+    Raises:
+        ConfigError, ConversionError, CheckpointError: names that the model does not have, an adapter of another model,
+            other weights than those that it was trained on.
+    """
+    stored = checkpoint is not None and holds_adapters(checkpoint)
+    if not adapter.is_on:
+        if stored:
+            raise ConfigError(
+                f"{checkpoint} holds an adapter, not a model: give the flags that it was trained with (run.yaml), or "
+                "make a model of it with export-hf --merge"
+            )
+        return None
+    assert checkpoint is not None, "the rules refuse an adapter on random weights"
+    layers = model_layers(hf)
+    if stored:
+        plans, base = read_plans(checkpoint, layers), read_base(checkpoint)
+        base = Base(base.found_at(_given_base(load, checkpoint)), base.identity)
+        return Adaptation(plans, layers, base, trained_parameters(plans[0], layers), {}, checkpoint)
+    folders = {folder.name: folder for folder in adapter.frozen}
+    if adapter.load is None:
+        first = plan_from_config(adapter, layers)
+    else:
+        folders[adapter.name] = adapter.load
+        first = plan_of_folder(adapter.load, adapter.name, layers, is_trained=True)
+    others = [plan_of_folder(folder, folder.name, layers, is_trained=False) for folder in adapter.frozen]
+    return Adaptation((first, *others), layers, Base.of(checkpoint), trained_parameters(first, layers), folders)
+
+
+def _given_base(load: Path | None, checkpoint: Path) -> Path | None:
+    """Return the folder to load from if it is the model's; a run may also be told to continue another run's adapter."""
+    return None if load is None or load == checkpoint.parent else load

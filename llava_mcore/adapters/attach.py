@@ -1,0 +1,129 @@
+"""Adapters on a model in this process: factors beside its parts, and hooks that add what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from llava_mcore.adapters.factors import new_factors, part_adapters
+from llava_mcore.adapters.layers import WEIGHT, Linear, ModelLayers
+from llava_mcore.adapters.lora import Division, Factors, LinearAdapter
+from llava_mcore.adapters.plan import LoraPlan
+from llava_mcore.models.language.layers import NormedRowParallelLinear
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.trainable import whole_name
+from llava_mcore.parallel.groups import Groups
+
+
+def attach_adapters(
+    model: VisionLanguageModel, plans: Sequence[LoraPlan], layers: ModelLayers, groups: Groups, *, seed: int
+) -> None:
+    """Give a stage's layers their adapters; a collective call, after the model's own weights were loaded.
+
+    Adapters do nothing yet: they begin as PEFT's do. Call before the model is wrapped for data parallelism.
+    """
+    here = {
+        whole_name(model, name).removesuffix(WEIGHT): model.get_submodule(name.removesuffix(WEIGHT))
+        for name, _ in model.named_parameters()
+        if name.endswith(WEIGHT)
+    }
+    for linear in layers.linears:
+        chosen = [plan for plan in plans if any(member.name in plan.ranks for member in linear.members)]
+        if chosen and linear.name in here:
+            module = here[linear.name]
+            division = _division(module, linear, groups)
+            adapters = [_new_adapter(model, module, plan, linear, division, seed) for plan in chosen]
+            _hook(module, adapters)
+
+
+def _division(module: Any, linear: Linear, groups: Groups) -> Division:
+    gathers = isinstance(module, ColumnParallelLinear) and module.gather_output and groups.tp_size > 1
+    return Division(
+        groups.tp_size, groups.tp_rank, linear.is_row_parallel, bool(module.config.sequence_parallel), gathers
+    )
+
+
+def _new_adapter(
+    model: VisionLanguageModel, module: Any, plan: LoraPlan, linear: Linear, division: Division, seed: int
+) -> LinearAdapter:
+    """Add one adapter's factors on a layer to the model."""
+    weight: Tensor = module.weight.detach()
+    layout, members = linear.blocks(division.tp_size)
+    norms = layout.to_hf(_row_norms(weight, division)) if plan.dora else ()
+    rows = [x.shape[0] for x in layout.to_hf(torch.empty(weight.shape[0], 1, device="meta"))]
+    found: dict[int, Factors] = {}
+    for number, member in enumerate(linear.members):
+        if member.name not in plan.ranks:
+            continue
+        own = [i for i, owner in enumerate(members) if owner == number]
+        found[number] = factors = new_factors(
+            weight,
+            plan.ranks[member.name],
+            [rows[i] for i in own],
+            division,
+            seed=f"{seed} {plan.name} {member.part} {member.key}",
+            magnitudes=[norms[i] for i in own] if plan.dora else (),
+        )
+        factors.requires_grad_(plan.is_trained)
+        part_adapters(model.get_submodule(member.part)).add(plan.name, member.key, factors)
+    return LinearAdapter(plan, linear, division, found, rows)
+
+
+def _row_norms(weight: Tensor, division: Division) -> Tensor:
+    """Return the lengths of a layer's rows, [o], fp32."""
+    squares = weight.float().square().sum(1)
+    if division.is_row_parallel and division.tp_size > 1:
+        squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares)
+    return squares.sqrt()
+
+
+def _hook(module: Any, adapters: Sequence[LinearAdapter]) -> None:
+    """Have a layer's output changed by adapters, one after the other."""
+
+    def change(x: Tensor, output: Tensor) -> Tensor:
+        bias = _added_bias(module)
+        for adapter in adapters:
+            output = adapter(x, output, bias, module.weight.detach(), training=module.training)
+        return output
+
+    if isinstance(module, NormedRowParallelLinear):
+        _hook_before_norm(module, change)
+        return
+    fused_norm = _has_fused_norm(module)
+    if fused_norm:
+        module.return_layernorm_output = True  # what the matrix reads is known only inside
+
+    def hook(_module: nn.Module, inputs: tuple[Tensor, ...], result: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not fused_norm:
+            output, bias = result
+            return change(inputs[0], output), bias
+        # Transformer Engine puts the norm's output last, and megatron-core a missing bias behind it.
+        output, *bias_and_norm = (*result[0], result[1]) if isinstance(result[0], tuple) else (*result[::2], result[1])
+        normed, bias = bias_and_norm
+        return change(normed, output), bias
+
+    module.register_forward_hook(hook)
+
+
+def _hook_before_norm(module: NormedRowParallelLinear, change: Any) -> None:
+    """The layer normalises its output inside: what adapters add comes before that."""
+    read: list[Tensor] = []
+    module.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    module.post_layernorm.register_forward_pre_hook(lambda _, inputs: (change(read.pop(), inputs[0]),))
+
+
+def _has_fused_norm(module: nn.Module) -> bool:
+    """Tell whether a layer of Transformer Engine normalises its input itself."""
+    return "return_layernorm_output" in vars(module)
+
+
+def _added_bias(module: Any) -> Tensor | None:
+    """Return the bias that a layer adds to its output itself, None if it hands it on or has none."""
+    if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        return None if module.skip_bias_add else module.bias
+    return module.bias if module.use_bias and not module.te_return_bias else None

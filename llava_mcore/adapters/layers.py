@@ -1,0 +1,152 @@
+"""The linear layers of a model, on both sides: what may get an adapter, and under which names.
+
+Adapters belong to Hugging Face's layers (q_proj), of which megatron-core's hold several (linear_qkv).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, Layout, Regroup
+from llava_mcore.mapping.table import Entry
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.names import HfNames
+from llava_mcore.models.table import detect_names, mapping_table, usual_names
+
+WEIGHT, BIAS = ".weight", ".bias"
+
+
+@dataclass(frozen=True)
+class HfLinear:
+    """One of Hugging Face's linear layers.
+
+    `name`: in transformers' model. `part`: of our model, such as language_model. `key`: within the part, as the class's
+    usual files have it; checkpoints name it so, whatever transformers calls it. `aliases`: its names in files.
+    """
+
+    name: str
+    part: str
+    key: str
+    aliases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One of megatron-core's linear layers: `members` are those of Hugging Face that it holds, `name` is its own in the
+    whole model."""
+
+    name: str
+    entry: Entry
+    members: tuple[HfLinear, ...]
+
+    @property
+    def is_row_parallel(self) -> bool:
+        """Whether ranks hold different inputs, not different outputs."""
+        return self.entry.shard.dim == 1
+
+    def blocks(self, tp_size: int) -> tuple[Layout, tuple[int, ...]]:
+        """Return how one rank's rows are put together of blocks that ranks divide evenly, and each block's member."""
+        layout = self.entry.layout
+        if isinstance(layout, FuseQKV | Regroup):
+            heads = FuseQKV(layout.heads // tp_size, layout.groups // tp_size)
+            return heads, (0, 1, 2) if isinstance(layout, FuseQKV) else (0, 0, 0)
+        if isinstance(layout, Concat):
+            return layout, tuple(range(layout.num_parts))
+        if self.entry.shard.blocks > 1:
+            return Concat(self.entry.shard.blocks), (0,) * self.entry.shard.blocks
+        return layout, (0,)
+
+
+@dataclass(frozen=True)
+class HfParameter:
+    """A parameter of transformers' model and the Megatron parameter that holds it. `aliases`: its names in files."""
+
+    name: str
+    megatron: str
+    aliases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """What adapters need to know of a model.
+
+    `entries`: of the mapping table, under transformers' names. `module_names`: all of transformers' model. `is_tied`:
+    embedding and output layer are one.
+    """
+
+    linears: tuple[Linear, ...]
+    parameters: tuple[HfParameter, ...]
+    entries: Mapping[str, Entry]
+    module_names: frozenset[str]
+    is_tied: bool
+
+    @property
+    def parameter_aliases(self) -> dict[str, str]:
+        """Return the name in transformers' model of a parameter under every name that files have given it."""
+        return {alias: x.name for x in self.parameters for alias in x.aliases} | {
+            x.name: x.name for x in self.parameters
+        }
+
+    @property
+    def members(self) -> dict[str, HfLinear]:
+        """Return Hugging Face's linear layers by name."""
+        return {member.name: member for linear in self.linears for member in linear.members}
+
+
+def model_layers(hf: PretrainedConfig) -> ModelLayers:
+    """Return the layers of a model. transformers' own is built without memory, for its names."""
+    architecture = architecture_of(hf)
+    with torch.device("meta"):
+        model = architecture.model_class._from_config(hf)
+    names = detect_names(hf, model.state_dict(), source=architecture.model_class.__name__)
+    here, usual = _entries(hf, names), _entries(hf, usual_names(hf))
+    styles = [_entries(hf, style) for style in architecture.names.styles]
+    modules = {name: module for name, module in model.named_modules() if name}
+    linear_names = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
+    linears = []
+    for name, entry in here.items():
+        if not _may_be_linear(entry):
+            continue
+        found = [x.removesuffix(WEIGHT) for x in entry.hf_names]
+        if not linear_names.issuperset(found):
+            continue  # a convolution, or a layer that transformers' model has in other pieces than its files
+        linear = name.removesuffix(WEIGHT)
+        part = linear.partition(".")[0]
+        members = tuple(
+            HfLinear(
+                hf_name,
+                part,
+                _inside(usual[name].hf_names[i].removesuffix(WEIGHT), usual_names(hf)),
+                tuple(dict.fromkeys(style[name].hf_names[i].removesuffix(WEIGHT) for style in (usual, *styles))),
+            )
+            for i, hf_name in enumerate(found)
+        )
+        linears.append(Linear(linear, entry, members))
+    parameters = tuple(
+        HfParameter(x, name, tuple(style[name].hf_names[i] for style in (usual, *styles) if name in style))
+        for name, entry in here.items()
+        for i, x in enumerate(entry.hf_names)
+    )
+    return ModelLayers(tuple(linears), parameters, here, frozenset(modules), hf.tie_word_embeddings)
+
+
+def _entries(hf: PretrainedConfig, names: HfNames) -> dict[str, Entry]:
+    table = mapping_table(hf, names, hf_tensors=(), padded_vocab_size=hf.text_config.vocab_size)
+    return dict(table.entries)
+
+
+def _may_be_linear(entry: Entry) -> bool:
+    """Tell whether an entry is the weight of a divided linear layer, other than the output layer."""
+    is_matrix = entry.megatron.endswith(WEIGHT) and entry.shard.dim is not None
+    return is_matrix and isinstance(entry.layout, Copy | Concat | FuseQKV | Regroup)
+
+
+def _inside(name: str, names: HfNames) -> str:
+    """Return a layer's name without its part's prefix."""
+    prefixes = (names.vision, names.projection, names.text)
+    return name.removeprefix(next(prefix for prefix in prefixes if name.startswith(prefix)))

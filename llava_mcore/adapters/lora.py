@@ -1,0 +1,175 @@
+"""LoRA on one of megatron-core's linear layers, divided over tensor-parallel ranks as the layer is.
+
+LoRA (Hu et al. 2021, arXiv 2106.09685): y = W x + scaling * B A x. Every Hugging Face layer has an A and a B of its
+own, also where several are one layer here, so what is trained is PEFT's adapter. DoRA (Liu et al. 2024, arXiv
+2402.09353) also trains the length m of every row: y = m / |W + scaling * B A| * (W + scaling * B A) x, where the
+lengths |.| get no gradient.
+
+Where outputs are divided (column-parallel), so are B's rows, and every rank has all of A; where inputs are divided
+(row-parallel), so are A's columns, and every rank has all of B. What crosses ranks is [s, b, r], never [s, b, h].
+
+s: tokens, b: samples, h: inputs of the layer, o: its outputs (a rank's, where they are divided), r: sum of the ranks
+of the members that have an adapter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from llava_mcore.adapters.layers import Linear
+from llava_mcore.adapters.plan import LoraPlan
+
+
+class Factors(nn.Module):
+    """The matrices of one Hugging Face layer, or a rank's part of them.
+
+    `lora_A` [rank, h]; `lora_B`: one matrix [rows, rank] for each block of rows that ranks divide evenly, mostly a
+    single one; `magnitude`: the same of DoRA's lengths, or empty.
+    """
+
+    def __init__(self, lora_A: Parameter, lora_B: Sequence[Parameter], magnitude: Sequence[Parameter] = ()) -> None:
+        super().__init__()
+        self.lora_A = lora_A
+        self.lora_B = nn.ParameterList(lora_B)
+        self.magnitude = nn.ParameterList(magnitude)
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a layer is divided over ranks, and whether its tokens are divided where its features are not.
+
+    `gathers`: ranks put the outputs that they have divided together again.
+    """
+
+    tp_size: int
+    tp_rank: int
+    is_row_parallel: bool
+    sequence_parallel: bool
+    gathers: bool = False
+
+
+class LinearAdapter:
+    """One adapter on one of megatron-core's linear layers. The model owns the factors; this only uses them."""
+
+    def __init__(
+        self, plan: LoraPlan, linear: Linear, division: Division, factors: Mapping[int, Factors], rows: Sequence[int]
+    ) -> None:
+        """
+        Args:
+            factors: by the number of the member in `linear`, for those that have an adapter.
+            rows: of every block of the layer (see `Linear.blocks`).
+        """
+        self.division, self.dora, self.dropout, self.rows = division, plan.dora, plan.dropout, rows
+        self.layout, self.members = linear.blocks(division.tp_size)
+        self.factors = dict(sorted(factors.items()))
+        self.scaling = {i: plan.scaling(linear.members[i].name) for i in self.factors}
+        self.base_squares: Tensor | None = None
+
+    def __call__(self, x: Tensor, output: Tensor, bias: Tensor | None, weight: Tensor, *, training: bool) -> Tensor:
+        """Return the layer's output with what the adapter adds.
+
+        Args:
+            x: what the layer reads: [s, b, h], [s / tp, b, h] before a column-parallel layer with sequence parallelism.
+            output: [s, b, o], [s / tp, b, o] after a row-parallel layer with sequence parallelism.
+            bias: [o], if it is a part of `output`.
+            weight: [o, h] of the layer.
+        """
+        all_B = self.all_B()
+        added = F.linear(self._low_rank(x, training=training), all_B)
+        if self.division.gathers:
+            added = tensor_parallel.gather_from_tensor_model_parallel_region(added)
+        if not self.dora:
+            return output + added
+        scale = self._scale(weight, all_B)
+        base = output if bias is None else output - bias
+        return output + (scale - 1) * base + scale * added
+
+    def _low_rank(self, x: Tensor, *, training: bool) -> Tensor:
+        """Return A x of all members side by side, [s, b, r]; for row-parallel layers with sequence parallelism
+        [s / tp, b, r]."""
+        if self.dropout and training:
+            a = torch.cat([F.linear(self._dropped(x), one.lora_A) for one in self.factors.values()], dim=-1)
+        else:
+            a = F.linear(x, self._all_A())
+        division = self.division
+        if division.tp_size == 1:
+            return a
+        if division.is_row_parallel:
+            if division.sequence_parallel:
+                return tensor_parallel.reduce_scatter_to_sequence_parallel_region(a)
+            return tensor_parallel.reduce_from_tensor_model_parallel_region(a)
+        if division.sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(a, tensor_parallel_output_grad=True)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(a)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Apply dropout; ranks that hold different parts of x draw different numbers."""
+        division = self.division
+        differs = division.tp_size > 1 and (division.is_row_parallel or division.sequence_parallel)
+        with tensor_parallel.get_cuda_rng_tracker().fork() if differs else contextlib.nullcontext():
+            return F.dropout(x, self.dropout)
+
+    def _all_A(self) -> Tensor:
+        """Return the members' A below each other, [r, h]."""
+        parts: list[Tensor] = [one.lora_A for one in self.factors.values()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def all_B(self) -> Tensor:
+        """Return the members' B times their scaling, [o, r], in the layer's order of rows.
+
+        Each member has columns of its own, which are zero in the rows of others.
+        """
+        ranks = {i: one.lora_A.shape[0] for i, one in self.factors.items()}
+        total, first = sum(ranks.values()), next(iter(self.factors.values())).lora_A
+        before = dict(zip(ranks, torch.tensor([0, *ranks.values()]).cumsum(0).tolist(), strict=False))
+        blocks = []
+        for member, rows, B in self._by_block([one.lora_B for one in self.factors.values()]):
+            if B is None:
+                blocks.append(first.new_zeros(rows, total))
+            else:
+                after = total - before[member] - ranks[member]
+                blocks.append(F.pad(B * self.scaling[member], (before[member], after)))
+        return self.layout.to_megatron(*blocks)
+
+    def _by_block(self, lists: Sequence[nn.ParameterList]) -> list[tuple[int, int, Tensor | None]]:
+        """Return each block's member, rows and parameter (None: no adapter), of the members' lists of parameters."""
+        remaining = {member: iter(found) for member, found in zip(self.factors, lists, strict=True)}
+        return [
+            (member, rows, next(remaining[member]) if member in remaining else None)
+            for member, rows in zip(self.members, self.rows, strict=True)
+        ]
+
+    def _scale(self, weight: Tensor, all_B: Tensor) -> Tensor:
+        """Return DoRA's m / |W + scaling * B A| of every row, [o]; 1 where there is no adapter."""
+        norms = self.layout.to_hf(self.row_norms(weight, all_B).to(weight.dtype))
+        magnitudes = self._by_block([one.magnitude for one in self.factors.values()])
+        parts = [
+            torch.ones_like(norm) if magnitude is None else magnitude / norm
+            for norm, (_, _, magnitude) in zip(norms, magnitudes, strict=True)
+        ]
+        scale = self.layout.to_megatron(*parts)
+        return tensor_parallel.gather_from_tensor_model_parallel_region(scale) if self.division.gathers else scale
+
+    @torch.no_grad()
+    def row_norms(self, weight: Tensor, all_B: Tensor) -> Tensor:
+        """Return the lengths of the rows of W + B A, [o], in fp32, without making that matrix.
+
+        |W + B A|² = |W|² + 2 <W A', B> + <B A A', B>, row by row; |W|² never changes.
+        """
+        A = self._all_A()
+        if self.base_squares is None:
+            self.base_squares = weight.float().square().sum(1)
+        B = all_B.float()
+        squares = self.base_squares + 2 * (F.linear(weight, A).float() * B).sum(1)
+        squares += ((B @ F.linear(A, A).float()) * B).sum(1)
+        if self.division.is_row_parallel and self.division.tp_size > 1:
+            squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares)
+        return squares.sqrt()

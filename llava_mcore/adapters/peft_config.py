@@ -1,0 +1,164 @@
+"""adapter_config.json, in which PEFT describes an adapter.
+
+Key by key as peft 0.21 writes it; what it computes otherwise than plain LoRA, rsLoRA or DoRA is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.adapters.layers import ModelLayers
+from llava_mcore.adapters.plan import LoraPlan
+from llava_mcore.errors import ConversionError, problems
+from llava_mcore.files.hf_folder import HfFolder
+from llava_mcore.files.json_files import read_object
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+_KNOWN = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "bias"),
+    *("use_rslora", "use_dora", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern"),
+    *("rank_pattern", "alpha_pattern", "megatron_config", "megatron_core", "loftq_config", "qalora_group_size"),
+    *("eva_config", "corda_config", "lora_ga_config", "runtime_config"),
+}
+"""Keys that are read here, or that only say how an adapter began or where it goes. Others must be empty."""
+
+
+def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: bool) -> LoraPlan:
+    """Return the adapter of a PEFT folder. Its tensors say which layers it has, and of which ranks.
+
+    Raises:
+        ConversionError: not an adapter of this model, or of a kind that is not computed here.
+    """
+    path = folder / CONFIG
+    config = read_object(path, ConversionError)
+    found = _not_supported(config)
+    tensors = HfFolder.of_file(folder / WEIGHTS).tensors
+    by_alias = aliases(layers)
+    ranks: dict[str, int] = {}
+    for key, info in tensors.items():
+        if not key.endswith(LORA_A):
+            continue
+        given = key.removeprefix(PREFIX).removesuffix(LORA_A)
+        if given not in by_alias:
+            found.append(f"{WEIGHTS} adapts {given}, which is no linear layer of this model that can be adapted here")
+        else:
+            ranks[by_alias[given]] = info.shape[0]
+    if not ranks and not found:
+        found.append(f"{WEIGHTS} holds no LoRA")
+    if found:
+        raise ConversionError(problems(f"{folder} cannot be used with this model", found))
+    default, patterns = config.get("lora_alpha", 8), _literal(config.get("alpha_pattern") or {})
+    modules = tuple(_modules_to_save(config.get("modules_to_save") or (), layers))
+    return LoraPlan(
+        name=name,
+        ranks={module: ranks[module] for module in layers.members if module in ranks},
+        alphas={module: float(_by_pattern(patterns, module, default)) for module in ranks},
+        dropout=float(config.get("lora_dropout") or 0.0),
+        dora=bool(config.get("use_dora")),
+        rslora=bool(config.get("use_rslora")),
+        bias=config.get("bias", "none"),
+        modules_to_save=modules,
+        is_trained=is_trained,
+    )
+
+
+def aliases(layers: ModelLayers) -> dict[str, str]:
+    """Return the name in transformers' model of a linear layer under every name that files have given it."""
+    members = layers.members
+    named = {alias: name for name, member in members.items() for alias in member.aliases}
+    return named | {name: name for name in members}
+
+
+def _not_supported(config: Mapping[str, Any]) -> list[str]:
+    """Return what of an adapter is not computed here."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        return [f"peft_type is {kind!r}, expected 'LORA'"]
+    found = [f"{key} = {value!r} is not supported" for key, value in config.items() if value and key not in _KNOWN]
+    if config.get("use_dora") and config.get("lora_dropout"):
+        found.append("use_dora together with lora_dropout is not supported")
+    found += [
+        f"alpha_pattern has the pattern {key!r}; names and their ends are supported"
+        for key in _literal(config.get("alpha_pattern") or {})
+        if not re.fullmatch(r"[\w.]+", key)
+    ]
+    if config.get("bias", "none") not in ("none", "all", "lora_only"):
+        found.append(f"bias = {config['bias']!r}, expected 'none', 'all' or 'lora_only'")
+    return found
+
+
+def _by_pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
+    """Return the value of the first name that a module's name ends with, as PEFT chooses it."""
+    return next((value for key, value in patterns.items() if f".{module}".endswith(f".{key}")), default)
+
+
+def _literal(patterns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return patterns without the marks that names need in them. They are never used as patterns: a file of somebody
+    else could hold one that takes forever."""
+    return {key.removeprefix("^").replace("\\.", "."): value for key, value in patterns.items()}
+
+
+def _modules_to_save(names: Iterable[str], layers: ModelLayers) -> list[str]:
+    return [module for name in names for module in sorted(layers.module_names) if module.endswith(name)]
+
+
+def write_config(folder: Path, plan: LoraPlan, layers: ModelLayers, base: str | None) -> None:
+    """Write adapter_config.json.
+
+    Args:
+        base: Hugging Face folder, or name on the hub, of the model that is adapted.
+    """
+    path = folder / CONFIG
+    path.write_text(json.dumps(peft_config(plan, layers, base), indent=2) + "\n", encoding="utf-8")
+
+
+def peft_config(plan: LoraPlan, layers: ModelLayers, base: str | None) -> dict[str, Any]:
+    """Return the contents of adapter_config.json."""
+    rank, alpha = _most_common(plan.ranks.values()), _most_common(plan.alphas.values())
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": _whole(alpha),
+        "lora_dropout": plan.dropout,
+        "target_modules": target_modules(plan, layers),
+        "rank_pattern": {name: r for name, r in plan.ranks.items() if r != rank},
+        "alpha_pattern": {name: _whole(x) for name, x in plan.alphas.items() if x != alpha},
+        "bias": plan.bias,
+        "use_rslora": plan.rslora,
+        "use_dora": plan.dora,
+        "modules_to_save": list(plan.modules_to_save) or None,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+    }
+
+
+def target_modules(plan: LoraPlan, layers: ModelLayers) -> list[str]:
+    """Return names that PEFT finds exactly the adapted layers by: their last parts, if no other module has these."""
+    ends = sorted({name.rpartition(".")[2] for name in plan.ranks})
+    matched = {name for name in layers.module_names if name.rpartition(".")[2] in ends}
+    saved = tuple(f"{name}." for name in plan.modules_to_save)
+    exact = (
+        {name for name in matched if not f"{name}.".startswith(saved)} == plan.ranks.keys()
+        if saved
+        else (matched == plan.ranks.keys())
+    )
+    return ends if exact else list(plan.ranks)
+
+
+def _most_common[T](values: Iterable[T]) -> T:
+    found = list(values)
+    return max(found, key=found.count)
+
+
+def _whole(value: float) -> float | int:
+    return int(value) if value == int(value) else value

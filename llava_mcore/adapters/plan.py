@@ -1,0 +1,143 @@
+"""Which layers get an adapter, of which rank: from the configuration, by PEFT's rules for names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from llava_mcore.adapters.layers import BIAS, ModelLayers
+from llava_mcore.config.sections.adapter import ALL_LINEAR, AdapterConfig
+from llava_mcore.errors import ConfigError, problems
+
+_RANKS = {"language_model": "--lora-r", "vision_model": "adapter.vision_r", "vision_projection": "adapter.projection_r"}
+"""What gives the layers of a part a rank."""
+_SHOWN = 16  # names in one message
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """One adapter. Names are those of modules in transformers' model.
+
+    `ranks`: of every layer that it adapts; `alphas` likewise. `biases`, `modules_to_save`: what of the model itself is
+    trained. `is_trained` False: it works as it is.
+    """
+
+    name: str
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    dropout: float = 0.0
+    dora: bool = False
+    rslora: bool = False
+    bias: Literal["none", "all", "lora_only"] = "none"
+    modules_to_save: tuple[str, ...] = ()
+    is_trained: bool = True
+
+    def scaling(self, module: str) -> float:
+        """Return the factor of what the adapter adds to a layer's output."""
+        rank = self.ranks[module]
+        return self.alphas[module] / (math.sqrt(rank) if self.rslora else rank)
+
+
+def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraPlan:
+    """Return the adapter that the configuration asks for.
+
+    Raises:
+        ConfigError: lists every name that is no layer's, and layers that cannot be adapted.
+    """
+    found: list[str] = []
+    saved = {name: tuple(_matching(name, layers.module_names)) for name in adapter.modules_to_save}
+    found += [_unknown_module(name, layers) for name, modules in saved.items() if not modules]
+    modules = tuple(dict.fromkeys(module for matching in saved.values() for module in matching))
+    found += _tied(modules, layers)
+    ranks = {"language_model": adapter.r, "vision_model": adapter.vision_r, "vision_projection": adapter.projection_r}
+    chosen: dict[str, int] = {}
+    for target in adapter.targets:
+        members = layers.members if target == ALL_LINEAR else _matching(target, layers.members)
+        free = {name: ranks[layers.members[name].part] for name in members if not _inside(name, modules)}
+        with_rank = {name: rank for name, rank in free.items() if rank is not None}
+        if not with_rank:
+            found.append(_nothing_to_adapt(target, free, layers))
+        chosen |= with_rank
+    for part, rank in ranks.items():
+        if not found and rank is not None and not any(layers.members[name].part == part for name in chosen):
+            found.append(f"{_RANKS[part]} {rank}: --lora-targets {','.join(adapter.targets)} has no layer in that part")
+    if found:
+        raise ConfigError(problems("this model cannot get such an adapter", found))
+    return LoraPlan(
+        name=adapter.name,
+        ranks={name: chosen[name] for name in layers.members if name in chosen},
+        alphas=dict.fromkeys(chosen, float(adapter.alpha)),
+        dropout=adapter.dropout,
+        dora=adapter.dora,
+        rslora=adapter.rslora,
+        bias=adapter.bias,
+        modules_to_save=modules,
+    )
+
+
+def trained_parameters(plan: LoraPlan, layers: ModelLayers) -> dict[str, bool]:
+    """Return for every parameter of the model itself, by its Megatron name, whether it is trained with the adapter.
+
+    Raises:
+        ConfigError: only a part of what is one parameter here is to be trained.
+    """
+    trained: dict[str, bool] = {}
+    divided: dict[str, list[str]] = {}
+    for parameter in layers.parameters:
+        value = _is_trained(parameter.name, plan)
+        if trained.setdefault(parameter.megatron, value) != value:
+            divided.setdefault(parameter.megatron, []).append(parameter.name)
+    if divided:
+        names = [x.name for x in layers.parameters if x.megatron == next(iter(divided))]
+        more = f" (and {len(divided) - 1} parameters like it)" if len(divided) > 1 else ""
+        raise ConfigError(
+            f"--lora-modules-to-save and adapter.bias: {', '.join(names)} are one parameter here{more}, so choose all "
+            "of them, or none"
+        )
+    return trained
+
+
+def _is_trained(name: str, plan: LoraPlan) -> bool:
+    module = name.rpartition(".")[0]
+    if _inside(module, plan.modules_to_save):
+        return True
+    if not name.endswith(BIAS) or plan.bias == "none":
+        return False
+    return plan.bias == "all" or module in plan.ranks
+
+
+def _inside(name: str, modules: Iterable[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _matching(wanted: str, names: Iterable[str]) -> list[str]:
+    """Return the modules of this name, or whose name ends with it."""
+    return [name for name in names if name == wanted or name.endswith(f".{wanted}")]
+
+
+def _nothing_to_adapt(target: str, members: Mapping[str, int | None], layers: ModelLayers) -> str:
+    """Say why a target gives nothing to adapt."""
+    if members:
+        keys = dict.fromkeys(_RANKS[layers.members[name].part] for name in members)
+        return f"--lora-targets {target}: its layers have no rank; give {' or '.join(keys)}"
+    if _matching(target, layers.module_names):
+        return (
+            f"--lora-targets {target}: no linear layer that can be adapted here; to train it in full, name it with "
+            "--lora-modules-to-save"
+        )
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in layers.members)
+    return f"--lora-targets {target}: the model has no such linear layer; it has {', '.join(list(ends)[:_SHOWN])}"
+
+
+def _unknown_module(name: str, layers: ModelLayers) -> str:
+    examples = [x for x in sorted(layers.module_names) if x.count(".") <= 1]
+    return f"--lora-modules-to-save {name}: the model has no such module; it has {', '.join(examples[:_SHOWN])}"
+
+
+def _tied(modules: Iterable[str], layers: ModelLayers) -> Iterator[str]:
+    """Yield modules that are one with another module, which would have to be trained and saved apart from it."""
+    for module in modules:
+        if layers.is_tied and module.endswith(("embed_tokens", "lm_head")):
+            yield f"--lora-modules-to-save {module}: the model has one matrix for embedding and output layer: omit it"

@@ -1,0 +1,127 @@
+"""adapters.json in a checkpoint: what adapters it holds, and the weights that they belong to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.adapters.layers import ModelLayers
+from llava_mcore.adapters.plan import LoraPlan
+from llava_mcore.checkpoint.identity import weights_identity
+from llava_mcore.checkpoint.layout import is_iteration, latest_checkpoint
+from llava_mcore.errors import CheckpointError
+from llava_mcore.files.json_files import read_object
+
+FILE = "adapters.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint whose weights adapters belong to. `identity`: see `weights_identity`."""
+
+    folder: Path
+    identity: str
+
+    @classmethod
+    def of(cls, checkpoint: Path) -> Base:
+        """Return that of one iteration's folder."""
+        return cls(checkpoint.absolute(), weights_identity(checkpoint))
+
+    def found_at(self, given: Path | None) -> Path:
+        """Return where these weights are: in the newest checkpoint of `given`, or where they were.
+
+        Raises:
+            CheckpointError: they are not there, or other weights are.
+        """
+        folder = self.folder if given is None else latest_checkpoint(given)[0]
+        if not is_iteration(folder):
+            raise CheckpointError(
+                f"{folder}: the weights that the adapter was trained on are no longer there; say where with "
+                "--megatron-load-dir (training) or --base-dir (export)"
+            )
+        identity = weights_identity(folder)
+        if identity != self.identity:
+            raise CheckpointError(
+                f"{folder} holds other weights than those that the adapter was trained on, {self.folder} "
+                f"(now {identity}, then {self.identity}): give that checkpoint"
+            )
+        return folder
+
+
+def holds_adapters(checkpoint: Path) -> bool:
+    """Tell whether a checkpoint holds adapters instead of a model."""
+    return (checkpoint / FILE).is_file()
+
+
+def write_record(checkpoint: Path, base: Base, plans: Sequence[LoraPlan], layers: ModelLayers) -> None:
+    """Write adapters.json."""
+    content = {
+        "format": _FORMAT,
+        "base": {"folder": str(base.folder), "identity": base.identity},
+        "adapters": [_plan_record(plan, layers) for plan in plans],
+    }
+    (checkpoint / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _plan_record(plan: LoraPlan, layers: ModelLayers) -> dict[str, Any]:
+    members = layers.members
+    return {
+        "name": plan.name,
+        "trained": plan.is_trained,
+        "dropout": plan.dropout,
+        "dora": plan.dora,
+        "rslora": plan.rslora,
+        "bias": plan.bias,
+        "modules_to_save": list(plan.modules_to_save),
+        # By names that do not change with transformers' versions.
+        "layers": {
+            f"{members[name].part}/{members[name].key}": [rank, plan.alphas[name]] for name, rank in plan.ranks.items()
+        },
+    }
+
+
+def read_base(checkpoint: Path) -> Base:
+    """Return the weights that a checkpoint's adapters belong to. CheckpointError if adapters.json is damaged."""
+    content = _read(checkpoint)
+    try:
+        return Base(Path(content["base"]["folder"]), str(content["base"]["identity"]))
+    except (KeyError, TypeError) as error:
+        raise _damaged(checkpoint, error) from error
+
+
+def read_plans(checkpoint: Path, layers: ModelLayers) -> tuple[LoraPlan, ...]:
+    """Return a checkpoint's adapters. CheckpointError if adapters.json is damaged, or of another model."""
+    content = _read(checkpoint)
+    by_key = {f"{x.part}/{x.key}": name for name, x in layers.members.items()}
+    try:
+        return tuple(
+            LoraPlan(
+                name=str(x["name"]),
+                ranks={by_key[key]: int(rank) for key, (rank, _) in x["layers"].items()},
+                alphas={by_key[key]: float(alpha) for key, (_, alpha) in x["layers"].items()},
+                dropout=float(x["dropout"]),
+                dora=bool(x["dora"]),
+                rslora=bool(x["rslora"]),
+                bias=x["bias"],
+                modules_to_save=tuple(map(str, x["modules_to_save"])),
+                is_trained=bool(x["trained"]),
+            )
+            for x in content["adapters"]
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(checkpoint, error) from error
+
+
+def _read(checkpoint: Path) -> dict[str, Any]:
+    content = read_object(checkpoint / FILE, CheckpointError)
+    if content.get("format") != _FORMAT:
+        raise CheckpointError(f"{checkpoint / FILE}: format {content.get('format')}; this version reads {_FORMAT}")
+    return content
+
+
+def _damaged(checkpoint: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{checkpoint / FILE} is damaged, or of another model ({error!r})")

@@ -1,0 +1,40 @@
+"""Which weights a checkpoint holds: what an adapter is trained on must be what it is later used with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from llava_mcore.checkpoint.checksums import recorded
+from llava_mcore.checkpoint.complete import RUN_JSON
+from llava_mcore.checkpoint.layout import hf_folder
+from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.errors import CheckpointError
+
+_METADATA = ".metadata"
+
+
+def weights_identity(checkpoint: Path) -> str:
+    """Return a text that is the same for the same weights.
+
+    Of an import it is made of the Hugging Face tensors' SHA-256, so another import of the same folder counts as the
+    same. Of what training has written it is made of the files' checksums. Nothing large is read.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint.
+    """
+    manifest = None if (checkpoint / RUN_JSON).is_file() else read_manifest(hf_folder(checkpoint))
+    if manifest is not None:
+        return _digest("import", manifest.digests)
+    files = recorded(checkpoint)
+    if files is not None:
+        return _digest("files", {name: text for name, text in files.items() if "/" not in name})
+    path = checkpoint / _METADATA
+    if not path.is_file():
+        raise CheckpointError(f"{checkpoint}: no {_METADATA}; expected the folder of one iteration")
+    return _digest("metadata", {_METADATA: hashlib.sha256(path.read_bytes()).hexdigest()})
+
+
+def _digest(kind: str, parts: dict[str, str]) -> str:
+    return f"{kind}:{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()}"

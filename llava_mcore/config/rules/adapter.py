@@ -1,0 +1,51 @@
+"""What must hold between an adapter's options and the rest of a run. See `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llava_mcore.config.schema import RunConfig
+
+_INSTEAD = "with an adapter the model is frozen: omit it, or name what to train in full with --lora-modules-to-save"
+
+
+def check_adapter(run: RunConfig) -> Iterator[str]:
+    """Yield options that contradict an adapter. Names of layers are checked where the model is known."""
+    adapter, model = run.adapter, run.model
+    if not adapter.is_on:
+        return
+    if adapter.load is not None and any((adapter.r, adapter.vision_r, adapter.projection_r)):
+        yield "adapter.load: the folder says the rank: omit --lora-r, adapter.vision_r and adapter.projection_r"
+    for folder in (adapter.load, *adapter.frozen):
+        if folder is not None and not (folder / "adapter_config.json").is_file():
+            yield f"{folder}: no adapter_config.json; expected a folder that PEFT or export-hf has written"
+    names = [adapter.name, *(folder.name for folder in adapter.frozen)]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"several adapters are called {name}: rename a folder of adapter.frozen, or change adapter.name"
+    for key, is_set in (
+        ("model.freeze", bool(model.freeze)),
+        ("model.unfreeze", bool(model.unfreeze)),
+        ("model.freeze_vision_model=false", not model.freeze_vision_model),
+    ):
+        if is_set:
+            yield f"{key}: {_INSTEAD}"
+    if adapter.dora and adapter.dropout:
+        yield "--lora-dora together with --lora-dropout is not supported: omit one of them"
+    if run.checkpoint.init:
+        yield "--init makes a random model, and an adapter belongs to a trained one: give --megatron-load-dir instead"
+
+
+def trains_tower(run: RunConfig) -> bool:
+    """Tell whether something of the vision tower may be trained, so that options for that have an effect."""
+    adapter, model = run.adapter, run.model
+    if adapter.is_on:
+        return bool(adapter.vision_r or adapter.load or adapter.modules_to_save or adapter.bias == "all")
+    return not model.freeze_vision_model or bool(model.unfreeze)
+
+
+def trains_projection(run: RunConfig) -> bool:
+    """The same for the projection."""
+    adapter, model = run.adapter, run.model
+    if adapter.is_on:
+        return bool(adapter.projection_r or adapter.load or adapter.modules_to_save or adapter.bias == "all")
+    return not model.freeze_vision_projection or bool(model.unfreeze)

@@ -1,0 +1,59 @@
+"""Configuration of adapters: small matrices that are trained beside a frozen model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from llava_mcore.config.sections.base import Section, UserPath, comma_separated
+
+ALL_LINEAR = "all-linear"
+
+Rank = Annotated[int, Field(ge=1, le=4096)]
+
+
+def _adapter_name(value: str) -> str:
+    """The name is a part of tensors' names, where dots separate modules."""
+    if not value.isidentifier():
+        raise ValueError("expected letters, digits and underscores, not starting with a digit")
+    return value
+
+
+class AdapterConfig(Section):
+    """LoRA and its variants, as the library PEFT defines them. Without a rank everything is trained in full."""
+
+    r: Rank | None = None
+    """Rank of LoRA's matrices in the language model. The model itself is then frozen, the freeze keys have no say, and
+    only the adapter is saved."""
+    vision_r: Rank | None = None
+    """Rank in the vision tower; not given: the tower gets no adapter."""
+    projection_r: Rank | None = None
+    """Rank in the projection; not given: the projection gets no adapter."""
+    alpha: int = Field(16, ge=1, le=10**6)
+    """What an adapter adds is multiplied by alpha / rank, with rslora by alpha / sqrt(rank)."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Probability of dropout on the adapters' inputs."""
+    targets: Annotated[tuple[str, ...], BeforeValidator(comma_separated), Field(min_length=1)] = (ALL_LINEAR,)
+    """Linear layers that get an adapter, by their names in Hugging Face's model or the ends of these, such as
+    q_proj,v_proj; all-linear: every one but the output layer."""
+    dora: bool = False
+    """DoRA: also train the length of every row of the adapted matrices."""
+    rslora: bool = False
+    """rsLoRA: divide by the square root of the rank, so that a larger rank does not weaken what is learned."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Biases of the model that are trained: none, all, or those of the layers with an adapter."""
+    modules_to_save: Annotated[tuple[str, ...], BeforeValidator(comma_separated)] = ()
+    """Modules that are trained in full and saved with the adapter, such as multi_modal_projector or lm_head."""
+    name: Annotated[str, AfterValidator(_adapter_name)] = "default"
+    """Name of the adapter that is trained."""
+
+    load: UserPath | None = None
+    """PEFT folder of an adapter to continue training; its files say rank, targets and everything else."""
+    frozen: Annotated[tuple[UserPath, ...], BeforeValidator(comma_separated)] = ()
+    """PEFT folders of adapters that work beside the trained one and stay as they are; each has its folder's name."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether an adapter is trained."""
+        return any((self.r, self.vision_r, self.projection_r, self.load))

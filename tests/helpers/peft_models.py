@@ -1,0 +1,74 @@
+"""Adapters that PEFT has made of tiny models, and how Hugging Face trains them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.registry import architecture_of
+from tests.helpers.batches import FakeLoader
+
+TOWER, PROJECTOR, TEXT = "model.vision_tower", "model.multi_modal_projector", "model.language_model"
+
+
+def open_hf(folder: Path) -> Any:
+    """Return transformers' model of a folder, fp32."""
+    return architecture_of(load_hf_config(folder)).model_class.from_pretrained(folder, dtype=torch.float32)
+
+
+def make_peft_folder(hf: Path, folder: Path, *, seed: int = 0, **options: Any) -> Path:
+    """Write an adapter none of whose matrices is zero. options: LoraConfig's."""
+    torch.manual_seed(seed)
+    model = get_peft_model(open_hf(hf), LoraConfig(**options))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.05)
+            elif "magnitude" in name:
+                p.mul_(1 + 0.1 * torch.randn_like(p))
+    model.save_pretrained(folder)
+    return folder
+
+
+def used_linears(hf: Path, parts: Sequence[str]) -> list[str]:
+    """Return the linear layers of some parts of the model that take part in its outputs."""
+    model, vision_layers = open_hf(hf), 3  # of 4: the last one is behind the feature layer
+    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith(tuple(parts))]
+    return [n for n in names if not (n.startswith(TOWER) and f"layers.{vision_layers}." in n)]
+
+
+def train_peft(hf: Path, folder: Path, rates: Sequence[float], *, decay: float, text_only: set[int]) -> Any:
+    """Train an adapter with torch's AdamW; return losses and gradient norms, and leave the adapter in `folder`-trained.
+
+    rates: learning rate of every step.
+    """
+    model = PeftModel.from_pretrained(open_hf(hf), folder, is_trainable=True).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": decay},
+        {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    loader = FakeLoader(load_hf_config(hf), micro_batch_size=8, dp_rank=0, dp_size=1, text_only=text_only)
+    losses, norms = [], []
+    for lr in rates:
+        batch = next(loader)
+        pixels = batch.media["pixel_values"]
+        logits = model(input_ids=batch.input_ids, **({"pixel_values": pixels} if len(pixels) else {})).logits
+        token_loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+        loss = (token_loss * batch.loss_mask.flatten()).sum() / batch.loss_mask.sum()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.save_pretrained(f"{folder}-trained")
+    return {"loss": losses, "grad_norm": norms}

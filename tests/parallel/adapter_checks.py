@@ -1,0 +1,94 @@
+"""Runs with adapters inside a test world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.save import save_checkpoint
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.state import Progress, resume
+from tests.parallel.checks import join
+from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
+from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
+
+
+def adapter_flags(tp: int, dp: int, folder: str | None = None) -> dict[str, Any]:
+    """Return what every run with an adapter is given: all kinds of parallelism that the layout allows."""
+    loaded = {} if folder is None else {"adapter.load": folder}
+    return loaded | {
+        "model.freeze_vision_model": True,
+        "parallel.sequence_parallel": tp > 1,
+        "parallel.use_distributed_optimizer": dp > 1,
+    }
+
+
+def curves(tp: int, pp: int, dp: int, checkpoint: str, adapters: dict[str, str], save_dir: str) -> dict[str, Any]:
+    """Train every adapter for 20 steps, and one of them packed, recomputed and with dropout, which resumes."""
+    short, mixed = {"training.train_iters": 4}, {1, 3, 4, 5}
+    runs = {name: (checkpoint, mixed, adapter_flags(tp, dp, folder)) for name, folder in adapters.items()}
+    some = adapter_flags(tp, dp, adapters["lora"]) | short
+    runs |= {
+        "packed": (checkpoint, mixed, some),
+        "recomputed": (checkpoint, mixed, some | {"model.recompute": "full", "model.recompute_vision": "full"}),
+        "pictures only": (checkpoint, set(), some),
+        "bf16": (checkpoint, mixed, some | {"training.precision": "bf16"}),
+    }
+    return run_all(join(tp, pp), runs, save_dir)
+
+
+def _start(groups: Groups, run: RunConfig) -> tuple[Trainer, Any]:
+    trainer = make_trainer(groups, run)
+    return trainer, open_fake_loader(groups, trainer, run, 0)
+
+
+def _resumable(groups: Groups, checkpoint: str, save_dir: str, **flags: Any) -> RunConfig:
+    given = {
+        **adapter_flags(groups.tp_size, 2),
+        "name": "adapter",
+        "adapter.r": 4,
+        "adapter.vision_r": 2,
+        "adapter.dora": True,
+        "adapter.targets": "q_proj,v_proj,down_proj,fc1",
+        "adapter.modules_to_save": "multi_modal_projector,layers.2.self_attn.o_proj",
+        "checkpoint.save": True,
+        "checkpoint.save_optim": True,
+        **flags,
+    }
+    return run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, **given)
+
+
+def save_and_resume(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str) -> dict[str, Any]:
+    """Train, save, train on; then resume in new objects and train the same steps."""
+    groups = join(tp, pp)
+    run = _resumable(groups, checkpoint, save_dir)
+    trainer, loader = _start(groups, run)
+    train_steps(groups, trainer, run, loader)
+    state = None if loader is None else loader.state()
+    save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
+    expected = train_steps(groups, trainer, run, loader)
+    trained = sum(p.numel() for model in trainer.models for p in model.parameters() if p.requires_grad)
+    buffers = sum(x.param_data.numel() if x.param_data is not None else x.grad_data.numel()
+                  for chunk in trainer.chunks for x in chunk.buffers)  # fmt: skip
+    return {"expected": expected, "resumed": resumed(groups, checkpoint, save_dir), "sizes": (trained, buffers)}
+
+
+def resumed(groups: Groups, checkpoint: str, save_dir: str) -> list[float]:
+    """Resume what was saved and return the losses of the next steps."""
+    run = _resumable(groups, checkpoint, save_dir, **{"checkpoint.load_optim": True})
+    trainer = make_trainer(groups, run)
+    progress, _ = resume(trainer, latest_checkpoint(run.run_dir)[0])
+    assert progress.iteration == STEPS
+    losses = train_steps(groups, trainer, run, open_fake_loader(groups, trainer, run, STEPS))
+    torch.distributed.barrier()
+    return losses
+
+
+def resume_elsewhere(tp: int, pp: int, checkpoint: str, save_dir: str) -> list[float]:
+    """As `resumed`, in a world of its own."""
+    return resumed(join(tp, pp), checkpoint, save_dir)

@@ -1,0 +1,154 @@
+"""Which layers get an adapter, and what is said about names that no layer has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from llava_mcore.adapters.adaptation import adaptation_of
+from llava_mcore.adapters.layers import ModelLayers, model_layers
+from llava_mcore.adapters.peft_config import plan_of_folder
+from llava_mcore.adapters.plan import plan_from_config, trained_parameters
+from llava_mcore.adapters.record import Base
+from llava_mcore.config.load import load_run_config
+from llava_mcore.config.rules.all_rules import check_run
+from llava_mcore.config.sections.adapter import AdapterConfig
+from llava_mcore.errors import CheckpointError, ConfigError, ConversionError
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from tests.helpers.cases import CASES, Case, make_case
+from tests.helpers.peft_models import make_peft_folder
+from tests.helpers.tiny_hf import make_hf_llava
+
+TEXT = "model.language_model.layers.0.self_attn."
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters") / "hf"
+    make_hf_llava(folder, text="qwen2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def layers(hf: Path) -> ModelLayers:
+    return model_layers(load_hf_config(hf))
+
+
+def plan(layers: ModelLayers, **settings: Any) -> Any:
+    return plan_from_config(AdapterConfig(**settings), layers)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_linear_layer_that_is_used_can_be_adapted(tmp_path: Path, case: Case) -> None:
+    """Of every class and family, under the names of transformers' own modules."""
+    model = make_case(case, tmp_path)
+    found = model_layers(load_hf_config(tmp_path)).members
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert found.keys() <= linears
+    not_used = linears - found.keys()
+    assert {name for name in not_used if "vision_tower" not in name and "vision_model" not in name} == {"lm_head"}
+    last = "layers.3." if "layers.3." in str(not_used) else "layer.3."
+    tower = [name for name in not_used if name != "lm_head" and ".head." not in name]
+    assert all(last in name or "layers.2." in name for name in tower), "behind the last feature layer"
+
+
+def test_ranks_by_part_and_names_as_in_peft(layers: ModelLayers) -> None:
+    language = plan(layers, r=8, targets="q_proj,v_proj")
+    assert set(language.ranks) == {
+        f"model.language_model.layers.{i}.self_attn.{x}_proj" for i in range(4) for x in "qv"
+    }, "the tower's layers of these names have no rank"
+    both = plan(layers, r=8, vision_r=2, targets="q_proj")
+    assert sorted(set(both.ranks.values())) == [2, 8] and len(both.ranks) == 7
+    everything = plan(layers, r=8, vision_r=4, projection_r=2)
+    assert everything.ranks.keys() == layers.members.keys()
+    single = plan(layers, r=8, alpha=4, rslora=True, targets=f"{TEXT}q_proj")
+    assert single.ranks == {f"{TEXT}q_proj": 8} and single.scaling(f"{TEXT}q_proj") == 4 / 8**0.5
+    saved = plan(layers, r=8, projection_r=2, modules_to_save="linear_1")
+    assert [name for name in saved.ranks if "projector" in name] == ["model.multi_modal_projector.linear_2"]
+
+
+def test_all_unknown_names_are_listed_at_once(layers: ModelLayers) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(layers, r=8, targets="q_prj,lm_head,linear_1,k_proj", modules_to_save="projector")
+    message = str(error.value)
+    assert "4 problems" in message
+    assert "--lora-targets q_prj: the model has no such linear layer; it has" in message
+    assert "lm_head: no linear layer that can be adapted here; to train it in full" in message
+    assert "--lora-targets linear_1: its layers have no rank; give adapter.projection_r" in message
+    assert "--lora-modules-to-save projector: the model has no such module; it has" in message
+
+
+def test_a_part_of_one_parameter_cannot_be_trained_in_full(layers: ModelLayers) -> None:
+    with pytest.raises(ConfigError, match=r"q_proj.weight, .*are one parameter here \(and 13 parameters like it\)"):
+        trained_parameters(plan(layers, r=8, targets="down_proj", modules_to_save="self_attn.q_proj"), layers)
+    trained = trained_parameters(plan(layers, r=8, modules_to_save="multi_modal_projector", bias="all"), layers)
+    parts = {name.partition(".")[0] for name, value in trained.items() if value and not name.endswith("bias")}
+    assert parts == {"vision_projection"}
+    assert trained["language_model.decoder.layers.0.self_attention.linear_qkv.bias"]
+
+
+def test_a_tied_embedding_is_not_trained_apart(tmp_path: Path) -> None:
+    make_hf_llava(tmp_path, tie=True)
+    with pytest.raises(ConfigError, match="one matrix for embedding and output layer"):
+        plan(model_layers(load_hf_config(tmp_path)), r=8, modules_to_save="lm_head")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"model.freeze_vision_model": False}, "with an adapter the model is frozen"),
+        ({"model.unfreeze": "*.bias"}, "name what to train in full with --lora-modules-to-save"),
+        ({"checkpoint.init": True, "checkpoint.load": None}, "--init makes a random model"),
+        ({"adapter.dora": True, "adapter.dropout": 0.1}, "--lora-dora together with --lora-dropout"),
+        ({"adapter.load": "/nowhere"}, "omit --lora-r"),
+        ({"adapter.frozen": "/some/default"}, "several adapters are called default"),
+        ({"adapter.frozen": "/some/other"}, "/some/other: no adapter_config.json"),
+        ({"optimizer.vision_lr": 1e-3}, "optimizer.vision_lr has no effect on a part that is frozen"),
+        ({"adapter.r": None, "adapter.alpha": 8}, "--lora-alpha has no effect without --lora-r"),
+    ],
+)
+def test_options_that_contradict_an_adapter(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
+    given = {"checkpoint.load": tmp_path, "checkpoint.save_dir": tmp_path, "training.train_iters": 1, "adapter.r": 8}
+    run = load_run_config(None, [], given | flags)
+    found = [text for text in check_run(run, None, 1, device_available=False) if message in text]
+    assert len(found) == 1
+
+
+def test_files_of_other_adapters_are_refused_by_name(tmp_path: Path, hf: Path, layers: ModelLayers) -> None:
+    folder = make_peft_folder(hf, tmp_path / "lora", r=2, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ConversionError) as error:
+        plan_of_folder(folder, "x", layers, is_trained=True)
+    assert "layers.3.self_attn.q_proj, which is no linear layer" in str(error.value), "behind the feature layer"
+    assert "adapts lm_head" in str(error.value)
+    for key, value, message in (
+        ("peft_type", "IA3", "expected 'LORA'"),
+        ("use_qalora", True, "use_qalora = True is not supported"),
+        ("alpha_pattern", {"(a+)+$": 3}, "names and their ends are supported"),
+    ):
+        folder = make_peft_folder(hf, tmp_path / key, r=2, target_modules=["o_proj"])
+        config = json.loads((folder / "adapter_config.json").read_text()) | {key: value}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(ConversionError, match=message):
+            plan_of_folder(folder, "x", layers, is_trained=True)
+
+
+def test_other_weights_than_the_adapter_s_are_refused(tmp_path: Path, hf: Path) -> None:
+    from llava_mcore.convert.import_hf import import_hf
+
+    first = import_hf(hf, tmp_path / "first")
+    base = Base.of(first)
+    assert base.found_at(None) == first
+    import_hf(hf, tmp_path / "again", tensor_parallel=2)
+    assert base.found_at(tmp_path / "again"), "the same weights, imported otherwise"
+    make_hf_llava(tmp_path / "other-hf", text="qwen2", seed=5)
+    import_hf(tmp_path / "other-hf", tmp_path / "other")
+    with pytest.raises(CheckpointError, match="holds other weights than those that the adapter was trained on"):
+        base.found_at(tmp_path / "other")
+
+
+def test_without_an_adapter_nothing_is_looked_up(hf: Path) -> None:
+    assert adaptation_of(AdapterConfig(), load_hf_config(hf), None, None) is None

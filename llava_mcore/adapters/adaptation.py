@@ -34,10 +34,19 @@ class Adaptation:
 
     @property
     def trained_parts(self) -> frozenset[str]:
-        """Return the parts of which anything is trained."""
-        own = {name.partition(".")[0] for name, is_trained in self.trained.items() if is_trained}
+        """Return the parts of which anything is trained, be it in an adapter."""
         members = self.layers.members
-        return frozenset(own | {members[name].part for plan in self.plans if plan.is_trained for name in plan.ranks})
+        return self.unfrozen_parts | {members[x].part for plan in self.plans if plan.is_trained for x in plan.ranks}
+
+    @property
+    def unfrozen_parts(self) -> frozenset[str]:
+        """Return the parts of which some of the model's own parameters are trained."""
+        return frozenset(name.partition(".")[0] for name, is_trained in self.trained.items() if is_trained)
+
+    def num_weights(self, part: str) -> int:
+        """Return the weights of A and B of all adapters in a part."""
+        found = self.layers.members
+        return sum(r * found[x].width for plan in self.plans for x, r in plan.ranks.items() if found[x].part == part)
 
 
 def adaptation_of(

@@ -17,15 +17,21 @@ from llava_mcore.adapters.plan import LoraPlan
 from llava_mcore.models.language.layers import NormedRowParallelLinear
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_name
-from llava_mcore.parallel.groups import Groups
 
 
 def attach_adapters(
-    model: VisionLanguageModel, plans: Sequence[LoraPlan], layers: ModelLayers, groups: Groups, *, seed: int
+    model: VisionLanguageModel,
+    plans: Sequence[LoraPlan],
+    layers: ModelLayers,
+    *,
+    tp_size: int,
+    tp_rank: int,
+    seed: int,
 ) -> None:
     """Give a stage's layers their adapters; a collective call, after the model's own weights were loaded.
 
-    Adapters do nothing yet: they begin as PEFT's do. Call before the model is wrapped for data parallelism.
+    Adapters do nothing yet: they begin as PEFT's do. Call before the model is wrapped for data parallelism. In a model
+    on the meta device adapters are the only ones that have memory.
     """
     here = {
         whole_name(model, name).removesuffix(WEIGHT): model.get_submodule(name.removesuffix(WEIGHT))
@@ -36,16 +42,14 @@ def attach_adapters(
         chosen = [plan for plan in plans if any(member.name in plan.ranks for member in linear.members)]
         if chosen and linear.name in here:
             module = here[linear.name]
-            division = _division(module, linear, groups)
+            division = _division(module, linear, tp_size, tp_rank)
             adapters = [_new_adapter(model, module, plan, linear, division, seed) for plan in chosen]
             _hook(module, adapters)
 
 
-def _division(module: Any, linear: Linear, groups: Groups) -> Division:
-    gathers = isinstance(module, ColumnParallelLinear) and module.gather_output and groups.tp_size > 1
-    return Division(
-        groups.tp_size, groups.tp_rank, linear.is_row_parallel, bool(module.config.sequence_parallel), gathers
-    )
+def _division(module: Any, linear: Linear, tp_size: int, tp_rank: int) -> Division:
+    gathers = isinstance(module, ColumnParallelLinear) and module.gather_output and tp_size > 1
+    return Division(tp_size, tp_rank, linear.is_row_parallel, bool(module.config.sequence_parallel), gathers)
 
 
 def _new_adapter(

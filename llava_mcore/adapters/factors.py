@@ -81,9 +81,10 @@ def new_factors(
     full = torch.empty(rank, num_inputs).uniform_(-bound, bound, generator=generator)
     if division.is_row_parallel:
         full = full[:, division.tp_rank * num_local :][:, :num_local]
-    A = Parameter(full.to(weight))
-    B = [Parameter(weight.new_zeros(number, rank)) for number in rows]
-    lengths = [Parameter(x.to(weight)) for x in magnitudes]
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    A = Parameter(full.to(device, weight.dtype))
+    B = [Parameter(torch.zeros(number, rank, dtype=weight.dtype, device=device)) for number in rows]
+    lengths = [Parameter(torch.zeros_like(x, device=device) if x.is_meta else x.to(weight.dtype)) for x in magnitudes]
     outputs = None if division.is_row_parallel else 0
     _mark(A, 1 if division.is_row_parallel else None, division)
     for parameter in (*B, *lengths):

@@ -26,13 +26,15 @@ class HfLinear:
     """One of Hugging Face's linear layers.
 
     `name`: in transformers' model. `part`: of our model, such as language_model. `key`: within the part, as the class's
-    usual files have it; checkpoints name it so, whatever transformers calls it. `aliases`: its names in files.
+    usual files have it; checkpoints name it so, whatever transformers calls it. `aliases`: its names in files. `width`:
+    inputs plus outputs.
     """
 
     name: str
     part: str
     key: str
     aliases: tuple[str, ...]
+    width: int
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,13 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
     here, usual = _entries(hf, names), _entries(hf, usual_names(hf))
     styles = [_entries(hf, style) for style in architecture.names.styles]
     modules = {name: module for name, module in model.named_modules() if name}
-    linear_names = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
+    widths = {name: x.in_features + x.out_features for name, x in modules.items() if isinstance(x, nn.Linear)}
     linears = []
     for name, entry in here.items():
         if not _may_be_linear(entry):
             continue
         found = [x.removesuffix(WEIGHT) for x in entry.hf_names]
-        if not linear_names.issuperset(found):
+        if not widths.keys() >= set(found):
             continue  # a convolution, or a layer that transformers' model has in other pieces than its files
         linear = name.removesuffix(WEIGHT)
         part = linear.partition(".")[0]
@@ -123,6 +125,7 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
                 part,
                 _inside(usual[name].hf_names[i].removesuffix(WEIGHT), usual_names(hf)),
                 tuple(dict.fromkeys(style[name].hf_names[i].removesuffix(WEIGHT) for style in (usual, *styles))),
+                widths[hf_name],
             )
             for i, hf_name in enumerate(found)
         )

@@ -20,6 +20,8 @@ from llava_mcore.files.json_files import read_object
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+BASE_LAYER = ".base_layer."
+"""Between the name of an adapted layer and its own weight or bias."""
 _KNOWN = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "bias"),

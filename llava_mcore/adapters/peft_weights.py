@@ -12,15 +12,13 @@ from torch.nn import Parameter
 from llava_mcore.adapters.factors import CHILD
 from llava_mcore.adapters.layers import ModelLayers
 from llava_mcore.adapters.lora import Factors
-from llava_mcore.adapters.peft_config import LORA_A, LORA_B, MAGNITUDE, PREFIX, WEIGHTS, aliases
+from llava_mcore.adapters.peft_config import BASE_LAYER, LORA_A, LORA_B, MAGNITUDE, PREFIX, WEIGHTS, aliases
 from llava_mcore.adapters.plan import LoraPlan, trained_parameters
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_names
 from llava_mcore.parallel.groups import Groups
-
-_BASE_LAYER = ".base_layer."
 
 
 @torch.no_grad()
@@ -114,7 +112,7 @@ def _renamed(tensors: Mapping[str, object], layers: ModelLayers) -> dict[str, st
     modules = aliases(layers) | layers.parameter_aliases
     found = {}
     for key in tensors:
-        name = key.removeprefix(PREFIX).replace(_BASE_LAYER, ".")
+        name = key.removeprefix(PREFIX).replace(BASE_LAYER, ".")
         end = next((end for end in (LORA_A, LORA_B, MAGNITUDE) if name.endswith(end)), "")
         module = name.removesuffix(end) if end else name
         found[modules.get(module, module) + end] = key

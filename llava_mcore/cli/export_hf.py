@@ -7,11 +7,13 @@ import sys
 import time
 from collections.abc import Sequence
 
+from llava_mcore.adapters.peft_config import CONFIG
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.export_hf import parser
 from llava_mcore.convert.compare_logits import check_logits
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.jobs import DTYPES
+from llava_mcore.errors import ConfigError
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,11 +32,17 @@ def run(args: argparse.Namespace) -> int:
         workers=args.workers,
         verify=args.verify,
         verify_checkpoint=not args.no_verify_checkpoint,
+        merge=args.merge,
+        adapter=args.adapter,
+        base_dir=args.base_dir,
+        base_model=args.base_model,
         say=lambda line: print(line, flush=True),
     )
     seconds = time.perf_counter() - start
     verified = " (every tensor read back and equal)" if args.verify else ""
     print(f"exported iteration {iteration} of {args.megatron_dir} -> {args.hf_dir} in {seconds:.1f} s{verified}")
+    if args.logits is not None and (args.hf_dir / CONFIG).is_file():
+        raise ConfigError(f"{args.hf_dir} is a PEFT folder: --logits compares whole models, so give --merge too")
     if args.logits is not None:
         print(check_logits(args.hf_dir, args.megatron_dir, args.logits, tp=args.tp, pp=args.pp))
     return 0

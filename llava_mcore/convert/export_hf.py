@@ -11,10 +11,13 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
+from llava_mcore.adapters.record import holds_adapters
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.config.rules.all_rules import check_layout
+from llava_mcore.convert.adapters import CheckpointAdapters
+from llava_mcore.convert.export_adapter import PeftFolder, check_adapter_options, write_merged, write_peft_folder
 from llava_mcore.convert.jobs import compare_digests, export_all, hash_files
 from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
 from llava_mcore.data.encoding import chat_template_file as chat_template
@@ -41,6 +44,10 @@ def export_hf(
     workers: int = 1,
     verify: bool = False,
     verify_checkpoint: bool = True,
+    merge: bool = False,
+    adapter: str | None = None,
+    base_dir: Path | None = None,
+    base_model: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Write one Hugging Face folder from the newest checkpoint and return its iteration.
@@ -61,6 +68,10 @@ def export_hf(
         workers: number of threads; the files are the same for any.
         verify: read the files back and compare the SHA-256 of every tensor, before the folder is complete.
         verify_checkpoint: first compare the checkpoint's files with their checksums.
+        merge: of a run with an adapter, write the whole model with all its adapters in it; else a PEFT folder.
+        adapter: name of the adapter that goes into the PEFT folder; None: the one that was trained.
+        base_dir: folder of checkpoints with the weights that the adapter belongs to; None: where they were.
+        base_model: name or folder of the base model that the PEFT folder refers to; None: the folder of the import.
         say: called with the result of that comparison, one line.
 
     Raises:
@@ -69,6 +80,19 @@ def export_hf(
     megatron_dir, hf_dir = Path(megatron_dir), Path(hf_dir)
     hf_files.require_absent(hf_dir, what="the export")
     checkpoint, iteration = layout.latest_readable(megatron_dir)
+    adapters = None
+    check_adapter_options(checkpoint, merge=merge, adapter=adapter, base_dir=base_dir, base_model=base_model)
+    if holds_adapters(checkpoint):
+        if verify_checkpoint:
+            say(require_undamaged(checkpoint))
+        adapters = CheckpointAdapters.open(checkpoint)
+    if adapters is not None and not merge:
+        options = PeftFolder(adapter, base_model, tokenizer_dir, dtype)
+        write_peft_folder(adapters, checkpoint, hf_dir, options, verify=verify)
+        return iteration
+    companions = None if adapters is None else layout.hf_folder(checkpoint)
+    if adapters is not None:
+        checkpoint = adapters.base.found_at(base_dir)
     side = _hf_side(checkpoint, hf_config, tp=tensor_parallel, pp=pipeline_parallel)
     replaced = () if tokenizer_dir is None else _replaced(tokenizer_dir)
     with single_process():
@@ -79,13 +103,15 @@ def export_hf(
         say(require_undamaged(checkpoint))
     with hf_files.written_beside(hf_dir, num_bytes=room, what="the export") as partial:
         digests = _write_weights(weights, files, partial, dtype=dtype, hashed=verify, workers=workers)
+        if adapters is not None:
+            digests |= write_merged(adapters, weights.table, partial, hashed=verify)
         if verify:
             _verify(partial, digests, workers=workers)
-            if iteration == 0 and dtype is None:
+            if iteration == 0 and dtype is None and adapters is None:
                 _compare_with_import(side.files, digests)
         trained = weights.trained_names()
         dtypes = {x for name, x in weights.dtypes(dtype).items() if name in trained}
-        _write_companions(side.files, tokenizer_dir, replaced, partial, dtypes)
+        _write_companions(companions or side.files, tokenizer_dir, replaced, partial, dtypes)
     return iteration
 
 

@@ -8,11 +8,17 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 
 import torch
 
+from llava_mcore.adapters.attach import attach_adapters
+from llava_mcore.adapters.layers import model_layers
+from llava_mcore.adapters.plan import trained_parameters
+from llava_mcore.adapters.record import holds_adapters, read_base, read_plans
+from llava_mcore.adapters.state import load_adapters
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.checkpoint.layout import hf_folder, is_iteration, latest_checkpoint
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.trainable import set_trained
 from llava_mcore.parallel.groups import Groups, join_alone
 
 
@@ -50,7 +56,8 @@ def load_part(
     """Return this rank's part of a model with its weights, in eval mode; a collective call.
 
     Args:
-        checkpoint: folder of one iteration, which contains the model's Hugging Face config.
+        checkpoint: folder of one iteration, which contains the model's Hugging Face config. If it holds adapters, they
+            work in the model that they were trained on.
 
     Raises:
         CheckpointError: the checkpoint does not fill the model.
@@ -64,5 +71,13 @@ def load_part(
     )
     hf = load_hf_config(hf_folder(checkpoint))
     model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)
-    load_weights([model], checkpoint)
+    if not holds_adapters(checkpoint):
+        load_weights([model], checkpoint)
+        return model.eval()
+    layers = model_layers(hf)
+    plans = read_plans(checkpoint, layers)
+    load_weights([model], read_base(checkpoint).found_at(None))
+    set_trained(model, trained_parameters(plans[0], layers))
+    attach_adapters(model, plans, layers, tp_size=groups.tp_size, tp_rank=groups.tp_rank, seed=0)
+    load_adapters([model], checkpoint, groups.rank)
     return model.eval()

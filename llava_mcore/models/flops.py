@@ -64,11 +64,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class TrainedParts:
-    """The parts whose weights get a gradient."""
+    """The parts whose weights get a gradient, and the number of weights of the adapters in each part."""
 
     language_model: bool = True
     vision_model: bool = False
     vision_projection: bool = True
+    language_adapter: int = 0
+    vision_adapter: int = 0
+    projection_adapter: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class ModelFlops:
     language_layers: Flops
     language_attention: Flops
     head: Flops
+    adapters: Flops
 
     @property
     def total(self) -> int:
@@ -112,15 +116,15 @@ def model_flops(hf: PretrainedConfig, workload: Workload, trained: TrainedParts)
     (attention) costs twice its forward where gradients flow, frozen weights or not.
     """
     text, tiles = hf.text_config, workload.num_tiles
-    into_projection = trained.vision_model  # gradients that must go below a part
-    into_language = into_projection or trained.vision_projection
-    vision = _vision(hf, tiles, trained=trained.vision_model)
+    into_projection = trained.vision_model or trained.vision_adapter > 0  # gradients that must go below a part
+    into_language = into_projection or trained.vision_projection or trained.projection_adapter > 0
+    vision = _vision(hf, tiles, weight=trained.vision_model, flows=into_projection)
     products = [
         _linear(tiles * product, weight=trained.vision_projection, inputs=into_language if i else into_projection)
         for i, product in enumerate(_connector_products(hf))
     ]
     language = trained.language_model
-    flows = language or into_language
+    flows = language or trained.language_adapter > 0 or into_language
     layers = 2 * workload.num_tokens * text.num_hidden_layers * _decoder_layer_weights(hf)
     attention = 4 * workload.num_pairs * text.num_hidden_layers * text.num_attention_heads * head_dim(text)
     return ModelFlops(
@@ -129,7 +133,20 @@ def model_flops(hf: PretrainedConfig, workload: Workload, trained: TrainedParts)
         language_layers=_linear(layers, weight=language, inputs=flows),
         language_attention=_attention(attention, flows=flows),
         head=_linear(2 * workload.num_predicted * text.hidden_size * text.vocab_size, weight=language, inputs=flows),
+        adapters=_linear(_adapter_products(hf, workload, trained), weight=True, inputs=True),
     )
+
+
+def _adapter_products(hf: PretrainedConfig, workload: Workload, trained: TrainedParts) -> int:
+    """Return the forward FLOPs of the adapters' products: each of their weights meets every token of its part."""
+    positions = vision_family(hf.vision_config).num_positions(hf.vision_config)
+    features = architecture_of(hf).tower_features_per_tile(hf)
+    pairs = (
+        (workload.num_tokens, trained.language_adapter),
+        (workload.num_tiles * positions, trained.vision_adapter),
+        (workload.num_tiles * features, trained.projection_adapter),
+    )
+    return sum(2 * tokens * weights for tokens, weights in pairs)
 
 
 def _linear(forward: int, *, weight: bool, inputs: bool) -> Flops:
@@ -156,7 +173,7 @@ def _connector_products(hf: PretrainedConfig) -> list[int]:
     return architecture.connector(hf).products(hf, input_size=width, num_features=num_features)
 
 
-def _vision(hf: PretrainedConfig, num_tiles: int, *, trained: bool) -> dict[str, Flops]:
+def _vision(hf: PretrainedConfig, num_tiles: int, *, weight: bool, flows: bool) -> dict[str, Flops]:
     """Return the tower's parts: every token of a tile sees every other, and pixels need no gradient."""
     vision, features = hf.vision_config, architecture_of(hf).features(hf)
     family = vision_family(vision)
@@ -168,9 +185,9 @@ def _vision(hf: PretrainedConfig, num_tiles: int, *, trained: bool) -> dict[str,
     layers = 2 * num_tiles * tokens * features.num_layers * weights
     attention = 4 * num_tiles * tokens**2 * features.num_layers * vision.hidden_size
     return {
-        "patch_embedding": _linear(patch, weight=trained, inputs=False),
-        "vision_layers": _linear(layers, weight=trained, inputs=trained),
-        "vision_attention": _attention(attention, flows=trained),
+        "patch_embedding": _linear(patch, weight=weight, inputs=False),
+        "vision_layers": _linear(layers, weight=weight, inputs=flows),
+        "vision_attention": _attention(attention, flows=flows),
     }
 
 

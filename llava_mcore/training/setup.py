@@ -112,7 +112,9 @@ def load_adapted(models: Sequence[VisionLanguageModel], adaptation: Adaptation, 
     """Load the model that adapters belong to, add them, and load what they begin with; a collective call."""
     load_checkpoint(models, adaptation.base.folder, groups.rank)
     for model in models:
-        attach_adapters(model, adaptation.plans, adaptation.layers, groups, seed=seed)
+        attach_adapters(
+            model, adaptation.plans, adaptation.layers, tp_size=groups.tp_size, tp_rank=groups.tp_rank, seed=seed
+        )
     for plan in adaptation.plans:
         if plan.name in adaptation.folders:
             load_peft_folder(models, adaptation.folders[plan.name], plan, adaptation.layers, groups)

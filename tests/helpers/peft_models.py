@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.save_and_load import load_peft_weights, set_peft_model_state_dict
 
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
@@ -34,6 +35,21 @@ def make_peft_folder(hf: Path, folder: Path, *, seed: int = 0, **options: Any) -
                 p.mul_(1 + 0.1 * torch.randn_like(p))
     model.save_pretrained(folder)
     return folder
+
+
+def open_peft(hf: Path, folders: Mapping[str, Path]) -> Any:
+    """Return transformers' model with adapters that all work; every key must be found, none be left over."""
+    model: Any = open_hf(hf)
+    for name, folder in folders.items():
+        if isinstance(model, PeftModel):
+            model.load_adapter(folder, name)
+        else:
+            model = PeftModel.from_pretrained(model, folder, adapter_name=name)
+        result = set_peft_model_state_dict(model, load_peft_weights(str(folder)), adapter_name=name)
+        own = [key for key in result.missing_keys if f".{name}." in key or key.endswith(f".{name}")]
+        assert (own, result.unexpected_keys) == ([], [])
+    model.base_model.set_adapter(list(folders), inference_mode=True)
+    return model.eval()
 
 
 def used_linears(hf: Path, parts: Sequence[str]) -> list[str]:

@@ -28,8 +28,10 @@ def adapter_flags(tp: int, dp: int, folder: str | None = None) -> dict[str, Any]
     }
 
 
-def curves(tp: int, pp: int, dp: int, checkpoint: str, adapters: dict[str, str], save_dir: str) -> dict[str, Any]:
-    """Train every adapter for 20 steps, and one of them packed, recomputed and with dropout, which resumes."""
+def curves(
+    tp: int, pp: int, dp: int, checkpoint: str, adapters: dict[str, str], classes: dict[str, str], save_dir: str
+) -> dict[str, Any]:
+    """Train every adapter for 20 steps; a few steps of one packed, recomputed and so on, and of other classes."""
     short, mixed = {"training.train_iters": 4}, {1, 3, 4, 5}
     runs = {name: (checkpoint, mixed, adapter_flags(tp, dp, folder)) for name, folder in adapters.items()}
     some = adapter_flags(tp, dp, adapters["lora"]) | short
@@ -39,6 +41,9 @@ def curves(tp: int, pp: int, dp: int, checkpoint: str, adapters: dict[str, str],
         "pictures only": (checkpoint, set(), some),
         "bf16": (checkpoint, mixed, some | {"training.precision": "bf16"}),
     }
+    everywhere = {"adapter.r": 4, "adapter.vision_r": 2, "adapter.projection_r": 3, "adapter.dora": True}
+    for name, other in classes.items():
+        runs[name] = (other, mixed, adapter_flags(tp, dp) | short | everywhere | {"adapter.bias": "lora_only"})
     return run_all(join(tp, pp), runs, save_dir)
 
 
@@ -63,8 +68,22 @@ def _resumable(groups: Groups, checkpoint: str, save_dir: str, **flags: Any) -> 
     return run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, **given)
 
 
-def save_and_resume(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str) -> dict[str, Any]:
-    """Train, save, train on; then resume in new objects and train the same steps."""
+SEVERAL: dict[str, Any] = {
+    "name": "several",
+    "adapter.dora": False,
+    "adapter.bias": "all",
+    "adapter.targets": "q_proj,down_proj,fc1",
+    "adapter.modules_to_save": (),
+}
+"""The flags of a run that trains one adapter beside another one."""
+
+
+def save_and_resume(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str, frozen: str) -> dict[str, Any]:
+    """Train, save, train on; then resume in new objects and train the same steps. Also save a run of two adapters.
+
+    Args:
+        frozen: PEFT folder of the second one.
+    """
     groups = join(tp, pp)
     run = _resumable(groups, checkpoint, save_dir)
     trainer, loader = _start(groups, run)
@@ -72,6 +91,10 @@ def save_and_resume(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str) -
     state = None if loader is None else loader.state()
     save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
     expected = train_steps(groups, trainer, run, loader)
+    several = _resumable(groups, checkpoint, save_dir, **SEVERAL, **{"adapter.frozen": frozen})
+    other, loader = _start(groups, several)
+    train_steps(groups, other, several, loader)
+    save_checkpoint(other, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
     trained = sum(p.numel() for model in trainer.models for p in model.parameters() if p.requires_grad)
     buffers = sum(x.param_data.numel() if x.param_data is not None else x.grad_data.numel()
                   for chunk in trainer.chunks for x in chunk.buffers)  # fmt: skip

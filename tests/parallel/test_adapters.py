@@ -8,10 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
+from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
-from tests.helpers.peft_models import PROJECTOR, TEXT, TOWER, make_peft_folder, train_peft, used_linears
+from llava_mcore.convert.load_model import load_model
+from llava_mcore.convert.logits_worker import forward
+from tests.helpers.cases import CASES, hf_logits, make_case, make_inputs
+from tests.helpers.peft_models import (
+    PROJECTOR,
+    TEXT,
+    TOWER,
+    make_peft_folder,
+    open_hf,
+    open_peft,
+    train_peft,
+    used_linears,
+)
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 
@@ -23,7 +38,10 @@ LAYOUTS: list[Any] = [
     pytest.param((1, 2, 1), marks=pytest.mark.long),
 ]
 """tp (with sequence parallelism), pp, dp (with the distributed optimizer)."""
+CLASS_NAMES = ("dinov2-phi3", "dinov2_with_registers-gemma2", "idefics3-siglip-llama")
+"""Files with fused matrices, norms behind matrices, a matrix whose divided outputs are gathered."""
 KINDS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
+CLASSES = [case for case in CASES if case.name in CLASS_NAMES]
 DECAY, TEXT_ONLY = 0.01, {1, 3, 4, 5}
 
 
@@ -39,6 +57,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
             root / "hf", root / name, r=4, lora_alpha=8, target_modules=targets,
             rank_pattern={".*vision_tower.*": 2, "linear_1": 3}, **options,
         )  # fmt: skip
+    for case in CLASSES:
+        make_case(case, root / f"hf-{case.name}")
+        import_hf(root / f"hf-{case.name}", root / case.name)
     return root
 
 
@@ -52,7 +73,7 @@ def results(folders: Path) -> Callable[[Any], Any]:
         ranks = run_world(
             tp * pp * dp, "tests.parallel.adapter_checks:curves", tp=tp, pp=pp, dp=dp,
             checkpoint=str(folders / "megatron"), adapters={name: str(folders / name) for name in KINDS},
-            save_dir=str(folders / "save"),
+            classes={case.name: str(folders / case.name) for case in CLASSES}, save_dir=str(folders / "save"),
         )  # fmt: skip
         assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
         return ranks[0]
@@ -86,15 +107,64 @@ def test_packing_and_recomputation_change_nothing(results: Any, layout: tuple[in
     assert here["pictures only"]["loss"] == pytest.approx(reference["pictures only"]["loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("name", CLASS_NAMES)
+def test_other_classes_train_alike_at_every_layout(results: Any, name: str, layout: tuple[int, int, int]) -> None:
+    here, reference = results(layout)[name], results((1, 1, 1))[name]
+    assert here["loss"] == pytest.approx(reference["loss"], rel=1e-6)
+    assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
+
+
 def test_resumed_exactly_and_at_another_layout(folders: Path) -> None:
     """DoRA on some layers of two parts, two modules trained in full; the checkpoint holds no more than these."""
     arguments: dict[str, Any] = {"checkpoint": str(folders / "megatron"), "save_dir": str(folders / "resumed")}
     function = "tests.parallel.adapter_checks:save_and_resume"
-    found = run_world(4, function, tp=2, pp=1, hf=str(folders / "hf"), **arguments)[0]
+    companions = hf_folder(latest_checkpoint(folders / "megatron")[0])
+    frozen = str(folders / "rslora")
+    found = run_world(4, function, tp=2, pp=1, hf=str(companions), frozen=frozen, **arguments)[0]
     assert found["resumed"] == found["expected"], "the same layout continues bitwise"
     trained, buffers = found["sizes"]
     assert trained <= buffers < 1.1 * trained, "nothing that is frozen has a gradient"
     saved = latest_checkpoint(folders / "resumed" / "adapter")[0]
     assert {path.name for path in saved.rglob("*.safetensors")} == set()
+    check_export(folders / "hf", folders / "resumed" / "adapter", folders)
+    check_two_adapters(folders / "hf", folders / "resumed" / "several", folders)
     elsewhere = run_world(2, "tests.parallel.adapter_checks:resume_elsewhere", tp=1, pp=2, **arguments)[0]
     assert elsewhere == pytest.approx(found["expected"], rel=1e-5)
+
+
+def check_export(hf: Path, run: Path, folder: Path) -> None:
+    """PEFT opens the exported adapter without a missing key and computes our logits; merges are equal, bit for bit."""
+    export_hf(run, folder / "peft", verify=True)
+    export_hf(run, folder / "merged", merge=True, verify=True)
+    model = open_peft(hf, {"default": folder / "peft"})
+    inputs = make_inputs(open_hf(hf))
+    expected, found = hf_logits(model, inputs), logits_of(run, inputs)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (hf_logits(open_hf(hf), inputs) - expected).abs().max() > 0.1, "the adapter matters"
+    check_merge(model, folder / "merged")
+
+
+def check_two_adapters(hf: Path, run: Path, folder: Path) -> None:
+    """The trained adapter and the frozen one are exported apart, work together, and are merged together."""
+    export_hf(run, folder / "first")
+    export_hf(run, folder / "second", adapter="rslora")
+    export_hf(run, folder / "both", merge=True)
+    written, given = (load_file(folder / name / "adapter_model.safetensors") for name in ("second", "rslora"))
+    assert written.keys() == given.keys() and all(torch.equal(written[name], given[name]) for name in given)
+    model = open_peft(hf, {"default": folder / "first", "rslora": folder / "second"})
+    inputs = make_inputs(open_hf(hf))
+    expected = hf_logits(model, inputs)
+    assert (logits_of(run, inputs) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    check_merge(model, folder / "both")
+
+
+def check_merge(model: Any, folder: Path) -> None:
+    theirs, ours = model.merge_and_unload().state_dict(), open_hf(folder).state_dict()
+    assert theirs.keys() == ours.keys() and all(torch.equal(x, ours[name]) for name, x in theirs.items())
+
+
+def logits_of(run: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    found = forward(load_model(run), inputs)
+    assert found is not None
+    return found

@@ -90,7 +90,17 @@ def test_a_tiny_model_counted_by_hand() -> None:
         "language_layers",
         "language_attention",
         "head",
+        "adapters",
     ]
+    # Adapters alone, with rank 2 on the queries of both layers: gradients flow through frozen products.
+    weights = 2 * 2 * (12 + 12)
+    lora = model_flops(
+        hf, Workload.of_samples([12, 5], num_tiles=1), TrainedParts(False, False, False, language_adapter=weights)
+    )
+    assert lora.adapters == Flops(2 * 17 * weights, 2 * (2 * 17 * weights))
+    assert lora.language_layers == Flops(found.language_layers.forward, found.language_layers.forward)
+    assert lora.language_attention == found.language_attention
+    assert lora.projection.backward == lora.vision_layers.backward == 0
 
 
 def counted(hf: LlavaConfig, trained: TrainedParts, *, samples: int, length: int, images: int) -> int:
@@ -209,9 +219,10 @@ def example_table() -> str:
         "tower frozen": TrainedParts(),
         "all trained": TrainedParts(vision_model=True),
         "projector only": TrainedParts(language_model=False),
+        "LoRA, rank 64": TrainedParts(False, False, False, language_adapter=64 * 32 * (4 * 8192 + 3 * (4096 + 11008))),
     }
     found = {name: model_flops(hf, work, trained) for name, trained in columns.items()}
-    lines = [f"| TFLOP | forward | {' | '.join(columns)} |", "|---|---|---|---|---|"]
+    lines = [f"| TFLOP | forward | {' | '.join(columns)} |", "|---|---|---|---|---|---|"]
     for part, flops in found["tower frozen"].parts().items():
         totals = [f"{x.parts()[part].total / 1e12:.3f}" for x in found.values()]
         lines.append(f"| {part.replace('_', ' ')} | {flops.forward / 1e12:.3f} | {' | '.join(totals)} |")

@@ -34,5 +34,17 @@ def parser() -> argparse.ArgumentParser:
         "--no-verify-checkpoint", action="store_true",
         help="do not compare the checkpoint's files with their checksums",
     )  # fmt: skip
+    group = p.add_argument_group("runs with an adapter", "are exported as a PEFT folder, unless --merge is given")
+    group.add_argument("--merge", action="store_true", help="write the whole model with its adapters in its weights")
+    group.add_argument("--adapter", metavar="NAME", help="which adapter of several (default: the trained one)")
+    group.add_argument(
+        "--base-model",
+        metavar="NAME",
+        help="the adapter's base model in the PEFT folder (default: the imported folder)",
+    )
+    group.add_argument(
+        "--base-dir", type=Path, metavar="DIR",
+        help="with --merge: checkpoints with the weights the adapter was trained on (default: where they were then)",
+    )  # fmt: skip
     add_flags(p, source="the checkpoint")
     return p

@@ -13,6 +13,7 @@ import torch
 
 from llava_mcore.errors import os_error_text
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
+from llava_mcore.models.trainable import PARTS
 from llava_mcore.training.batch_counts import Counts
 from llava_mcore.training.faults.spikes import SpikeAlert
 from llava_mcore.training.logs.metrics import VALIDATION_FILE, JsonLines, Metrics, MetricsFile
@@ -41,11 +42,7 @@ class Reporter:
         if groups.rank == 0 and run.validation.eval_interval is not None:
             self.validations = JsonLines(run.run_dir / VALIDATION_FILE, keep_until=progress.iteration)
         self.sinks = Sinks(run, iteration=progress.iteration) if groups.rank == 0 else None
-        self.trained = TrainedParts(
-            language_model="language_model" in trainer.trained_parts,
-            vision_model="vision_model" in trainer.trained_parts,
-            vision_projection="vision_projection" in trainer.trained_parts,
-        )
+        self.trained = _trained_parts(trainer)
         self.problem: str | None = None
         """Why metrics could not be written. The loop ends the run on all ranks then."""
         self.is_first = True
@@ -149,3 +146,18 @@ class Reporter:
             memory_gib=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
             time_to_first_iteration_seconds=time.time() - psutil.Process().create_time() if self.is_first else None,
         )
+
+
+def _trained_parts(trainer: Trainer) -> TrainedParts:
+    """Return what gradients are computed for."""
+    adaptation = trainer.adaptation
+    parts = trainer.trained_parts if adaptation is None else adaptation.unfrozen_parts
+    adapters = {part: 0 if adaptation is None else adaptation.num_weights(part) for part in PARTS}
+    return TrainedParts(
+        language_model="language_model" in parts,
+        vision_model="vision_model" in parts,
+        vision_projection="vision_projection" in parts,
+        language_adapter=adapters["language_model"],
+        vision_adapter=adapters["vision_model"],
+        projection_adapter=adapters["vision_projection"],
+    )

@@ -1,0 +1,138 @@
+"""Adapters of a checkpoint on their way out: as PEFT's tensors, or merged into the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from transformers import PretrainedConfig
+
+from llava_mcore.adapters.attach import attach_adapters
+from llava_mcore.adapters.factors import CHILD, is_adapter
+from llava_mcore.adapters.layers import WEIGHT, ModelLayers, model_layers
+from llava_mcore.adapters.lora import Factors
+from llava_mcore.adapters.merge import Matrices, merged
+from llava_mcore.adapters.peft_config import BASE_LAYER, LORA_A, LORA_B, MAGNITUDE, PREFIX
+from llava_mcore.adapters.plan import LoraPlan, trained_parameters
+from llava_mcore.adapters.record import Base, read_base, read_plans
+from llava_mcore.adapters.state import load_adapters
+from llava_mcore.checkpoint.dist import stored_tensors
+from llava_mcore.checkpoint.layout import hf_folder
+from llava_mcore.convert.megatron_weights import EMBEDDING, OUTPUT
+from llava_mcore.errors import ConversionError
+from llava_mcore.files.hf_folder import HfFolder
+from llava_mcore.mapping.table import MappingTable
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.meta import meta_model
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.trainable import set_trained, whole_names
+from llava_mcore.parallel.groups import single_process
+
+
+@dataclass(frozen=True)
+class CheckpointAdapters:
+    """The adapters of one iteration, and what of the model was trained beside them.
+
+    `model` has memory for nothing else. `base`: the weights they belong to.
+    """
+
+    hf: PretrainedConfig
+    layers: ModelLayers
+    plans: tuple[LoraPlan, ...]
+    base: Base
+    model: VisionLanguageModel
+    dtype: torch.dtype
+    """That the adapters were saved in; in `model` they are fp32."""
+
+    @classmethod
+    def open(cls, checkpoint: Path) -> CheckpointAdapters:
+        """Load them; whatever layout has saved them.
+
+        Raises:
+            CheckpointError, ConversionError: damaged, or of another model.
+        """
+        hf = load_hf_config(hf_folder(checkpoint))
+        layers = model_layers(hf)
+        plans = read_plans(checkpoint, layers)
+        stored = stored_tensors(checkpoint)
+        rows = next((stored[key].global_shape[0] for key in (EMBEDDING, OUTPUT) if key in stored), None)
+        with single_process():
+            model = meta_model(hf, num_vocab_rows=rows or hf.text_config.vocab_size)
+            set_trained(model, trained_parameters(plans[0], layers))
+            _allocate_trained(model)
+            attach_adapters(model, plans, layers, tp_size=1, tp_rank=0, seed=0)
+            load_adapters([model], checkpoint, rank=0)
+        dtype = next(x.dtype for key, x in stored.items() if is_adapter(key))
+        return cls(hf, layers, plans, read_base(checkpoint), model, dtype)
+
+    def plan(self, name: str | None) -> LoraPlan:
+        """Return the adapter of a name, None: the trained one. ConversionError if there is none of that name."""
+        names = [plan.name for plan in self.plans]
+        if name is not None and name not in names:
+            raise ConversionError(f"--adapter {name}: the checkpoint has {', '.join(names)}")
+        return self.plans[0 if name is None else names.index(name)]
+
+    def peft_tensors(self, plan: LoraPlan) -> dict[str, Tensor]:
+        """Return one adapter's tensors as PEFT names them."""
+        found = {}
+        for name in plan.ranks:
+            matrices = self._matrices(plan, name)
+            found[PREFIX + name + LORA_A], found[PREFIX + name + LORA_B] = matrices.A, matrices.B
+            if matrices.magnitude is not None:
+                found[PREFIX + name + MAGNITUDE] = matrices.magnitude
+        if plan.is_trained:
+            for parameter, tensors in self._trained().items():
+                names = self.layers.entries[parameter].hf_names
+                found |= {_peft_name(name, plan): x for name, x in zip(names, tensors, strict=True)}
+        return {name: x.detach().to(self.dtype).contiguous() for name, x in found.items()}
+
+    def merged_tensors(self, weights: HfFolder, table: MappingTable) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and data of every tensor that adapters, or training beside them, have changed.
+
+        Args:
+            weights: the base's, in a Hugging Face folder.
+            table: of that folder.
+        """
+        for linear in self.layers.linears:
+            for member, name in zip(linear.members, table.entries[linear.name + WEIGHT].hf_names, strict=True):
+                adapters = [self._matrices(plan, member.name) for plan in self.plans if member.name in plan.ranks]
+                if adapters:
+                    yield name, merged(weights.get(name), adapters)
+        for parameter, tensors in self._trained().items():
+            names = table.entries[parameter].hf_names
+            yield from ((name, x.to(weights.where(name).dtype)) for name, x in zip(names, tensors, strict=True))
+
+    def _trained(self) -> dict[str, tuple[Tensor, ...]]:
+        """Return what was trained of the model itself: Megatron's name, and the Hugging Face tensors."""
+        return {
+            name: self.layers.entries[name].layout.to_hf(parameter.detach())
+            for name, parameter in whole_names(self.model).items()
+            if parameter.requires_grad and not is_adapter(name)
+        }
+
+    def _matrices(self, plan: LoraPlan, name: str) -> Matrices:
+        member = self.layers.members[name]
+        factors = self.model.get_submodule(f"{member.part}.{CHILD}.{plan.name}.{member.key}")
+        assert isinstance(factors, Factors)
+        lengths = torch.cat(list(factors.magnitude)) if plan.dora else None
+        return Matrices(factors.lora_A, torch.cat(list(factors.lora_B)), plan.scaling(name), lengths)
+
+
+def _allocate_trained(model: VisionLanguageModel) -> None:
+    """Give memory to what is trained of a model that has none."""
+    for name, parameter in list(model.named_parameters()):
+        if parameter.requires_grad:
+            owner, _, last = name.rpartition(".")
+            allocated = Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+            vars(allocated).update(vars(parameter))
+            model.get_submodule(owner).register_parameter(last, allocated)
+
+
+def _peft_name(name: str, plan: LoraPlan) -> str:
+    """Return PEFT's name of a parameter of the model: adapted layers are wrapped."""
+    module, _, last = name.rpartition(".")
+    return f"{PREFIX}{module}{BASE_LAYER if module in plan.ranks else '.'}{last}"

@@ -1,0 +1,104 @@
+"""The adapter of a checkpoint as a PEFT folder, or in the weights of the model."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llava_mcore.adapters.peft_config import WEIGHTS, write_config
+from llava_mcore.adapters.record import holds_adapters
+from llava_mcore.checkpoint import layout
+from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.convert.adapters import CheckpointAdapters
+from llava_mcore.convert.jobs import compare_digests
+from llava_mcore.errors import ConfigError, ConversionError, problems
+from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.direct_writer import Writer
+from llava_mcore.files.safetensors_writer import plan_file, write_tensors
+from llava_mcore.files.tensor_bytes import as_bytes, sha256
+from llava_mcore.mapping.table import MappingTable
+
+_MODEL_FILES = ("config.json", "generation_config.json", *layout.companion_skip())
+"""Of a whole model: in a PEFT folder they would tell transformers that it is one."""
+
+
+@dataclass(frozen=True)
+class PeftFolder:
+    """What decides the contents of a PEFT folder.
+
+    `adapter`: its name, None: the trained one. `base_model`: name or folder of the model, None: the folder that was
+    imported. `tokenizer_dir`: copy tokenizer and processor from here instead of from the checkpoint. `dtype`: cast to
+    this, None: as saved.
+    """
+
+    adapter: str | None = None
+    base_model: str | None = None
+    tokenizer_dir: Path | None = None
+    dtype: torch.dtype | None = None
+
+
+def check_adapter_options(
+    checkpoint: Path, *, merge: bool, adapter: str | None, base_dir: Path | None, base_model: str | None
+) -> None:
+    """Raise ConfigError for options that have no effect on what a checkpoint holds."""
+    peft: dict[str, object] = {"--adapter": adapter, "--base-model": base_model}
+    merging: dict[str, object] = {"--base-dir": base_dir}
+    if not holds_adapters(checkpoint):
+        kind, without_effect = "a whole model", {"--merge": merge or None} | peft | merging
+    elif merge:
+        kind, without_effect = "an adapter, which --merge puts into the model", peft
+    else:
+        kind, without_effect = "an adapter, which becomes a PEFT folder", merging
+    given = [f"{flag} has no effect: omit it" for flag, value in without_effect.items() if value is not None]
+    if given:
+        raise ConfigError(problems(f"{checkpoint} holds {kind}", given))
+
+
+def write_peft_folder(
+    adapters: CheckpointAdapters, checkpoint: Path, target: Path, options: PeftFolder, *, verify: bool
+) -> None:
+    """Write adapter_config.json, adapter_model.safetensors, and the files of tokenizer and processor.
+
+    Args:
+        verify: read the tensors back and compare them.
+
+    Raises:
+        ConversionError: no adapter of that name, or nothing says what the base model is.
+    """
+    plan = adapters.plan(options.adapter)
+    manifest = read_manifest(layout.hf_folder(checkpoint))
+    if options.base_model is None and manifest is None:
+        raise ConversionError(f"{checkpoint} does not say which folder was imported: name it with --base-model")
+    base = options.base_model or (manifest.source if manifest is not None else None)
+    tensors = {key: x.to(options.dtype or x.dtype) for key, x in adapters.peft_tensors(plan).items()}
+    file = plan_file(Path(WEIGHTS), {key: (x.dtype, tuple(x.shape)) for key, x in tensors.items()})
+    with hf_files.written_beside(target, num_bytes=file.size, what="the export") as partial:
+        write_tensors(file.moved_to(partial / WEIGHTS), tensors.items())
+        write_config(partial, plan, adapters.layers, base)
+        for path in hf_files.companion_files(options.tokenizer_dir or layout.hf_folder(checkpoint)):
+            if path.name not in _MODEL_FILES:
+                shutil.copyfile(path, partial / path.name)
+        if verify:
+            written = hf_files.HfFolder.of_file(partial / WEIGHTS)
+            found = {name: sha256((written.where(name),)) for name in written.tensors}
+            expected = {name: sha256(x) for name, x in tensors.items()}
+            compare_digests(found, expected, title="the file does not hold what the checkpoint does")
+
+
+def write_merged(adapters: CheckpointAdapters, table: MappingTable, folder: Path, *, hashed: bool) -> dict[str, str]:
+    """Put adapters into the weights of a folder that has the base's; return the SHA-256 of changed tensors if `hashed`.
+
+    Args:
+        table: of the folder.
+    """
+    weights, digests = hf_files.HfFolder.open(folder), {}
+    with Writer() as writer:
+        for name, tensor in adapters.merged_tensors(weights, table):
+            at = weights.where(name)
+            writer.write(at.path, at.offset, as_bytes(tensor))
+            if hashed:
+                digests[name] = sha256(tensor)
+    return digests

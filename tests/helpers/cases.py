@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from transformers import LlavaForConditionalGeneration, PreTrainedModel
 from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_VALUES
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.encoding.media import media_tokens
-from llava_mcore.data.samples import EncodedSample, MediaSpan, TokenConversation
+from llava_mcore.data.samples import EncodedSample, MediaSpan, TokenConversation, Video
 from llava_mcore.data.streams.collate import collate
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
-from llava_mcore.models.media import MediaPlan, MediaTokens, Processing
+from llava_mcore.models.media import MediaPlan, MediaTokens, Processing, VideoShape
 from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.pixels import normalize
 from tests.helpers.tiny_classes import MAKERS
@@ -85,7 +84,7 @@ CASES = [
     Case("internvit", "gemma3", {"tie": True, "feature_layer": -1}, ONE_AXIS),
     Case("siglip", "gemma3", {"text_overrides": {"rope_parameters": TWO_ROPES}}, BOTH_AXES),
     Case("clip", "mistral", {}, ONE_AXIS + BOTH_AXES, "llava_next"),
-    Case("siglip", "qwen2", {"feature_layer": -1, "tie": True}, ONE_AXIS + BOTH_AXES, "llava_onevision"),
+    Case("siglip", "qwen2", {"feature_layer": -1, "tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "llava_onevision"),
     Case("internvit", "qwen2", {"tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "internvl"),
     Case("internvit", "llama", {"vision_feature_layer": -2}, ONE_PROCESS + BOTH_AXES, "internvl"),
     Case("siglip", "llama", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "idefics3"),
@@ -172,45 +171,74 @@ def hf_logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 THEIRS = "hugging face: "
 """Before the names of inputs that only Hugging Face's model takes."""
-SIZES = (((56, 140),), (), ((100, 60), (40, 40)), ((120, 120),))
+SIZES = (((56, 140),), (), ((100, 60), (40, 40)), ((120, 120),), ())
 """Heights and widths of the pictures of each sample."""
+VIDEOS = ((), (), (VideoShape(3, 40, 60),), (), (VideoShape(3, 20, 20, 2.0), VideoShape(3, 90, 30)))
+"""The videos of each sample, for classes that take them. Hugging Face's model wants one number of frames."""
 
 
 def media_plan(hf: Any) -> MediaPlan:
-    """Return the plan of a class that needs nothing but the config for it."""
+    """Return the plan of a class that needs nothing but the config for it; of one with videos if it takes them."""
     nothing: Any = None
-    return architecture_of(hf).media(hf, Processing(nothing, nothing, {}))
+    some: Any = object()
+    return architecture_of(hf).media(hf, Processing(nothing, nothing, {}, some))
 
 
 def any_size_inputs(model: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Samples of one length with pictures of several sizes, one picture, none, two; collated as the loader does."""
+    """Samples of one length with pictures of several sizes, one picture, none, two; collated as the loader does.
+
+    Where the class takes videos, one has a video between its pictures and one has two videos alone.
+    """
     hf = model.config
-    plan, side, g = media_plan(hf), image_side(hf.vision_config), torch.Generator().manual_seed(seed)
-    items = [plan.tokens(sizes) for sizes in SIZES]
-    length = max(sum(map(len, each)) for each in items) + 24
-    conversations = [_conversation(each, length, g) for each in items]
-    num_tiles = [item.num_tiles for each in items for item in each]
-    pixels = torch.randn(sum(num_tiles), 3, side, side, generator=g)
-    starts = torch.tensor([0, *(sum(c.num_tiles for c in conversations[: i + 1]) for i in range(len(SIZES)))])
-    samples = [
-        EncodedSample(__key__="s", __restore_key__=(), conversations=[c], pixel_values=pixels[first:end])
-        for c, (first, end) in zip(conversations, pairwise(starts.tolist()), strict=True)
-    ]
-    batch = collate(samples, seq_length=length, pad_token_id=3, packed=False, fields=plan.fields)
-    padded = pad_sequence(list(pixels.split(num_tiles)), batch_first=True)  # [pictures, most tiles, 3, side, side]
+    samples = any_size_samples(hf, seed=seed)
+    length = len(samples[0].conversations[0])
+    batch = collate(samples, seq_length=length, pad_token_id=3, packed=False, fields=media_plan(hf).fields)
+    spans = [(span, sample) for sample in samples for span in sample.conversations[0].media]
+    tiles = [part for sample in samples for part in sample.pixel_values.split(_num_tiles(sample))]
+    of_pictures = [part for (span, _), part in zip(spans, tiles, strict=True) if isinstance(span.data, bytes)]
+    of_videos = [part for (span, _), part in zip(spans, tiles, strict=True) if isinstance(span.data, Video)]
+    padded = pad_sequence(of_pictures, batch_first=True)  # [pictures, most tiles, 3, side, side]
     theirs = {"pixel_values": padded, "image_sizes": torch.tensor([x for sizes in SIZES for x in sizes])}
     if hf.model_type == "llava_onevision":
         theirs["batch_num_images"] = torch.tensor([len(sizes) for sizes in SIZES if sizes])
+    if of_videos:
+        theirs["pixel_values_videos"] = torch.stack(of_videos)  # [videos, frames, 3, side, side]
     return {"input_ids": batch.input_ids, **batch.media, **{THEIRS + name: x for name, x in theirs.items()}}
 
 
-def _conversation(items: list[MediaTokens], length: int, g: torch.Generator) -> TokenConversation:
-    ids, start, media = torch.randint(5, 300, (length,), generator=g).numpy(), 3, []
-    for item in items:
+def any_size_samples(hf: Any, *, seed: int = 0) -> list[EncodedSample]:
+    """Return the samples of SIZES and VIDEOS, all of one length, as the loader has them before collation."""
+    plan, side, g = media_plan(hf), image_side(hf.vision_config), torch.Generator().manual_seed(seed)
+    spans = []
+    for sizes, videos in zip(SIZES, VIDEOS, strict=True):
+        found: list[tuple[bytes | Video, MediaTokens]] = [(b"", item) for item in plan.tokens(sizes)]
+        if plan.video_token_id is not None:
+            found[1:1] = [(Video(()), item) for item in plan.video_tokens(videos)]
+        spans.append(found)
+    length = max(sum(len(item) for _, item in found) for found in spans) + 24
+    samples = []
+    for number, found in enumerate(spans):
+        conversation = _conversation(f"k{number}", found, length, g)
+        pixels = torch.randn(conversation.num_tiles, 3, side, side, generator=g)
+        samples.append(
+            EncodedSample(__key__="s", __restore_key__=(), conversations=[conversation], pixel_values=pixels)
+        )
+    return samples
+
+
+def _num_tiles(sample: EncodedSample) -> list[int]:
+    return [span.tokens.num_tiles for span in sample.conversations[0].media]
+
+
+def _conversation(
+    key: str, items: list[tuple[bytes | Video, MediaTokens]], length: int, g: torch.Generator
+) -> TokenConversation:
+    ids, start, media = torch.randint(6, 300, (length,), generator=g).numpy(), 3, []
+    for data, item in items:
         ids[start : start + len(item)] = item.ids
-        media.append(MediaSpan(b"", start, item))
+        media.append(MediaSpan(data, start, item))
         start += len(item) + 2
-    return TokenConversation("k", ids, np.ones(length, dtype=np.bool_), tuple(media), truncated=False)
+    return TokenConversation(key, ids, np.ones(length, dtype=np.bool_), tuple(media), truncated=False)
 
 
 def hf_pixels(model: Any, tiles: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Training on pictures of several sizes inside a test world."""
+"""Training on pictures and videos of several sizes inside a test world."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 4
 SEQ_LENGTH = 192
 
 
-def train(tp: int, pp: int, cases: dict[str, dict[str, str]], data: str, save_dir: str) -> dict[str, Any]:
+def train(tp: int, pp: int, cases: dict[str, dict[str, str]], save_dir: str) -> dict[str, Any]:
     """Train on every case's checkpoint, padded and packed; return losses, gradient norms and sizes of batches."""
     groups = join(tp, pp)
     found = {}
@@ -27,7 +27,7 @@ def train(tp: int, pp: int, cases: dict[str, dict[str, str]], data: str, save_di
         for packing in (False, True):
             flags = {"parallel.sequence_parallel": True} if tp > 1 and packing else {}
             run = run_config(tp, pp, case["checkpoint"], save_dir, **flags)
-            found[f"{name}, packed" if packing else name] = _steps(groups, run, Path(case["hf"]), data, packing)
+            found[f"{name}, packed" if packing else name] = _steps(groups, run, Path(case["hf"]), case["data"], packing)
     return found
 
 

@@ -1,8 +1,9 @@
-"""Pictures of several sizes, and samples without any, train alike at every layout, padded and packed."""
+"""Pictures of several sizes, videos, and samples without either train alike at every layout, padded and packed."""
 
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from PIL import Image
 
 from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.models.architectures.registry import ARCHITECTURES
 from tests.helpers.cases import CASES, make_case
 from tests.helpers.shards import jpeg, make_dataset
 from tests.helpers.world import run_world
@@ -26,6 +28,13 @@ def resized(index: int) -> bytes:
     return buffer.getvalue()
 
 
+def filmed(index: int) -> dict[str, Any]:
+    """The parts of a sample about a video of two to five frames."""
+    names = [f"film.{number}.jpg" for number in range(2 + index % 4)]
+    about = {"question": "Which digits are shown?", "videos": [{"frames": names, "fps": 2.0}]}
+    return {"json": json.dumps(about).encode()} | {name: jpeg(index + i) for i, name in enumerate(names)}
+
+
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root: Path = tmp_path_factory.mktemp("any_size")
@@ -33,11 +42,19 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for case in (case for case in CASES if case.architecture.startswith("llava_")):
         make_case(case, root / case.name / "hf")
         import_hf(root / case.name / "hf", root / case.name / "megatron")
-        cases[case.name] = {"hf": str(root / case.name / "hf"), "checkpoint": str(root / case.name / "megatron")}
+        takes_videos = ARCHITECTURES[case.architecture].takes_videos
+        cases[case.name] = {
+            "hf": str(root / case.name / "hf"),
+            "checkpoint": str(root / case.name / "megatron"),
+            "data": str(root / ("videos" if takes_videos else "pictures")),
+        }
     replace: dict[int, dict[str, Any]] = {i: {"jpg": None, "png": resized(i)} for i in range(NUM_SAMPLES)}
     replace |= {i: {"jpg": None} for i in range(0, NUM_SAMPLES, 5)}
-    make_dataset(root / "data", num_samples=NUM_SAMPLES, replace=replace, sample_type="CrudeWebdataset")
-    return {"cases": cases, "data": str(root / "data"), "save_dir": str(root / "runs")}
+    make_dataset(root / "pictures", num_samples=NUM_SAMPLES, replace=replace, sample_type="CrudeWebdataset")
+    # Some have a video beside their picture, some a video alone.
+    replace |= {i: replace[i] | filmed(i) for i in range(0, NUM_SAMPLES, 3)}
+    make_dataset(root / "videos", num_samples=NUM_SAMPLES, replace=replace, sample_type="CrudeWebdataset")
+    return {"cases": cases, "save_dir": str(root / "runs")}
 
 
 def test_every_layout_trains_alike(material: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of pictures of any size: every parameter's is Hugging Face's, newline and resized grids included."""
+"""Pictures and videos of any size: every gradient is Hugging Face's, and packed samples are those that are padded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.convert.logits_worker import given_media
+from llava_mcore.data.streams.collate import collate
 from llava_mcore.models.table import detect_names, mapping_table
 from llava_mcore.parallel.groups import single_process
-from tests.helpers.cases import CASES, THEIRS, Case, make_case, make_inputs
+from tests.helpers.cases import CASES, THEIRS, Case, any_size_samples, make_case, make_inputs, media_plan
 from tests.parallel.checks import load_model
 
 
@@ -48,3 +50,28 @@ def test_gradients_are_hugging_faces(case: Case, tmp_path: Path) -> None:
                 assert (gradient - expected[hf_name]).abs().max() <= 2e-5 * largest + 1e-6, hf_name
                 compared += 1
     assert compared == len(expected)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.architecture.startswith("llava_")], ids=lambda case: case.name
+)
+def test_packed_samples_are_those_that_are_padded(case: Case, tmp_path: Path) -> None:
+    """Of pictures, videos and text alike; and a sample without its neighbours is the same."""
+    theirs = make_case(case, tmp_path / "hf")
+    checkpoint = import_hf(tmp_path / "hf", tmp_path / "megatron")
+    samples, fields = any_size_samples(theirs.config), media_plan(theirs.config).fields
+    length = len(samples[0].conversations[0])
+    options = {"seq_length": length * len(samples), "pad_token_id": 3, "fields": fields, "multiple": 1}
+    padded, packed = (collate(samples, packed=packing, **options) for packing in (False, True))
+    with single_process() as groups, torch.no_grad():
+        model = load_model(groups, checkpoint)
+        expected = model(padded.input_ids, padded.position_ids, padded.media)
+        bounds = packed.cu_seqlens
+        params = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=length, max_seqlen_kv=length
+        )
+        found = model(packed.input_ids, packed.position_ids, packed.media, packed_seq_params=params)
+        alone = collate(samples[-1:], packed=False, **options)
+        last = model(alone.input_ids, alone.position_ids, alone.media)
+    assert (found.view_as(expected) - expected).abs().max() <= 1e-5
+    assert (last - expected[-1:]).abs().max() <= 1e-5

@@ -26,6 +26,7 @@ from llava_mcore.data.prepare.listing import BLEND, is_listing, read_listing, wr
 from llava_mcore.data.prepare.plan import Counting, Options, Source
 from llava_mcore.data.prepare.record_layouts import Keys
 from llava_mcore.data.prepare.run import Result, prepare
+from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.prepare.sources.detect import Opening
 from llava_mcore.data.prepare.summary import draw, failures, show
 from llava_mcore.errors import DataError, problems
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         counting=_counting(args),
         pack_to=args.pack_to,
         check_images=args.check_images,
+        sampling=Sampling(args.video_fps, args.video_max_frames),
         limits=limits_of(args),
     )
     _check(args)
@@ -79,7 +81,8 @@ def _check(args: argparse.Namespace) -> None:
     if listings and len(args.sources) > 1:
         found.append(f"{listings[0]} lists sources, so it must be the only SRC; add the others to it")
     if listings:
-        own = ("format", "image_dir", "source_split", "image_key", "question_key", "answer_key", "captions")
+        keys = ("image_key", "video_key", "question_key", "answer_key")
+        own = ("format", "image_dir", "source_split", *keys, "captions")
         set_anyway = [name for name in own if getattr(args, name) != parser().get_default(name)]
         found += [f"--{name.replace('_', '-')} belongs to each source in {listings[0]}" for name in set_anyway]
     needing = {"--pack-to": args.pack_to, "--chat-template": args.chat_template, "--lang": args.lang}
@@ -92,7 +95,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _prepare_one(args: argparse.Namespace, options: Options, console: Console) -> Result:
-    keys = Keys(args.image_key, args.question_key, args.answer_key, args.captions)
+    keys = Keys(args.image_key, args.question_key, args.answer_key, args.captions, args.video_key)
     source = Source(tuple(args.sources), Opening(args.format, args.image_dir, args.source_split, keys))
     return _prepare(source, args.out, args, options, console)
 

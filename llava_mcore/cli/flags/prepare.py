@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
 from llava_mcore.cli.flags.samples import add_sample_flags
 from llava_mcore.data.prepare.formats import FORMATS
+from llava_mcore.data.prepare.sampling import Sampling
 
 EPILOG = """\
 formats (detected, or set with --format):
   llava         .json list or .jsonl with "conversations" [{"from": "human", "value": "<image>\\n…"}, …] and "image"
-  sharegpt      .json list or .jsonl with "messages" [{"role": "user", "content": "…"}, …] and "images"
-  openai        like sharegpt, with "content" as typed parts: text, image_url with a path, a file:// or a data: URI
+                or "video"
+  sharegpt      .json list or .jsonl with "messages" [{"role": "user", "content": "…"}, …] and "images" or "videos"
+  openai        like sharegpt, with "content" as typed parts: text, image_url with a path, a file:// or a data: URI,
+                video_url
   parquet, huggingface
                 .parquet files, a folder of them, or a folder saved by `datasets`; pictures as struct{bytes, path},
                 bytes or
@@ -42,11 +46,10 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, required=True, metavar="DIR", help="folder to write: new, or started by this command"
     )
     p.add_argument("--format", choices=FORMATS, default="auto", help="format of the sources (default: auto)")
-    p.add_argument(
-        "--image-dir", type=Path, help="base folder of relative picture paths (default: that of the source file)"
-    )
+    p.add_argument("--image-dir", type=Path, help="base folder of relative paths (default: that of the source file)")
     p.add_argument("--source-split", default="train", help="split of a Hugging Face dataset (default: train)")
     p.add_argument("--image-key", help="field with the pictures (default: image or images)")
+    p.add_argument("--video-key", help="field with the videos (default: video or videos)")
     p.add_argument("--question-key", help="field with the question (default: question)")
     p.add_argument("--answer-key", help="field with the answer (default: answer, or the first of answers)")
     p.add_argument("--captions", action="store_true", help="there are no questions; the picture is the question")
@@ -64,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
         "--val-ratio", type=_ratio, default=0.0, metavar="R", help="fraction of the shards for validation (0)"
     )
     p.add_argument("--check-images", action="store_true", help="decode every picture (default: read its header)")
+    _add_video_flags(p)
     add_sample_flags(p)
     p.add_argument(
         "--max-skip-rate", type=_ratio, default=0.01, metavar="R", help="allowed fraction of skipped rows (0.01)"
@@ -73,6 +77,30 @@ def parser() -> argparse.ArgumentParser:
         "--overwrite", action="store_true", help="delete what this command has written there, and start again"
     )
     return p
+
+
+def _add_video_flags(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--video-fps",
+        type=_above_zero,
+        default=Sampling().fps,
+        metavar="FPS",
+        help="frames per second to keep of a video file (default 2)",
+    )
+    p.add_argument(
+        "--video-max-frames",
+        type=_positive,
+        default=Sampling().max_frames,
+        metavar="N",
+        help="most frames to keep of a video file; a longer one is sampled at a lower rate (default 128)",
+    )
+
+
+def _above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -60,12 +60,14 @@ class Counts:
     entries: int = 0
     """Samples of the shards: conversations, or packs of them."""
     pictures: int = 0
+    videos: int = 0
+    frames: int = 0
     bytes: int = 0
     """Of the shards."""
     tokens: Histogram = field(default_factory=Histogram)
     """Tokens of each conversation."""
     sides: Histogram = field(default_factory=Histogram)
-    """Longer side of each picture in pixels."""
+    """Longer side of each picture and frame in pixels."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Skipped rows by reason."""
     typed: Counter[str] = field(default_factory=Counter)
@@ -85,8 +87,11 @@ class Counts:
         """Count a conversation that was written."""
         self.conversations += 1
         self.pictures += len(conversation.pictures)
+        self.videos += len(conversation.videos)
+        self.frames += sum(len(video.frames) for video in conversation.videos)
         self.typed.update(conversation.typed)
-        for picture in conversation.pictures:
+        frames = (frame for video in conversation.videos for frame in video.frames)
+        for picture in (*conversation.pictures, *frames):
             self.sides.add(max(picture.size))
         if conversation.num_tokens is not None:
             self.tokens.add(conversation.num_tokens)
@@ -95,6 +100,7 @@ class Counts:
         """Add another one's counts."""
         self.rows, self.conversations = self.rows + other.rows, self.conversations + other.conversations
         self.entries, self.pictures = self.entries + other.entries, self.pictures + other.pictures
+        self.videos, self.frames = self.videos + other.videos, self.frames + other.frames
         self.bytes += other.bytes
         self.tokens.merge(other.tokens)
         self.sides.merge(other.sides)

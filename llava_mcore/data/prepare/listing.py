@@ -41,12 +41,13 @@ class ListedSource(BaseModel):
     question_key: str | None = None
     answer_key: str | None = None
     captions: bool = False
+    video_key: str | None = None
     subflavors: dict[str, Any] = {}
     """Handed on to energon's blend."""
 
     def source(self, root: Path) -> Source:
         """Return what is to be prepared."""
-        keys = Keys(self.image_key, self.question_key, self.answer_key, self.captions)
+        keys = Keys(self.image_key, self.question_key, self.answer_key, self.captions, self.video_key)
         image_dir = None if self.image_dir is None else root / self.image_dir
         return Source((root / self.path,), Opening(self.format, image_dir, self.source_split, keys))
 

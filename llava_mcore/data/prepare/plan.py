@@ -12,11 +12,12 @@ from llava_mcore.config.sections.data import LIMITS, Handling, Limits
 from llava_mcore.data.encoding.assets import ASSET_FILES, Assets, load_assets
 from llava_mcore.data.encoding.template_choice import Lang
 from llava_mcore.data.prepare.records import Segment
+from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.prepare.sources.base import Cuts, SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
 from llava_mcore.errors import DataError
 
-FORMAT = 3
+FORMAT = 4
 """Raised when other shards would be written for the same rows."""
 
 
@@ -61,6 +62,8 @@ class Options:
     pack_to: int | None = None
     """Tokens of an offline pack; None: nothing is packed."""
     check_images: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
+    """Which frames of video files are kept."""
     limits: Limits = LIMITS
 
 
@@ -128,6 +131,7 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--image-dir": None if how.image_dir is None else str(how.image_dir),
         "--source-split": how.split,
         "--image-key": how.keys.image,
+        "--video-key": how.keys.video,
         "--question-key": how.keys.question,
         "--answer-key": how.keys.answer,
         "--captions": how.keys.captions,
@@ -139,4 +143,7 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--max-sample-bytes": options.limits.sample_bytes,
         "--max-text-chars": options.limits.text_chars,
         "--max-picture-pixels": options.limits.picture_pixels,
+        "--max-frames": options.limits.frames,
+        "--video-fps": options.sampling.fps,
+        "--video-max-frames": options.sampling.max_frames,
     }

@@ -1,4 +1,4 @@
-"""A row's dictionary -> who says what and where the pictures are. Nothing is opened here.
+"""A row's dictionary -> who says what and where pictures and videos are. Nothing is opened here.
 
 Known layouts, told apart by their keys: `conversations` or `messages` (lists of turns, `from`/`value` or
 `role`/`content`, content as text or in typed parts), `texts` (lists of user/assistant pairs), and question with answer.
@@ -7,11 +7,13 @@ Known layouts, told apart by their keys: `conversations` or `messages` (lists of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from llava_mcore.data.encoding.marks import count_marks
+from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY
 from llava_mcore.data.prepare.records import BadSample, Draft, Reason
-from llava_mcore.data.samples import IMAGE_MARK, Turn
+from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Turn
 
 Role = Literal["system", "user", "assistant"]
 ROLES: Mapping[str, Role] = {
@@ -23,16 +25,23 @@ ROLES: Mapping[str, Role] = {
     "model": "assistant",
 }
 TURN_KEYS = ("conversations", "messages")
-IMAGE_PART_KEYS = ("image_url", "image", "url", "path")
-"""Where a typed part of a picture may say which one it is."""
+MARKS = {"image": IMAGE_MARK, "image_url": IMAGE_MARK, "video": VIDEO_MARK, "video_url": VIDEO_MARK}
+"""Types of typed parts."""
+PART_KEYS = {
+    IMAGE_MARK: ("image_url", "image", "url", "path"),
+    VIDEO_MARK: ("video_url", "video", "url", "path", FRAMES_KEY),
+}
+"""Where a typed part may say which picture or video it is."""
+NAMES = {IMAGE_MARK: "picture", VIDEO_MARK: "video"}
 
 
 @dataclass(frozen=True, slots=True)
-class _ImagePart:
-    """A picture among typed parts."""
+class _MediaPart:
+    """A picture or video among typed parts."""
 
+    mark: str
     source: Any
-    """What the part says of it; None: the next picture that the row lists."""
+    """What the part says of it; None: the next one that the row lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +53,17 @@ class Keys:
     answer: str | None = None
     captions: bool = False
     """Answers may come without a question: the picture is all of it."""
+    video: str | None = None
 
     @property
     def images(self) -> tuple[str, ...]:
         """Fields that may hold pictures."""
         return ("image", "images") if self.image is None else (self.image,)
+
+    @property
+    def videos(self) -> tuple[str, ...]:
+        """Fields that may hold videos."""
+        return ("video", "videos") if self.video is None else (self.video,)
 
     @property
     def questions(self) -> tuple[str, ...]:
@@ -62,48 +77,64 @@ class Keys:
 
     def all(self) -> frozenset[str]:
         """Return every field that is read."""
-        return frozenset((*TURN_KEYS, "texts", "id", *self.images, *self.questions, *self.answers))
+        return frozenset((*TURN_KEYS, "texts", "id", *self.images, *self.videos, *self.questions, *self.answers))
 
 
 def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None) -> Draft:
-    """Return the turns and pictures of a row, `<image>` standing where a picture goes.
+    """Return the turns, pictures and videos of a row, `<image>` or `<video>` standing where one goes.
 
     layout: "conversations" or "messages" if no other is wanted. Raises BadSample.
     """
-    listed = _listed_images(row, keys)
+    listed = {IMAGE_MARK: _listed(row, keys.images), VIDEO_MARK: _listed(row, keys.videos)}
+    images, videos = listed[IMAGE_MARK], listed[VIDEO_MARK]
     for key in TURN_KEYS if layout is None else (layout,):
         if row.get(key) is not None:
             return _from_turns(row[key], key, listed)
     if layout is not None:
         raise BadSample(Reason.NO_CONVERSATION, f"there is no {layout!r}, found the keys {sorted(row)}")
     if row.get("texts") is not None:
-        return Draft(tuple(_from_pairs(row["texts"])), listed)
+        return Draft(tuple(_from_pairs(row["texts"])), images, videos)
     question, answer = _first(row, keys.questions), _first(row, keys.answers)
     if question is None and keys.captions and answer is not None:
         question = ""
     if question is None:
         wanted = ", ".join((*TURN_KEYS, "texts", *keys.questions))
         raise BadSample(Reason.NO_CONVERSATION, f"none of {wanted} is there, found the keys {sorted(row)}")
-    return Draft(_from_answer(question, answer), listed)
+    return Draft(_from_answer(question, answer), images, videos)
 
 
 def place_marks(draft: Draft) -> Draft:
-    """Return the draft with as many `<image>` as pictures: in front of the first question if there is none at all.
+    """Return the draft with as many `<image>` as pictures, and as many `<video>` as videos.
 
-    A picture may be all of a question, as in captions. Raises BadSample if there are some marks, but not as many as
-    pictures.
+    Those of which there is no mark at all get theirs in front of the first question, which may then be nothing else, as
+    in captions. Rows with videos and no pictures may have `<image>` as the mark of videos, as LLaVA-Video's have.
+    Raises BadSample if there are some marks, but not as many as pictures or videos.
     """
-    num_marks = sum(turn.text.count(IMAGE_MARK) for turn in draft.turns)
-    if num_marks == 0 and draft.images:
-        marks = f"{IMAGE_MARK}\n" * len(draft.images)
-        place = next((i for i, turn in enumerate(draft.turns) if turn.role == "user"), None)
-        if place is None:
-            raise BadSample(Reason.ROLE_ORDER, "there are pictures, but no question to which they could belong")
-        first = Turn("user", (marks + draft.turns[place].text).removesuffix("\n"))
-        return Draft((*draft.turns[:place], first, *draft.turns[place + 1 :]), draft.images)
-    if num_marks != len(draft.images):
-        raise BadSample(Reason.MARKS, f"{num_marks} {IMAGE_MARK} in the text, but {len(draft.images)} pictures")
-    return draft
+    draft = _own_marks_for_videos(draft)
+    missing = ""
+    for mark, media in ((IMAGE_MARK, draft.images), (VIDEO_MARK, draft.videos)):
+        num_marks = count_marks(draft.turns, mark)
+        if num_marks == 0:
+            missing += f"{mark}\n" * len(media)
+        elif num_marks != len(media):
+            raise BadSample(Reason.MARKS, f"{num_marks} {mark} in the text, but {len(media)} {NAMES[mark]}s")
+    if not missing:
+        return draft
+    place = next((i for i, turn in enumerate(draft.turns) if turn.role == "user"), None)
+    if place is None:
+        raise BadSample(Reason.ROLE_ORDER, "there are pictures or videos, but no question to which they could belong")
+    first = Turn("user", (missing + draft.turns[place].text).removesuffix("\n"))
+    return replace(draft, turns=(*draft.turns[:place], first, *draft.turns[place + 1 :]))
+
+
+def _own_marks_for_videos(draft: Draft) -> Draft:
+    """Return the draft with `<video>` for `<image>` where that can only stand for its videos."""
+    is_meant = draft.videos and not draft.images and count_marks(draft.turns, VIDEO_MARK) == 0
+    if not is_meant or count_marks(draft.turns, IMAGE_MARK) != len(draft.videos):
+        return draft
+    return replace(
+        draft, turns=tuple(replace(turn, text=turn.text.replace(IMAGE_MARK, VIDEO_MARK)) for turn in draft.turns)
+    )
 
 
 def check_turns(turns: Sequence[Turn]) -> None:
@@ -124,19 +155,22 @@ def check_turns(turns: Sequence[Turn]) -> None:
         raise BadSample(Reason.ROLE_ORDER, f"{', '.join(roles)}; wanted: [system,] user, assistant, user, assistant …")
 
 
-def _listed_images(row: Mapping[str, Any], keys: Keys) -> tuple[Any, ...]:
-    """Return what the row itself lists as pictures, None and empty text meaning that there is none."""
-    found = _first(row, keys.images)
+def _listed(row: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
+    """Return what the row itself lists as pictures or videos, None and empty text meaning that there is none."""
+    found = _first(row, names)
     if found is None or found == "":
         return ()
     return tuple(found) if isinstance(found, (list, tuple)) else (found,)
 
 
-def _from_turns(items: Any, key: str, listed: tuple[Any, ...]) -> Draft:
-    """Pictures come in the order of their marks: those that a part names, else the next that the row lists."""
+def _from_turns(items: Any, key: str, listed: Mapping[str, tuple[Any, ...]]) -> Draft:
+    """Media come in the order of their marks: those that a part names, else the next that the row lists.
+
+    listed: by their mark.
+    """
     turns: list[Turn] = []
-    placed: list[Any] = []
-    waiting = list(listed)
+    placed: dict[str, list[Any]] = {mark: [] for mark in listed}
+    waiting = {mark: list(media) for mark, media in listed.items()}
     for number, item in enumerate(_list(items, key)):
         where = f"{key}[{number}]"
         if not isinstance(item, Mapping):
@@ -150,39 +184,54 @@ def _from_turns(items: Any, key: str, listed: tuple[Any, ...]) -> Draft:
         pieces = [content] if isinstance(content, str) else [_piece(part, where) for part in content]
         turns.append(Turn(ROLES[role], _join(pieces)))
         for piece in pieces:
-            if isinstance(piece, str):
-                num_marks = piece.count(IMAGE_MARK)
-                placed, waiting = placed + waiting[:num_marks], waiting[num_marks:]
-            elif piece.source is not None:
-                placed.append(piece.source)
-            elif waiting:
-                placed.append(waiting.pop(0))
-            else:
-                raise BadSample(Reason.MARKS, f"{where} wants a picture, but the row lists no more")
-    return Draft(tuple(turns), (*placed, *waiting))
+            _place(piece, placed, waiting, where)
+    images, videos = ((*placed[mark], *waiting[mark]) for mark in (IMAGE_MARK, VIDEO_MARK))
+    return Draft(tuple(turns), images, videos)
 
 
-def _piece(part: Any, where: str) -> str | _ImagePart:
-    """Return a typed part as text or picture."""
+def _place(
+    piece: str | _MediaPart, placed: Mapping[str, list[Any]], waiting: Mapping[str, list[Any]], where: str
+) -> None:
+    """Move what a piece of a turn names, or has marks for, from what waits to what is placed."""
+    if isinstance(piece, str):
+        for mark in placed:
+            num_marks = piece.count(mark)
+            placed[mark].extend(waiting[mark][:num_marks])
+            del waiting[mark][:num_marks]
+    elif piece.source is not None:
+        placed[piece.mark].append(piece.source)
+    elif waiting[piece.mark]:
+        placed[piece.mark].append(waiting[piece.mark].pop(0))
+    else:
+        raise BadSample(Reason.MARKS, f"{where} wants a {NAMES[piece.mark]}, but the row lists no more")
+
+
+def _piece(part: Any, where: str) -> str | _MediaPart:
+    """Return a typed part as text, picture or video."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return part["text"]
-    if kind not in ("image", "image_url"):
-        raise BadSample(Reason.WRONG_TYPE, f"{where} has a part {part!r:.80}; known are text, image and image_url")
-    found = _first(part, IMAGE_PART_KEYS)
-    return _ImagePart(found["url"] if isinstance(found, Mapping) and found.get("url") is not None else found)
+    if kind not in MARKS:
+        raise BadSample(Reason.WRONG_TYPE, f"{where} has a part {part!r:.80}; known are text, {', '.join(MARKS)}")
+    mark = MARKS[kind]
+    found = _first(part, PART_KEYS[mark])
+    if isinstance(found, Mapping) and found.get("url") is not None:
+        found = found["url"]
+    if mark == VIDEO_MARK and isinstance(found, (list, tuple)):
+        found = {FRAMES_KEY: found, FPS_KEY: part.get(FPS_KEY)}
+    return _MediaPart(mark, found)
 
 
-def _join(pieces: Iterable[str | _ImagePart]) -> str:
-    """Return one text, a picture as `<image>` on a line of its own."""
-    text, after_image = "", False
+def _join(pieces: Iterable[str | _MediaPart]) -> str:
+    """Return one text, pictures and videos as marks on lines of their own."""
+    text, after_media = "", False
     for piece in pieces:
-        is_image = isinstance(piece, _ImagePart)
-        following = IMAGE_MARK if isinstance(piece, _ImagePart) else piece
-        beside_image = bool(text and following) and (is_image or after_image)
-        text += "\n" if beside_image and not text.endswith("\n") and not following.startswith("\n") else ""
+        is_media = isinstance(piece, _MediaPart)
+        following = piece.mark if isinstance(piece, _MediaPart) else piece
+        beside_media = bool(text and following) and (is_media or after_media)
+        text += "\n" if beside_media and not text.endswith("\n") and not following.startswith("\n") else ""
         text += following
-        after_image = is_image or (after_image and not following)
+        after_media = is_media or (after_media and not following)
     return text
 
 

@@ -22,11 +22,17 @@ class Reason(StrEnum):
     NO_ANSWER = "no assistant turn"
     EMPTY_QUESTION = "empty question"
     EMPTY_ANSWER = "empty answer"
-    MARKS = "marks and pictures differ"
+    MARKS = "marks and pictures or videos differ"
     IMAGE_MISSING = "picture missing"
     IMAGE_REMOTE = "picture not on disk"
     IMAGE_BROKEN = "picture cannot be decoded"
     IMAGE_FORMAT = "picture format unknown to training"
+    VIDEO_MISSING = "video missing"
+    VIDEO_REMOTE = "video not on disk"
+    VIDEO_BROKEN = "video cannot be decoded"
+    NO_FRAMES = "video without frames"
+    FRAME_SIZES = "frames of several sizes"
+    NO_VIDEOS = "the model takes no videos"
     TEMPLATE = "chat template refuses"
     TOO_LONG = "longer than a pack"
     TOO_LARGE = "more than is allowed"
@@ -69,10 +75,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A row whose layout is understood: who says what, and where the pictures are (paths, URIs, bytes)."""
+    """A row whose layout is understood: who says what, and where media are (paths, URIs, bytes, lists)."""
 
     turns: tuple[Turn, ...]
     images: tuple[Any, ...]
+    videos: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,14 @@ class Picture:
     extension: str
     size: tuple[int, int]
     """Width and height in pixels, upright."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A video's frames, all of one size, and how many of them belong to a second (None: nobody says)."""
+
+    frames: tuple[Picture, ...]
+    fps: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +115,7 @@ class Conversation:
     """file, index, id"""
     typed: tuple[str, ...] = ()
     """Special tokens that stand in the text of its turns."""
+    videos: tuple[Clip, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,19 +11,30 @@ from typing import Any
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.encode import check_length
-from llava_mcore.data.encoding.media import media_tokens
+from llava_mcore.data.encoding.media import media_tokens, video_tokens
 from llava_mcore.data.encoding.stored_tokens import to_json
 from llava_mcore.data.packing.best_fit import best_fit
 from llava_mcore.data.prepare.counts import Counts, ShardReport
 from llava_mcore.data.prepare.pictures import read_picture
 from llava_mcore.data.prepare.plan import Options
 from llava_mcore.data.prepare.record_layouts import check_turns, parse, place_marks
-from llava_mcore.data.prepare.records import BadSample, Conversation, Picture, Reason, Row, Segment, Skipped
+from llava_mcore.data.prepare.records import (
+    BadSample,
+    Clip,
+    Conversation,
+    Draft,
+    Picture,
+    Reason,
+    Row,
+    Segment,
+    Skipped,
+)
 from llava_mcore.data.prepare.sources.base import SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening
 from llava_mcore.data.prepare.sources.lines import too_large
+from llava_mcore.data.prepare.videos import read_video
 from llava_mcore.data.prepare.write import ShardWriter
-from llava_mcore.data.samples import Turn
+from llava_mcore.data.samples import Turn, Video
 from llava_mcore.errors import DataError
 
 LONGEST_ID = 200
@@ -100,14 +111,22 @@ class ShardMaker:
             read_picture(image, file.folder, decode=options.check_images, limits=options.limits)
             for image in draft.images
         )
-        num_bytes = sum(len(picture.data) for picture in pictures)
-        if num_bytes > options.limits.sample_bytes:
-            raise too_large("pictures", options.limits.sample_bytes)
-        num_tokens, tokens, typed = _tokens(self._assets, draft.turns, pictures)
+        self._require_videos_to_be_taken(draft)
+        videos = tuple(
+            read_video(video, file.folder, options.sampling, options.limits, decode=options.check_images)
+            for video in draft.videos
+        )
+        _check_amount(pictures, videos, options.limits)
+        num_tokens, tokens, typed = _tokens(self._assets, draft.turns, pictures, videos)
         if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
             raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens, a pack has {options.pack_to}")
         source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
-        return Conversation(number, draft.turns, pictures, num_tokens, tokens, source, typed)
+        return Conversation(number, draft.turns, pictures, num_tokens, tokens, source, typed, videos)
+
+    def _require_videos_to_be_taken(self, draft: Draft) -> None:
+        """Raise BadSample for videos that training would refuse, before their frames are decoded."""
+        if draft.videos and self._assets is not None and self._assets.no_videos is not None:
+            raise BadSample(Reason.NO_VIDEOS, self._assets.no_videos)
 
 
 def _write_packs(writer: ShardWriter, conversations: list[Conversation], capacity: int) -> None:
@@ -123,17 +142,29 @@ def _check_length(turns: Sequence[Turn], limits: Limits) -> None:
         raise BadSample(Reason.TOO_LARGE, str(error)) from error
 
 
+def _check_amount(pictures: Sequence[Picture], videos: Sequence[Clip], limits: Limits) -> None:
+    """Raise BadSample for more frames or bytes than a sample may have."""
+    frames = [frame for video in videos for frame in video.frames]
+    if len(frames) > limits.frames:
+        raise BadSample(Reason.TOO_LARGE, f"{len(frames)} frames; the limit is {limits.frames} (--max-frames)")
+    if sum(len(picture.data) for picture in (*pictures, *frames)) > limits.sample_bytes:
+        raise too_large("pictures", limits.sample_bytes)
+
+
 def _tokens(
-    assets: Assets | None, turns: Sequence[Turn], pictures: Sequence[Picture]
+    assets: Assets | None, turns: Sequence[Turn], pictures: Sequence[Picture], videos: Sequence[Clip]
 ) -> tuple[int | None, Mapping[str, Any] | None, tuple[str, ...]]:
     """Return the number of tokens in training, those of the text as they are stored, and special ones in the text."""
     if assets is None:
         return None, None, ()
     try:
-        tokens = assets.chat.text_tokens(turns, num_images=len(pictures))
+        tokens = assets.chat.text_tokens(turns, num_images=len(pictures), num_videos=len(videos))
     except DataError as error:
         raise BadSample(Reason.TEMPLATE, str(error)) from error
-    media = media_tokens([picture.data for picture in pictures], assets.plan, assets.limits.picture_pixels)
+    most_pixels = assets.limits.picture_pixels
+    media = media_tokens([picture.data for picture in pictures], assets.plan, most_pixels)
+    clips = [Video(tuple(frame.data for frame in video.frames), video.fps) for video in videos]
+    media += video_tokens(clips, assets.plan, most_pixels)
     num_tokens = len(tokens.ids) + sum(len(item) - 1 for item in media)
     return num_tokens, to_json(tokens, assets.chat.fingerprint), tokens.typed
 

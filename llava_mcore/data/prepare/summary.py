@@ -14,8 +14,8 @@ from llava_mcore.data.prepare.run import SKIPPED, Result
 
 BAR_WIDTH = 40
 FIGURES: Mapping[str, tuple[str, str]] = {
-    "tokens": ("tokens.png", "tokens of a conversation, pictures included"),
-    "sides": ("pixels.png", "longer side of a picture in pixels"),
+    "tokens": ("tokens.png", "tokens of a conversation, media included"),
+    "sides": ("pixels.png", "longer side of a picture or frame in pixels"),
 }
 
 
@@ -63,6 +63,8 @@ def _totals(results: Sequence[Result]) -> Table:
     table.add_row("skipped", *(f"{c.skipped:,} ({c.skip_rate:.2%})" for c in counts))
     table.add_row("tokens", *(f"{c.tokens.total:,}" if c.tokens.number else "not counted" for c in counts))
     table.add_row("pictures", *(f"{c.pictures:,}" for c in counts))
+    if any(c.videos for c in counts):
+        table.add_row("videos", *(f"{c.videos:,} ({c.frames:,} frames)" for c in counts))
     table.add_row("shards", *(f"{number:,} ({made:,} new)" for number, made in shards))
     table.add_row("size", *(_size(c.bytes) for c in counts))
     table.add_row("seconds", *(f"{s:,.1f}" for s in seconds))

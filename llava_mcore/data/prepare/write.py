@@ -11,6 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Self
 
+from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY, VIDEOS_KEY
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
 from llava_mcore.data.prepare.records import Conversation, Picture
 
@@ -35,12 +36,11 @@ class ShardWriter:
 
     def add(self, conversation: Conversation) -> None:
         """Write one conversation as a sample; its number is its key."""
-        self._add_entry(conversation.row, about(conversation), conversation.pictures)
+        self._add_entry(conversation.row, about(conversation), [conversation])
 
     def add_pack(self, conversations: Sequence[Conversation]) -> None:
-        """Write several as one sample, with the key of the first and pictures numbered through."""
-        pictures = [picture for conversation in conversations for picture in conversation.pictures]
-        self._add_entry(conversations[0].row, {"pack": [about(c) for c in conversations]}, pictures)
+        """Write several as one sample, with the key of the first."""
+        self._add_entry(conversations[0].row, {"pack": [about(c) for c in conversations]}, conversations)
 
     def finish(self) -> str:
         """Close the file, see it safely on disk and give it its name. Returns its SHA-256."""
@@ -63,11 +63,20 @@ class ShardWriter:
         """Return the place in the file."""
         return self._file.tell()
 
-    def _add_entry(self, row: int, content: dict[str, Any], pictures: Sequence[Picture]) -> None:
+    def _add_entry(self, row: int, content: dict[str, Any], conversations: Sequence[Conversation]) -> None:
+        """Write the json, the pictures, and the frames numbered after them."""
         key = f"{row:09d}"
+        pictures = [picture for conversation in conversations for picture in conversation.pictures]
+        videos = list[dict[str, Any]]()
+        for video in (video for conversation in conversations for video in conversation.videos):
+            names = [_part(number, frame) for number, frame in enumerate(video.frames, start=len(pictures))]
+            videos.append({FRAMES_KEY: names} | ({} if video.fps is None else {FPS_KEY: video.fps}))
+            pictures += video.frames
+        if videos:
+            content = content | {VIDEOS_KEY: videos}
         self._add_file(f"{key}.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
         for number, picture in enumerate(pictures):
-            self._add_file(f"{key}.{number}.{picture.extension}", picture.data)
+            self._add_file(f"{key}.{_part(number, picture)}", picture.data)
         self.num_entries += 1
 
     def _add_file(self, name: str, data: bytes) -> None:
@@ -76,8 +85,13 @@ class ShardWriter:
         self._tar.addfile(member, BytesIO(data))
 
 
+def _part(number: int, picture: Picture) -> str:
+    """Return the name of a part."""
+    return f"{number}.{picture.extension}"
+
+
 def about(conversation: Conversation) -> dict[str, Any]:
-    """Return the json part of a conversation."""
+    """Return the json part of a conversation, but for what it says of videos."""
     content: dict[str, Any] = {"messages": [{"role": t.role, "content": t.text} for t in conversation.turns]}
     if conversation.num_tokens is not None:
         content["num_tokens"] = conversation.num_tokens

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.sections.data import LIMITS
+from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY, VIDEOS_KEY, listed_videos
 from llava_mcore.data.prepare.records import BadSample, Reason, Row, Segment
 from llava_mcore.data.prepare.sources.base import Cuts, Scan
 from llava_mcore.data.prepare.sources.lines import decode_row
@@ -66,7 +67,7 @@ class TripleFolder:
                     raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
                 yield Row(index, BadSample(Reason.NO_CONVERSATION, f"{error.filename}: {error.strerror}"))
                 continue
-            yield Row(index, _sample(stem, texts, [str(paths[p]) for p in parts if p.lower() not in TEXT_PARTS]))
+            yield Row(index, _sample(stem, texts, {p: str(paths[p]) for p in parts if p.lower() not in TEXT_PARTS}))
 
 
 @functools.lru_cache(maxsize=1)
@@ -187,21 +188,35 @@ def _tar_sample(stem: str, found: Mapping[str, bytes | NoContents]) -> dict[str,
         return BadSample(Reason.IMAGE_MISSING, "; ".join(empty))
     names = [part for part in parts if part.rpartition(".")[2].lower() in IMAGE_PARTS]
     names.sort(key=lambda part: (int(n) if (n := part.partition(".")[0]).isdecimal() else 0, part))
-    return _sample(stem, parts, [parts[name] for name in names])
+    return _sample(stem, parts, {name: parts[name] for name in names})
 
 
 def _is_used(part: str) -> bool:
     return part.rpartition(".")[2].lower() in (*TEXT_PARTS, *IMAGE_PARTS)
 
 
-def _sample(stem: str, texts: Mapping[str, bytes], pictures: list[Any]) -> dict[str, Any] | BadSample:
-    """Return a row with question, answer and pictures; messages stay what they are."""
+def _sample(stem: str, texts: Mapping[str, bytes], found_pictures: Mapping[str, Any]) -> dict[str, Any] | BadSample:
+    """Return a row with question, answer, pictures and videos; messages stay what they are.
+
+    found_pictures: bytes or path of each picture part, by its name; frames are the parts that "videos" lists.
+    """
     if "json" not in texts:
         return BadSample(Reason.NO_CONVERSATION, f"{stem} has no .json")
     row = decode_row(texts["json"])
     if isinstance(row, BadSample):
         return row
+    try:
+        listed = listed_videos(row.get(VIDEOS_KEY))
+    except DataError as error:
+        return BadSample(Reason.WRONG_TYPE, str(error))
+    frames = {name for video in listed for name in video.frames}
+    pictures = [picture for name, picture in found_pictures.items() if name not in frames]
     found: dict[str, Any] = {"id": stem, "image": pictures} if "messages" not in row else {"images": pictures}
+    if listed:  # what is no part is a path
+        found[VIDEOS_KEY] = [
+            {FRAMES_KEY: [found_pictures.get(name, name) for name in video.frames], FPS_KEY: video.fps}
+            for video in listed
+        ]
     if "txt" in texts:
         try:
             found["answer"] = texts["txt"].decode("utf-8")

@@ -1,0 +1,88 @@
+"""A reference to a video -> its frames as pictures: a list of pictures, or a video file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import unquote
+
+from llava_mcore.config.sections.data import Limits
+from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY, check_fps
+from llava_mcore.data.prepare.pictures import REMOTE, inspect, read_picture
+from llava_mcore.data.prepare.records import BadSample, Clip, Picture, Reason
+from llava_mcore.data.prepare.sampling import Sampling
+from llava_mcore.data.prepare.video_files import decode_video
+from llava_mcore.data.samples import IMAGE_PARTS
+from llava_mcore.errors import DataError
+from llava_mcore.files.regular import RefusedFileError, open_regular_file
+
+
+def read_video(reference: Any, folder: Path, sampling: Sampling, limits: Limits, *, decode: bool = False) -> Clip:
+    """Find a video and return its frames.
+
+    Args:
+        reference: a list of pictures (see `read_picture`), {"frames": such a list, "fps": number}; or a video file:
+            its bytes, {"bytes", "path"}, a path (absolute, or relative to folder) or a file:// URI.
+        sampling: which frames of a video file are kept.
+        decode: decode pictures that are listed, to see whether they are whole.
+
+    Raises:
+        BadSample: it is missing, not on disk, broken, without frames, or its frames are too large or of several sizes.
+        DataError: it is a video file, and PyAV is not installed.
+    """
+    listed, fps = _listed(reference)
+    if listed is None:
+        with _opened(reference, folder) as file:
+            found, fps = decode_video(file, sampling, limits)
+        frames = tuple(Picture(data, *inspect(data)) for data in found)
+    else:
+        frames = tuple(read_picture(frame, folder, decode=decode, limits=limits) for frame in listed)
+    if not frames:
+        raise BadSample(Reason.NO_FRAMES, "a video lists no frames")
+    for number, frame in enumerate(frames):
+        if frame.size != frames[0].size:
+            sizes = " and ".join(f"{width} x {height}" for width, height in (frames[0].size, frame.size))
+            raise BadSample(Reason.FRAME_SIZES, f"frames 0 and {number} of a video have {sizes} pixels")
+    return Clip(frames, fps)
+
+
+def _listed(reference: Any) -> tuple[Sequence[Any] | None, float | None]:
+    """Return the frames that are listed, with their rate; None for a video file."""
+    fps = None
+    if isinstance(reference, Mapping) and reference.get(FRAMES_KEY) is not None:
+        try:
+            fps = check_fps(reference.get(FPS_KEY), "a video")
+        except DataError as error:
+            raise BadSample(Reason.WRONG_TYPE, str(error)) from error
+        reference = reference[FRAMES_KEY]
+        if not isinstance(reference, (list, tuple)):
+            raise BadSample(Reason.WRONG_TYPE, f"the frames of a video are {reference!r:.60}, not a list")
+    return (reference, fps) if isinstance(reference, (list, tuple)) else (None, None)
+
+
+def _opened(reference: Any, folder: Path) -> BinaryIO:
+    if isinstance(reference, Mapping):
+        reference = reference.get("bytes") or reference.get("path") or reference.get("url")
+    if isinstance(reference, (bytes, bytearray)):
+        return BytesIO(reference)
+    if not isinstance(reference, str) or not reference:
+        raise BadSample(Reason.WRONG_TYPE, f"a video is {type(reference).__name__} {reference!r:.60}")
+    if reference.rpartition(".")[2].lower() in IMAGE_PARTS and not reference.lower().endswith(".gif"):
+        advice = 'frames are listed per video, as a list of lists or {"frames": […]}'
+        raise BadSample(Reason.WRONG_TYPE, f"a video is the picture {reference:.120}; {advice}")
+    if reference.startswith("file:"):
+        path = Path(unquote(reference.removeprefix("file:").removeprefix("//").removeprefix("localhost")))
+    elif REMOTE.match(reference):
+        raise BadSample(Reason.VIDEO_REMOTE, f"{reference:.120}; download it first")
+    else:
+        path = folder / reference
+    try:
+        return open_regular_file(path)
+    except RefusedFileError as error:
+        raise BadSample(Reason.VIDEO_MISSING, str(error)) from error
+    except OSError as error:
+        raise BadSample(Reason.VIDEO_MISSING, f"{path}: {error.strerror}") from error
+    except ValueError as error:  # a name that no file can have
+        raise BadSample(Reason.VIDEO_MISSING, f"{path!r:.120}: {error}") from error

@@ -73,8 +73,7 @@ def adaptation_of(
     assert checkpoint is not None, "the rules refuse an adapter on random weights"
     layers = model_layers(hf)
     if stored:
-        plans, base = read_plans(checkpoint, layers), read_base(checkpoint)
-        base = Base(base.found_at(_given_base(load, checkpoint)), base.identity)
+        plans, base = read_plans(checkpoint, layers), base_of(checkpoint, load)
         return Adaptation(plans, layers, base, trained_parameters(plans[0], layers), {}, checkpoint)
     folders = {folder.name: folder for folder in adapter.frozen}
     if adapter.load is None:
@@ -86,6 +85,14 @@ def adaptation_of(
     return Adaptation((first, *others), layers, Base.of(checkpoint), trained_parameters(first, layers), folders)
 
 
-def _given_base(load: Path | None, checkpoint: Path) -> Path | None:
-    """Return the folder to load from if it is the model's; a run may also be told to continue another run's adapter."""
-    return None if load is None or load == checkpoint.parent else load
+def base_of(checkpoint: Path, load: Path | None) -> Base:
+    """Return the weights that a checkpoint's adapters belong to, where they are now.
+
+    Args:
+        load: folder that the run names to load from: the model's, or that of the run whose adapter is continued.
+
+    Raises:
+        CheckpointError: they are not there, or other weights are.
+    """
+    base = read_base(checkpoint)
+    return Base(base.found_at(None if load is None or load == checkpoint.parent else load), base.identity)

@@ -14,6 +14,7 @@ from llava_mcore.adapters.factors import new_factors, part_adapters
 from llava_mcore.adapters.layers import WEIGHT, Linear, ModelLayers
 from llava_mcore.adapters.lora import Division, Factors, LinearAdapter
 from llava_mcore.adapters.plan import LoraPlan
+from llava_mcore.compat.frozen_linears import FrozenProduct
 from llava_mcore.models.language.layers import NormedRowParallelLinear
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_name
@@ -33,11 +34,7 @@ def attach_adapters(
     Adapters do nothing yet: they begin as PEFT's do. Call before the model is wrapped for data parallelism. In a model
     on the meta device adapters are the only ones that have memory.
     """
-    here = {
-        whole_name(model, name).removesuffix(WEIGHT): model.get_submodule(name.removesuffix(WEIGHT))
-        for name, _ in model.named_parameters()
-        if name.endswith(WEIGHT)
-    }
+    here = linear_modules(model)
     for linear in layers.linears:
         chosen = [plan for plan in plans if any(member.name in plan.ranks for member in linear.members)]
         if chosen and linear.name in here:
@@ -45,6 +42,17 @@ def attach_adapters(
             division = _division(module, linear, tp_size, tp_rank)
             adapters = [_new_adapter(model, module, plan, linear, division, seed) for plan in chosen]
             _hook(module, adapters)
+
+
+def linear_modules(model: VisionLanguageModel) -> dict[str, Any]:
+    """Return a stage's modules that have a weight, by the names that they have in the whole model."""
+    with_weight = [(name, module) for name, module in model.named_modules() if hasattr(module, "weight")]
+    return {whole_name(model, name + WEIGHT).removesuffix(WEIGHT): module for name, module in with_weight}
+
+
+def _matrix(module: Any) -> Tensor:
+    """Return a layer's matrix, restored if it is quantized."""
+    return module.make_matrix() if isinstance(module, FrozenProduct) else module.weight.detach()
 
 
 def _division(module: Any, linear: Linear, tp_size: int, tp_rank: int) -> Division:
@@ -56,7 +64,7 @@ def _new_adapter(
     model: VisionLanguageModel, module: Any, plan: LoraPlan, linear: Linear, division: Division, seed: int
 ) -> LinearAdapter:
     """Add one adapter's factors on a layer to the model."""
-    weight: Tensor = module.weight.detach()
+    weight = _matrix(module)
     layout, members = linear.blocks(division.tp_size)
     norms = layout.to_hf(_row_norms(weight, division)) if plan.dora else ()
     rows = [x.shape[0] for x in layout.to_hf(torch.empty(weight.shape[0], 1, device="meta"))]
@@ -92,7 +100,7 @@ def _hook(module: Any, adapters: Sequence[LinearAdapter]) -> None:
     def change(x: Tensor, output: Tensor) -> Tensor:
         bias = _added_bias(module)
         for adapter in adapters:
-            output = adapter(x, output, bias, module.weight.detach(), training=module.training)
+            output = adapter(x, output, bias, lambda: _matrix(module), training=module.training)
         return output
 
     if isinstance(module, NormedRowParallelLinear):

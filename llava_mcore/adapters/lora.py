@@ -15,7 +15,7 @@ of the members that have an adapter.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,14 +73,16 @@ class LinearAdapter:
         self.scaling = {i: plan.scaling(linear.members[i].name) for i in self.factors}
         self.base_squares: Tensor | None = None
 
-    def __call__(self, x: Tensor, output: Tensor, bias: Tensor | None, weight: Tensor, *, training: bool) -> Tensor:
+    def __call__(
+        self, x: Tensor, output: Tensor, bias: Tensor | None, weight: Callable[[], Tensor], *, training: bool
+    ) -> Tensor:
         """Return the layer's output with what the adapter adds.
 
         Args:
             x: what the layer reads: [s, b, h], [s / tp, b, h] before a column-parallel layer with sequence parallelism.
             output: [s, b, o], [s / tp, b, o] after a row-parallel layer with sequence parallelism.
             bias: [o], if it is a part of `output`.
-            weight: [o, h] of the layer.
+            weight: returns the layer's matrix [o, h].
         """
         all_B = self.all_B()
         added = F.linear(self._low_rank(x, training=training), all_B)
@@ -88,7 +90,7 @@ class LinearAdapter:
             added = tensor_parallel.gather_from_tensor_model_parallel_region(added)
         if not self.dora:
             return output + added
-        scale = self._scale(weight, all_B)
+        scale = self._scale(weight(), all_B)
         base = output if bias is None else output - bias
         return output + (scale - 1) * base + scale * added
 

@@ -117,6 +117,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("adapter.modules_to_save", ("--lora-modules-to-save",), many=True),
         Flag("adapter.dora", ("--lora-dora",)),
         Flag("adapter.rslora", ("--lora-rslora",)),
+        Flag("adapter.quantize", ("--lora-quantize",)),
     ),
     "validation": (
         Flag("validation.eval_interval", ("--eval-interval",)),

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from llava_mcore.adapters.record import holds_adapters, read_base
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.config.load import load_run_config
@@ -153,7 +154,7 @@ def _stored_tensor(stored: StoredTensors, key: str, frozen: Mapping[str, bool]) 
 
 def _frozen(run: RunConfig | None) -> dict[str, bool]:
     """Return the parts that the run which wrote the checkpoint did not train; empty without a run."""
-    if run is None:
+    if run is None or run.adapter.is_on:  # beside an adapter, only what is trained is saved
         return dict.fromkeys(_MEGATRON_PARTS.values(), False)
     model = run.model
     return {
@@ -184,6 +185,9 @@ def _origin(checkpoint: Path, run: RunConfig | None) -> list[str]:
         sizes = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
         kind = "with optimizer state" if run.checkpoint.save_optim else "weights only"
         facts.append(f"written by run {run.name} (stage {run.stage}) at tp {sizes[0]} x pp {sizes[1]}, {kind}")
+        if holds_adapters(checkpoint):
+            base = read_base(checkpoint)
+            facts.append(f"adapters only; the model's own weights are in {base.folder} ({base.identity})")
         if run.model.freeze or run.model.unfreeze:
             facts.append(f"frozen by name, which the states below do not show: {run.model.frozen_parts()}")
     if manifest is not None:

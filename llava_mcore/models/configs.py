@@ -93,7 +93,7 @@ class ModelOptions:
 
     `initialize` False leaves the weights as allocated: they are about to be loaded. `on_cpu` allocates nothing on a
     GPU even where there is one. `transformer_impl`: whose layers the decoder and the encoder are made of; checkpoints
-    are the same.
+    are the same. `plain_linears`: the decoder's linear layers are megatron-core's own also among Transformer Engine's.
     """
 
     params_dtype: torch.dtype = torch.float32
@@ -106,6 +106,7 @@ class ModelOptions:
     deterministic: bool = False
     on_cpu: bool = False
     transformer_impl: Literal["transformer_engine", "local"] = "local"
+    plain_linears: bool = False
     attention_backend: Literal["fused", "flash"] | None = None
     fp8: Fp8Options | None = None
     recompute: Recompute | None = None

@@ -85,6 +85,7 @@ class VisionLanguageModel(MegatronModule):
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
+            plain_linears=options.plain_linears,
         )
 
     def forward(

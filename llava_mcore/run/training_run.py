@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llava_mcore.adapters.adaptation import base_of
+from llava_mcore.adapters.record import holds_adapters
 from llava_mcore.checkpoint.choose_start import StartPoint, resumes, start_point
 from llava_mcore.checkpoint.node_local import is_local, unusable_here
 from llava_mcore.checkpoint.verify import damage_found_together
@@ -19,7 +21,7 @@ from llava_mcore.data.encoding.chat_template_file import require_same_template
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.loading.source import noticing_killed_loaders
 from llava_mcore.data.loading.validation_data import ValidationData
-from llava_mcore.errors import LlavaMcoreError, problems
+from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
 from llava_mcore.launch.process import StopSignals
 from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
 from llava_mcore.parallel.random import seed_everything
@@ -117,8 +119,18 @@ def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = la
                 continue
         problem = damage_found_together(groups, checkpoint) if verify else None
         if problem is None:
+            if verify and holds_adapters(checkpoint):
+                _verify_base(run, groups, checkpoint)
             return start
         damaged[checkpoint] = problem
+
+
+def _verify_base(run: RunConfig, groups: Groups, checkpoint: Path) -> None:
+    """Raise CheckpointError on all ranks if the model that an adapter belongs to is missing, another, or damaged."""
+    base = decided_by_first_rank(groups, lambda: base_of(checkpoint, run.checkpoint.load).folder)
+    problem = damage_found_together(groups, base)
+    if problem is not None:
+        raise CheckpointError(f"{base}: {problem}", on_all_ranks=True)
 
 
 def _join_world(run: RunConfig) -> Groups:

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from llava_mcore.adapters.adaptation import Adaptation, adaptation_of
 from llava_mcore.adapters.attach import attach_adapters
 from llava_mcore.adapters.peft_weights import load_peft_folder
+from llava_mcore.adapters.quantize import quantize_model
 from llava_mcore.adapters.state import load_adapters
 from llava_mcore.batch_fields import Fields
 from llava_mcore.checkpoint.choose_start import StartPoint
@@ -81,7 +82,7 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     models = build_models(run, groups, hf, trained, initialize=start.checkpoint is None)
     # Also before a resume: the optimizer's fp32 copies come from these.
     if adaptation is not None:
-        load_adapted(models, adaptation, groups, seed=run.training.seed)
+        load_adapted(models, adaptation, groups, quantize=run.adapter.quantize, seed=run.training.seed)
     elif start.checkpoint is not None:
         load_checkpoint(models, start.checkpoint, groups.rank)
     # The first chunk's buckets overlap with its own backward pass; those of the others with earlier chunks' passes.
@@ -108,9 +109,13 @@ def load_checkpoint(models: Sequence[VisionLanguageModel], checkpoint: Path, ran
         load_weights(models, checkpoint)
 
 
-def load_adapted(models: Sequence[VisionLanguageModel], adaptation: Adaptation, groups: Groups, *, seed: int) -> None:
+def load_adapted(
+    models: Sequence[VisionLanguageModel], adaptation: Adaptation, groups: Groups, *, quantize: str, seed: int
+) -> None:
     """Load the model that adapters belong to, add them, and load what they begin with; a collective call."""
     load_checkpoint(models, adaptation.base.folder, groups.rank)
+    if quantize != "none":
+        quantize_model(models, adaptation.layers, quantize, groups)
     for model in models:
         attach_adapters(
             model, adaptation.plans, adaptation.layers, tp_size=groups.tp_size, tp_rank=groups.tp_rank, seed=seed
@@ -147,7 +152,8 @@ def build_models(
         set_trained(model, trained)
         if options.transformer_impl == "transformer_engine":
             fuse_weight_gradients(model)
-        model.to(groups.device)
+        if not options.plain_linears:  # else it is quantized first
+            model.to(groups.device)
     return models
 
 
@@ -158,6 +164,8 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         params_dtype=params_dtype(run),
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
+        on_cpu=run.adapter.quantize != "none",
+        plain_linears=run.adapter.quantize != "none",
         stages=stages(run, groups, hf.text_config.num_hidden_layers),
         sequence_parallel=run.parallel.sequence_parallel,
         attention_backend=model.attention_backend,

@@ -119,3 +119,30 @@ def curves(tp: int, pp: int, checkpoint: str, save_dir: str, fp8: bool = True) -
         flags = {"training.fp8_recipe": "tensorwise", **ends}
         runs["tensorwise, ends in bf16"] = (checkpoint, MIXED, BF16 | FP8 | flags)
     return run_all(join(tp, pp), runs, save_dir)
+
+
+def adapters(tp: int, checkpoint: str, save_dir: str) -> dict[str, dict[str, list[float]]]:
+    """Train adapters on torch's layers and on Transformer Engine's, whose norms are inside their matrices."""
+    lora = BF16 | {
+        "adapter.r": 8,
+        "adapter.vision_r": 4,
+        "adapter.projection_r": 4,
+        "model.freeze_vision_model": True,
+        "parallel.sequence_parallel": tp > 1,
+        "parallel.use_distributed_optimizer": True,
+    }
+    dora, nf4 = lora | {"adapter.dora": True}, lora | {"adapter.quantize": "nf4"}
+    runs = {
+        "local": (checkpoint, MIXED, lora),
+        "te": (checkpoint, MIXED, lora | TE),
+        "packed te": (checkpoint, MIXED, lora | TE),
+        "recomputed te": (checkpoint, MIXED, lora | TE | {"model.recompute": "full"}),
+        "local dora": (checkpoint, MIXED, dora),
+        "te dora": (checkpoint, MIXED, dora | TE),
+        "local nf4": (checkpoint, MIXED, nf4),
+        "te nf4": (checkpoint, MIXED, nf4 | TE),
+        "te fp8 weights": (checkpoint, MIXED, lora | TE | {"adapter.quantize": "fp8"}),
+    }
+    for recipe in ("delayed", "tensorwise", "blockwise"):
+        runs[recipe] = (checkpoint, MIXED, lora | FP8 | {"training.fp8_recipe": recipe})
+    return run_all(join(tp, 1), runs, save_dir)

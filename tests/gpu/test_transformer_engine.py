@@ -78,6 +78,22 @@ def test_training(torchs: tuple[str, list[float]], tmp_path: Path, tp: int, pp: 
             assert worst < allowed, (name, run, truth)
 
 
+@pytest.mark.parametrize("tp", (1, 2)[:NUM_GPUS])
+def test_adapters(torchs: tuple[str, list[float]], tmp_path: Path, tp: int) -> None:
+    """On Transformer Engine's layers adapters read what the norm inside gives, also with FP8 and quantized matrices."""
+    checkpoint, _ = torchs
+    runs = run_world(tp, "tests.gpu.te_checks:adapters", tp=tp, checkpoint=checkpoint, save_dir=str(tmp_path))[0]
+    for name, run in runs.items():
+        truth = runs[next(kind for kind in ("local dora", "local nf4", "local") if kind.removeprefix("local") in name)]
+        pairs = list(zip(run["loss"], truth["loss"], strict=True))
+        worst = max(abs(a - b) / b for a, b in pairs)
+        norm = abs(run["grad_norm"][0] / truth["grad_norm"][0] - 1)
+        print(tp, name, f"worst relative loss difference {worst:.1e}, first gradient norm {norm:.1e}")
+        assert all(map(math.isfinite, run["loss"] + run["grad_norm"]))
+        coarse = name in ("delayed", "tensorwise", "blockwise", "te fp8 weights")
+        assert worst < (0.05 if coarse else 0.01) and norm < (0.2 if coarse else 0.05), (name, run, truth)
+
+
 def test_every_gradient(torchs: tuple[str, list[float]], tmp_path: Path) -> None:
     """Of each parameter by itself: what is wrong with a bias's is not seen in a loss of bf16."""
     checkpoint, _ = torchs

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.save_and_load import load_peft_weights, set_peft_model_state_dict
+from transformers import BitsAndBytesConfig
 
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
@@ -21,6 +22,19 @@ TOWER, PROJECTOR, TEXT = "model.vision_tower", "model.multi_modal_projector", "m
 def open_hf(folder: Path) -> Any:
     """Return transformers' model of a folder, fp32."""
     return architecture_of(load_hf_config(folder)).model_class.from_pretrained(folder, dtype=torch.float32)
+
+
+def open_hf_in_4_bits(folder: Path) -> Any:
+    """Return transformers' model of a folder with the language model's layers in NF4, computing in fp32."""
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=[TOWER, PROJECTOR, "lm_head"],
+    )
+    kind = architecture_of(load_hf_config(folder)).model_class
+    return kind.from_pretrained(folder, quantization_config=config, dtype=torch.float32, device_map="cpu")
 
 
 def make_peft_folder(hf: Path, folder: Path, *, seed: int = 0, **options: Any) -> Path:
@@ -59,12 +73,15 @@ def used_linears(hf: Path, parts: Sequence[str]) -> list[str]:
     return [n for n in names if not (n.startswith(TOWER) and f"layers.{vision_layers}." in n)]
 
 
-def train_peft(hf: Path, folder: Path, rates: Sequence[float], *, decay: float, text_only: set[int]) -> Any:
-    """Train an adapter with torch's AdamW; return losses and gradient norms, and leave the adapter in `folder`-trained.
+def train_peft(
+    hf: Path, folder: Path, rates: Sequence[float], *, decay: float, text_only: set[int], in_4_bits: bool = False
+) -> Any:
+    """Train an adapter with torch's AdamW; return losses and gradient norms.
 
     rates: learning rate of every step.
     """
-    model = PeftModel.from_pretrained(open_hf(hf), folder, is_trainable=True).train()
+    opened = open_hf_in_4_bits(hf) if in_4_bits else open_hf(hf)
+    model = PeftModel.from_pretrained(opened, folder, is_trainable=True).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": decay},
@@ -86,5 +103,4 @@ def train_peft(hf: Path, folder: Path, rates: Sequence[float], *, decay: float, 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    model.save_pretrained(f"{folder}-trained")
     return {"loss": losses, "grad_norm": norms}

@@ -41,6 +41,8 @@ def curves(
         "pictures only": (checkpoint, set(), some),
         "bf16": (checkpoint, mixed, some | {"training.precision": "bf16"}),
     }
+    if tp == 1:  # the model's rows are a block long
+        runs["nf4"] = (checkpoint, mixed, adapter_flags(tp, dp, adapters["lora"]) | {"adapter.quantize": "nf4"})
     everywhere = {"adapter.r": 4, "adapter.vision_r": 2, "adapter.projection_r": 3, "adapter.dora": True}
     for name, other in classes.items():
         runs[name] = (other, mixed, adapter_flags(tp, dp) | short | everywhere | {"adapter.bias": "lora_only"})

@@ -97,6 +97,17 @@ def test_twenty_steps_are_those_of_peft(results: Any, peft: Any, kind: str, layo
     assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2)])
+def test_qlora_trains_as_peft_on_a_model_in_4_bits(results: Any, folders: Path, layout: tuple[int, int, int]) -> None:
+    here = results(layout)["nf4"]
+    reference = train_peft(
+        folders / "hf", folders / "lora", here["lr"], decay=DECAY, text_only=TEXT_ONLY, in_4_bits=True
+    )
+    assert here["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+    full = results(layout)["lora"]["loss"]
+    assert here["loss"] == pytest.approx(full, rel=0.05) and here["loss"] != pytest.approx(full, rel=1e-3)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packing_and_recomputation_change_nothing(results: Any, layout: tuple[int, int, int]) -> None:
     here, reference = results(layout), results((1, 1, 1))

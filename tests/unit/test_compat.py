@@ -29,6 +29,7 @@ from llava_mcore.compat import (
     energon_memory,
     energon_names,
     energon_repeat,
+    frozen_linears,
     megatron,
     megatron_layers,
     megatron_optimizer,
@@ -132,6 +133,14 @@ def test_layers_of_another_megatron_core_are_noticed() -> None:
         megatron_layers.set_rotary_factor(layer, 1.0)
     with pytest.raises(AttributeError, match="has built a Linear: Conv1d is not a subclass of it"):
         megatron_layers.change_class(layer, torch.nn.Conv1d)
+
+
+def test_linear_layers_that_multiply_elsewhere_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AttributeError, match="expected one of megatron-core's linear layers, found a Linear"):
+        frozen_linears.freeze_with(torch.nn.Linear(2, 2), lambda: torch.ones(2, 2))
+    monkeypatch.setattr(frozen_linears, "RowParallelLinear", Changed)
+    with pytest.raises(AttributeError, match="has no '_forward_impl'"):
+        frozen_linears.freeze_with(Changed(), lambda: torch.ones(2, 2))
 
 
 def test_attention_of_another_megatron_core_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

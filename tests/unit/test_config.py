@@ -108,6 +108,7 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--lora-modules-to-save lm_head", "adapter.modules_to_save", ("lm_head",)),
     ("--lora-dora", "adapter.dora", True),
     ("--lora-rslora", "adapter.rslora", True),
+    ("--lora-quantize nf4", "adapter.quantize", "nf4"),
     ("--deterministic", "training.deterministic", True),
     ("--train-samples 900", "training.train_samples", 900),
     ("--rampup-batch-size 2,2,100", "training.rampup_batch_size", "2,2,100"),

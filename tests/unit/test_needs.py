@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "adapter.bias": ("all", ["adapter.r=4"]),
     "adapter.modules_to_save": ("lm_head", ["adapter.r=4"]),
     "adapter.name": ("mine", ["adapter.load=/d"]),
+    "adapter.quantize": ("nf4", ["adapter.r=4"]),
     "adapter.frozen": ("/d", ["adapter.r=4"]),
     "parallel.sequence_parallel": ("true", ["parallel.tensor_model_parallel_size=2"]),
     "parallel.num_layers_in_first_pipeline_stage": ("2", ["parallel.pipeline_model_parallel_size=2"]),

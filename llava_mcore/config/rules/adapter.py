@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.sections.adapter import is_adapter_name
 
 _INSTEAD = "with an adapter the model is frozen: omit it, or name what to train in full with --lora-modules-to-save"
 
@@ -22,6 +23,9 @@ def check_adapter(run: RunConfig) -> Iterator[str]:
     names = [adapter.name, *(folder.name for folder in adapter.frozen)]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"several adapters are called {name}: rename a folder of adapter.frozen, or change adapter.name"
+    for folder in adapter.frozen:
+        if not is_adapter_name(folder.name):
+            yield f"{folder}: its name is the adapter's, so it may hold letters, digits, '-' and '_' only: rename it"
     for key, is_set in (
         ("model.freeze", bool(model.freeze)),
         ("model.unfreeze", bool(model.unfreeze)),
@@ -31,6 +35,8 @@ def check_adapter(run: RunConfig) -> Iterator[str]:
             yield f"{key}: {_INSTEAD}"
     if adapter.dora and adapter.dropout:
         yield "--lora-dora together with --lora-dropout is not supported: omit one of them"
+    if adapter.quantize != "none" and run.training.fp8:
+        yield "--lora-quantize restores matrices in half precision, and --fp8 multiplies in FP8: omit one of them"
     if run.checkpoint.init:
         yield "--init makes a random model, and an adapter belongs to a trained one: give --megatron-load-dir instead"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -13,10 +14,15 @@ ALL_LINEAR = "all-linear"
 Rank = Annotated[int, Field(ge=1, le=4096)]
 
 
+def is_adapter_name(value: str) -> bool:
+    """Return whether a text can be an adapter's name."""
+    return re.fullmatch(r"[A-Za-z0-9_-]{1,100}", value) is not None
+
+
 def _adapter_name(value: str) -> str:
     """The name is a part of tensors' names, where dots separate modules."""
-    if not value.isidentifier():
-        raise ValueError("expected letters, digits and underscores, not starting with a digit")
+    if not is_adapter_name(value):
+        raise ValueError("expected letters, digits, '-' and '_'")
     return value
 
 
@@ -41,6 +47,9 @@ class AdapterConfig(Section):
     """DoRA: also train the length of every row of the adapted matrices."""
     rslora: bool = False
     """rsLoRA: divide by the square root of the rank, so that a larger rank does not weaken what is learned."""
+    quantize: Literal["none", "nf4", "fp8"] = "none"
+    """Keep the frozen language model's matrices in 4 bits (nf4: QLoRA, double quantization, as bitsandbytes), or in 8
+    (fp8: e4m3, one scale for 128 numbers). They are restored for each product."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases of the model that are trained: none, all, or those of the layers with an adapter."""
     modules_to_save: Annotated[tuple[str, ...], BeforeValidator(comma_separated)] = ()

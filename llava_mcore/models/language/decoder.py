@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -28,6 +29,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from llava_mcore.compat.megatron_layers import change_class, set_frequencies, set_rotary_factor
+from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import SDPAttention, sees_window
 from llava_mcore.models.language.layers import NormedRowParallelLinear, TwoRopeSelfAttention
@@ -43,13 +45,18 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_model_parall
 
 
 def block_spec(
-    config: TransformerConfig, shape: DecoderShape, vp_stage: int | None
+    config: TransformerConfig, shape: DecoderShape, vp_stage: int | None, *, plain_linears: bool = False
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return what a stage's layers are made of: Transformer Engine's, or torch's for a machine without it."""
+    """Return what a stage's layers are made of: Transformer Engine's, or torch's for a machine without it.
+
+    Args:
+        plain_linears: megatron-core's own linear layers, with norms before them, also among Transformer Engine's.
+    """
     if config.transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(
+        spec = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
         )
+        return with_plain_linears(spec) if plain_linears else spec
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
     attention = layer.self_attention.submodules
@@ -65,6 +72,17 @@ def block_spec(
             submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=NormedRowParallelLinear),
         )
     return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage), layer_norm=TorchNorm)
+
+
+def with_plain_linears(spec: ModuleSpec) -> ModuleSpec:
+    """Return Transformer Engine's layer with its norms and attention, but megatron-core's own linear layers."""
+    layer = spec.submodules
+    attention, mlp = layer.self_attention.submodules, layer.mlp.keywords["submodules"]
+    layer.input_layernorm = layer.pre_mlp_layernorm = TENorm
+    attention.linear_qkv, attention.linear_proj = ColumnParallelLinear, RowParallelLinear
+    mlp.linear_fc1, mlp.linear_fc2 = ColumnParallelLinear, RowParallelLinear
+    layer.sharded_state_dict_keys_map = FUSED_NORMS
+    return spec
 
 
 class LanguageModel(GPTModel):
@@ -85,10 +103,11 @@ class LanguageModel(GPTModel):
         pre_process: bool,
         post_process: bool,
         vp_stage: int | None = None,
+        plain_linears: bool = False,
     ) -> None:
         super().__init__(
             config,
-            block_spec(config, shape, vp_stage),
+            block_spec(config, shape, vp_stage, plain_linears=plain_linears),
             vocab_size=num_rows,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=pre_process,

@@ -1,0 +1,187 @@
+"""Matrices in fewer bits: NF4 with double quantization (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), and FP8.
+
+NF4's codes are those that bitsandbytes gives each Hugging Face matrix, bit for bit, at every tensor-parallel size:
+blocks of 64 numbers lie in a row, and the blocks of 256 scales are those of the whole matrix, which ranks put together.
+
+o: outputs of a megatron-core layer on this rank, h: its inputs on this rank, n: blocks of a row on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from llava_mcore.adapters.layers import Linear
+from llava_mcore.errors import ConfigError
+
+NF4_BLOCK, SCALE_BLOCK, FP8_BLOCK = 64, 256, 128
+_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+
+Gather = Callable[[Tensor], list[Tensor]]
+"""Returns the tensors of all tensor-parallel ranks."""
+
+
+class Quantized(Protocol):
+    """A matrix that is kept in fewer bits. `num_weights`, `num_bytes`: of this rank's part."""
+
+    @property
+    def num_weights(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def dequantize(self) -> Tensor:
+        """Return [o, h] in the dtype of computation."""
+        ...
+
+
+@dataclass(frozen=True)
+class Nf4:
+    """`codes` [o, h / 2] two to a byte, `scale_codes` [o, n]; `scales` of blocks of scales, of all members.
+
+    Row i's scales are numbers `position[i]` and following of its member's, whose blocks begin at `first_scale[i]`, and
+    whose mean is `offset[i]`.
+    """
+
+    codes: Tensor
+    scale_codes: Tensor
+    scales: Tensor
+    position: Tensor
+    first_scale: Tensor
+    offset: Tensor
+    map: Tensor
+    dtype: torch.dtype
+
+    @property
+    def num_weights(self) -> int:
+        return 2 * self.codes.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        found = (self.codes, self.scale_codes, self.scales, self.position, self.first_scale, self.offset)
+        return sum(x.nbytes for x in found)
+
+    def absmax(self) -> Tensor:
+        """Return the largest number of every block, [o, n], as bitsandbytes restores it."""
+        count = self.scale_codes.shape[1]
+        number = self.position[:, None] + torch.arange(count, device=self.position.device)
+        scale = self.scales[self.first_scale[:, None] + number // SCALE_BLOCK]
+        return self.map[self.scale_codes.int()] * scale + self.offset[:, None]
+
+    def dequantize(self) -> Tensor:
+        """Return [o, h] in the dtype of computation."""
+        rows, half = self.codes.shape
+        return torch.ops.bitsandbytes.dequantize_4bit.default(
+            self.codes.view(-1, 1), self.absmax().flatten(), NF4_BLOCK, "nf4", [rows, 2 * half], self.dtype
+        )
+
+
+def to_nf4(weight: Tensor, linear: Linear, tp_size: int, tp_rank: int, gather: Gather) -> Nf4:
+    """Quantize a rank's part of a layer; a collective call.
+
+    Raises:
+        ConfigError: blocks would cross the borders of ranks or rows.
+    """
+    from bitsandbytes import functional  # of the extra `qlora`
+
+    check_block(weight, linear, NF4_BLOCK, tp_size)
+    layout, members = linear.blocks(tp_size)
+    parts = layout.to_hf(weight)
+    quantized = [functional.quantize_4bit(x.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4") for x in parts]
+    codes = [packed.view(len(x), -1) for (packed, _), x in zip(quantized, parts, strict=True)]
+    absmax = [state.absmax.view(len(x), -1) for (_, state), x in zip(quantized, parts, strict=True)]
+    columns: dict[str, list[Tensor]] = {name: [] for name in ("scale_codes", "position", "first_scale", "offset")}
+    scales: list[Tensor] = []
+    map_of_scales = weight.new_empty(0)
+    for member in dict.fromkeys(members):
+        own = [absmax[i] for i, owner in enumerate(members) if owner == member]
+        whole = _whole(own, linear, gather)
+        offset = whole.mean()
+        scale_codes, state = functional.quantize_blockwise(whole.flatten() - offset, blocksize=SCALE_BLOCK)
+        map_of_scales = state.code
+        for rows, first_column in _own_rows(own, whole, linear, tp_size, tp_rank):
+            part = scale_codes.view_as(whole)[rows, first_column : first_column + own[0].shape[1]]
+            columns["scale_codes"].append(part)
+            columns["position"].append(rows * whole.shape[1] + first_column)
+            columns["first_scale"].append(torch.full_like(rows, sum(map(len, scales))))
+            columns["offset"].append(offset.expand(len(rows)))
+        scales.append(state.absmax)
+    ordered = {name: layout.to_megatron(*found).contiguous() for name, found in columns.items()}
+    return Nf4(
+        codes=layout.to_megatron(*codes).contiguous(),
+        scales=torch.cat(scales),
+        map=map_of_scales,
+        dtype=weight.dtype,
+        **ordered,
+    )
+
+
+def _whole(own: list[Tensor], linear: Linear, gather: Gather) -> Tensor:
+    """Return the scales of a whole Hugging Face matrix, of a rank's parts of its blocks of rows."""
+    if linear.is_row_parallel:
+        return torch.cat(gather(own[0]), dim=1)
+    return torch.cat([x for block in own for x in gather(block)])
+
+
+def _own_rows(own: list[Tensor], whole: Tensor, linear: Linear, tp_size: int, tp_rank: int) -> list[tuple[Tensor, int]]:
+    """Return which rows of the whole matrix a rank's blocks are, and the first column."""
+    if linear.is_row_parallel:
+        return [(torch.arange(len(whole), device=whole.device), tp_rank * own[0].shape[1])]
+    found, start = [], 0
+    for block in own:
+        found.append((torch.arange(len(block), device=whole.device) + start + tp_rank * len(block), 0))
+        start += tp_size * len(block)
+    return found
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """`codes` [o, h] in e4m3; `scales` [o, n]: what blocks of 128 numbers of a row are multiplied by."""
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def num_weights(self) -> int:
+        return self.codes.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def dequantize(self) -> Tensor:
+        """Return [o, h] in the dtype of computation."""
+        blocks = self.codes.to(self.dtype).unflatten(1, (self.scales.shape[1], -1))
+        return (blocks * self.scales[..., None].to(self.dtype)).flatten(1)
+
+
+def to_fp8(weight: Tensor, linear: Linear, tp_size: int, tp_rank: int, gather: Gather) -> Fp8:
+    """Quantize a rank's part of a layer.
+
+    Raises:
+        ConfigError: blocks would cross the borders of ranks or rows.
+    """
+    check_block(weight, linear, FP8_BLOCK, tp_size)
+    blocks = weight.float().unflatten(1, (-1, FP8_BLOCK))
+    # Rounded to the dtype that they are used in, so that codes are made with the scale that undoes them.
+    scales = (blocks.abs().amax(-1).clamp(min=1e-12) / _LARGEST_FP8).to(weight.dtype).float()
+    codes = (blocks / scales[..., None]).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
+    return Fp8(codes.flatten(1), scales, weight.dtype)
+
+
+def check_block(weight: Tensor, linear: Linear, block: int, tp_size: int) -> None:
+    """Raise ConfigError unless a rank's part of every row holds whole blocks."""
+    if weight.shape[1] % block:
+        name = linear.members[0].name
+        size = weight.shape[1] * (tp_size if linear.is_row_parallel else 1)
+        where = f" on each of {tp_size} tensor-parallel ranks" if linear.is_row_parallel and tp_size > 1 else ""
+        raise ConfigError(
+            f"--lora-quantize: the {size} inputs of {name} are no whole number of blocks of {block}{where}: use "
+            f"{'a smaller --tp, or ' if where else ''}another format, or omit it"
+        )
+
+
+QUANTIZERS: dict[str, Any] = {"nf4": to_nf4, "fp8": to_fp8}

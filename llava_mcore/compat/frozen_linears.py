@@ -1,0 +1,68 @@
+"""megatron-core's linear layers with a matrix that is not a parameter.
+
+megatron-core (0.19.2) multiplies in `_forward_impl`, after it has looked for `weight`; everything else, such as what
+crosses ranks, stays as it is. Import `llava_mcore.parallel` first, as for megatron.core itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from llava_mcore.compat.required import required
+
+MakeMatrix = Callable[[], Tensor]
+
+
+class _Product(torch.autograd.Function):
+    """x W', where W [o, h] is made when it is needed and never kept; no gradient of W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, make: MakeMatrix, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.make, ctx.group = make, group
+        y = torch.matmul(x, make().t())
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = torch.matmul(gradients[0], ctx.make())
+        if ctx.group is not None:
+            dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None, None, None
+
+
+class FrozenProduct:
+    """Beside one of megatron-core's linear layers among the base classes: multiplies with a matrix that it makes."""
+
+    make_matrix: MakeMatrix
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **given: Any) -> Tensor:
+        """Return [s, b, o] (called by megatron-core). `weight`: only there because it asks for one."""
+        if given["sequence_parallel"]:
+            input = gather_from_sequence_parallel_region(
+                input, tensor_parallel_output_grad=True, group=given["tp_group"]
+            )
+        group = given["tp_group"] if given["allreduce_dgrad"] else None
+        return _Product.apply(input, self.make_matrix, given["bias"], group)
+
+
+def freeze_with(layer: nn.Module, make_matrix: MakeMatrix) -> None:
+    """Replace a layer's matrix by one that is made when it is needed.
+
+    Raises:
+        AttributeError: not one of megatron-core's own linear layers, or it multiplies elsewhere now.
+    """
+    kind = type(layer)
+    if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+        raise AttributeError(f"expected one of megatron-core's linear layers, found a {kind.__qualname__}")
+    required(kind, "_forward_impl")
+    del layer.weight
+    vars(layer)["weight"] = torch.empty(0)
+    vars(layer)["make_matrix"] = make_matrix
+    layer.__class__ = type(f"Frozen{kind.__name__}", (FrozenProduct, kind), {})

@@ -210,13 +210,17 @@ def _video_problems(config: PretrainedConfig, processor: ProcessorMixin, size: S
     frames = torch.zeros(2, 3, *size, dtype=torch.uint8)
     ids = processor(videos=[frames], text=processor.video_token, do_sample_frames=False)["input_ids"][0]
     placeholders = list(ids).count(config.video_token_id)
-    videos = processor.video_processor
-    how = Processing(processor.tokenizer, processor.image_processor, {}, videos)
-    (tokens,) = architecture_of(config).media(config, how).video_tokens([VideoShape(2, *size)])
-    expected = int((tokens.ids == config.video_token_id).sum())
+    expected = _video_placeholders(config, processor, VideoShape(2, *size))
     if placeholders == expected:
         return []
     return [f"processor: {placeholders} placeholders for a video, but the model computes {expected} features"]
+
+
+def _video_placeholders(config: PretrainedConfig, processor: ProcessorMixin, shape: VideoShape) -> int:
+    """Return the number of placeholders that the model needs for a video."""
+    how = Processing(processor.tokenizer, processor.image_processor, {}, processor.video_processor)
+    (tokens,) = architecture_of(config).media(config, how).video_tokens([shape])
+    return int((tokens.ids == config.video_token_id).sum())
 
 
 def placeholders_of(config: PretrainedConfig, processor: ProcessorMixin, size: Size) -> int:
@@ -284,5 +288,8 @@ def _say_features(
     if pinpoints := kind.pinpoints(config.vision_config):
         most = max(placeholders_of(config, processor, (height, width)) for height, width in pinpoints)
         tokens += f", about {most} for a picture with the largest grid"
+    if architecture_of(config).takes_videos:
+        one, two = (_video_placeholders(config, processor, VideoShape(n, 64, 64)) for n in (1, 2))
+        tokens += f", {two - one} per frame of a video"
     say(f"  features: hidden state {layers}{expanded}, strategy {plan.strategy}: {tokens}")
     say(f"projector: {input_width} -> {config.text_config.hidden_size}, new weights from seed {options.seed}")

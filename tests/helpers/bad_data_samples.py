@@ -156,6 +156,10 @@ LONG = messages(("user", "why? " * 5), ANSWERED)
 TWO = messages(("user", "<image> or <image>?"), ("assistant", "no"))
 
 
+CLIP = messages(("user", "<video>What is this?"), ANSWERED)
+FILM: Parts = {"json": CLIP | {"videos": [["0.jpg"]]}, "0.jpg": picture()}
+
+
 def old(parts: Parts, dataset_yaml: str = CRUDE) -> Callable[[Path], Path]:
     return one_sample(parts, base=OLD, dataset_yaml=dataset_yaml)
 
@@ -172,6 +176,12 @@ FORMS = [
     BadData("pictures without numbers", one_sample({"b.jpg": picture()}), "skip", "several pictures must be numbered"),
     BadData("number twice", one_sample({"0.png": picture("PNG")}), "skip", "several pictures must be numbered"),
     BadData("a number left out", one_sample({"json": TWO, "2.jpg": picture()}), "fine"),
+    BadData("video", one_sample(FILM), "skip", "it has a video, but LlavaForCond.* takes no videos; classes that do: "),
+    BadData("video mark alone", said(("user", "<video>"), ANSWERED), "skip", "1 <video> in the .*, but 0 videos"),
+    BadData(
+        "video file", one_sample(FILM | {"json": CLIP | {"videos": ["a.mp4"]}}), "skip", "a shard holds the frames"
+    ),
+    BadData("video, frame missing", one_sample(FILM | {"0.jpg": None}), "skip", "there is no part '0.jpg', found"),
     BadData("pack no list", one_sample({"json": {"pack": 3}}), "skip", '"pack" must be a list', packing=True),
     BadData("pack empty", packed(), "skip", '"pack" must be a list', packing=True),
     BadData("pack with a bad member", packed({"messages": []}), "skip", "must be a list that is not", packing=True),

@@ -90,8 +90,8 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         most = self.data.max_media_tokens
         if most is not None and num_patches > most:
             raise TooLongError(
-                f"its pictures have {num_patches} patches, but data.max_media_tokens is {most}; raise that, or leave "
-                "such samples out"
+                f"its pictures and frames have {num_patches} patches, but data.max_media_tokens is {most}; raise that, "
+                "or leave such samples out"
             )
         if tokens.num_tokens > self.data.seq_length:
             raise DataError(

@@ -189,3 +189,6 @@ def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFix
     assert main([*argv, "llava_next"]) == 0
     said = capsys.readouterr().out
     assert "16 tokens per tile, about 88 for a picture with the largest grid" in said and "image_newline" in said
+    argv[1] = str(tmp_path / "onevision")
+    assert main([*argv, "llava_onevision"]) == 0
+    assert "for a picture with the largest grid, 4 per frame of a video" in capsys.readouterr().out

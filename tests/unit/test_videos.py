@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +29,7 @@ from llava_mcore.errors import DataError
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.media import MediaTokens, Processing, VideoShape
 from llava_mcore.pixels import normalize
+from tests.helpers.cases import media_plan
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
 from tests.helpers.videos import as_arrays, noise, video
 
@@ -216,8 +216,9 @@ def test_the_tokenizer_and_the_config_must_name_the_same_token(hf: Path, tmp_pat
     assert load_assets(copy).no_videos == "video_token_id is 9 in config.json, but <video> is 5"
 
 
-def test_a_video_is_pooled_to_a_quarter(assets: Assets) -> None:
+def test_tokens_of_onevisions_own_geometry() -> None:
     """The number that docs/data.md gives."""
-    (tokens,) = assets.plan.video_tokens([VideoShape(8, 480, 640)])
-    side = math.ceil(4 / 2)
-    assert len(tokens) == 8 * side**2 + 1
+    config = LlavaOnevisionConfig(vision_config=SiglipVisionConfig(image_size=384, patch_size=14))
+    config.vision_feature_select_strategy = "full"
+    (tokens,) = media_plan(config).video_tokens([VideoShape(8, 480, 640)])
+    assert len(tokens) == 8 * 14 * 14 + 1 == 1569

@@ -209,6 +209,32 @@ def test_a_template_without_videos(hf: Path, tmp_path: Path) -> None:
     assert made(assets, [noise(9, 9)], [], "<image>What?").media
 
 
+MEDIA_FIRST = (
+    "{% for m in messages %}{{ m.role }}: {% for kind in ('image', 'video') %}{% for p in m.content %}"
+    "{% if p.type == kind %}<{{ kind }}>\n{% endif %}{% endfor %}{% endfor %}"
+    "{% for p in m.content if p.type == 'text' %}{% if m.role == 'assistant' %}{% generation %}{{ p.text }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+"""As llava-hf's own template: in each turn first all pictures, then all videos, then the text."""
+
+
+def test_a_template_that_moves_media(hf: Path, tmp_path: Path) -> None:
+    """Each kind keeps its order, and every placeholder gets its own."""
+    (tmp_path / "first.jinja").write_text(MEDIA_FIRST)
+    assets = load_assets(hf, chat_template=str(tmp_path / "first.jinja"))
+    images, videos = [noise(60, 140), noise(30, 31, 1)], [video(2), video(4, seed=9)]
+    found = made(assets, images, videos, "<video>A <image> b <video> c <image>")
+    assert [span.data for span in found.media] == [*images, *videos]
+    processor, parts = AutoProcessor.from_pretrained(hf), ("video", "A", "image", "b", "video", "c", "image")
+    said = {"A": "A ", "b": " b ", "c": " c "}
+    content = [{"type": "text", "text": said[p]} if p in said else {"type": p} for p in parts]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "This."}]}
+    text = processor.apply_chat_template([{"role": "user", "content": content}, answer], chat_template=MEDIA_FIRST)
+    opened = [[Image.open(io.BytesIO(data)) for data in images]]
+    theirs = processor(text=text, images=opened, videos=[as_arrays(clip) for clip in videos])
+    assert found.input_ids.tolist() == theirs["input_ids"][0]
+
+
 def test_the_tokenizer_and_the_config_must_name_the_same_token(hf: Path, tmp_path: Path) -> None:
     copy = copied(hf, tmp_path, lambda c: None)
     config = json.loads((copy / "config.json").read_text())

@@ -110,7 +110,7 @@ def tower(hf: LlavaConfig, dtype: torch.dtype, fp8: Fp8Options | None = None) ->
 def features(model: VisionTransformer, pixels: Tensor) -> Tensor:
     """Return what the tower makes of pictures, in fp32."""
     with torch.no_grad():
-        result: Tensor = model(pixels).float()
+        result: Tensor = model(pixels, {}).float()
     return result
 
 
@@ -119,10 +119,10 @@ def passes(model: VisionTransformer, pixels: Tensor) -> dict[str, Callable[[], N
 
     def forward() -> None:
         with torch.no_grad():
-            model(pixels)
+            model(pixels, {})
 
     def both() -> None:
-        out = model(pixels)
+        out = model(pixels, {})
         out.backward(torch.ones_like(out))
 
     return {"forward": forward, "forward and backward": both}

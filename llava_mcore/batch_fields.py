@@ -57,11 +57,61 @@ RESIZED_POSITIONS, RESIZED_ROWS, RESIZED_WEIGHTS = "resized_positions", "resized
 """Positions of the tokens that features of a resized grid replace; each is a weighted sum of four connector
 features."""
 
+PATCH_POSITIONS = "patch_positions"
+"""Row and column of each patch in its picture, in the order of PIXEL_VALUES, as in all fields of patches."""
+MEDIA_SEQLENS = "media_seqlens"
+"""Lengths of the packed sequences within which patches see each other: a picture, or a frame of a video."""
+WINDOW_ORDER, WINDOW_SEQLENS = "window_order", "window_seqlens"
+"""For layers that see windows: the squares of patches in the order of the windows, and the patches of each window.
+The connector returns features in this order, and FEATURE_POSITIONS are in it too."""
+POSITION_ROWS, POSITION_WEIGHTS = "position_rows", "position_weights"
+"""The position embedding of a patch is a weighted sum of four rows of the tower's table."""
+
 PICTURE_FIELDS: Fields = {
     PIXEL_VALUES: Field((torch.uint8, torch.float32), (3, None, None)),
     PIXEL_SCALE: Field((torch.float32,), (3,), shared=True),
     FEATURE_POSITIONS: Field((torch.int64,), index_of="tokens"),
 }
-"""Tiles of one size (one or more per picture), the scale to normalize them with (see `pixels.normalize`; no rows if
-they
-are float32), and the position of the token that each feature replaces."""
+"""Tiles of one size (a picture is one or several), what normalizes them (see `pixels.normalize`; no rows where they
+are float32), and the token that each feature takes the place of."""
+
+PATCH_FIELDS: Fields = {
+    PIXEL_VALUES: Field((torch.uint8, torch.float32), (None,)),
+    PIXEL_SCALE: Field((torch.float32,), (3,), shared=True),
+    FEATURE_POSITIONS: Field((torch.int64,), index_of="tokens"),
+    PATCH_POSITIONS: Field((torch.int32,), (2,)),
+    MEDIA_SEQLENS: Field((torch.int32,)),
+}
+"""Packed patches [patches, 3 * frames * height * width] of pictures of any size, and what their tower needs to know."""
+
+
+@dataclass(frozen=True)
+class MediaWork:
+    """What a step's pictures are, from the shapes of their fields.
+
+    `num_tiles`: pictures of the tower's size, of towers that take those; the others are of towers for packed patches:
+    `num_pairs` and `num_window_pairs` are (query, key) pairs, in a layer that sees whole pictures and in one that sees
+    windows.
+    """
+
+    num_tiles: int = 0
+    num_patches: int = 0
+    num_pairs: int = 0
+    num_window_pairs: int = 0
+
+
+def media_work(media: Mapping[str, Tensor]) -> MediaWork:
+    """Return what a tower computes on for the fields of a micro-batch; they are on the host."""
+    pixels = media[PIXEL_VALUES]
+    if MEDIA_SEQLENS not in media:
+        return MediaWork(num_tiles=len(pixels))
+    windows = media.get(WINDOW_SEQLENS)
+    return MediaWork(
+        num_patches=len(pixels),
+        num_pairs=_sum_of_squares(media[MEDIA_SEQLENS]),
+        num_window_pairs=0 if windows is None else _sum_of_squares(windows),
+    )
+
+
+def _sum_of_squares(x: Tensor) -> int:
+    return int(x.long().square().sum())

@@ -33,7 +33,7 @@ from llava_mcore.build.sources import Source, find_source
 from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_folder import locked, partial_sibling, publish, require_absent
-from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
+from llava_mcore.models.architectures.registry import ARCHITECTURES, tile_architecture
 from llava_mcore.models.media import Processing, Size, VideoShape
 from llava_mcore.models.vision.geometry import image_side
 
@@ -95,7 +95,7 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     ids = language.add_special_tokens(tokenizer, kind.named_tokens.values())
     with features_for(kind.connector):
         sketch = kind.config(text_config, vision_config, plan, ids)
-        architecture_of(sketch).features_per_tile(sketch)
+        tile_architecture(sketch).features_per_tile(sketch)
     template = tokenizer.chat_template = choose_template(
         tokenizer, options.chat_template, say, videos=ARCHITECTURES[kind.architecture].takes_videos
     )
@@ -199,7 +199,7 @@ def check_folder(folder: Path, config: PretrainedConfig, processor: ProcessorMix
         found.append(
             f"processor: {placeholders} placeholders for a picture, but the model computes {num_features} features"
         )
-    if architecture_of(read_config).takes_videos:
+    if tile_architecture(read_config).takes_videos:
         found += _video_problems(read_config, read_processor, (picture.height, picture.width))
     if found:
         raise ConversionError(problems("the folder differs from what was written", found))
@@ -219,13 +219,13 @@ def _video_problems(config: PretrainedConfig, processor: ProcessorMixin, size: S
 def _video_placeholders(config: PretrainedConfig, processor: ProcessorMixin, shape: VideoShape) -> int:
     """Return the number of placeholders that the model needs for a video."""
     how = Processing(processor.tokenizer, processor.image_processor, {}, processor.video_processor)
-    (tokens,) = architecture_of(config).media(config, how).video_tokens([shape])
+    (tokens,) = tile_architecture(config).media(config, how).video_tokens([shape])
     return int((tokens.ids == config.video_token_id).sum())
 
 
 def placeholders_of(config: PretrainedConfig, processor: ProcessorMixin, size: Size) -> int:
     """Return the number of placeholders that the model needs for a picture of this height and width."""
-    plan = architecture_of(config).media(config, Processing(processor.tokenizer, processor.image_processor, {}))
+    plan = tile_architecture(config).media(config, Processing(processor.tokenizer, processor.image_processor, {}))
     return int((plan.tokens([size])[0].ids == config.image_token_id).sum())
 
 
@@ -237,7 +237,7 @@ def summary(model: PreTrainedModel, sources: Sources, options: BuildOptions) -> 
     projector = model.model.multi_modal_projector
     widths = f"{projector.linear_1.in_features} -> {text.hidden_size} -> {text.hidden_size}"
     newline = []
-    if architecture_of(config).has_newline:
+    if tile_architecture(config).has_newline:
         newline.append(Part("image_newline", f"new, seed {options.seed}", str(text.hidden_size), text.hidden_size))
     head = 0 if config.tie_word_embeddings else model.lm_head.weight.numel()
     return [
@@ -284,11 +284,11 @@ def _say_features(
     config, input_width = model.config, model.model.multi_modal_projector.linear_1.in_features
     layers = " and ".join(str(layer) for layer in plan.layers)
     expanded = " (--expand-projector)" if options.expand_projector else ""
-    tokens = f"{architecture_of(config).features_per_tile(config)} tokens per {kind.tile}"
+    tokens = f"{tile_architecture(config).features_per_tile(config)} tokens per {kind.tile}"
     if pinpoints := kind.pinpoints(config.vision_config):
         most = max(placeholders_of(config, processor, (height, width)) for height, width in pinpoints)
         tokens += f", about {most} for a picture with the largest grid"
-    if architecture_of(config).takes_videos:
+    if tile_architecture(config).takes_videos:
         one, two = (_video_placeholders(config, processor, VideoShape(n, 64, 64)) for n in (1, 2))
         tokens += f", {two - one} per frame of a video"
     say(f"  features: hidden state {layers}{expanded}, strategy {plan.strategy}: {tokens}")

@@ -15,7 +15,7 @@ from llava_mcore.build.options import BuildOptions
 from llava_mcore.build.sources import Source, check_loaded, reading
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
-from llava_mcore.models.vision.registry import VISION_FAMILIES, towers_of_any_class, vision_family
+from llava_mcore.models.vision.registry import VISION_FAMILIES, tile_tower, towers_of_any_class
 
 PAIRS = tuple(family.pair for family in dict.fromkeys(VISION_FAMILIES.values()) if family.pair is not None)
 """Models with a text encoder, of which only the tower is used."""
@@ -80,7 +80,7 @@ def load_vision_tower(source: Source, config: PreTrainedConfig, dtype: torch.dty
 def _interpolate_positions(tower: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Replace the position embeddings with those that transformers interpolates for pictures of the size in
     `config`."""
-    family, side, embeddings = vision_family(config), image_side(config), tower.embeddings
+    family, side, embeddings = tile_tower(config), image_side(config), tower.embeddings
     # Registers get no position: transformers inserts them afterwards. Only the shape is read.
     patches = torch.empty(1, int(family.has_class_token(config)) + num_patches(config), config.hidden_size)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def plan_features(config: PreTrainedConfig, options: BuildOptions, layers: tuple
     Raises:
         ConfigError: a layer the tower does not have, or a strategy that would drop a patch.
     """
-    family = vision_family(config)
+    family = tile_tower(config)
     before = family.tokens_before_patches(config)
     has_class_token = before > 0
     strategy = options.vision_feature_select_strategy or ("default" if has_class_token else "full")
@@ -157,7 +157,7 @@ def asked_size(config: PreTrainedConfig, size: int | None, positions: int) -> Pr
         nearest = f"the nearest are {below} and {below + patch}" if below > 0 else f"the smallest is {patch}"
         raise ConfigError(f"--image-size {size}: expected a multiple of the tower's patches of {patch} px; {nearest}")
     found = resized(config, size)
-    tokens = vision_family(config).num_positions(found)
+    tokens = tile_tower(config).num_positions(found)
     if tokens >= positions:
         raise ConfigError(
             f"--image-size {size}: a picture would take {tokens:,} tokens, but the language model has {positions:,} "
@@ -192,7 +192,7 @@ def load_image_processor(source: Source, config: PreTrainedConfig, options: Buil
     picture = np.zeros((size // 2 + 3, size + 5, 3), dtype=np.uint8)
     with reading("a picture through the image processor", source):
         made = tuple(processor(images=picture, return_tensors="pt")["pixel_values"].shape)
-    takes_any = options.image_size is None and vision_family(config).interpolates and made[-1] >= patch_side(config)
+    takes_any = options.image_size is None and tile_tower(config).interpolates and made[-1] >= patch_side(config)
     if made != (1, 3, size, size) and not (takes_any and made == (1, 3, made[-1], made[-1])):
         raise ConversionError(
             f"{source}: the image processor makes pictures of shape {made[1:]}, but the tower takes {(3, size, size)}. "

@@ -6,6 +6,7 @@ Import `llava_mcore.parallel` first, as for megatron.core itself.
 from __future__ import annotations
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import attention
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
@@ -33,6 +34,16 @@ def set_frequencies(embedding: RotaryEmbedding, inv_freq: Tensor) -> None:
 def set_rotary_factor(layer: SelfAttention, factor: float) -> None:
     """Make an attention layer scale cosines and sines, as it does for YaRN."""
     replace_name(layer, "_yarn_concentration_factor", factor)
+
+
+def use_position_ids(model: GPTModel, embedding: nn.Module) -> None:
+    """Let a model that was built for plain rotary positions compute angles from its position_ids by `embedding`.
+
+    megatron-core's own embedding of such positions allocates on CUDA while it is built.
+    """
+    for name, value in (("rotary_pos_emb", embedding), ("position_embedding_type", "mrope")):
+        replace_name(model, name, value)
+    model.mrope_section = None  # what the class sets for itself where it builds the embedding; `embedding` knows it
 
 
 def change_class(layer: nn.Module, to: type[nn.Module]) -> None:

@@ -146,10 +146,10 @@ def _inputs(hf: PretrainedConfig, hf_dir: Path, picture: Path) -> tuple[dict[str
     made = processor(images=image, text=text, return_tensors="pt")
     theirs = {name: x for name, x in made.items() if name != "attention_mask"}
     try:
-        media = processed_media(hf, processor, theirs, [[(image.height, image.width)]])
+        media, positions = processed_media(hf, processor, theirs, [[(image.height, image.width)]])
     except ConversionError as error:
         raise ConversionError(f"{hf_dir}: {error}") from error
-    return theirs, {"input_ids": theirs["input_ids"], **media}
+    return theirs, {"input_ids": theirs["input_ids"], "position_ids": positions, **media}
 
 
 def _hugging_face(

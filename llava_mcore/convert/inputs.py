@@ -14,9 +14,17 @@ from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.architectures.base import Architecture
 from llava_mcore.models.architectures.registry import architecture_of, classes_that_take_videos
-from llava_mcore.models.media import MediaPlan, MediaTokens, Processing, Size, VideoShape, index_values
+from llava_mcore.models.media import (
+    MediaPlan,
+    MediaTokens,
+    Processing,
+    Size,
+    VideoShape,
+    index_values,
+    position_ids,
+)
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.vision.geometry import image_side
+from llava_mcore.parallel.batch import longest_media
 from llava_mcore.pixels import NO_SCALE
 
 Videos = Sequence[Sequence[VideoShape | tuple[int, int, int]]]
@@ -29,7 +37,7 @@ def model_inputs(
     inputs: Mapping[str, Tensor],
     sizes: Sequence[Sequence[Size]],
     videos: Videos | None = None,
-) -> dict[str, Tensor | dict[str, Tensor]]:
+) -> dict[str, Tensor | dict[str, Tensor] | int]:
     """Return the arguments of a forward pass for the output of the folder's own processor.
 
     Args:
@@ -43,9 +51,13 @@ def model_inputs(
             videos.
     """
     ids = inputs["input_ids"]
-    positions = torch.arange(ids.shape[1]).expand(ids.shape)
-    media = processed_media(model.hf, processor, inputs, sizes, videos)
-    return {"input_ids": ids, "position_ids": positions, "media": media}
+    media, positions = processed_media(model.hf, processor, inputs, sizes, videos)
+    return {
+        "input_ids": ids,
+        "position_ids": positions,
+        "media": media,
+        "max_media_seqlen": longest_media(media),
+    }
 
 
 def processed_media(
@@ -54,10 +66,10 @@ def processed_media(
     inputs: Mapping[str, Tensor],
     sizes: Sequence[Sequence[Size]],
     videos: Videos | None = None,
-) -> dict[str, Tensor]:
-    """Return the media of a forward pass: the architecture's fields. Arguments and errors: see `model_inputs`.
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the media of a forward pass, which are the architecture's fields, and its position_ids.
 
-    All pictures come first, then all videos, as the processor returns them.
+    All pictures come first, then all videos, as the processor returns them. Arguments and errors: see `model_inputs`.
     """
     architecture = architecture_of(hf)
     of_videos = processor.video_processor if architecture.takes_videos else None
@@ -66,14 +78,29 @@ def processed_media(
     clips = _video_tokens(architecture, plan, [()] * len(pictures) if videos is None else videos)
     rows = inputs["input_ids"].numpy()
     items, starts = [], []
+    by_row: list[list[tuple[int, MediaTokens]]] = [[] for _ in rows]
     for what, tokens in (("picture", pictures), ("video", clips)):
         for number, (row, of_row) in enumerate(zip(rows, tokens, strict=True)):
+            begins = list(_starts(row, of_row, what))
+            by_row[number] += zip(begins, of_row, strict=True)
             items += of_row
-            starts += [number * rows.shape[1] + start for start in _starts(row, of_row, what)]
-    own = {PIXEL_VALUES: _tiles(inputs, pictures, image_side(hf.vision_config)), PIXEL_SCALE: NO_SCALE}
+            starts += [number * rows.shape[1] + start for start in begins]
+    own = {PIXEL_VALUES: _pixels(inputs, pictures, architecture.pixel_shape(hf)), PIXEL_SCALE: NO_SCALE}
     if any(clips):
-        own[PIXEL_VALUES] = torch.cat([own[PIXEL_VALUES], *inputs["pixel_values_videos"]])
-    return own | index_values(plan.fields, items, starts)
+        made = inputs["pixel_values_videos"]
+        parts = [made] if made[0].ndim < own[PIXEL_VALUES].ndim else made
+        own[PIXEL_VALUES] = torch.cat([own[PIXEL_VALUES], *parts])
+    return own | index_values(plan.fields, items, starts), _positions(by_row, rows.shape[1], plan.num_axes)
+
+
+def _positions(rows: list[list[tuple[int, MediaTokens]]], length: int, num_axes: int) -> Tensor:
+    """Return position_ids [b, s], or [axes, b, s], of rows of so many tokens with pictures and videos at starts."""
+    found = []
+    for row in rows:
+        row.sort(key=lambda item: item[0])
+        found.append(position_ids(length, [x for _, x in row], [start for start, _ in row], num_axes))
+    positions = torch.from_numpy(np.stack(found, axis=1))
+    return positions[0] if num_axes == 1 else positions
 
 
 def _video_tokens(architecture: Architecture, plan: MediaPlan, videos: Videos) -> list[list[MediaTokens]]:
@@ -100,16 +127,19 @@ def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens], what: str) -> 
         start += len(item)
 
 
-def _tiles(inputs: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], side: int) -> Tensor:
-    """Return the tiles [tiles, 3, side, side] of pictures.
+def _pixels(inputs: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]) -> Tensor:
+    """Return the tiles [tiles, 3, side, side] or patches [patches, f] of pictures.
 
     Some processors pad every picture to the same number of tiles, some every row.
+
+    Args:
+        row_shape: of a tile or a patch.
     """
     numbers = [item.num_tiles for row in rows for item in row]
     if not numbers:
-        return torch.empty(0, 3, side, side)
+        return torch.empty(0, *row_shape)
     pixels = inputs["pixel_values"]
-    if pixels.ndim == 4:
+    if pixels.ndim == 1 + len(row_shape):
         return pixels
     if len(pixels) != len(numbers):
         numbers = [sum(item.num_tiles for item in row) for row in rows]

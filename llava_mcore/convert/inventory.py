@@ -27,7 +27,7 @@ from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.table import detect_names, mapping_table
-from llava_mcore.models.vision.geometry import image_side, patch_side
+from llava_mcore.models.vision.registry import vision_family
 
 RUN_FILE = "run.yaml"
 VISION, PROJECTION, LANGUAGE, OTHER = "vision tower", "projection", "language model", "optimizer and others"
@@ -200,13 +200,13 @@ def _model_facts(hf: PretrainedConfig) -> list[str]:
     text, vision = hf.text_config, hf.vision_config
     tied = ", tied embeddings" if hf.tie_word_embeddings else ""
     heads = f"{text.num_attention_heads} heads, {text.num_key_value_heads} key/value heads"
-    side, patch = image_side(vision), patch_side(vision)
+    tower = vision_family(vision)
     layers = " and ".join(map(str, architecture_of(hf).features(hf).layers))
     return [
         f"language model: {text.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, {heads}, "
         f"vocabulary {text.vocab_size:,}{tied}",
-        f"vision tower: {vision.model_type}, {vision.num_hidden_layers} layers of {vision.hidden_size}, "
-        f"{side} x {side} pixels in patches of {patch}, features of layer {layers}",
+        f"vision tower: {vision.model_type}, {tower.num_layers(vision)} layers of {tower.hidden_size(vision)}, "
+        f"{tower.describe(vision)}, features of layer {layers}",
     ]
 
 

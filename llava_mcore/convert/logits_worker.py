@@ -21,6 +21,7 @@ from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_ours
+from llava_mcore.parallel.batch import longest_media
 from llava_mcore.parallel.groups import Groups, initialize, shut_down
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.pixels import NO_SCALE
@@ -56,6 +57,9 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
     shut_down()
 
 
+_TOKENS = ("input_ids", "position_ids")
+
+
 def _gather(groups: Groups, x: Tensor) -> Tensor:
     """Concatenate the features [..., f / tp] of the tensor-parallel ranks."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(groups.tp_size)]
@@ -64,18 +68,22 @@ def _gather(groups: Groups, x: Tensor) -> Tensor:
 
 
 def given_media(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the media of a forward pass for normalized pixels [tiles, 3, h, w]."""
-    return {PIXEL_SCALE: NO_SCALE} | {name: x for name, x in inputs.items() if name != "input_ids"}
+    """Return the media of a forward pass, of pixels that are normalized already."""
+    return {PIXEL_SCALE: NO_SCALE} | {name: x for name, x in inputs.items() if name not in _TOKENS}
 
 
 def forward(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor | None:
-    """Run one micro-batch through the pipeline; the last stage returns logits [b, s, vocabulary]."""
-    ids = inputs["input_ids"]
-    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    """Run one micro-batch through the pipeline; the last stage returns logits [b, s, vocabulary].
+
+    Args:
+        inputs: input_ids [b, s], position_ids (without them, tokens are counted from 0) and the media.
+    """
+    ids, media = inputs["input_ids"], given_media(inputs)
+    positions = inputs.get("position_ids", torch.arange(ids.shape[1], device=ids.device).expand(ids.shape))
     out: list[Tensor] = []
 
     def step(batch: Any, stage: VisionLanguageModel) -> Any:
-        y = stage(ids, positions, given_media(inputs))
+        y = stage(ids, positions, media, max_media_seqlen=longest_media(media))
 
         def collect(x: Tensor, non_loss_data: bool = False) -> Any:
             out.append(x.detach())

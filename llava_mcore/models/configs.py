@@ -140,7 +140,8 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     heads = {"num_attention_heads": options.tensor_model_parallel_size}  # of a connector that has none
     projection = heads | architecture.connector(hf).config_from_hf(hf)
     num_layers = architecture.features(hf).num_layers
-    vision = vision_family(hf.vision_config).config_from_hf(hf.vision_config, num_layers)
+    tower = vision_family(hf.vision_config)
+    vision = tower.config_from_hf(hf.vision_config, num_layers)
     language = language_family(text).config_from_hf(text)
     if options.fp8 is not None:
         language |= options.fp8.fields()
@@ -153,9 +154,10 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
         rope = language_family(text).shape(text).rope
         pipeline |= {"use_te_activation_func": language["activation_func"] is F.silu}
         language |= rope.fusion_fields(language["kv_channels"])
+        vision |= {"apply_rope_fusion": tower.uses_rope}
     return PartConfigs(
         language=TransformerConfig(**(common | pipeline | language)),
-        vision=TransformerConfig(**common, **vision),
+        vision=TransformerConfig(**(common | vision)),
         projection=TransformerConfig(**common, **projection),
     )
 

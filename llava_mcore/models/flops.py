@@ -8,13 +8,13 @@ product. Plain numbers from Hugging Face's config: no tensors, no device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from transformers import PretrainedConfig
 
+from llava_mcore.batch_fields import MediaWork
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.language.dense import head_dim
-from llava_mcore.models.vision.geometry import num_patches, patch_side
 from llava_mcore.models.vision.registry import vision_family
 
 _TERA = 1e12
@@ -41,14 +41,13 @@ class Workload:
     """What a step trains on, over all micro-batches and ranks.
 
     `num_tokens` counts real tokens, image tokens included; `num_pairs` the (query, key) pairs of causal attention:
-    n * (n + 1) / 2 for a sample of n tokens, packed or not; `num_tiles` the pictures of the tower's size;
-    `num_trained` the tokens whose loss counts, which alone
-    need the output layer (None: all).
+    n * (n + 1) / 2 for a sample of n tokens, packed or not; `media` is what the tower computes on; `num_trained` counts
+    the tokens whose loss counts, which alone need the output layer (None: all).
     """
 
     num_tokens: int
     num_pairs: int
-    num_tiles: int
+    media: MediaWork = field(default_factory=MediaWork)
     num_trained: int | None = None
 
     @property
@@ -59,7 +58,7 @@ class Workload:
     @classmethod
     def of_samples(cls, lengths: Sequence[int], num_tiles: int) -> Workload:
         """Build from the length of every sample, in tokens without padding."""
-        return cls(sum(lengths), sum(n * (n + 1) // 2 for n in lengths), num_tiles)
+        return cls(sum(lengths), sum(n * (n + 1) // 2 for n in lengths), MediaWork(num_tiles))
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class ModelFlops:
 
     def parts(self) -> dict[str, Flops]:
         """Return the parts by name, in the order of the forward pass."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {x.name: getattr(self, x.name) for x in fields(self)}
 
 
 def model_flops(hf: PretrainedConfig, workload: Workload, trained: TrainedParts) -> ModelFlops:
@@ -115,13 +114,13 @@ def model_flops(hf: PretrainedConfig, workload: Workload, trained: TrainedParts)
     gradients flow to something trained below costs as much again for its input's. A product of two activations
     (attention) costs twice its forward where gradients flow, frozen weights or not.
     """
-    text, tiles = hf.text_config, workload.num_tiles
+    text = hf.text_config
     into_projection = trained.vision_model or trained.vision_adapter > 0  # gradients that must go below a part
     into_language = into_projection or trained.vision_projection or trained.projection_adapter > 0
-    vision = _vision(hf, tiles, weight=trained.vision_model, flows=into_projection)
+    vision = _vision(hf, workload.media, weight=trained.vision_model, flows=into_projection)
     products = [
-        _linear(tiles * product, weight=trained.vision_projection, inputs=into_language if i else into_projection)
-        for i, product in enumerate(_connector_products(hf))
+        _linear(product, weight=trained.vision_projection, inputs=into_language if i else into_projection)
+        for i, product in enumerate(architecture_of(hf).connector_products(hf, workload.media))
     ]
     language = trained.language_model
     flows = language or trained.language_adapter > 0 or into_language
@@ -139,12 +138,13 @@ def model_flops(hf: PretrainedConfig, workload: Workload, trained: TrainedParts)
 
 def _adapter_products(hf: PretrainedConfig, workload: Workload, trained: TrainedParts) -> int:
     """Return the forward FLOPs of the adapters' products: each of their weights meets every token of its part."""
-    positions = vision_family(hf.vision_config).num_positions(hf.vision_config)
-    features = architecture_of(hf).tower_features_per_tile(hf)
+    architecture = architecture_of(hf)
+    num_layers = architecture.features(hf).num_layers
+    tower = vision_family(hf.vision_config).work(hf.vision_config, workload.media, num_layers)
     pairs = (
         (workload.num_tokens, trained.language_adapter),
-        (workload.num_tiles * positions, trained.vision_adapter),
-        (workload.num_tiles * features, trained.projection_adapter),
+        (tower.num_positions, trained.vision_adapter),
+        (architecture.connector_rows(hf, workload.media), trained.projection_adapter),
     )
     return sum(2 * tokens * weights for tokens, weights in pairs)
 
@@ -165,29 +165,20 @@ def _decoder_layer_weights(hf: PretrainedConfig) -> int:
     return attention + 3 * text.hidden_size * text.intermediate_size
 
 
-def _connector_products(hf: PretrainedConfig) -> list[int]:
-    """Return the forward FLOPs of the connector's products for one tile."""
-    architecture = architecture_of(hf)
-    width = hf.vision_config.hidden_size * len(architecture.features(hf).layers)
-    num_features = architecture.tower_features_per_tile(hf)
-    return architecture.connector(hf).products(hf, input_size=width, num_features=num_features)
-
-
-def _vision(hf: PretrainedConfig, num_tiles: int, *, weight: bool, flows: bool) -> dict[str, Flops]:
-    """Return the tower's parts: every token of a tile sees every other, and pixels need no gradient."""
-    vision, features = hf.vision_config, architecture_of(hf).features(hf)
+def _vision(hf: PretrainedConfig, media: MediaWork, *, weight: bool, flows: bool) -> dict[str, Flops]:
+    """Return the tower's parts; pixels need no gradient."""
+    vision, num_layers = hf.vision_config, architecture_of(hf).features(hf).num_layers
     family = vision_family(vision)
-    fields = family.config_from_hf(vision, features.num_layers)
+    fields, width = family.config_from_hf(vision, num_layers), family.hidden_size(vision)
     matrices = 3 if fields.get("gated_linear_unit") else 2
-    tokens = family.num_positions(vision)
-    weights = 4 * vision.hidden_size**2 + matrices * vision.hidden_size * fields["ffn_hidden_size"]
-    patch = 2 * num_tiles * num_patches(vision) * vision.num_channels * patch_side(vision) ** 2 * vision.hidden_size
-    layers = 2 * num_tiles * tokens * features.num_layers * weights
-    attention = 4 * num_tiles * tokens**2 * features.num_layers * vision.hidden_size
+    weights = 4 * width**2 + matrices * width * fields["ffn_hidden_size"]
+    work = family.work(vision, media, num_layers)
     return {
-        "patch_embedding": _linear(patch, weight=weight, inputs=False),
-        "vision_layers": _linear(layers, weight=weight, inputs=flows),
-        "vision_attention": _attention(attention, flows=flows),
+        "patch_embedding": _linear(
+            2 * work.num_patches * family.patch_numbers(vision) * width, weight=weight, inputs=False
+        ),
+        "vision_layers": _linear(2 * work.num_positions * num_layers * weights, weight=weight, inputs=flows),
+        "vision_attention": _attention(4 * work.num_pairs * width, flows=flows),
     }
 
 

@@ -52,7 +52,8 @@ class MediaTokens:
     `ids`: int64 [n], its placeholders, with marks and separators between them. `num_tiles`: the pictures of the
     tower's size that the processor makes of it. `num_patches`: what the tower computes on, over all tiles.
     `num_features`: rows that the connector makes of the tiles. `values`: of the batch's other fields; those that point
-    at something are counted from its own first token or feature.
+    at something are counted from its own first token or feature. `positions`: int64 [axes, n], counted from that of the
+    first token, if they are not simply consecutive; the token after them then has `next_position`.
     """
 
     ids: NDArray[np.int64]
@@ -60,6 +61,8 @@ class MediaTokens:
     num_patches: int
     num_features: int
     values: Mapping[str, NDArray[Any]]
+    positions: NDArray[np.int64] | None = None
+    next_position: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -80,6 +83,24 @@ def index_values(fields: Fields, media: Sequence[MediaTokens], starts: Sequence[
     }
 
 
+def position_ids(
+    length: int, pictures: Sequence[MediaTokens], starts: Sequence[int], num_axes: int
+) -> NDArray[np.int64]:
+    """Return the positions [axes, n] of a conversation of so many tokens: text counts on along all axes alike.
+
+    Args:
+        starts: the first token of each picture.
+    """
+    found = np.tile(np.arange(length), (num_axes, 1))
+    for item, start in zip(pictures, starts, strict=True):
+        if item.positions is None:
+            continue
+        first, end = int(found[0, start]), start + len(item)
+        found[:, start:end] = first + item.positions
+        found[:, end:] += item.next_position - len(item)
+    return found
+
+
 class MediaPlan(ABC):
     """How the pictures and videos of a checkpoint become tokens and tensors. Loader processes inherit it."""
 
@@ -91,8 +112,12 @@ class MediaPlan(ABC):
     """Of a micro-batch."""
     any_size: bool
     """Whether the tokens depend on the sizes of the pictures."""
+    num_axes: int = 1
+    """Of a position: 1, or 3 for time, height and width."""
     patches_per_tile: int
     """What the tower computes on."""
+    rows_per_tile: int = 1
+    """Of PIXEL_VALUES."""
     tokens_per_tile: int
     """About how many a tile takes; where it varies, hardly ever fewer. Buffers for pixels are sized by it."""
 

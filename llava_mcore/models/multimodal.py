@@ -35,9 +35,7 @@ from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.models.language.decoder import LanguageModel, padded_vocab_size
 from llava_mcore.models.language.registry import language_family
-from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.models.vision.registry import vision_family
-from llava_mcore.models.vision.transformer import VisionTransformer
 from llava_mcore.pixels import normalize
 
 
@@ -65,13 +63,13 @@ class VisionLanguageModel(MegatronModule):
         if pre_process:
             architecture, vision = architecture_of(hf), hf.vision_config
             features = architecture.features(hf)
-            self.vision_model = VisionTransformer(configs.vision, vision_family(vision).shape(vision), features)
-            width = vision.hidden_size * len(features.layers)
-            self.connector = architecture.connector(hf)
+            tower = vision_family(vision)
+            self.vision_model = tower.build(vision, configs.vision, features)
+            width = tower.hidden_size(vision) * len(features.layers)
+            self.connector, self.num_deepstack = architecture.connector(hf), architecture.num_deepstack(hf)
             self.vision_projection = self.connector.build(hf, configs.projection, input_size=width)
             if architecture.has_newline:
                 self.vision_projection.image_newline = new_newline(configs.projection)
-            self.image_size = image_side(hf.vision_config)
         self.language_model = LanguageModel(
             configs.language,
             hf.text_config,
@@ -97,31 +95,35 @@ class VisionLanguageModel(MegatronModule):
         loss_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         num_trained: int | None = None,
+        max_media_seqlen: int = 0,
     ) -> Tensor:
         """Run this stage.
 
         Args:
             input_ids: int64 [b, s], with the tokens of every picture.
-            position_ids: int64 [b, s].
+            position_ids: int64 [b, s], or [axes, b, s].
             media: the architecture's fields (see `batch_fields`); only read on the first stage.
             labels: int64 [b, s], already shifted.
             loss_mask: float32 [b, s], 1 where the loss counts.
             packed_seq_params: where the packed sequences of the only row begin; they do not see each other.
             num_trained: tokens that loss_mask counts, where the host knows: the others then skip the output layer.
+            max_media_seqlen: the largest of MEDIA_SEQLENS.
 
         Returns:
             On the last stage the summed loss of the tokens that count if labels and loss_mask are given, the loss of
             every token [b, s] with labels alone, else logits [b, s, vocabulary]; on the others hidden states [s, b, h],
             [s / tp, b, h] with sequence parallelism, for which s must be a multiple of tp.
         """
-        decoder_input = None
+        decoder_input, deepstack = None, None
         if self.pre_process:
             embeddings = self.language_model.embed(input_ids, position_ids)  # [s, b, h]
-            decoder_input = self._with_features(embeddings, media)
+            decoder_input, deepstack = self._with_features(embeddings, media, max_media_seqlen)
             if torch.is_grad_enabled() and not decoder_input.requires_grad and self._needs_input_gradient():
                 decoder_input.requires_grad_()
             if self.config.sequence_parallel:  # each rank goes on with its part of the tokens, [s / tp, b, h]
                 decoder_input = tensor_parallel.scatter_to_sequence_parallel_region(decoder_input)
+                if deepstack is not None:
+                    deepstack = _scatter_each(deepstack)
         return self.language_model(
             input_ids,
             position_ids,
@@ -130,13 +132,24 @@ class VisionLanguageModel(MegatronModule):
             labels=labels,
             loss_mask=loss_mask,
             packed_seq_params=packed_seq_params,
+            extra_block_kwargs={"context": deepstack},
             output_processor=self.language_model.loss_or_logits,
             output_processor_context=num_trained,
         )
 
-    def _with_features(self, embeddings: Tensor, media: Mapping[str, Tensor]) -> Tensor:
-        """Return the embeddings [s, b, h] with features, newlines and resized features in their places."""
-        features = self.image_features(normalize(media[PIXEL_VALUES], media[PIXEL_SCALE]))
+    def _with_features(
+        self, embeddings: Tensor, media: Mapping[str, Tensor], max_media_seqlen: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the embeddings [s, b, h] with features, newlines and resized features at their positions.
+
+        Also returns what is added after the first layers [k, s, b, h], where the architecture has such features.
+        """
+        features = self.image_features(media, max_media_seqlen)
+        deepstack = None
+        if self.num_deepstack:
+            features, *inner = features.chunk(1 + self.num_deepstack, dim=-1)
+            zero = torch.zeros_like(embeddings)
+            deepstack = torch.stack([insert_features(zero, x, media[FEATURE_POSITIONS]) for x in inner])
         chosen = features[media[FEATURE_ROWS]] if FEATURE_ROWS in media else features
         found, positions = [chosen], [media[FEATURE_POSITIONS]]
         if NEWLINE_POSITIONS in media:
@@ -147,25 +160,28 @@ class VisionLanguageModel(MegatronModule):
             weights = media[RESIZED_WEIGHTS].unsqueeze(-1)  # products in fp32, as torch's interpolate
             found.append((features[media[RESIZED_ROWS]] * weights).sum(1).to(features.dtype))
         if len(found) > 1:  # of one tensor, cat would be a copy
-            return insert_features(embeddings, torch.cat(found), torch.cat(positions))
-        return insert_features(embeddings, chosen, positions[0])
+            chosen, positions = torch.cat(found), [torch.cat(positions)]
+        return insert_features(embeddings, chosen, positions[0]), deepstack
 
-    def image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return the features [i * n, h] of tiles [i, 3, height, width].
+    def image_features(self, media: Mapping[str, Tensor], max_media_seqlen: int = 0) -> Tensor:
+        """Return the features [features, h] of all pictures; [features, h * (1 + k)] with those of k inner layers.
 
-        Without tiles the parts run on one blank tile of which nothing is kept (0 rows are returned, tied
-        to the graph), so that every rank's collectives and gradients stay aligned with those that have some.
+        Without pictures the parts run on a blank one of which nothing is kept (0 rows are returned, tied to the graph),
+        so that every rank's collectives and gradients stay aligned with those that have some.
         """
-        num_tiles = pixel_values.shape[0]
-        if not num_tiles:
+        pixels = normalize(media[PIXEL_VALUES], media[PIXEL_SCALE])
+        is_blank = not len(pixels)
+        if is_blank:
             if not any(p.requires_grad for p in self._image_parameters()):
-                return pixel_values.new_empty(0, self.config.hidden_size, dtype=self.config.params_dtype)
-            pixel_values = pixel_values.new_zeros(1, 3, self.image_size, self.image_size)
+                width = self.config.hidden_size * (1 + self.num_deepstack)
+                return pixels.new_empty(0, width, dtype=self.config.params_dtype)
+            pixels, media, max_media_seqlen = self.vision_model.blank(pixels, media)
         trained = any(p.requires_grad for p in self.vision_model.parameters())
         with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-            hidden = self.vision_model(pixel_values.to(self.config.params_dtype))
-        features = self.vision_projection(hidden).flatten(0, 1)
-        return features if num_tiles else features[:0] + 0.0 * features.sum()
+            hidden = self.vision_model(pixels.to(self.config.params_dtype), media, max_media_seqlen)
+        features = self.vision_projection(hidden)
+        features = features.flatten(0, -2)
+        return features[:0] + 0.0 * features.sum() if is_blank else features
 
     def _needs_input_gradient(self) -> bool:
         """Tell whether gradients must reach the first layer though nothing before it is trained.
@@ -199,3 +215,8 @@ def insert_features(embeddings: Tensor, features: Tensor, positions: Tensor) -> 
     # index_copy keeps the gradient of an empty `features` connected, which an early return would not.
     placed = flat.index_copy(0, positions, features.to(flat.dtype))
     return placed.view(b, s, h).transpose(0, 1).contiguous()
+
+
+def _scatter_each(x: Tensor) -> Tensor:
+    """Return this rank's part [k, s / tp, b, h] of [k, s, b, h]."""
+    return torch.stack([tensor_parallel.scatter_to_sequence_parallel_region(part) for part in x.unbind()])

@@ -18,8 +18,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
+from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.names import HfNames, LayerNames
+from llava_mcore.models.vision.patches import PatchTransformer
+from llava_mcore.models.vision.transformer import VisionTransformer
 
 NUM_TOKENS = 32
 """How many tokens of each output are kept: a wrong weight is wrong for every token."""
@@ -61,6 +64,7 @@ class Recorder:
 def watch_hf(recorder: Recorder, model: nn.Module, names: HfNames, shown_as: HfNames) -> None:
     """Record every module of a Hugging Face model. `names`: its own prefixes; `shown_as`: those of the folder."""
     pairs = [(names.vision, shown_as.vision), (names.projection, shown_as.projection), (names.text, shown_as.text)]
+    pairs = list(dict.fromkeys(pairs))  # of some classes the projection is part of the tower
     for name, module in model.named_modules():
         for prefix, shown in pairs:
             if name.startswith(prefix):
@@ -70,8 +74,10 @@ def watch_hf(recorder: Recorder, model: nn.Module, names: HfNames, shown_as: HfN
 def _tensor_of(name: str, kind: type[nn.Module], output: Any) -> dict[str, Tensor]:
     """Return a Hugging Face module's output as [b, s, f], if it is one."""
     x = output[0] if isinstance(output, tuple) else output
-    if not isinstance(x, Tensor) or x.ndim < 3:
+    if not isinstance(x, Tensor) or x.ndim < 2:
         return {}
+    if x.ndim == 2:  # of packed patches
+        return {name: x[None]}
     if kind is Gemma3RMSNorm and x.ndim == 4:  # alone in normalizing heads [b, heads, s, f]
         x = x.transpose(1, 2)
     if kind is nn.Conv2d:
@@ -100,6 +106,20 @@ def watch_ours(recorder: Recorder, model: VisionLanguageModel, names: HfNames, g
 
 def _watch_vision(recorder: Recorder, model: VisionLanguageModel, names: HfNames, gather: Gather) -> None:
     tower, v, p = model.vision_model, names.vision, names.projection
+    for layer in tower.decoder.layers:
+        _watch_layer(
+            recorder, layer, f"{v}{tower.shape.layers_name}{layer.layer_number - 1}", tower.shape.names, gather
+        )
+    for name, output in model.connector.outputs(model.vision_projection).items():
+        recorder.watch(output.module, partial(_connector_output, p + name, gather if output.divided else None))
+    if isinstance(tower, PatchTransformer):
+        recorder.watch(tower.conv1, lambda out: {v + tower.shape.conv_name: out[None]})
+    else:
+        _watch_ends(recorder, tower, v)
+
+
+def _watch_ends(recorder: Recorder, tower: VisionTransformer, v: str) -> None:
+    """Record what surrounds the layers of a tower for tiles."""
     shape = tower.shape
     recorder.watch(tower.conv1, lambda out: {v + shape.conv_name: out.flatten(2).transpose(1, 2)})
     if shape.pre_norm:
@@ -109,15 +129,12 @@ def _watch_vision(recorder: Recorder, model: VisionLanguageModel, names: HfNames
         recorder.watch_input(tower.decoder.layers[0], v + "embeddings", _batch_first)
     if shape.post_norm:
         recorder.watch(tower.ln_post, lambda out: {v + "post_layernorm": out})
-    for layer in tower.decoder.layers:
-        _watch_layer(recorder, layer, f"{v}{shape.layers_name}{layer.layer_number - 1}", shape.names, gather)
-    for name, output in model.connector.outputs(model.vision_projection).items():
-        recorder.watch(output.module, partial(_connector_output, p + name, gather if output.divided else None))
 
 
 def _connector_output(name: str, gather: Gather | None, output: Any) -> dict[str, Tensor]:
     """Return a linear layer's or another module's output as [b, s, f]."""
     x = _with_bias(output) if isinstance(output, tuple) else output
+    x = x[None] if x.ndim == 2 else x  # of packed patches
     return {name: x if gather is None else gather(x)}
 
 
@@ -141,7 +158,17 @@ def _watch_layer(recorder: Recorder, layer: TransformerLayer, prefix: str, hf: L
     recorder.watch(layer.pre_mlp_layernorm, lambda out: {inside + hf.norm_between: _batch_first(out)})
     recorder.watch(mlp.linear_fc1, into_mlp)
     _watch_output(recorder, mlp.linear_fc2, inside, hf.out_of, hf.norm_after_mlp)
-    recorder.watch(layer, lambda out: {prefix: _batch_first(out[0] if isinstance(out, tuple) else out)})
+    recorder.watch(layer, lambda out: {prefix: _batch_first(_layer_output(layer, out))})
+
+
+def _layer_output(layer: TransformerLayer, out: Any) -> Tensor:
+    """Return a layer's hidden states, before features of the tower's inner layers are added, as Hugging Face has it."""
+    if not isinstance(out, tuple):
+        return out
+    hidden_states, deepstack = out
+    if isinstance(layer, DeepstackLayer) and deepstack is not None and layer.layer_number <= len(deepstack):
+        return hidden_states - deepstack[layer.layer_number - 1]
+    return hidden_states
 
 
 def _watch_output(recorder: Recorder, linear: nn.Module, inside: str, name: str, norm: str | None) -> None:

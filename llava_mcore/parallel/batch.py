@@ -5,6 +5,7 @@ b: samples, s: tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from llava_mcore.batch_fields import Fields
+from llava_mcore.batch_fields import MEDIA_SEQLENS, Fields
 
 
 class TensorFields(Protocol):
@@ -36,11 +37,12 @@ class HostBatch(TensorFields, Protocol):
 class MicroBatch:
     """One micro-batch on the device.
 
-    input_ids, labels, position_ids: int64 [b, s]; loss_mask: float32 [b, s].
+    input_ids, labels: int64 [b, s]; loss_mask: float32 [b, s]; position_ids: int64 [b, s], or [axes, b, s].
     media: the architecture's fields (see `batch_fields`); empty except on the first stage, which reads them.
     cu_seqlens: int32 [sequences + 1], the starts of the packed sequences of the only row; empty if nothing is packed.
     max_seqlen: length of the longest of them.
     num_trained: number of tokens that loss_mask counts, known without a device sync; None: unknown.
+    max_media_seqlen: the largest of MEDIA_SEQLENS, for media that have them.
     """
 
     input_ids: Tensor
@@ -51,6 +53,7 @@ class MicroBatch:
     cu_seqlens: Tensor
     max_seqlen: int = 0
     num_trained: int | None = None
+    max_media_seqlen: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -103,13 +106,13 @@ def fill_rows(batch: TensorFields, rows: int) -> TensorFields:
         return batch
 
     def filled(x: Tensor, fill: Tensor) -> Tensor:
-        return torch.cat([x, fill.expand(missing, -1)])
+        return torch.cat([x, fill.expand(*x.shape[:-2], missing, -1)], dim=-2)
 
     return MicroBatch(
         input_ids=filled(batch.input_ids, batch.input_ids[:1]),
         labels=filled(batch.labels, batch.labels[:1]),
         loss_mask=filled(batch.loss_mask, torch.zeros_like(batch.loss_mask[:1])),
-        position_ids=filled(batch.position_ids, batch.position_ids[:1]),
+        position_ids=filled(batch.position_ids, batch.position_ids[..., :1, :]),
         media=batch.media,
         cu_seqlens=batch.cu_seqlens,
     )
@@ -130,6 +133,12 @@ def without_loss(batch: TensorFields, fields: Fields) -> TensorFields:
 def longest(cu_seqlens: Tensor) -> int:
     """Return the length of the longest packed sequence; 0 if nothing is packed."""
     return int(cu_seqlens.diff().max()) if cu_seqlens.numel() else 0
+
+
+def longest_media(media: Mapping[str, Tensor]) -> int:
+    """Return the largest of MEDIA_SEQLENS; 0 if there are none."""
+    lengths = media.get(MEDIA_SEQLENS)
+    return 0 if lengths is None or not lengths.numel() else int(lengths.max())
 
 
 def num_trained(batch: TensorFields) -> int:

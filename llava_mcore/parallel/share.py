@@ -17,57 +17,66 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llava_mcore.batch_fields import Field, Fields
-from llava_mcore.parallel.batch import MicroBatch, TensorFields, longest, num_trained, pad_to
+from llava_mcore.parallel.batch import MicroBatch, TensorFields, longest, longest_media, num_trained, pad_to
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.pixels import as_used, in_memory
 
 _DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32)
 """Dtypes of fields, by their number in the header."""
 _ALIGNMENT = 8
 """Alignment of every tensor in a message, in bytes."""
+_NUM_OWN = 7
+"""Numbers of a row of the header before those of the fields."""
 
 
 @dataclass(frozen=True)
 class _Layout:
     """The header's entry for one micro-batch, from which every rank can split the rest of the message.
 
-    `media`: dtype and shape of each field, as it is in memory (see `_in_memory`).
+    `media`: dtype and shape of each field, as it is in memory (see `in_memory`).
     """
 
     b: int
     s: int
+    num_axes: int
     num_bounds: int
     max_seqlen: int
     num_trained: int
+    max_media_seqlen: int
     media: dict[str, tuple[torch.dtype, list[int]]]
 
     @classmethod
     def of(cls, batch: TensorFields, fields: Fields) -> _Layout:
         b, s = batch.input_ids.shape
-        media = {name: _in_memory(batch.media[name]) for name in fields}
+        media = {name: in_memory(batch.media[name]) for name in fields}
         return cls(
             b,
             s,
+            batch.position_ids.numel() // (b * s),
             batch.cu_seqlens.numel(),
             longest(batch.cu_seqlens),
             num_trained(batch),
+            longest_media(batch.media),
             {name: (x.dtype, list(x.shape)) for name, x in media.items()},
         )
 
     def numbers(self) -> list[int]:
         """Return the row of the header."""
         media = [n for dtype, shape in self.media.values() for n in (_DTYPES.index(dtype), *shape)]
-        return [self.b, self.s, self.num_bounds, self.max_seqlen, self.num_trained, *media]
+        own = [self.b, self.s, self.num_axes, self.num_bounds, self.max_seqlen, self.num_trained, self.max_media_seqlen]
+        return [*own, *media]
 
     @classmethod
     def read(cls, row: Sequence[int], fields: Fields) -> _Layout:
         """The inverse of `numbers`."""
-        b, s, num_bounds, max_seqlen, num_trained, *rest = row
+        b, s, num_axes, num_bounds, max_seqlen, num_trained, max_media_seqlen = row[:_NUM_OWN]
+        rest = row[_NUM_OWN:]
         media = {}
         for name, field in fields.items():
             dtype, *shape = rest[: _width(field)]
             media[name] = (_DTYPES[dtype], shape)
             rest = rest[_width(field) :]
-        return cls(b, s, num_bounds, max_seqlen, num_trained, media)
+        return cls(b, s, num_axes, num_bounds, max_seqlen, num_trained, max_media_seqlen, media)
 
 
 def _width(field: Field) -> int:
@@ -94,7 +103,7 @@ def share_step(
     if groups.tp_size * groups.pp_size == 1:
         assert batches is not None
         return [_to_device(x, groups.device) for x in batches]
-    header = torch.zeros(num_micro_batches, 5 + sum(map(_width, fields.values())), dtype=torch.int64)
+    header = torch.zeros(num_micro_batches, _NUM_OWN + sum(map(_width, fields.values())), dtype=torch.int64)
     if batches is not None:
         header = torch.tensor([_Layout.of(x, fields).numbers() for x in batches], dtype=torch.int64)
     dist.broadcast(header, groups.model_parallel_source, group=groups.control_replica)
@@ -110,8 +119,8 @@ def share_step(
 def _broadcast_tokens(
     groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_Layout]
 ) -> list[list[Tensor]]:
-    """Broadcast token planes int64 [4, b, s] and bounds int32 of all micro-batches to the whole replica."""
-    shapes = [[(torch.int64, [4, x.b, x.s]), (torch.int32, [x.num_bounds])] for x in layouts]
+    """Broadcast token planes int64 [3 + axes, b, s] and bounds int32 of all micro-batches to the whole replica."""
+    shapes = [[(torch.int64, [3 + x.num_axes, x.b, x.s]), (torch.int32, [x.num_bounds])] for x in layouts]
     tensors = None if batches is None else [[_token_planes(x), x.cu_seqlens] for x in batches]
     return _broadcast(groups, groups.model_parallel, tensors, shapes)
 
@@ -122,32 +131,23 @@ def _broadcast_media(
     """Broadcast the media of all micro-batches within the first stage."""
     names = list(layouts[0].media)
     shapes = [list(x.media.values()) for x in layouts]
-    tensors = None if batches is None else [[_in_memory(x.media[name]) for name in names] for x in batches]
+    tensors = None if batches is None else [[in_memory(x.media[name]) for name in names] for x in batches]
     found = _broadcast(groups, groups.tensor_parallel, tensors, shapes)
-    return [{name: _as_used(x) for name, x in zip(names, part, strict=True)} for part in found]
+    return [{name: as_used(x) for name, x in zip(names, part, strict=True)} for part in found]
 
 
 def _no_media(layout: _Layout, device: torch.device) -> dict[str, Tensor]:
     return {
-        name: _as_used(torch.empty([0, *shape[1:]], dtype=dtype, device=device))
+        name: as_used(torch.empty([0, *shape[1:]], dtype=dtype, device=device))
         for name, (dtype, shape) in layout.media.items()
     }
 
 
-def _in_memory(x: Tensor) -> Tensor:
-    """Return pixels [tiles, 3, h, w] with the channels last, as the loader's are in memory: in any other order the host
-    would sort every byte again. Other tensors as they are."""
-    return x.permute(0, 2, 3, 1) if x.ndim == 4 else x
-
-
-def _as_used(x: Tensor) -> Tensor:
-    """The inverse of `_in_memory`."""
-    return x.permute(0, 3, 1, 2) if x.ndim == 4 else x
-
-
 def _token_planes(batch: TensorFields) -> Tensor:
-    """Stack everything of shape [b, s] into one int64 [4, b, s]."""
-    return torch.stack([batch.input_ids, batch.labels, batch.position_ids, batch.loss_mask.to(torch.int64)])
+    """Stack everything of shape [b, s] into one int64 [3 + axes, b, s]."""
+    shape = batch.input_ids.shape
+    planes = [batch.input_ids, batch.labels, batch.loss_mask.to(torch.int64)]
+    return torch.cat([torch.stack(planes), batch.position_ids.view(-1, *shape)])
 
 
 def _broadcast(
@@ -180,9 +180,18 @@ def _broadcast(
 
 
 def _unpack(tokens: list[Tensor], media: dict[str, Tensor], layout: _Layout) -> MicroBatch:
-    (input_ids, labels, position_ids, loss_mask), cu_seqlens = tokens
+    planes, cu_seqlens = tokens
+    input_ids, labels, loss_mask = planes[:3]
     return MicroBatch(
-        input_ids, labels, loss_mask.float(), position_ids, media, cu_seqlens, layout.max_seqlen, layout.num_trained
+        input_ids,
+        labels,
+        loss_mask.float(),
+        planes[3] if layout.num_axes == 1 else planes[3:],
+        media,
+        cu_seqlens,
+        layout.max_seqlen,
+        layout.num_trained,
+        layout.max_media_seqlen,
     )
 
 
@@ -199,4 +208,5 @@ def _to_device(batch: TensorFields, device: torch.device) -> MicroBatch:
         cu_seqlens=moved(batch.cu_seqlens),
         max_seqlen=longest(batch.cu_seqlens),
         num_trained=num_trained(batch),
+        max_media_seqlen=longest_media(batch.media),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from llava_mcore.batch_fields import PIXEL_VALUES
+from llava_mcore.batch_fields import MediaWork, media_work
 from llava_mcore.parallel.batch import HostBatch
 from llava_mcore.parallel.groups import Groups, sum_over_ranks
 
@@ -37,11 +37,23 @@ class Counts:
     num_pairs: int = 0
     """Pairs of tokens in causal attention."""
     num_tiles: int = 0
-    """Pictures of the vision tower's size."""
+    """Pictures of the vision tower's size, of towers that take those."""
+    num_patches: int = 0
+    """Of pictures of any size, of towers that take those."""
+    num_patch_pairs: int = 0
+    """Pairs of patches in attention to whole pictures."""
+    num_window_pairs: int = 0
+    """Pairs of patches in attention to windows."""
+
+    @property
+    def media(self) -> MediaWork:
+        """What the vision tower computes on."""
+        return MediaWork(self.num_tiles, self.num_patches, self.num_patch_pairs, self.num_window_pairs)
 
 
 def count(batches: Sequence[LoadedBatch]) -> Counts:
     """Count what this rank has loaded for one step."""
+    works = [media_work(batch.media) for batch in batches]
     return Counts(
         num_tokens=sum(batch.num_tokens for batch in batches),
         num_positions=sum(batch.input_ids.numel() for batch in batches),
@@ -49,7 +61,10 @@ def count(batches: Sequence[LoadedBatch]) -> Counts:
         num_skipped=sum(len(batch.skipped) for batch in batches),
         num_truncated=sum(batch.num_truncated for batch in batches),
         num_pairs=sum(batch.num_pairs for batch in batches),
-        num_tiles=sum(len(batch.media[PIXEL_VALUES]) for batch in batches),
+        num_tiles=sum(work.num_tiles for work in works),
+        num_patches=sum(work.num_patches for work in works),
+        num_patch_pairs=sum(work.num_pairs for work in works),
+        num_window_pairs=sum(work.num_window_pairs for work in works),
     )
 
 

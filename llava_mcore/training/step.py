@@ -57,6 +57,7 @@ def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple
         loss_mask=batch.loss_mask,
         packed_seq_params=batch.packed_seq_params,
         num_trained=batch.num_trained,
+        max_media_seqlen=batch.max_media_seqlen,
     )
     return output, partial(loss_sum, batch.loss_mask)
 

@@ -14,6 +14,7 @@ from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.convert.logits_worker import given_media
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_names
+from llava_mcore.parallel.batch import longest_media
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.step import forward_backward
@@ -50,10 +51,12 @@ def packed_logits(model: VisionLanguageModel, inputs: dict[str, torch.Tensor]) -
     bounds = torch.arange(0, ids.numel() + 1, ids.shape[1], dtype=torch.int32, device=device)
     longest = ids.shape[1]
     params = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
-    positions = torch.arange(longest, device=device).expand(ids.shape).reshape(1, -1)
+    positions = inputs.get("position_ids", torch.arange(longest).expand(ids.shape)).to(device)
+    positions = positions.reshape(*positions.shape[:-2], 1, -1)
     media = {name: x.to(device) for name, x in given_media(inputs).items()}
+    most = longest_media(media)
     with torch.no_grad():
-        out = model(ids.reshape(1, -1), positions, media, packed_seq_params=params)
+        out = model(ids.reshape(1, -1), positions, media, packed_seq_params=params, max_media_seqlen=most)
     return out.view(*ids.shape, -1).cpu()
 
 

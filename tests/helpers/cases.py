@@ -21,10 +21,12 @@ from llava_mcore.data.samples import EncodedSample, MediaSpan, TokenConversation
 from llava_mcore.data.streams.collate import collate
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
 from llava_mcore.models.media import MediaPlan, MediaTokens, Processing, VideoShape
+from llava_mcore.models.patch_plan import PatchPlan
 from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.pixels import normalize
 from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_qwen import KINDS, ROPE, make_hf_qwen
 
 LLAMA3_ROPE = {
     "rope_theta": 500000.0,
@@ -89,6 +91,15 @@ CASES = [
     Case("internvit", "llama", {"vision_feature_layer": -2}, ONE_PROCESS + BOTH_AXES, "internvl"),
     Case("siglip", "llama", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "idefics3"),
     Case("siglip", "llama", {"tie": True, "marks": False}, ONE_PROCESS + BOTH_AXES, "smolvlm"),
+    Case("qwen2_vl", "qwen2", {"tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen2_vl"),
+    Case(
+        "qwen2_5_vl",
+        "qwen2",
+        {"text_overrides": {"rope_parameters": ROPE | YARN | {"mrope_section": [1, 1, 2]}}},
+        ONE_PROCESS + ONE_AXIS + BOTH_AXES,
+        "qwen2_5_vl",
+    ),
+    Case("qwen3_vl", "qwen3", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen3_vl"),
 ]
 
 
@@ -97,11 +108,17 @@ def make_case(case: Case, folder: Path) -> Any:
     options = {"vision": case.vision, "text": case.text, "seed": len(case.name), **case.options}
     if case.architecture in MAKERS:
         return MAKERS[case.architecture](folder, **options)
+    if case.architecture in KINDS:
+        return make_hf_qwen(folder, case.architecture, **case.options)
     return make_hf_llava(folder, architecture=case.architecture, **options)
 
 
 def case_inputs(case: Case, model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
     """Return what the case is tested on: pictures as its own processor makes them, if their sizes matter."""
+    if case.architecture in KINDS:
+        plan = load_assets(folder).plan
+        assert isinstance(plan, PatchPlan)
+        return patch_inputs(plan)
     return pictures_of_sizes(folder) if case.architecture in MAKERS else make_inputs(model)
 
 
@@ -182,6 +199,29 @@ def media_plan(hf: Any) -> MediaPlan:
     nothing: Any = None
     some: Any = object()
     return architecture_of(hf).media(hf, Processing(nothing, nothing, {}, some))
+
+
+def patch_inputs(plan: PatchPlan, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Samples of one length with pictures of several sizes, one picture, none, two, as packed patches."""
+    g = torch.Generator().manual_seed(seed)
+    items = [plan.tokens(sizes) for sizes in SIZES]
+    length = max(sum(map(len, each)) for each in items) + 24
+    samples = []
+    for each in items:
+        rows = sum(item.num_tiles for item in each)
+        pixels = torch.randn(rows, plan.tower.patch_numbers(plan.hf.vision_config), generator=g)
+        found = [_conversation("s", [(b"", item) for item in each], length, g)]
+        samples.append(EncodedSample(__key__="s", __restore_key__=(), conversations=found, pixel_values=pixels))
+    batch = collate(
+        samples, seq_length=length, pad_token_id=3, packed=False, fields=plan.fields, num_axes=plan.num_axes
+    )
+    theirs = {
+        "pixel_values": batch.media[PIXEL_VALUES],
+        "image_grid_thw": torch.tensor([plan.grid_of(*size) for sizes in SIZES for size in sizes]),
+        "mm_token_type_ids": (batch.input_ids == plan.image_token_id).int(),
+    }
+    ours = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
+    return ours | {THEIRS + name: x for name, x in theirs.items()}
 
 
 def any_size_inputs(model: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -47,5 +47,5 @@ def _steps(groups: Groups, run: Any, hf: Path, data: str, packing: bool) -> dict
         losses.append(result.loss)
         norms.append(result.grad_norm)
         tokens.append(counts.num_tokens)
-        tiles.append(counts.num_tiles)
+        tiles.append(counts.num_tiles + counts.num_patches)
     return {"loss": losses, "grad_norm": norms, "tokens": tokens, "tiles": tiles}

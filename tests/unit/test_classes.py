@@ -19,6 +19,7 @@ from transformers.image_utils import SizeDict
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 
+from llava_mcore.batch_fields import MediaWork
 from llava_mcore.cli import export_hf, import_hf, inspect_folder
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError
@@ -105,7 +106,7 @@ def test_torch_counts_the_same_flops_over_hugging_face(folders: dict[str, Path],
     n, num_tiles, side = features_per_tile(hf), 3, 56
     ids = torch.randint(300, 400, (1, num_tiles * n + 5))
     ids[:, 1 : 1 + num_tiles * n] = hf.image_token_id
-    work = Workload(num_tokens=ids.shape[1], num_pairs=ids.shape[1] ** 2, num_tiles=num_tiles)
+    work = Workload(num_tokens=ids.shape[1], num_pairs=ids.shape[1] ** 2, media=MediaWork(num_tiles))
     pixels = hf_pixels(model, torch.randn(num_tiles, 3, side, side))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, pixel_values=pixels, use_cache=False).logits.sum().backward()

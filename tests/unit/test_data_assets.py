@@ -69,7 +69,7 @@ def test_tokens_and_pixels_are_hugging_faces(tmp_path: Path, vision: str, strate
     pixels = normalized(assets, data)
     theirs = processor.image_processor([decode_image(d) for d in data], return_tensors="pt")["pixel_values"]
     assert torch.equal(pixels, theirs)
-    assert pixels.shape == (len(data), 3, assets.image_size, assets.image_size) and pixels.dtype == torch.float32
+    assert pixels.shape == (len(data), *assets.images.pixel_shape) and pixels.dtype == torch.float32
 
     turns = [Turn("user", f"{IMAGE_MARK}\nWhat?"), Turn("assistant", "A house.")]
     ids = encoded(assets.chat, turns, num_images=1, num_tokens=expected).input_ids

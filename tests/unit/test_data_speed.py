@@ -91,7 +91,7 @@ SIGLIP = SiglipImageProcessor(size={"height": 60, "width": 60})
 
 @pytest.mark.parametrize(("processor", "size"), [(CLIP, 56), (SIGLIP, 60)])
 def test_fewer_steps_give_the_processors_pixels(processor: Any, size: int) -> None:
-    images = ImagePreprocessor(processor, size, SameTokens(4, 1, 1))
+    images = ImagePreprocessor(processor, (3, size, size), SameTokens(4, 1, 1))
     assert images._is_plain
 
     @given(st.lists(st.tuples(st.integers(1, 150), st.integers(1, 150)), min_size=1, max_size=3))
@@ -112,7 +112,7 @@ class Turning(CLIPImageProcessor):
 
 def test_processor_with_more_steps_does_all_of_them() -> None:
     processor = Turning(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
-    images = ImagePreprocessor(processor, 56, SameTokens(4, 1, 1))
+    images = ImagePreprocessor(processor, (3, 56, 56), SameTokens(4, 1, 1))
     assert not images._is_plain
     data = noise(90, 60)
     theirs = processor(images=[decode_image(data)], return_tensors="pt")["pixel_values"]

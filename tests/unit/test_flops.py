@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
+from llava_mcore.batch_fields import MediaWork
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.flops import Flops, TrainedParts, Workload, mfu, model_flops, peak_flops
 from llava_mcore.models.vision.features import feature_choice
@@ -158,7 +159,7 @@ def test_torch_counts_the_same_over_hugging_face(name: str) -> None:
     shape = {"samples": 2, "length": 2 * features_per_tile(hf) + 7, "images": 2}
     # Eager attention computes every pair of a sample and masks half of them, so here a sample of n has n * n.
     n = shape["length"]
-    work = Workload(num_tokens=2 * n, num_pairs=2 * n * n, num_tiles=4)
+    work = Workload(num_tokens=2 * n, num_pairs=2 * n * n, media=MediaWork(4))
     for language, vision, projection in itertools.product([True, False], repeat=3):
         trained = TrainedParts(language, vision, projection)
         expected = model_flops(hf, work, trained).total + beyond_the_model(hf, samples=2, images=2)
@@ -178,9 +179,9 @@ def test_causal_pairs_are_those_of_every_sample() -> None:
 
 
 def test_only_trained_tokens_need_the_output_layer() -> None:
-    hf, some = llava(), Workload(num_tokens=10, num_pairs=55, num_tiles=1, num_trained=4)
+    hf, some = llava(), Workload(num_tokens=10, num_pairs=55, media=MediaWork(1), num_trained=4)
     parts = model_flops(hf, some, TrainedParts()).parts()
-    whole = model_flops(hf, Workload(num_tokens=10, num_pairs=55, num_tiles=1), TrainedParts()).parts()
+    whole = model_flops(hf, Workload(num_tokens=10, num_pairs=55, media=MediaWork(1)), TrainedParts()).parts()
     assert parts["head"].total * 10 == whole["head"].total * 4
     assert {k: v for k, v in parts.items() if k != "head"} == {k: v for k, v in whole.items() if k != "head"}
 

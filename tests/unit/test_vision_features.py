@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConversionError
@@ -16,6 +17,7 @@ from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel, insert_features
 from llava_mcore.models.vision.features import feature_choice
 from llava_mcore.parallel.groups import single_process
+from llava_mcore.pixels import NO_SCALE
 from tests.helpers.tiny_hf import make_hf_llava
 
 CASES: dict[str, dict[str, Any]] = {
@@ -45,7 +47,7 @@ def test_features_equal_hugging_face(tmp_path: Path, case: str) -> None:
     with torch.no_grad(), single_process():
         model = VisionLanguageModel(hf.config, ModelOptions(initialize=False))
         load_weights([model], checkpoint)
-        ours = model.eval().image_features(pixels)
+        ours = model.eval().image_features({PIXEL_VALUES: pixels, PIXEL_SCALE: NO_SCALE})
         theirs = torch.cat(tuple(hf.get_image_features(pixel_values=pixels).pooler_output))
     assert ours.shape[0] == 2 * features_per_tile(hf.config) == theirs.shape[0]
     assert (ours - theirs).abs().max().item() <= 1e-5

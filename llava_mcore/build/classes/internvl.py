@@ -16,7 +16,7 @@ from transformers import (
 from llava_mcore.build.classes.base import FolderClass, tile_settings
 from llava_mcore.build.language import IMAGE_TOKEN, VIDEO_TOKEN, TokenIds
 from llava_mcore.build.vision import FeaturePlan
-from llava_mcore.models.architectures.registry import ARCHITECTURES
+from llava_mcore.models.architectures.registry import features_per_tile
 
 
 class InternVlFolder(FolderClass):
@@ -38,7 +38,7 @@ class InternVlFolder(FolderClass):
     ) -> PretrainedConfig:
         """Return the configuration of the whole model, with the number of features per tile."""
         config = super().config(text, vision, plan, ids)
-        config.image_seq_length = ARCHITECTURES[config.model_type].features_per_tile(config)
+        config.image_seq_length = features_per_tile(config)
         return config
 
     def _config_fields(self, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:

@@ -11,6 +11,7 @@ class ModelDims:
 
     `num_query_groups` is the number of key/value heads. `vision_num_layers` counts all layers of the tower,
     including those after the feature layer. `sliding_window` is None if every token sees all earlier ones.
+    `num_deepstack`: features of inner layers of the tower, one added after each of the first decoder layers.
     `keeps_class_token`: the tower has one, and the language model sees it.
     """
 
@@ -27,3 +28,4 @@ class ModelDims:
     max_position_embeddings: int
     sliding_window: int | None
     keeps_class_token: bool = False
+    num_deepstack: int = 0

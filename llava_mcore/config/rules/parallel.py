@@ -48,6 +48,14 @@ def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) 
     pp, layers = parallel.pipeline_model_parallel_size, dims.num_layers
     if pp == 1:
         return
+    first = _layers_of_first_chunk(parallel, layers)
+    if first < dims.num_deepstack:
+        yield (
+            f"features of the vision tower are added after the first {dims.num_deepstack} layers of {source}, so these "
+            f"must be on the first stage, which has {first} (--pp {pp}, parallel.num_layers_in_first_pipeline_stage "
+            f"{parallel.num_layers_in_first_pipeline_stage}, parallel.num_layers_per_virtual_pipeline_stage "
+            f"{parallel.num_layers_per_virtual_pipeline_stage}): give the first stage more, or lower --pp"
+        )
     if has_uneven_stages(parallel):
         ends = [parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage]
         rest, others = layers - sum(n or 0 for n in ends), pp - sum(n is not None for n in ends)
@@ -76,6 +84,17 @@ def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) 
                 f"an interleaved pipeline needs a number of micro-batches that is a multiple of --pp {pp}, not "
                 f"{micro_batches} = {size} / --micro-batch-size / data-parallel ranks: change a batch size"
             )
+
+
+def _layers_of_first_chunk(parallel: ParallelConfig, layers: int) -> int:
+    """Return the layers that run beside the vision tower."""
+    if parallel.num_layers_in_first_pipeline_stage is not None:
+        return parallel.num_layers_in_first_pipeline_stage
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        return parallel.num_layers_per_virtual_pipeline_stage
+    last = parallel.num_layers_in_last_pipeline_stage
+    pp = parallel.pipeline_model_parallel_size
+    return layers // pp if last is None else (layers - last) // (pp - 1)
 
 
 def has_uneven_stages(parallel: ParallelConfig) -> bool:

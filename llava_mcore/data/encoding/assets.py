@@ -24,7 +24,6 @@ from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.media import MediaPlan, Processing
-from llava_mcore.models.vision.geometry import image_side
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +52,6 @@ class Assets:
     plan: MediaPlan
     pad_token_id: int
     eos_token_id: int
-    image_size: int
-    """Height and width of a picture in pixels, as the vision tower takes it."""
     lang: Lang
     """Language of the prompts for data without questions (data.prompts)."""
     limits: Limits = LIMITS
@@ -125,7 +122,6 @@ def load_assets(
         plan=plan,
         pad_token_id=int(tokenizer.pad_token_id),
         eos_token_id=int(tokenizer.eos_token_id),
-        image_size=images.image_size,
         lang=choice.lang,
         limits=limits,
         no_videos=videos.reason or images.no_videos or chat.no_videos,
@@ -227,8 +223,8 @@ def _check_images(
     if processor is None or config is None or plan is None:
         return None
     try:
-        side = image_side(config.vision_config)
-        return ImagePreprocessor(processor, side, plan, limits.picture_pixels, videos.processor)
+        shape = architecture_of(config).pixel_shape(config)
+        return ImagePreprocessor(processor, shape, plan, limits.picture_pixels, videos.processor)
     except (*LOAD_ERRORS, DataError) as error:
         found.append(f"the image processor cannot be used: {why_not_loaded(error)}")
         return None

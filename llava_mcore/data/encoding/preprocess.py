@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,29 +35,31 @@ class ImagePreprocessor:
     def __init__(
         self,
         processor: BaseImageProcessor,
-        image_size: int,
+        pixel_shape: tuple[int, ...],
         plan: MediaPlan,
         most_pixels: int = LIMITS.picture_pixels,
         videos: BaseVideoProcessor | None = None,
     ) -> None:
         """Check the processors on a wide picture; DataError if the result is not what the vision tower takes.
 
-        videos: None if no conversation may have videos. One that does not suit the tower is not used.
+        Args:
+            pixel_shape: of a tile [3, height, width], or of a patch.
+            videos: None if no conversation may have videos. One that does not suit the tower is not used.
         """
         self.most_pixels = most_pixels
         self.processor, self.videos = processor, videos
         self.no_videos: str | None = None
         """Why the video processor is not used."""
-        self.image_size = image_size
+        self.pixel_shape = pixel_shape
         self.plan = plan
         self.pixel_scale = NO_SCALE
-        probe = noise(image_size + 17, image_size // 2 + 5)
+        probe = noise(pixel_shape[-1] + 17, pixel_shape[-1] // 2 + 5)
         expected = self._process([probe])
         found = tuple(expected.shape[1:])
-        if found != (3, image_size, image_size):
+        if found != pixel_shape:
             raise DataError(
                 f"the image processor makes pictures of {' x '.join(map(str, found))}, but the vision tower takes "
-                f"3 x {image_size} x {image_size}; correct size and crop_size in the processor's configuration"
+                f"{' x '.join(map(str, pixel_shape))}; correct size and crop_size in the processor's configuration"
             )
         of_video = self._try_video(probe)
         if processor.do_rescale and processor.do_normalize:
@@ -71,8 +74,8 @@ class ImagePreprocessor:
 
     @property
     def num_bytes(self) -> int:
-        """Of a tile's pixels."""
-        return 3 * self.image_size**2 * (1 if len(self.pixel_scale) else 4)
+        """Of a tile's or patch's pixels."""
+        return math.prod(self.pixel_shape) * (1 if len(self.pixel_scale) else 4)
 
     @property
     def _options(self) -> dict[str, bool]:
@@ -112,11 +115,11 @@ class ImagePreprocessor:
         except (*PROCESSOR_ERRORS, DataError) as error:
             self.no_videos = f"the video processor cannot be used: {error}"
         else:
-            if found.shape[1:] == (3, self.image_size, self.image_size):
+            if tuple(found.shape[1:]) == self.pixel_shape:
                 return found
             self.no_videos = (
                 f"the video processor makes frames of {' x '.join(map(str, found.shape[1:]))}, and the vision tower "
-                f"takes 3 x {self.image_size} x {self.image_size}; correct the size in its configuration"
+                f"takes {' x '.join(map(str, self.pixel_shape))}; correct the size in its configuration"
             )
         self.videos = None
         return None
@@ -127,7 +130,7 @@ class ImagePreprocessor:
 
     def _resizes_and_crops_only(self) -> bool:
         """Tell whether the processor's two steps give what all of it gives, for pictures of every proportion."""
-        side = self.image_size
+        side = self.pixel_shape[-1]
         sizes = [(side + 17, side // 2 + 5), (side // 2 + 5, 2 * side + 1), (side, side), (side // 3 + 1, side // 3)]
         probes = [noise(*size) for size in sizes]
         return all(
@@ -143,7 +146,9 @@ class ImagePreprocessor:
         return pixels
 
     def tiles(self, media: Sequence[MediaSpan]) -> Tensor:
-        """Return the tiles of some pictures and videos in their order, [tiles, 3, h, w]; there may be none.
+        """Return the tiles [tiles, 3, h, w] or patches [patches, f] of some pictures and videos in their order.
+
+        There may be none.
 
         uint8 that `pixel_scale` normalizes, or float32 where that is empty. The channels of a pixel may be next to each
         other in memory (channels_last), as decoders and resizing like it.
@@ -174,9 +179,9 @@ class ImagePreprocessor:
             return self._process([decode_image(picture, self.most_pixels) for picture in data], tokens)
         if len(data) == 1:  # a batch of such samples is copied together
             return self._resize_and_crop(decode_pixels(data[0], self.most_pixels))[None]
-        shape = (len(data), 3, self.image_size, self.image_size)
+        layout = torch.channels_last if len(self.pixel_shape) == 3 else torch.contiguous_format
         dtype = torch.uint8 if len(self.pixel_scale) else torch.float32
-        pixels = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
+        pixels = torch.empty((len(data), *self.pixel_shape), dtype=dtype, memory_format=layout)
         for tile, picture in zip(pixels, data, strict=True):
             tile.copy_(self._resize_and_crop(decode_pixels(picture, self.most_pixels)))
         return pixels

@@ -98,7 +98,9 @@ class TrainLoader:
         self._places = {n: places.get(n) for n in numbers}
         num_batches = {n: 0 if place is None else num_given(place) for n, place in self._places.items()}
         self._turns = iter(RoundRobin(num_batches))
-        buffer_bytes = micro_batch_size * _most_tiles(data, assets) * assets.images.num_bytes
+        buffer_bytes = (
+            micro_batch_size * _most_tiles(data, assets) * assets.plan.rows_per_tile * assets.images.num_bytes
+        )
         self._sources = _serve(streams, num_batches, data, seed, buffer_bytes, num_micro_batches)
         self._closed = False
         self._handling = assets.chat.special_tokens_in_text

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llava_mcore.batch_fields import PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 from llava_mcore.data.samples import Batch, EncodedSample, TokenConversation
-from llava_mcore.models.media import index_values
+from llava_mcore.models.media import index_values, position_ids
 from llava_mcore.pixels import NO_SCALE
 
 
@@ -25,6 +25,7 @@ def collate(
     multiple: int = 8,
     pixel_scale: Tensor = NO_SCALE,
     fields: Fields = PICTURE_FIELDS,
+    num_axes: int = 1,
 ) -> Batch:
     """Make one micro-batch.
 
@@ -34,9 +35,10 @@ def collate(
         multiple: lengths are rounded up to this: fewer shapes, and matrix units like or even need it.
         pixel_scale: that of the image processor.
         fields: of the pictures.
+        num_axes: of a position.
     """
     make = _pack if packed else _pad
-    return make(samples, _Media(fields, pixel_scale), seq_length, pad_token_id, multiple)
+    return make(samples, _Media(fields, pixel_scale, num_axes), seq_length, pad_token_id, multiple)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,23 @@ class _Media:
 
     fields: Fields
     pixel_scale: Tensor
+    num_axes: int
+
+    def position_ids(
+        self,
+        plain: NDArray[np.int64],
+        conversations: Sequence[TokenConversation],
+        places: Sequence[tuple[int, int]],
+    ) -> NDArray[np.int64]:
+        """Return the positions [axes, b, s] of rows whose plain ones are [b, s]; these themselves for one axis."""
+        if self.num_axes == 1:
+            return plain
+        found = np.tile(plain, (self.num_axes, 1, 1))
+        for conversation, (row, start) in zip(conversations, places, strict=True):
+            pictures, starts = [x.tokens for x in conversation.media], [x.start for x in conversation.media]
+            own = position_ids(len(conversation), pictures, starts, self.num_axes)
+            found[:, row, start : start + len(conversation)] = own
+        return found
 
     def tensors(
         self, pixels: Sequence[Tensor], conversations: Sequence[TokenConversation], starts: Sequence[int]
@@ -63,9 +82,9 @@ def _pad(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_t
     """
     conversations = [sample.conversations[0] for sample in samples]
     length = _rounded(max(map(len, conversations)), multiple, seq_length)
-    position_ids = np.tile(np.arange(length), (len(samples), 1))
+    plain = np.tile(np.arange(length), (len(samples), 1))
     places = [(row, 0) for row in range(len(samples))]
-    return _batch(samples, conversations, places, position_ids, pad_token_id, media)
+    return _batch(samples, conversations, places, plain, pad_token_id, media)
 
 
 def _pack(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_token_id: int, multiple: int) -> Batch:
@@ -75,9 +94,9 @@ def _pack(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_
     length = _rounded(int(ends[-1]), multiple, seq_length * len(samples))
     bounds = ends if ends[-1] == length else np.append(ends, length)
     # Positions begin anew with each conversation, and with the padding.
-    position_ids = np.arange(length) - np.repeat(bounds[:-1], np.diff(bounds))
+    plain = np.arange(length) - np.repeat(bounds[:-1], np.diff(bounds))
     places = [(0, int(start)) for start in ends[:-1]]
-    batch = _batch(samples, conversations, places, position_ids[None], pad_token_id, media)
+    batch = _batch(samples, conversations, places, plain[None], pad_token_id, media)
     batch.cu_seqlens = torch.from_numpy(bounds.astype(np.int32))
     return batch
 
@@ -90,12 +109,12 @@ def _batch(
     samples: Sequence[EncodedSample],
     conversations: Sequence[TokenConversation],
     places: Sequence[tuple[int, int]],
-    position_ids: NDArray[np.int64],
+    plain: NDArray[np.int64],
     pad_token_id: int,
     media: _Media,
 ) -> Batch:
-    """Write conversations into rows, each from its place (row, column) on. `position_ids`: [b, s]."""
-    shape = position_ids.shape
+    """Write conversations into rows, each from its place (row, column) on. `plain`: positions [b, s] of text alone."""
+    shape = plain.shape
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     labels = np.zeros(shape, dtype=np.int64)
     loss_mask = np.zeros(shape, dtype=np.float32)
@@ -111,7 +130,7 @@ def _batch(
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(loss_mask),
-        position_ids=torch.from_numpy(position_ids),
+        position_ids=torch.from_numpy(media.position_ids(plain, conversations, places)),
         media=media.tensors([sample.pixel_values for sample in samples], conversations, starts),
         sample_keys=[conversation.key for conversation in conversations],
         num_tokens=sum(map(len, conversations)),
@@ -122,11 +141,12 @@ def _batch(
 
 
 def _together(pixels: Sequence[Tensor]) -> Tensor:
-    """Return the pictures of all samples as one tensor, the channels of a pixel next to each other in memory."""
-    if len(pixels) == 1:  # a pack alone in its micro-batch lies like that already
-        return pixels[0].contiguous(memory_format=torch.channels_last)
+    """Return the tiles or patches of all samples as one tensor, the channels of a tile's pixel next to each other."""
+    layout = torch.channels_last if pixels[0].ndim == 4 else torch.contiguous_format
+    if len(pixels) == 1:  # a pack alone in its micro-batch has that layout already
+        return pixels[0].contiguous(memory_format=layout)
     shape = (sum(map(len, pixels)), *pixels[0].shape[1:])
-    together = torch.empty(shape, dtype=pixels[0].dtype, memory_format=torch.channels_last)
+    together = torch.empty(shape, dtype=pixels[0].dtype, memory_format=layout)
     start = 0
     for part in pixels:
         together[start : start + len(part)].copy_(part)

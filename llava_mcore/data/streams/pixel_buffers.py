@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llava_mcore.pixels import as_used, in_memory
+
 
 @dataclass(frozen=True, slots=True)
 class Buffered:
@@ -15,7 +17,7 @@ class Buffered:
 
     buffer: int
     shape: tuple[int, ...]
-    """[tiles, h, w, 3]: as they are in memory."""
+    """[tiles, h, w, 3], as they are in memory; [patches, f]."""
     dtype: torch.dtype
 
 
@@ -40,19 +42,22 @@ class PixelBuffers:
         self._next = 0
 
     def put(self, pixels: Tensor) -> Buffered | None:
-        """Put pixels [tiles, 3, h, w] into the next buffer; None if there are none or they are too many for one."""
-        channels_last = pixels.permute(0, 2, 3, 1)
+        """Put tiles [tiles, 3, h, w] or patches [patches, f] into the next buffer.
+
+        None if there are none, or they are too many for a buffer.
+        """
+        laid_out = in_memory(pixels)
         if not pixels.numel() or pixels.nbytes > self._buffers.shape[1]:
             return None
         buffer, self._next = self._next, (self._next + 1) % len(self._buffers)
-        found = Buffered(buffer, tuple(channels_last.shape), pixels.dtype)
-        self._view(found).copy_(channels_last)
+        found = Buffered(buffer, tuple(laid_out.shape), pixels.dtype)
+        self._view(found).copy_(laid_out)
         return found
 
     def take(self, buffered: Buffered, *, pinned: bool) -> Tensor:
-        """Return a copy of what was put in, [tiles, 3, h, w], in pinned memory if asked to."""
+        """Return a copy of what was put in, in pinned memory if asked to."""
         pixels = self._view(buffered)
-        return torch.empty_like(pixels, pin_memory=pinned).copy_(pixels).permute(0, 3, 1, 2)
+        return as_used(torch.empty_like(pixels, pin_memory=pinned).copy_(pixels))
 
     def _view(self, buffered: Buffered) -> Tensor:
         size = buffered.dtype.itemsize * torch.Size(buffered.shape).numel()

@@ -28,6 +28,7 @@ from llava_mcore.data.streams.energon_state import from_plain, to_plain
 from llava_mcore.data.streams.pixel_buffers import Buffered, PixelBuffers
 from llava_mcore.data.streams.skips import Skips
 from llava_mcore.errors import DataError, problems
+from llava_mcore.pixels import as_used, in_memory
 
 LEAST_STREAMS = 16
 """So that a run that begins on one rank may continue on up to 16."""
@@ -119,7 +120,7 @@ class Delivery:
         """Tensors but the pixels travel as bytes in the pipe: a new piece of shared memory for each costs more."""
         fields = {f.name: getattr(self.batch, f.name) for f in dataclasses.fields(self.batch) if f.name != "media"}
         arrays = {name: value.numpy() for name, value in fields.items() if isinstance(value, Tensor)}
-        pixels = self.batch.media[PIXEL_VALUES].permute(0, 2, 3, 1).contiguous()  # as they are in memory
+        pixels = in_memory(self.batch.media[PIXEL_VALUES]).contiguous()
         media = {name: value.numpy() for name, value in (self.batch.media | {PIXEL_VALUES: pixels}).items()}
         own = {"stream": self.stream, "place": self.place, "buffered": self.buffered}
         return own | {"fields": fields | arrays, "arrays": list(arrays), "media": media}
@@ -128,7 +129,7 @@ class Delivery:
         fields = state["fields"]
         fields |= {name: torch.from_numpy(fields[name]) for name in state["arrays"]}
         media = {name: torch.from_numpy(value) for name, value in state["media"].items()}
-        media[PIXEL_VALUES] = media[PIXEL_VALUES].permute(0, 3, 1, 2)
+        media[PIXEL_VALUES] = as_used(media[PIXEL_VALUES])
         self.stream, self.place, self.buffered = state["stream"], state["place"], state["buffered"]
         self.batch = Batch(**fields, media=media)
 

@@ -145,6 +145,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             multiple=self.pad_multiple,
             pixel_scale=self.assets.images.pixel_scale,
             fields=self.assets.plan.fields,
+            num_axes=self.assets.plan.num_axes,
         )
 
     def build_batch(

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llava_mcore.batch_fields import PICTURE_FIELDS, Fields
+from llava_mcore.batch_fields import PICTURE_FIELDS, Fields, MediaWork
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.media import MediaPlan, Processing
 from llava_mcore.models.names import KnownNames
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.geometry import image_side
-from llava_mcore.models.vision.registry import vision_family
+from llava_mcore.models.vision.registry import tile_tower
 
 
 class Architecture(ABC):
@@ -34,6 +34,8 @@ class Architecture(ABC):
     """Whether its `MediaPlan` has a `video_token_id` and tokens for videos."""
     towers: ClassVar[tuple[str, ...]] = ()
     """model_types of the towers that transformers reads in it; empty: of all that are no part of one class alone."""
+    texts: ClassVar[tuple[str, ...]] = ()
+    """model_types of the language models that transformers reads in it; empty: of all that are no part of one class."""
 
     @property
     def has_newline(self) -> bool:
@@ -64,12 +66,51 @@ class Architecture(ABC):
         """Return the token that stands for a video in text."""
         return str(tokenizer.special_tokens_map.get("video_token", "<video>"))
 
+    @abstractmethod
+    def pixel_shape(self, hf: PretrainedConfig) -> tuple[int, ...]:
+        """Return the shape of a row of PIXEL_VALUES: a tile [3, height, width], or a patch."""
+
+    @abstractmethod
+    def connector_products(self, hf: PretrainedConfig, work: MediaWork) -> list[int]:
+        """Return the FLOPs of the connector's matrix products with weights, in the order of the forward pass."""
+
+    @abstractmethod
+    def connector_rows(self, hf: PretrainedConfig, work: MediaWork) -> int:
+        """Return how many features the connector's first linear layer reads."""
+
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
         """Return why a processor would expand a picture to other tokens than `media`, a message each.
 
         Args:
             settings: its processor_config.json.
         """
+        return []
+
+    def num_deepstack(self, hf: PretrainedConfig) -> int:
+        """Return how many inner layers of the tower have features that are added in the language model."""
+        return 0
+
+
+class TileArchitecture(Architecture):
+    """A class whose tower takes pictures of one size: a picture is one or several of these tiles."""
+
+    def pixel_shape(self, hf: PretrainedConfig) -> tuple[int, ...]:
+        """Return the shape of a tile, [3, height, width]."""
+        side = image_side(hf.vision_config)
+        return (3, side, side)
+
+    def connector_products(self, hf: PretrainedConfig, work: MediaWork) -> list[int]:
+        """Return the FLOPs of the connector's matrix products with weights, in the order of the forward pass."""
+        width = hf.vision_config.hidden_size * len(self.features(hf).layers)
+        per_tile = self.connector(hf).products(hf, input_size=width, num_features=self.tower_features_per_tile(hf))
+        return [work.num_tiles * product for product in per_tile]
+
+    def connector_rows(self, hf: PretrainedConfig, work: MediaWork) -> int:
+        """Return how many features the connector reads."""
+        return work.num_tiles * self.tower_features_per_tile(hf)
+
+    def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
+        """Return why a processor would expand a picture to other tokens than `media`, a message each."""
         if settings.get("patch_size") is None:
             return []  # written before processors expanded the placeholder
         wanted = self.features_per_tile(hf)
@@ -85,7 +126,7 @@ class Architecture(ABC):
 
     def tower_features_per_tile(self, hf: PretrainedConfig) -> int:
         """Return how many features of a tile the tower hands to the connector."""
-        positions = vision_family(hf.vision_config).num_positions(hf.vision_config)
+        positions = tile_tower(hf.vision_config).num_positions(hf.vision_config)
         return positions - int(self.features(hf).drop_first_token)
 
     def features_per_tile(self, hf: PretrainedConfig) -> int:

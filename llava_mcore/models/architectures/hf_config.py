@@ -13,8 +13,8 @@ from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.json_files import read_object
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
-from llava_mcore.models.language.registry import LANGUAGE_FAMILIES, language_family
 from llava_mcore.models.language.registry import REASONS as LANGUAGE_REASONS
+from llava_mcore.models.language.registry import language_family, texts_of_any_class
 from llava_mcore.models.vision.registry import REASONS as VISION_REASONS
 from llava_mcore.models.vision.registry import towers_of_any_class, vision_family
 
@@ -30,6 +30,15 @@ _LARGEST = {
     "image_size": 1 << 15,
     "patch_size": 1 << 15,
     "num_channels": 1 << 10,
+    "depth": 2_000,
+    "num_heads": 1 << 16,
+    "embed_dim": 1 << 20,
+    "in_channels": 1 << 10,
+    "spatial_merge_size": 1 << 6,
+    "temporal_patch_size": 1 << 6,
+    "num_position_embeddings": 1 << 24,
+    "out_hidden_size": 1 << 20,
+    "window_size": 1 << 15,
 }
 """Far beyond every model that there is."""
 
@@ -69,9 +78,10 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
 def _unknown_families(hf: PretrainedConfig) -> list[str]:
     """Return what is wrong with the families of the parts."""
     found = []
-    towers = architecture_of(hf).towers or towers_of_any_class()
+    architecture = architecture_of(hf)
+    towers, texts = architecture.towers or towers_of_any_class(), architecture.texts or texts_of_any_class()
     for key, kind, known, reasons in (
-        ("text_config", hf.text_config.model_type, LANGUAGE_FAMILIES.keys(), LANGUAGE_REASONS),
+        ("text_config", hf.text_config.model_type, texts, LANGUAGE_REASONS),
         ("vision_config", hf.vision_config.model_type, towers, VISION_REASONS),
     ):
         if kind not in known:
@@ -112,11 +122,12 @@ def model_dims(hf: PretrainedConfig) -> ModelDims:
         num_attention_heads=text.num_attention_heads,
         num_query_groups=text.num_key_value_heads,
         vocab_size=text.vocab_size,
-        vision_num_layers=vision.num_hidden_layers,
-        vision_hidden_size=vision.hidden_size,
+        vision_num_layers=tower.num_layers(vision),
+        vision_hidden_size=tower.hidden_size(vision),
         vision_ffn_hidden_size=tower.ffn_size(vision),
         vision_num_attention_heads=vision.num_attention_heads,
         max_position_embeddings=text.max_position_embeddings,
         sliding_window=values.get("sliding_window") if limited_by_window else None,
+        num_deepstack=architecture_of(hf).num_deepstack(hf),
         keeps_class_token=tower.has_class_token(vision) and not features.drop_first_token,
     )

@@ -25,7 +25,7 @@ from transformers.models.idefics3.image_processing_idefics3 import get_resize_ou
 
 from llava_mcore.batch_fields import PICTURE_FIELDS
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.architectures.base import Architecture
+from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.shuffle_linear import ShuffleLinear
 from llava_mcore.models.media import MediaPlan, MediaTokens, Processing, Size, picture
@@ -38,7 +38,7 @@ _DEFAULT_SEQ_LEN = 169
 """Both processors' image_seq_len."""
 
 
-class Idefics3(Architecture):
+class Idefics3(TileArchitecture):
     """Idefics3ForConditionalGeneration."""
 
     config_class = Idefics3Config

@@ -21,7 +21,7 @@ from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_t
 
 from llava_mcore.batch_fields import PICTURE_FIELDS
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.architectures.base import Architecture
+from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.architectures.llava import NAMES
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.pixel_shuffle import PixelShuffle
@@ -35,7 +35,7 @@ _DEFAULT_SEQ_LENGTH = 256
 """InternVLProcessor's image_seq_length."""
 
 
-class InternVl(Architecture):
+class InternVl(TileArchitecture):
     """InternVLForConditionalGeneration."""
 
     config_class = InternVLConfig

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PretrainedConfig
 
-from llava_mcore.models.architectures.base import Architecture
+from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.mlp import Mlp
 from llava_mcore.models.media import MediaPlan, Processing, SameTokens
@@ -35,7 +35,7 @@ NAMES = KnownNames(
 )
 
 
-class Llava(Architecture):
+class Llava(TileArchitecture):
     """LlavaForConditionalGeneration."""
 
     config_class = LlavaConfig

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from llava_mcore.models.architectures.base import Architecture
+from llava_mcore.models.architectures.base import Architecture, TileArchitecture
 from llava_mcore.models.architectures.idefics3 import Idefics3, SmolVlm
 from llava_mcore.models.architectures.internvl import InternVl
 from llava_mcore.models.architectures.llava import Llava
 from llava_mcore.models.architectures.llava_next import LlavaNext
 from llava_mcore.models.architectures.llava_onevision import LlavaOnevision
+from llava_mcore.models.architectures.qwen_vl import Qwen2Vl, Qwen3Vl, Qwen25Vl
 
-_ALL: tuple[Architecture, ...] = (Llava(), LlavaNext(), LlavaOnevision(), InternVl(), Idefics3(), SmolVlm())
+_ALL: tuple[Architecture, ...] = (
+    *(Llava(), LlavaNext(), LlavaOnevision(), InternVl(), Idefics3(), SmolVlm()),
+    *(Qwen2Vl(), Qwen25Vl(), Qwen3Vl()),
+)
 ARCHITECTURES: dict[str, Architecture] = {x.config_class.model_type: x for x in _ALL}
 """By model_type."""
 
@@ -21,9 +25,16 @@ def architecture_of(hf: PretrainedConfig) -> Architecture:
     return ARCHITECTURES[hf.model_type]
 
 
+def tile_architecture(hf: PretrainedConfig) -> TileArchitecture:
+    """As `architecture_of`, of a class whose tower takes pictures of one size."""
+    architecture = architecture_of(hf)
+    assert isinstance(architecture, TileArchitecture), f"{hf.model_type} takes pictures of any size"
+    return architecture
+
+
 def features_per_tile(hf: PretrainedConfig) -> int:
     """Return how many features of a tile reach the language model."""
-    return architecture_of(hf).features_per_tile(hf)
+    return tile_architecture(hf).features_per_tile(hf)
 
 
 def classes_that_take_videos() -> tuple[str, ...]:

@@ -28,14 +28,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from llava_mcore.compat.megatron_layers import change_class, set_frequencies, set_rotary_factor
+from llava_mcore.compat.megatron_layers import change_class, set_frequencies, set_rotary_factor, use_position_ids
 from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import SDPAttention, sees_window
-from llava_mcore.models.language.layers import NormedRowParallelLinear, TwoRopeSelfAttention
+from llava_mcore.models.language.layers import DeepstackLayer, NormedRowParallelLinear, TwoRopeSelfAttention
 from llava_mcore.models.language.linear_cross_entropy import OutputLayer
+from llava_mcore.models.language.mrope import MultimodalRope
 from llava_mcore.models.language.shape import DecoderShape, Rope
 from llava_mcore.models.norms import TorchNorm
+from llava_mcore.models.rotary import TokenRopeSelfAttention
 
 
 def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_model_parallel_size: int) -> int:
@@ -56,7 +58,7 @@ def block_spec(
         spec = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
         )
-        return with_plain_linears(spec) if plain_linears else spec
+        return _with_own_classes(with_plain_linears(spec) if plain_linears else spec, shape)
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
     attention = layer.self_attention.submodules
@@ -71,6 +73,7 @@ def block_spec(
             MLP.as_mlp_submodule,
             submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=NormedRowParallelLinear),
         )
+    spec = _with_own_classes(spec, shape)
     return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage), layer_norm=TorchNorm)
 
 
@@ -82,6 +85,15 @@ def with_plain_linears(spec: ModuleSpec) -> ModuleSpec:
     attention.linear_qkv, attention.linear_proj = ColumnParallelLinear, RowParallelLinear
     mlp.linear_fc1, mlp.linear_fc2 = ColumnParallelLinear, RowParallelLinear
     layer.sharded_state_dict_keys_map = FUSED_NORMS
+    return spec
+
+
+def _with_own_classes(spec: ModuleSpec, shape: DecoderShape) -> ModuleSpec:
+    """Exchange the layer's and the attention's class where positions have several axes or features come in later."""
+    if shape.rope.axes is not None:
+        spec.submodules.self_attention.module = TokenRopeSelfAttention
+    if shape.deepstack:
+        spec.module = DeepstackLayer
     return spec
 
 
@@ -124,7 +136,10 @@ class LanguageModel(GPTModel):
             for layer in self.decoder.layers:
                 layer.mlp.activation_func = StatelessActivation(layer.mlp.activation_func)
         self.shape = shape
-        set_frequencies(self.rotary_pos_emb, shape.rope.inv_freq)
+        if shape.rope.axes is None:
+            set_frequencies(self.rotary_pos_emb, shape.rope.inv_freq)
+        else:
+            use_position_ids(self, MultimodalRope(shape.rope.inv_freq, shape.rope.axes))
         for layer in self.decoder.layers:
             self._scale_rope(layer.self_attention, shape.rope)
         if shape.local_rope is not None:
@@ -141,7 +156,11 @@ class LanguageModel(GPTModel):
 
     def _scale_rope(self, attention: SelfAttention, rope: Rope) -> None:
         """Let a layer scale cosines and sines (YaRN)."""
-        set_rotary_factor(attention, rope.factor(is_fused=self.config.apply_rope_fusion))
+        factor = rope.factor(is_fused=self.config.apply_rope_fusion)
+        if isinstance(attention, TokenRopeSelfAttention):
+            attention.factor = factor
+        else:
+            set_rotary_factor(attention, factor)
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return token embeddings [s, b, h], scaled in the families that do; int64 [b, s] both."""

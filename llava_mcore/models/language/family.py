@@ -16,6 +16,8 @@ class LanguageFamily(ABC):
     """The decoders of some model_types of Hugging Face."""
 
     model_types: ClassVar[tuple[str, ...]]
+    part_of_a_class: ClassVar[bool] = False
+    """Whether only the Hugging Face classes that name it have such a decoder."""
     computes_windows: ClassVar[bool] = False
     """Whether sliding windows are computed as they are; others must not meet sequences longer than theirs."""
 

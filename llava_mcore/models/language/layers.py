@@ -1,4 +1,4 @@
-"""Parts of Gemma's layers that megatron-core's local layers lack.
+"""Parts of decoder layers that megatron-core's lack.
 
 s: tokens, b: samples, h: hidden size, d: rotated dims of a head.
 """
@@ -12,6 +12,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from llava_mcore.models.norms import TorchNorm
@@ -44,3 +45,22 @@ class TwoRopeSelfAttention(SelfAttention):
         if self.local_rope is not None and isinstance(shared, torch.Tensor):
             shared = self.local_rope(shared.shape[0])
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=shared, **given)
+
+
+class DeepstackLayer(TransformerLayer):
+    """A layer after which features of the tower's inner layers are added (DeepStack, arXiv 2406.04334).
+
+    They come as `context`, which megatron-core hands to every layer and through recomputation: the first layer adds the
+    first of them, and so on.
+    """
+
+    def forward(self, *given: Any, context: Tensor | None = None, **named: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states [s, b, h] ([s / tp, b, h] with sequence parallelism), and `context` as it came.
+
+        Args:
+            context: [k, s, b, h], zero for tokens of text; None beyond the first stage.
+        """
+        hidden_states, _ = super().forward(*given, context=None, **named)
+        if context is not None and self.layer_number <= len(context):
+            hidden_states = hidden_states + context[self.layer_number - 1]
+        return hidden_states, context

@@ -11,12 +11,21 @@ from llava_mcore.models.language.llama import Llama
 from llava_mcore.models.language.phi3 import Phi3
 from llava_mcore.models.language.qwen2 import Qwen2
 from llava_mcore.models.language.qwen3 import Qwen3
+from llava_mcore.models.language.qwen_vl import Qwen2VlText, Qwen3VlText, Qwen25VlText
 
-_FAMILIES: tuple[LanguageFamily, ...] = (Gemma2(), Gemma3(), Llama(), Phi3(), Qwen2(), Qwen3())
+_FAMILIES: tuple[LanguageFamily, ...] = (
+    *(Gemma2(), Gemma3(), Llama(), Phi3(), Qwen2(), Qwen3()),
+    *(Qwen2VlText(), Qwen25VlText(), Qwen3VlText()),
+)
 LANGUAGE_FAMILIES: dict[str, LanguageFamily] = {name: family for family in _FAMILIES for name in family.model_types}
 """By model_type."""
 REASONS = {"gemma3": "it is a whole vision-language model; its text model is gemma3_text"}
 """Why a model_type that people try is not known."""
+
+
+def texts_of_any_class() -> tuple[str, ...]:
+    """Return the model_types of the decoders that a class with AutoModel reads."""
+    return tuple(name for name, family in LANGUAGE_FAMILIES.items() if not family.part_of_a_class)
 
 
 def language_family(hf: PretrainedConfig) -> LanguageFamily:

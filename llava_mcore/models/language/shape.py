@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,14 @@ USUAL_NAMES = LayerNames(
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies [rotated dims / 2] of a head, and the factor of its cosines and sines (YaRN)."""
+    """Rotary frequencies [rotated dims / 2] of a head, and the factor of its cosines and sines (YaRN).
+
+    `axes`: int64 [rotated dims / 2], for positions along several axes: which one each frequency is multiplied by.
+    """
 
     inv_freq: Tensor
     scaling: float
+    axes: Tensor | None = None
 
     def fusion_fields(self, head_dim: int) -> dict[str, Any]:
         """Return TransformerConfig fields for Transformer Engine's fused rotary kernel.
@@ -62,7 +66,8 @@ class DecoderShape:
 
     `local_rope`: of the layers that see a window only, where it is another one. `embedding_scale`: the factor of token
     embeddings; image features are not scaled. `attention_softcap`: c, where scores x become c * tanh(x / c).
-    `post_norms`: what attention and MLP return is normalized before it is added to the residual.
+    `post_norms`: what attention and MLP return is normalized before it is added to the residual. `deepstack`: whether
+    features of the tower's inner layers are added after the first layers.
     """
 
     rope: Rope
@@ -70,6 +75,7 @@ class DecoderShape:
     embedding_scale: float | None = None
     attention_softcap: float | None = None
     post_norms: bool = False
+    deepstack: bool = False
     names: LayerNames = USUAL_NAMES
 
     @property
@@ -88,6 +94,28 @@ def rope_from_hf(hf: PretrainedConfig, rotary: type[nn.Module] = LlamaRotaryEmbe
     with torch.device("cpu"):  # also when the model is built without memory, on the meta device
         embedding = rotary(hf)
     return Rope(embedding.get_buffer("inv_freq").clone(), vars(embedding)["attention_scaling"])
+
+
+def mrope_from_hf(hf: PretrainedConfig, rotary: type[nn.Module]) -> Rope:
+    """As `rope_from_hf`, for positions of time, height and width: which frequencies belong to which axis is found by
+    letting Hugging Face's class mix three tensors that hold the number of their axis.
+
+    Raises:
+        ConversionError: as `rope_from_hf`, or sections that do not add up to the frequencies.
+    """
+    rope = rope_from_hf(hf, rotary)
+    with torch.device("cpu"):
+        embedding = rotary(hf)
+    section, half = list(vars(embedding)["mrope_section"]), len(rope.inv_freq)
+    if len(section) != 3 or sum(section) != half:
+        raise ConversionError(
+            f"text_config.rope_parameters.mrope_section = {section}: expected three numbers whose sum is half the head "
+            f"size, {half}"
+        )
+    with torch.device("cpu"):
+        numbers = torch.arange(3.0)[:, None, None, None].repeat(1, 1, 1, half)
+        mixed: Tensor = cast(Any, embedding).recomposition_frequencies(numbers)
+    return replace(rope, axes=mixed[0, 0, :half].long())
 
 
 def require_fixed_rope(parameters: dict[str, object], key: str) -> None:

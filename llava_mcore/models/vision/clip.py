@@ -16,12 +16,12 @@ from llava_mcore.models.vision.encoder_layers import (
     unused_layers,
     unused_norm,
 )
-from llava_mcore.models.vision.family import VisionFamily
+from llava_mcore.models.vision.family import TileTower
 from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
 
 
-class Clip(VisionFamily):
+class Clip(TileTower):
     """CLIP's vision tower."""
 
     model_types = ("clip_vision_model",)

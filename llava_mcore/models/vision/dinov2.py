@@ -24,7 +24,7 @@ from llava_mcore.models.vision.encoder_layers import (
     unused_layers,
     unused_norm,
 )
-from llava_mcore.models.vision.family import VisionFamily
+from llava_mcore.models.vision.family import TileTower
 from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
 
@@ -41,7 +41,7 @@ _REQUIRED = {"drop_path_rate": 0.0, "hidden_dropout_prob": 0.0, "qkv_bias": True
 _GATED_NAMES = replace(_NAMES, into=("mlp.weights_in",), out_of="mlp.weights_out")
 
 
-class Dinov2(VisionFamily):
+class Dinov2(TileTower):
     """DINOv2's tower."""
 
     model_types = ("dinov2", "dinov2_with_registers")

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.mapping.layouts import FuseQKV, Reshape
+from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, Layout, Regroup, Reshape
 from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
@@ -85,6 +85,7 @@ def layer_entries(
     layers: range,
     names: LayerNames = USUAL_NAMES,
     gated: bool = False,
+    norm_bias: bool = True,
 ) -> list[Entry]:
     """Return the entries of some encoder layers.
 
@@ -92,22 +93,32 @@ def layer_entries(
         prefix: of the layers in the files, up to the number.
         names: of the modules inside a layer.
         gated: whether the MLP's first matrix holds a gate and a value, of equal size.
+        norm_bias: whether norms have one.
     """
     m, h = megatron + "decoder.layers.{layer}.", prefix + "{layer}."
-    qkv = tuple(f"{h}{name}.{{wb}}" for name in names.query_key_value)
-    fuse = FuseQKV(hf.num_attention_heads, hf.num_attention_heads)
-    into = GATED_COLUMN if gated else COLUMN
-    templates = [
+    qkv, into = (tuple(f"{h}{name}.{{wb}}" for name in x) for x in (names.query_key_value, names.into))
+    heads = hf.num_attention_heads
+    fuse: Layout = FuseQKV(heads, heads) if len(qkv) > 1 else Regroup(heads, heads)
+    stack: Layout = Concat(len(into)) if len(into) > 1 else Copy()
+    norms = [
         Entry(m + "input_layernorm.{wb}", f"{h}{names.norm_before}.{{wb}}", REPLICATED),
         Entry(m + "pre_mlp_layernorm.{wb}", f"{h}{names.norm_between}.{{wb}}", REPLICATED),
-        Entry(m + "mlp.linear_fc1.{wb}", f"{h}{names.into[0]}.{{wb}}", into),
+    ]
+    templates = [
+        Entry(m + "mlp.linear_fc1.{wb}", into, GATED_COLUMN if gated else COLUMN, stack),
         Entry(m + "self_attention.linear_qkv.{wb}", qkv, COLUMN, fuse),
         Entry(m + "self_attention.linear_proj.weight", f"{h}{names.attention_out}.weight", ROW),
         Entry(m + "self_attention.linear_proj.bias", f"{h}{names.attention_out}.bias", REPLICATED),
         Entry(m + "mlp.linear_fc2.weight", f"{h}{names.out_of}.weight", ROW),
         Entry(m + "mlp.linear_fc2.bias", f"{h}{names.out_of}.bias", REPLICATED),
     ]
-    return [x for entry in templates for x in entry.expand(layer=layers, wb=WEIGHT_BIAS)]
+    of_norms = WEIGHT_BIAS if norm_bias else WEIGHT_BIAS[:1]
+    return [
+        x
+        for entries, endings in ((norms, of_norms), (templates, WEIGHT_BIAS))
+        for entry in entries
+        for x in entry.expand(layer=layers, wb=endings)
+    ]
 
 
 def scale_entries(*, megatron: str, prefix: str, layers: range, scales: tuple[str, str]) -> list[Entry]:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megatron.core.models.common.vision_module.vision_module import VisionModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
+from llava_mcore.batch_fields import MediaWork
 from llava_mcore.mapping.table import Entry
-from llava_mcore.models.vision.geometry import num_patches
-from llava_mcore.models.vision.transformer import VisionShape
+from llava_mcore.models.vision.features import FeatureChoice
+from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
+from llava_mcore.models.vision.transformer import VisionShape, VisionTransformer
+
+
+@dataclass(frozen=True)
+class TowerWork:
+    """What a tower computes on: patches, positions of its layers, (query, key) pairs over all layers that run."""
+
+    num_patches: int
+    num_positions: int
+    num_pairs: int
 
 
 class VisionFamily(ABC):
@@ -25,20 +39,16 @@ class VisionFamily(ABC):
     """
     part_of_a_class: ClassVar[bool] = False
     """Whether only the Hugging Face classes that name it have such a tower."""
-    interpolates: ClassVar[bool] = True
-    """Whether its transformers model takes pictures of any size as it is."""
-
-    @abstractmethod
-    def tokens_before_patches(self, hf: PretrainedConfig) -> int:
-        """Return how many tokens stand before a picture's patches: class token and registers."""
+    uses_rope: ClassVar[bool] = False
+    """Whether its layers rotate queries and keys."""
 
     @abstractmethod
     def config_from_hf(self, hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
         """Return megatron-core TransformerConfig fields. Raises ConversionError for what cannot be computed."""
 
     @abstractmethod
-    def shape(self, hf: PretrainedConfig) -> VisionShape:
-        """Return what surrounds the layers."""
+    def build(self, hf: PretrainedConfig, config: TransformerConfig, features: FeatureChoice) -> VisionModule:
+        """Build the tower's module."""
 
     @abstractmethod
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
@@ -48,6 +58,53 @@ class VisionFamily(ABC):
     def unused(self, hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
         """Name the tensors that training does not use, with the reason."""
 
+    @abstractmethod
+    def work(self, hf: PretrainedConfig, media: MediaWork, num_layers: int) -> TowerWork:
+        """Return what the first num_layers layers compute on."""
+
+    @abstractmethod
+    def describe(self, hf: PretrainedConfig) -> str:
+        """Say which pictures the tower takes."""
+
+    def patch_numbers(self, hf: PretrainedConfig) -> int:
+        """Return the numbers of a patch."""
+        return int(hf.num_channels) * patch_side(hf) ** 2
+
+    def has_class_token(self, hf: PretrainedConfig) -> bool:
+        """Tell whether a token for the whole picture stands before its patches."""
+        return False
+
+    def num_layers(self, hf: PretrainedConfig) -> int:
+        """Return the layers of the whole tower."""
+        return int(hf.num_hidden_layers)
+
+    def hidden_size(self, hf: PretrainedConfig) -> int:
+        """Return the width of the tower's layers."""
+        return int(hf.hidden_size)
+
+    def ffn_size(self, hf: PretrainedConfig) -> int:
+        """Return the width inside the MLPs; where they are gated, of the gate alone."""
+        return int(hf.intermediate_size)
+
+
+class TileTower(VisionFamily):
+    """Towers that take pictures of one square size."""
+
+    interpolates: ClassVar[bool] = True
+    """Whether its transformers model takes pictures of any size as it is."""
+
+    @abstractmethod
+    def tokens_before_patches(self, hf: PretrainedConfig) -> int:
+        """Return how many tokens stand before a picture's patches: class token and registers."""
+
+    @abstractmethod
+    def shape(self, hf: PretrainedConfig) -> VisionShape:
+        """Return what surrounds the layers."""
+
+    def build(self, hf: PretrainedConfig, config: TransformerConfig, features: FeatureChoice) -> VisionTransformer:
+        """Build the tower's module."""
+        return VisionTransformer(config, self.shape(hf), features)
+
     def num_positions(self, hf: PretrainedConfig) -> int:
         """Return the features of a tile, class token and registers included."""
         return num_patches(hf) + self.tokens_before_patches(hf)
@@ -56,6 +113,12 @@ class VisionFamily(ABC):
         """Tell whether a token for the whole picture stands before its patches."""
         return self.tokens_before_patches(hf) > 0
 
-    def ffn_size(self, hf: PretrainedConfig) -> int:
-        """Return the width inside the MLPs; where they are gated, of the gate alone."""
-        return int(hf.intermediate_size)
+    def work(self, hf: PretrainedConfig, media: MediaWork, num_layers: int) -> TowerWork:
+        """Return what the first num_layers layers compute on: every token of a tile sees every other."""
+        tiles, positions = media.num_tiles, self.num_positions(hf)
+        return TowerWork(tiles * num_patches(hf), tiles * positions, tiles * positions**2 * num_layers)
+
+    def describe(self, hf: PretrainedConfig) -> str:
+        """Say which pictures the tower takes."""
+        side = image_side(hf)
+        return f"{side} x {side} pixels in patches of {patch_side(hf)}"

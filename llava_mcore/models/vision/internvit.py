@@ -17,7 +17,7 @@ from llava_mcore.models.vision.encoder_layers import (
     unused_layers,
     unused_norm,
 )
-from llava_mcore.models.vision.family import VisionFamily
+from llava_mcore.models.vision.family import TileTower
 from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
 
@@ -42,7 +42,7 @@ _REQUIRED = {
 }
 
 
-class InternVit(VisionFamily):
+class InternVit(TileTower):
     """InternViT."""
 
     model_types = ("internvl_vision",)

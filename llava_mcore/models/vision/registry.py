@@ -6,12 +6,16 @@ from transformers import PretrainedConfig
 
 from llava_mcore.models.vision.clip import Clip
 from llava_mcore.models.vision.dinov2 import Dinov2
-from llava_mcore.models.vision.family import VisionFamily
+from llava_mcore.models.vision.family import TileTower, VisionFamily
 from llava_mcore.models.vision.idefics import IdeficsSiglip
 from llava_mcore.models.vision.internvit import InternVit
+from llava_mcore.models.vision.qwen import Qwen2VlTower, Qwen3VlTower, Qwen25VlTower, QwenTower
 from llava_mcore.models.vision.siglip import Siglip
 
-_FAMILIES: tuple[VisionFamily, ...] = (Clip(), Dinov2(), IdeficsSiglip(), InternVit(), Siglip())
+_FAMILIES: tuple[VisionFamily, ...] = (
+    *(Clip(), Dinov2(), IdeficsSiglip(), InternVit(), Siglip()),
+    *(Qwen2VlTower(), Qwen25VlTower(), Qwen3VlTower()),
+)
 VISION_FAMILIES: dict[str, VisionFamily] = {name: family for family in _FAMILIES for name in family.model_types}
 """By model_type."""
 REASONS = {
@@ -29,3 +33,17 @@ def towers_of_any_class() -> tuple[str, ...]:
 def vision_family(hf: PretrainedConfig) -> VisionFamily:
     """Return the family of a vision config. `load_hf_config` has seen that it is known."""
     return VISION_FAMILIES[hf.model_type]
+
+
+def tile_tower(hf: PretrainedConfig) -> TileTower:
+    """As `vision_family`, of a tower that takes pictures of one size."""
+    family = vision_family(hf)
+    assert isinstance(family, TileTower), f"{hf.model_type} takes pictures of any size"
+    return family
+
+
+def qwen_tower(hf: PretrainedConfig) -> QwenTower:
+    """As `vision_family`, of a tower of Qwen-VL's."""
+    family = vision_family(hf)
+    assert isinstance(family, QwenTower), f"{hf.model_type} is not a tower of Qwen-VL's"
+    return family

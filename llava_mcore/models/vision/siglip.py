@@ -15,7 +15,7 @@ from llava_mcore.models.vision.encoder_layers import (
     unused_layers,
     unused_norm,
 )
-from llava_mcore.models.vision.family import VisionFamily
+from llava_mcore.models.vision.family import TileTower
 from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
 
@@ -29,7 +29,7 @@ _HEAD = (
 )
 
 
-class Siglip(VisionFamily):
+class Siglip(TileTower):
     """SigLIP's vision tower, and that of SigLIP 2 with a fixed resolution."""
 
     model_types: ClassVar[tuple[str, ...]] = ("siglip_vision_model",)

@@ -9,6 +9,7 @@ feature layers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -101,8 +102,12 @@ class VisionTransformer(VisionModule):
         if config.transformer_impl == "transformer_engine":
             use_fewer_kernels(self.decoder)
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        """Return features [b, s (- 1), l*h] of pictures [b, 3, height, width]."""
+    def blank(self, pixels: Tensor, media: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor], int]:
+        """Return the arguments of a forward pass on one blank picture, on the device of `pixels`."""
+        return pixels.new_zeros(1, 3, self.shape.image_size, self.shape.image_size), media, 0
+
+    def forward(self, pixel_values: Tensor, media: Mapping[str, Tensor], max_seqlen: int = 0) -> Tensor:
+        """Return features [b, s (- 1), l*h] of pictures [b, 3, height, width]; nothing else is looked at."""
         x = self.conv1(pixel_values).flatten(2).transpose(1, 2)  # [b, p, h]; a remainder of the picture is ignored
         if self.shape.class_token:
             x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)

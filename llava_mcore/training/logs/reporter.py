@@ -119,7 +119,7 @@ class Reporter:
     ) -> Metrics:
         groups = self.trainer.groups
         num_trained = None if result is None else result.num_trained_tokens
-        workload = Workload(counts.num_tokens, counts.num_pairs, counts.num_tiles, num_trained)
+        workload = Workload(counts.num_tokens, counts.num_pairs, counts.media, num_trained)
         flops = 0 if result is None else model_flops(self.trainer.hf, workload, self.trained).total
         on_gpu = groups.device.type == "cuda"
         return Metrics(

@@ -1,0 +1,85 @@
+"""Self-attention whose rotary angles are given for each token, not for each index of a sequence.
+
+megatron-core's own application of angles to packed sequences counts every sequence from 0 again unless the sum of their
+lengths happens to be the number of angles (`_apply_rotary_pos_emb_thd`, 0.19.2), and Transformer Engine's kernel for
+packed sequences always does. Here no lengths are looked at: token i is rotated by angle i, packed or not.
+
+s: tokens, b: samples, n: heads, d: head size, r: rotated dims of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import fused_apply_rotary_pos_emb
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+
+class TokenRopeSelfAttention(SelfAttention):
+    """Takes `rotary_pos_emb` as angles [s, b or 1, 1, r], one row per token.
+
+    `factor`: of cosines and sines (YaRN), where they are not fused.
+    """
+
+    in_float32: ClassVar[bool] = False
+    """Whether products are taken in float32 instead of the heads' own precision."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.factor = 1.0
+        self._angles: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **given: Any) -> Any:
+        """Rotate queries and keys as soon as they are computed, before they are flattened for packed attention."""
+        self._angles = given.pop("rotary_pos_emb", None)
+        try:
+            return super().forward(hidden_states, attention_mask, **given)
+        finally:
+            self._angles = None
+
+    def get_query_key_value_tensors(self, *given: Any, **named: Any) -> Any:
+        """Return query, key and value [s, b, n, d], the first two rotated (called by megatron-core's forward)."""
+        query, key, *rest = super().get_query_key_value_tensors(*given, **named)
+        if self._angles is None:
+            return (query, key, *rest)
+        return (self._rotate(query, self._angles), self._rotate(key, self._angles), *rest)
+
+    def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+        if self.config.apply_rope_fusion:
+            return rotate_fused(x, angles)
+        return rotate(x, angles, factor=self.factor, in_float32=self.in_float32)
+
+
+class PatchRopeSelfAttention(TokenRopeSelfAttention):
+    """As Hugging Face's vision towers, which rotate in float32."""
+
+    in_float32 = True
+
+
+def rotate(x: Tensor, angles: Tensor, *, factor: float = 1.0, in_float32: bool = False) -> Tensor:
+    """Rotate the first r dims of heads [s, b, n, d] by angles [s, b or 1, 1, r], whose halves are equal.
+
+    Args:
+        factor: of cosines and sines (YaRN).
+        in_float32: whether products are taken in float32 instead of x's precision.
+    """
+    r = angles.shape[-1]
+    turned, kept = x[..., :r], x[..., r:]
+    dtype = torch.float32 if in_float32 else x.dtype
+    turned = turned.to(dtype)
+    cos, sin = ((f(angles) * factor).to(dtype) for f in (torch.cos, torch.sin))
+    first, second = turned.chunk(2, dim=-1)
+    turned = (turned * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+
+
+def rotate_fused(x: Tensor, angles: Tensor) -> Tensor:
+    """As `rotate`, by Transformer Engine's kernel; products are taken in float32.
+
+    The kernel shares angles between samples, so that all tokens are handed over as those of one sample.
+    """
+    s, b = x.shape[:2]
+    angles = angles.expand(s, b, 1, -1)
+    return fused_apply_rotary_pos_emb(x.flatten(0, 1)[:, None], angles.flatten(0, 1)[:, None]).view(x.shape)

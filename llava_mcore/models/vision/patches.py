@@ -1,0 +1,190 @@
+"""The vision transformer for packed patches of pictures of any size (Qwen2-VL and what came after it).
+
+Patches of all pictures of a micro-batch are one sequence, in which attention keeps pictures (frames, windows) apart by
+their lengths: nothing is padded. Everything that depends on the pictures' sizes comes as tensors from the host.
+
+n: patches, m: patches that the connector merges into a feature, h: hidden size, l: number of feature layers, f: numbers
+of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.vision_module.vision_module import VisionModule
+from megatron.core.models.vision.vit_layer_specs import (
+    get_vit_layer_with_local_spec,
+    get_vit_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from llava_mcore.batch_fields import (
+    MEDIA_SEQLENS,
+    PATCH_POSITIONS,
+    POSITION_ROWS,
+    POSITION_WEIGHTS,
+    WINDOW_ORDER,
+    WINDOW_SEQLENS,
+)
+from llava_mcore.mapping.fused_norms import FUSED_NORMS
+from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.names import LayerNames
+from llava_mcore.models.norms import TorchNorm
+from llava_mcore.models.rotary import PatchRopeSelfAttention
+from llava_mcore.models.vision.features import FeatureChoice
+
+
+@dataclass(frozen=True)
+class PatchShape:
+    """What the families differ in, beside TransformerConfig.
+
+    `patch_numbers`: f. `merged`: m, which are next to each other. `inv_freq`: float32 [head size / 4], of rows and of
+    columns. `num_positions`: rows of the table of position embeddings; 0: there is none. `full_attention`: layers from
+    0 that see whole pictures, where the others see windows of `window_patches` at most; None: all see whole pictures.
+    `names`, `layers_name`: Hugging Face's, of the modules in a layer and of the list of layers.
+    """
+
+    patch_numbers: int
+    merged: int
+    conv_bias: bool
+    inv_freq: Tensor
+    names: LayerNames
+    num_positions: int = 0
+    full_attention: frozenset[int] | None = None
+    window_patches: int = 0
+    layers_name: str = "blocks."
+    conv_name: str = "patch_embed"
+
+
+@dataclass
+class TowerSeqParams(PackedSeqParams):
+    """Where pictures begin, and in `windows` where windows do."""
+
+    windows: PackedSeqParams | None = None
+
+
+class PatchLayer(TransformerLayer):
+    """A layer that sees whole pictures, or windows of them."""
+
+    def __init__(self, *given: Any, full_attention: frozenset[int] | None, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.sees_windows = full_attention is not None and self.layer_number - 1 not in full_attention
+
+    def forward(self, *given: Any, packed_seq_params: TowerSeqParams, **named: Any) -> Any:
+        """Run the layer on [n, 1, h]."""
+        chosen = packed_seq_params.windows if self.sees_windows else packed_seq_params
+        return super().forward(*given, packed_seq_params=chosen, **named)
+
+
+def layer_spec(config: TransformerConfig, shape: PatchShape) -> ModuleSpec:
+    """Return the encoder layer: Transformer Engine's, or torch's for a machine without it."""
+    if config.transformer_impl == "transformer_engine":
+        spec = get_vit_layer_with_transformer_engine_spec()
+    else:
+        spec = get_vit_layer_with_local_spec()
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
+        layer.self_attention.submodules.core_attention = SDPAttention
+        layer.sharded_state_dict_keys_map = FUSED_NORMS
+    spec.module, spec.params = PatchLayer, {"full_attention": shape.full_attention}
+    spec.submodules.self_attention.module = PatchRopeSelfAttention
+    return spec
+
+
+class PatchTransformer(VisionModule):
+    """Patches → positions → the layers up to the last feature layer → features."""
+
+    def __init__(self, config: TransformerConfig, shape: PatchShape, features: FeatureChoice) -> None:
+        super().__init__(config=config)
+        self.shape, self.features, self.inv_freq = shape, features, shape.inv_freq
+        hidden, dtype = config.hidden_size, config.params_dtype
+        self.conv1 = nn.Linear(shape.patch_numbers, hidden, bias=shape.conv_bias, dtype=dtype)
+        if shape.num_positions:
+            self.position_embeddings = nn.Embedding(shape.num_positions, hidden, dtype=dtype)
+        self.decoder = TransformerBlock(config, layer_spec(config, shape), post_layer_norm=False, post_process=False)
+
+    def blank(self, pixels: Tensor, media: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor], int]:
+        """Return the arguments of a forward pass on one blank square of patches.
+
+        Args:
+            pixels, media: without any rows, of which dtypes and devices are taken.
+        """
+        n = self.shape.merged
+        found = {name: media[name].new_zeros(n, *media[name].shape[1:]) for name in media}
+        for name in (MEDIA_SEQLENS, WINDOW_SEQLENS):
+            if name in media:
+                found[name] = media[name].new_full((1,), n)
+        if WINDOW_ORDER in media:
+            found[WINDOW_ORDER] = media[WINDOW_ORDER].new_zeros(1)
+        return pixels.new_zeros(n, self.shape.patch_numbers), found, n
+
+    def forward(self, patches: Tensor, media: Mapping[str, Tensor], max_seqlen: int) -> Tensor:
+        """Return features [n, l * h], in the order of the patches or, if the tower has windows, of WINDOW_ORDER.
+
+        Args:
+            patches: [n, f].
+            media: the other fields (see `batch_fields`).
+            max_seqlen: the largest of MEDIA_SEQLENS.
+        """
+        x = self.conv1(patches)  # [n, h]
+        if self.shape.num_positions:
+            table = self.position_embeddings(media[POSITION_ROWS])  # [n, 4, h]
+            x = x + (table * media[POSITION_WEIGHTS].unsqueeze(-1)).sum(1).to(x.dtype)
+        angles = self._angles(media[PATCH_POSITIONS])
+        if WINDOW_ORDER in media:
+            order = media[WINDOW_ORDER]
+            x, angles = (y.unflatten(0, (-1, self.shape.merged))[order].flatten(0, 1) for y in (x, angles))
+        taken = self._hidden_states(x[:, None], angles[:, None, None], self._packed(media, max_seqlen))
+        return torch.cat([state.squeeze(1) for state in taken], dim=-1)
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """Return rotary angles [n, head size] of rows and columns [n, 2]."""
+        if self.inv_freq.device != positions.device:
+            self.inv_freq = self.inv_freq.to(positions.device)
+        angles = (positions.unsqueeze(-1).float() * self.inv_freq).flatten(1)  # [n, head size / 2]
+        return torch.cat((angles, angles), dim=-1)
+
+    def _packed(self, media: Mapping[str, Tensor], max_seqlen: int) -> TowerSeqParams:
+        """Return where pictures and windows begin."""
+        windows = None
+        if WINDOW_SEQLENS in media:
+            windows = PackedSeqParams(**_bounds(media[WINDOW_SEQLENS], self.shape.window_patches))
+        return TowerSeqParams(**_bounds(media[MEDIA_SEQLENS], max_seqlen), windows=windows)
+
+    def _hidden_states(self, x: Tensor, angles: Tensor, packed: TowerSeqParams) -> list[Tensor]:
+        """Return the chosen hidden states [n, 1, h], in the order of the choice."""
+        last = self.features.num_layers
+        inner = {i - 1 for i in self.features.layers if i < last}
+        if torch.is_grad_enabled() and self.config.recompute_granularity is not None and not x.requires_grad:
+            x.requires_grad_()  # recomputation skips what has no input with a gradient
+        result = self.decoder(
+            hidden_states=x,
+            attention_mask=None,
+            rotary_pos_emb=angles,
+            packed_seq_params=packed,
+            extract_layer_indices=inner,
+        )
+        final, extracted = result if inner else (result, [])
+        states = {last: final} | dict(zip((i + 1 for i in sorted(inner)), extracted, strict=True))
+        return [states[i] for i in self.features.layers]
+
+
+def _bounds(lengths: Tensor, most: int) -> dict[str, Any]:
+    """Return the arguments of PackedSeqParams for sequences of these lengths, int32. `most`: none is longer."""
+    bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return {
+        "qkv_format": "thd",
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_kv": bounds,
+        "max_seqlen_q": most,
+        "max_seqlen_kv": most,
+    }

@@ -1,0 +1,363 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: tokens, positions, logits and gradients are Hugging Face's, by the real loader."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoProcessor
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
+from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+from transformers.video_utils import VideoMetadata
+
+from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
+from llava_mcore.checkpoint.layout import iteration_folder
+from llava_mcore.cli import import_hf as import_command
+from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.encode import tokenize
+from llava_mcore.data.samples import Batch, Conversation, EncodedSample, Turn, Video
+from llava_mcore.data.streams.collate import collate
+from llava_mcore.errors import ConversionError, DataError
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.flops import TrainedParts, Workload, model_flops
+from llava_mcore.models.language.mrope import MultimodalRope
+from llava_mcore.models.language.shape import mrope_from_hf
+from llava_mcore.models.media import VideoShape
+from llava_mcore.models.patch_plan import PatchPlan
+from llava_mcore.models.rotary import rotate
+from llava_mcore.models.table import detect_names, mapping_table
+from llava_mcore.parallel.batch import longest_media
+from llava_mcore.parallel.groups import single_process
+from llava_mcore.pixels import normalize
+from tests.helpers.photos import CHINA
+from tests.helpers.tiny_qwen import KINDS, ROPE, make_hf_qwen
+from tests.helpers.videos import as_arrays, noise, video
+from tests.parallel.checks import load_model
+
+NUM_SIZES = 10_000
+PICTURE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("qwen")
+    for name in KINDS:
+        make_hf_qwen(root / name, name)
+    return {name: root / name for name in KINDS}
+
+
+PICTURES = [noise(100, 40), noise(30, 70), noise(56, 56)]
+VIDEOS = [video(5, 50, 70, fps=2.0), video(2, 30, 40, fps=0.5)]
+CONVERSATIONS = [
+    Conversation(
+        (Turn("user", "<image>\nWhat? <video> <image>"), Turn("assistant", "This.")),
+        tuple(PICTURES[:2]),
+        videos=(VIDEOS[0],),
+    ),
+    Conversation((Turn("user", "Is it even?"), Turn("assistant", "no.")), ()),
+    Conversation(
+        (
+            *(Turn("user", "<video>\nWhat is it?"), Turn("assistant", "It is seven.")),
+            *(Turn("user", "<image>\nthis?"), Turn("assistant", "yes.")),
+        ),
+        (PICTURES[2],),
+        videos=(VIDEOS[1],),
+    ),
+]
+
+
+def batch_of(assets: Assets, conversations: list[Conversation], *, packed: bool) -> Batch:
+    """Return what the loader makes of conversations."""
+    samples = []
+    for number, conversation in enumerate(conversations):
+        tokens = tokenize(conversation, assets, str(number))
+        pixels = assets.images.tiles(tokens.media)
+        samples.append(
+            EncodedSample(__key__=str(number), __restore_key__=(), conversations=[tokens], pixel_values=pixels)
+        )
+    return collate(
+        samples,
+        seq_length=512,
+        pad_token_id=assets.pad_token_id,
+        packed=packed,
+        pixel_scale=assets.images.pixel_scale,
+        fields=assets.plan.fields,
+        num_axes=assets.plan.num_axes,
+    )
+
+
+def theirs_of(folder: Path, conversation: Conversation) -> Any:
+    """Return what the folder's own processor makes of a conversation with `<image>` and `<video>` in its text."""
+    processor = AutoProcessor.from_pretrained(folder)
+    text = ""
+    for turn in conversation.turns:
+        said = turn.text.replace("<image>\n", PICTURE).replace("<image>", PICTURE)
+        said = said.replace("<video>\n", VIDEO).replace("<video>", VIDEO)
+        text += f"USER: {said} ASSISTANT:" if turn.role == "user" else f" {said}</s>"
+    given: dict[str, Any] = {}
+    if conversation.images:
+        given["images"] = [as_arrays(Video((x,)))[0] for x in conversation.images]
+    if conversation.videos:
+        given["videos"] = [as_arrays(x) for x in conversation.videos]
+        given["video_metadata"] = [
+            VideoMetadata(total_num_frames=len(x.frames), fps=x.fps, frames_indices=list(range(len(x.frames))))
+            for x in conversation.videos
+        ]
+    return processor(text=text, do_sample_frames=False, add_special_tokens=False, return_tensors="pt", **given)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_positions_and_pixels_are_the_processors(folders: dict[str, Path], name: str) -> None:
+    assets = load_assets(folders[name])
+    assert assets.no_videos is None
+    whole: Any = architecture_of(load_hf_config(folders[name])).model_class.from_pretrained(folders[name]).model
+    for conversation in CONVERSATIONS:
+        batch, theirs = batch_of(assets, [conversation], packed=True), theirs_of(folders[name], conversation)
+        n = theirs["input_ids"].shape[1]
+        assert batch.input_ids[0, :n].tolist() == theirs["input_ids"][0].tolist()
+        grids = {k: v for k, v in theirs.items() if k.endswith("grid_thw") or k == "second_per_grid_ts"}
+        positions, _ = whole.get_rope_index(theirs["input_ids"], theirs["mm_token_type_ids"], **grids)
+        assert torch.equal(batch.position_ids[:, 0, :n], positions[:, 0])
+        pixels = normalize(batch.media[PIXEL_VALUES], batch.media[PIXEL_SCALE])
+        # The processor has all pictures first, the loader has them in the order of the text.
+        expected = torch.cat(
+            [theirs[k] for k in ("pixel_values", "pixel_values_videos") if k in theirs] or [pixels[:0]]
+        )
+        assert batch.media[PIXEL_VALUES].dtype == torch.uint8 or not len(pixels)
+        assert torch.equal(pixels.sort(0).values, expected.sort(0).values)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_ten_thousand_sizes_have_the_processors_number_of_tokens(folders: dict[str, Path], name: str) -> None:
+    plan, choose = load_assets(folders[name]).plan, random.Random(0)
+    images = AutoProcessor.from_pretrained(folders[name]).image_processor
+    assert isinstance(plan, PatchPlan)
+    for _ in range(NUM_SIZES):
+        size = round(2000 ** choose.random()) + 9, round(2000 ** choose.random()) + 9
+        if max(size) / min(size) > 200:
+            continue
+        (item,) = plan.tokens([size])
+        assert item.num_patches == images.get_number_of_image_patches(*size)
+        assert len(item) == item.num_features == item.num_patches // 4
+    with pytest.raises(DataError, match="a picture of 2001 x 10 pixels: absolute aspect ratio must be smaller"):
+        plan.tokens([(10, 2001)])
+
+
+def test_video_shapes_have_the_processors_tokens(folders: dict[str, Path]) -> None:
+    """The pixels are made, since the number of patches depends on the frames in ways that versions differ in."""
+    choose = random.Random(1)
+    for name in KINDS:
+        plan = load_assets(folders[name]).plan
+        processor = AutoProcessor.from_pretrained(folders[name])
+        for _ in range(60):
+            shape = VideoShape(choose.randint(2, 9), choose.randint(12, 120), choose.randint(12, 120), 4.0)
+            (item,) = plan.video_tokens([shape])
+            frames = torch.zeros(shape.num_frames, 3, shape.height, shape.width, dtype=torch.uint8)
+            about = VideoMetadata(shape.num_frames, fps=shape.fps, frames_indices=list(range(shape.num_frames)))
+            made = processor(
+                text="<|video_pad|>",
+                videos=[frames],
+                video_metadata=[about],
+                do_sample_frames=False,
+                return_tensors="pt",
+            )
+            assert item.ids.tolist() == made["input_ids"][0].tolist(), (name, shape)
+            assert item.num_tiles == len(made["pixel_values_videos"])
+    with pytest.raises(DataError, match="a video of 64 x 23 pixels: t:1 must be larger than temporal_factor:2"):
+        plan.video_tokens([VideoShape(1, 23, 64)])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_and_gradients_are_hugging_faces(folders: dict[str, Path], name: str, tmp_path: Path) -> None:
+    """Pictures, videos and text in one pack: every conversation's logits are those of transformers for it alone."""
+    hf = load_hf_config(folders[name])
+    checkpoint = import_hf(folders[name], tmp_path / "m")
+    assets = load_assets(folders[name])
+    packed, padded = (batch_of(assets, CONVERSATIONS, packed=x) for x in (True, False))
+    model = architecture_of(hf).model_class.from_pretrained(folders[name])
+    expected, total = [], torch.zeros(())
+    for row, conversation in enumerate(CONVERSATIONS):
+        theirs = theirs_of(folders[name], conversation)
+        logits = model(**theirs).logits[0]
+        expected.append(logits.detach())
+        mask, labels = padded.loss_mask[row, : len(logits)], padded.labels[row, : len(logits)]
+        total = total + (F.cross_entropy(logits, labels, reduction="none") * mask).sum()
+    total.backward()
+    gradients = {x: p.grad for x, p in model.named_parameters() if p.grad is not None}
+    with single_process() as groups:
+        ours = load_model(groups, checkpoint)
+        assert model.state_dict().keys()
+        found = {}
+        for kind, batch in (("packed", packed), ("padded", padded)):
+            given = (batch.input_ids, batch.position_ids, batch.media)
+            params = {"packed_seq_params": params_of(batch), "max_media_seqlen": longest_media(batch.media)}
+            with torch.no_grad():
+                out = ours(*given, **params)
+            bounds = batch.cu_seqlens.tolist()
+            rows = [out[0, a:b] for a, b in itertools.pairwise(bounds)] if kind == "packed" else list(out)
+            found[kind] = [x[: len(y)] for x, y in zip(rows, expected, strict=False)]
+            assert all((x - y).abs().max() <= 1e-5 for x, y in zip(found[kind], expected, strict=True)), kind
+        assert all((x - y).abs().max() <= 1e-6 * 3 for x, y in zip(*found.values(), strict=True))
+        ours(*given, labels=padded.labels, loss_mask=padded.loss_mask, **params).backward()
+        names = detect_names(hf, model.state_dict(), source="the model")
+        rows = ours.language_model.embedding.word_embeddings.weight.shape[0]
+        table = mapping_table(hf, names, hf_tensors=(), padded_vocab_size=rows)
+        compared = 0
+        for key, p in ours.named_parameters():
+            assert p.grad is not None, key
+            for hf_name, gradient in table.entries[key].to_hf(p.grad).items():
+                largest = gradients[hf_name].abs().max()
+                assert (gradient - gradients[hf_name]).abs().max() <= 1e-5 * largest + 1e-6, hf_name
+                compared += 1
+        assert compared == len(gradients)
+
+
+def params_of(batch: Batch) -> Any:
+    """Return megatron-core's description of a pack; None for padded rows."""
+    from llava_mcore.parallel.batch import MicroBatch, longest
+
+    return MicroBatch(
+        batch.input_ids,
+        batch.labels,
+        batch.loss_mask,
+        batch.position_ids,
+        batch.media,
+        batch.cu_seqlens,
+        longest(batch.cu_seqlens),
+    ).packed_seq_params
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_torch_counts_the_same_flops_over_hugging_face(folders: dict[str, Path], name: str) -> None:
+    hf, assets = load_hf_config(folders[name]), load_assets(folders[name])
+    model = architecture_of(hf).model_class.from_pretrained(folders[name], attn_implementation="eager")
+    batch, theirs = batch_of(assets, CONVERSATIONS[:1], packed=True), theirs_of(folders[name], CONVERSATIONS[0])
+    n = theirs["input_ids"].shape[1]
+    work = Workload(num_tokens=n, num_pairs=n * n, media=media_work(batch.media))
+    with FlopCounterMode(display=False) as counter:
+        model(**theirs, use_cache=False).logits.sum().backward()
+    by_module = {key: sum(flops.values()) for key, flops in counter.get_flop_counts().items()}
+    rotary = sum(x for key, x in by_module.items() if key.endswith(".rotary_emb"))
+    assert counter.get_total_flops() - rotary == model_flops(hf, work, TrainedParts(True, True, True)).total
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_check_compares_the_output_of_every_module(
+    folders: dict[str, Path], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--hf-dir", str(folders[name]), "--megatron-dir", str(tmp_path / "m"), "--tp", "2", "--pp", "2"]
+    assert import_command.main([*flags, "--workers", "1", "--verify", "--logits", str(CHINA)]) == 0
+    # Of the mergers, the ends of tower and decoder, and the layers of both.
+    modules = {
+        "qwen2_vl": 3 + 3 + 4 * 7 + 4 * 10,
+        "qwen2_5_vl": 3 + 3 + 4 * 8 + 4 * 10,
+        "qwen3_vl": 9 + 3 + 4 * 7 + 4 * 12,
+    }
+    assert f"outputs of {modules[name]} modules compared" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rotary", "config"),
+    [
+        (Qwen2_5_VLRotaryEmbedding, ROPE | {"mrope_section": [1, 1, 2]}),
+        (Qwen2_5_VLRotaryEmbedding, ROPE | {"mrope_section": [2, 1, 1], "rope_type": "yarn", "factor": 4.0}),
+        (Qwen3VLTextRotaryEmbedding, ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}),
+    ],
+)
+def test_angles_are_hugging_faces(rotary: Any, config: dict[str, Any]) -> None:
+    kind = "qwen3_vl" if rotary is Qwen3VLTextRotaryEmbedding else "qwen2_5_vl"
+    hf = KINDS[kind][0]().text_config.__class__(
+        hidden_size=64,
+        num_attention_heads=8,
+        head_dim=8,
+        rope_parameters=config | {"original_max_position_embeddings": 64} if config["rope_type"] == "yarn" else config,
+    )
+    rope = mrope_from_hf(hf, rotary)
+    assert rope.axes is not None
+    positions = torch.randint(0, 90, (3, 2, 17))
+    cos, sin = rotary(hf)(torch.zeros(1), positions)
+    q, k = torch.randn(17, 2, 4, 8), torch.randn(17, 2, 4, 8)
+    theirs = apply_rotary_pos_emb(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), cos, sin)
+    angles = MultimodalRope(rope.inv_freq, rope.axes)(positions)
+    for x, expected in zip((q, k), theirs, strict=True):
+        assert torch.allclose(rotate(x, angles, factor=rope.scaling), expected.permute(2, 0, 1, 3), atol=1e-6)
+
+
+def test_a_plan_can_be_pickled(folders: dict[str, Path]) -> None:
+    plan = load_assets(folders["qwen3_vl"]).plan
+    copy = pickle.loads(pickle.dumps(plan))
+    assert np.array_equal(copy.tokens([(40, 50)])[0].ids, plan.tokens([(40, 50)])[0].ids)
+
+
+def edited(folder: Path, target: Path, file: str, change: Any) -> Path:
+    """Copy a folder and change one of its files."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    values = json.loads((target / file).read_text())
+    change(values)
+    (target / file).write_text(json.dumps(values))
+    return target
+
+
+REFUSALS: dict[str, tuple[str, str, Any, str]] = {
+    "another patch": (
+        "qwen2_vl",
+        "processor_config.json",
+        lambda c: c["image_processor"].update(patch_size=8),
+        "Qwen2VLImageProcessor has patch_size = 8, but the tower takes patch_size = 6, merge_size = 2",
+    ),
+    "no resizing": (
+        "qwen3_vl",
+        "processor_config.json",
+        lambda c: c["image_processor"].update(do_resize=False),
+        "has do_resize = False, but the tower takes",
+    ),
+    "a merger of another width": (
+        "qwen2_5_vl",
+        "config.json",
+        lambda c: c["vision_config"].update(out_hidden_size=32),
+        "vision_config.out_hidden_size = 32 and text_config.hidden_size = 64 must be equal",
+    ),
+    "sections that do not add up": (
+        "qwen2_vl",
+        "config.json",
+        lambda c: c["text_config"]["rope_parameters"].update(mrope_section=[1, 1, 1]),
+        r"mrope_section = \[1, 1, 1\]: expected three numbers whose sum is half the head size, 4",
+    ),
+    "layers out of order": (
+        "qwen3_vl",
+        "config.json",
+        lambda c: c["vision_config"].update(deepstack_visual_indexes=[2, 0]),
+        r"deepstack_visual_indexes = \[2, 0\]: expected layers from 0 to 2, in order",
+    ),
+    "another tower": (
+        "qwen2_vl",
+        "config.json",
+        lambda c: c["vision_config"].update(model_type="siglip_vision_model"),
+        "known: qwen2_vl, qwen2_vl_vision",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_cannot_be_computed_is_refused_by_name(folders: dict[str, Path], what: str, tmp_path: Path) -> None:
+    name, file, change, expected = REFUSALS[what]
+    folder = edited(folders[name], tmp_path / "hf", file, change)
+    with pytest.raises((ConversionError, DataError), match=expected):
+        import_hf(folder, tmp_path / "m") if file == "config.json" else load_assets(folder)
+    assert not iteration_folder(tmp_path / "m", 0).exists()

@@ -22,7 +22,7 @@ from transformers import (
 from llava_mcore.build.options import VOCAB_MULTIPLE, Say
 from llava_mcore.build.sources import Source, check_loaded, reading, require_tokenizer_files
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.language.registry import LANGUAGE_FAMILIES
+from llava_mcore.models.language.registry import texts_of_any_class
 
 IMAGE_TOKEN = "<image>"
 VIDEO_TOKEN = "<video>"
@@ -50,8 +50,8 @@ def load_language_config(source: Source) -> PreTrainedConfig:
     """
     with reading("the language model's configuration", source):
         config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
-    if config.model_type not in LANGUAGE_FAMILIES:
-        known = ", ".join(LANGUAGE_FAMILIES)
+    if config.model_type not in texts_of_any_class():
+        known = ", ".join(texts_of_any_class())
         raise ConversionError(f"{source}: model_type is {config.model_type!r}; supported language models: {known}")
     if "quantization_config" in config.to_dict() and source.gguf_file is None:
         raise ConversionError(f"{source}: the weights are quantized and cannot be trained; use the unquantized model")

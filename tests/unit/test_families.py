@@ -24,7 +24,7 @@ from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.mapping.layouts import Copy
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
-from llava_mcore.models.language.registry import LANGUAGE_FAMILIES
+from llava_mcore.models.language.registry import texts_of_any_class
 from llava_mcore.models.vision.registry import VISION_FAMILIES, towers_of_any_class
 from llava_mcore.training.setup import transformer_impl
 from tests.helpers.photos import CHINA
@@ -192,7 +192,7 @@ def test_qwen2_5_is_a_qwen2_and_windows_that_are_computed_limit_nothing(gemma: P
     assert model_dims(load_hf_config(gemma)).sliding_window is None
     (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": qwen}))
     read = load_hf_config(tmp_path)
-    assert isinstance(read.text_config, Qwen2Config) and read.text_config.model_type in LANGUAGE_FAMILIES
+    assert isinstance(read.text_config, Qwen2Config) and read.text_config.model_type in texts_of_any_class()
     assert model_dims(read).sliding_window is None
 
 
@@ -217,5 +217,5 @@ def test_the_page_about_adding_a_family_names_what_there_is() -> None:
     functions = set(re.findall(r"`(\w+)\(", page))
     source = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in files if name.endswith(".py"))
     assert [name for name in functions if f"def {name}" not in source and f"class {name}" not in source] == []
-    for kind in (*LANGUAGE_FAMILIES, *towers_of_any_class()):
+    for kind in (*texts_of_any_class(), *towers_of_any_class()):
         assert f"`{kind}`" in (ROOT / "docs" / "build.md").read_text(encoding="utf-8")

@@ -49,6 +49,9 @@ MODEL_CLASSES = (
     "InternVLForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
 )
 """The classes of models.architectures.registry, which needs torch; a test compares the lists."""
 

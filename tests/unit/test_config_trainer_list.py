@@ -36,7 +36,7 @@ EXAMPLE: dict[str, Any] = {
     },
     "model_config": {
         "model_name_or_path": "Qwen/Qwen2-VL-2B-Instruct",
-        "model_class": "Qwen2VLForConditionalGeneration",
+        "model_class": "BlipForConditionalGeneration",
         "attn_implementation": "flash_attention_2",
     },
     "per_device_train_batch_size": 1,

@@ -34,7 +34,7 @@ FLAGS = {
     "--gpu-ids 1,3": REACH,
     "--save": RANDOM,
     "--name abc": RESUME,
-    "--wandb": "unit/test_sinks.py::test_a_resumed_run_goes_on_in_the_same_places",
+    "--wandb": "unit/test_sinks.py::test_a_resumed_run_continues_its_logs",
     "--log-interval 2": "e2e/test_operations.py::test_lines_of_the_chosen_interval",
     "--megatron-load-dir /m": RESUME,
     "--tokenizer-load-dir /t": "e2e/test_errors.py::test_a_folder_without_tokenizer",

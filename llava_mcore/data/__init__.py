@@ -1,1 +1,1 @@
-"""From prepared webdataset shards to padded batches: samples, chat format, images, energon's loader."""
+"""Reads prepared webdataset shards and builds batches: samples, chat format, images, energon's loader."""

@@ -1,4 +1,4 @@
-"""The sample types of the pipeline, in the order in which they follow each other.
+"""The sample types of the pipeline, in order.
 
     raw parts  ->  ChatSample  ->  TokenSample  ->  (packed TokenSample)  ->  EncodedSample  ->  Batch
 
@@ -21,14 +21,14 @@ from llava_mcore.models.media import MediaTokens
 
 TEXT_PARTS = ("json", "jsn", "txt", "text")
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
-"""How the names of a sample's parts end."""
+"""File name suffixes of a sample's parts."""
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
-"""Where a picture or video stands in a turn's text, whatever the tokenizer calls its placeholder."""
+"""Marks of pictures and videos in a turn's text, independent of the tokenizer's placeholders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side says. Each mark in the text takes the sample's next picture or video."""
+    """One message. Each mark in the text refers to the sample's next picture or video."""
 
     role: Literal["system", "user", "assistant"]
     text: str
@@ -36,11 +36,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A video as the pictures that its frames are, in their order, not yet decoded."""
+    """A video as a sequence of encoded pictures, one per frame."""
 
     frames: tuple[bytes, ...]
     fps: float | None = None
-    """How many of these frames belong to a second; None if nobody says."""
+    """Frames per second; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Conversation:
     turns: tuple[Turn, ...]
     images: tuple[bytes, ...]
     tokens: Any = None
-    """What `prepare` has stored of it (see `stored_tokens`), as it stands in the json."""
+    """The entry that `prepare` has stored in the json (see `stored_tokens`)."""
     videos: tuple[Video, ...] = ()
 
     @property
@@ -61,14 +61,14 @@ class Conversation:
 
 @edataclass
 class ChatSample(Sample):
-    """What one key of a shard holds: one conversation, or several that were packed when the shard was written."""
+    """One sample of a shard: one conversation, or several that were packed when the shard was written."""
 
     conversations: tuple[Conversation, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """A picture or video, not yet decoded, and what it is in its conversation."""
+    """An encoded picture or video, and its tokens and position in its conversation."""
 
     data: bytes | Video
     start: int
@@ -77,26 +77,26 @@ class MediaSpan:
 
     @property
     def end(self) -> int:
-        """Index behind its last token."""
+        """Index after its last token."""
         return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenConversation:
-    """A conversation as the model reads it, its pictures and videos still undecoded."""
+    """A tokenized conversation with encoded pictures and videos."""
 
     key: str
-    """The sample's key; with a number behind it in a sample that was packed beforehand."""
+    """The sample's key; with a number appended if the sample was packed when it was written."""
     input_ids: NDArray[np.int64]
-    """[n]; every picture and video is already there as its own tokens."""
+    """[n]; every picture and video is expanded to its tokens."""
     trained: NDArray[np.bool_]
-    """[n]; True where the token itself (not the one after it) is to be learnt."""
+    """[n]; True if the model is trained to predict this token (not the one after it)."""
     media: tuple[MediaSpan, ...]
     """In the order of their tokens."""
     truncated: bool
-    """Whether the end was cut off."""
+    """Whether the end was truncated."""
     typed: tuple[str, ...] = ()
-    """Special tokens that stand in the text of its turns; none if its tokens were stored."""
+    """Special tokens in the text of its turns; empty if its tokens were stored."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -129,23 +129,23 @@ class EncodedSample(Sample):
 
     conversations: list[TokenConversation]
     pixel_values: Tensor
-    """[tiles, 3, h, w]; those of all conversations, uint8 or (if the processor demands it) float32."""
+    """[tiles, 3, h, w] of all conversations; uint8 or (if the processor requires it) float32."""
 
 
 @dataclass(frozen=True)
 class Skip:
-    """A sample that was left out: where it lies and why."""
+    """A sample that was skipped: where it is and why."""
 
-    place: str
+    where: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.reason}"
+        return f"{self.where}: {self.reason}"
 
 
 @edataclass
 class Batch(EnergonBatch):
-    """One micro-batch of CPU tensors: b rows, or one row in which packed conversations follow each other."""
+    """One micro-batch of CPU tensors: b rows, or one row of packed conversations."""
 
     # The base class requires these two; defaults let other ranks build a batch from received tensors.
     __key__: list[str] = field(default_factory=list)
@@ -158,21 +158,21 @@ class Batch(EnergonBatch):
     loss_mask: Tensor
     """float32 [b, s]; 1 where trained."""
     position_ids: Tensor
-    """int64 [b, s]; they begin anew with every packed conversation."""
+    """int64 [b, s]; they restart at 0 with every packed conversation."""
     media: dict[str, Tensor]
     """The fields of the architecture (see `llava_mcore.batch_fields`)."""
     cu_seqlens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
-    """int32 [conversations + 1]: where each packed conversation begins, the padding behind the last one being one of
-    its own; [0] when nothing is packed."""
+    """int32 [conversations + 1]: start of each packed conversation; the padding after the last one counts as another
+    one; [0] if nothing is packed."""
     sample_keys: list[str]
     """The key of every conversation."""
     num_tokens: int
-    """Tokens of all conversations, media included and padding left out."""
+    """Tokens of all conversations, including media, without padding."""
     num_pairs: int = 0
-    """Pairs of tokens that causal attention looks at: n * (n + 1) / 2 for a conversation of n tokens."""
+    """Pairs of tokens in causal attention: n * (n + 1) / 2 for a conversation of n tokens."""
     num_truncated: int = 0
-    """Conversations whose end was cut off."""
+    """Conversations whose end was truncated."""
     typed_tokens: dict[str, str] = field(default_factory=dict)
-    """Special tokens that stand in the text of turns -> the key of a conversation with one."""
+    """Special tokens in the text of turns -> the key of a conversation with one."""
     skipped: list[Skip] = field(default_factory=list)
-    """What was left out between the batch before and this one."""
+    """Samples skipped between the previous batch and this one."""

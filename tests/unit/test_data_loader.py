@@ -292,13 +292,13 @@ def test_state_of_another_loader_is_refused(dataset: Path, assets: Assets, tmp_p
     ):
         assert line in message
     half = open_loader(dataset, assets, dp_size=2).state()
-    with pytest.raises(DataError, match=r"not complete: streams \[1, 3, 5\]"):
+    with pytest.raises(DataError, match=r"incomplete: streams \[1, 3, 5\]"):
         open_loader(dataset, assets, saved=[half])
     with pytest.raises(DataError, match=r"6 streams, which 17 data-parallel ranks cannot share"):
         open_loader(dataset, assets, dp_size=17, saved=[state])
     state["streams"][0] = {"dataset": {"__kind__": "os", "fields": {}}, "num_batches": 1}
     for wrong in ([], [{}], [{"format": 0}], [state]):
-        with pytest.raises(DataError, match=r"no place in the data|cannot be restored"):
+        with pytest.raises(DataError, match=r"not a position in the data|cannot be restored"):
             open_loader(dataset, assets, saved=wrong)
 
 

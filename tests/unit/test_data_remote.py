@@ -111,7 +111,7 @@ def test_same_batches_as_from_the_folder(
     assert_equal(take(remote, 30), take(local, 30))
     state = remote.state()
     remote.close()
-    # The place does not depend on where the data lie.
+    # The position does not depend on where the data is.
     resumed = open_loader(bucket / "digits", assets, saved=[state])
     assert_equal(take(resumed, 5), take(local, 5))
 

@@ -113,7 +113,7 @@ def test_samples_are_left_out(name: str, assets: Assets, tmp_path: Path) -> None
     )
     loader = TrainLoader(data, assets, micro_batch_size=1, dp_rank=0, dp_size=1, seed=1)
     skipped = [skip for _ in range(4) for skip in next(loader).skipped]
-    assert skipped and "sample 000002" in skipped[0].place
+    assert skipped and "sample 000002" in skipped[0].where
     report = examine(path, assets, "--full")
     assert report.tally.num_left_out == 1
     for text in (skipped[0].reason, report.tally.problems("left out")[0].reason):
@@ -225,7 +225,7 @@ def test_a_jsonl_of_somebody_else(assets: Assets, tmp_path: Path) -> None:
     )
     data = DataConfig(path=tmp_path / "blend.yaml", seq_length=512, num_workers=0, shuffle_buffer_size=0, num_streams=1)
     loader = TrainLoader(data, assets, micro_batch_size=1, dp_rank=0, dp_size=1, seed=1)
-    skipped = {skip.place for _ in range(12) for skip in next(loader).skipped}
+    skipped = {skip.where for _ in range(12) for skip in next(loader).skipped}
     assert len(skipped) == 2
     assert examine(tmp_path / "blend.yaml", assets, "--full").tally.num_left_out == 2
 

@@ -113,7 +113,7 @@ def test_everything_else_is_left_out(
     path = index(linked(tmp_path, kind, target, first=first))
     skipped = [skip for batch in read(path, assets, 4) for skip in batch.skipped]
     assert {skip.reason for skip in skipped} == {skipped[0].reason} and reason in skipped[0].reason
-    assert "sample 000002" in skipped[0].place
+    assert "sample 000002" in skipped[0].where
     report = examine(path, assets, "--full")
     assert report.tally.num_left_out == 1 and report.tally.images == {1: 3}
     assert reason in report.tally.problems("left out")[0].reason

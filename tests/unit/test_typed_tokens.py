@@ -163,7 +163,7 @@ def test_training_warns_once(hf: Path, tmp_path: Path, caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         batches = take(open_loader(path, assets), 12)
     said = [record.getMessage() for record in caplog.records if "special token" in record.getMessage()]
-    assert len(said) == 1 and "</s>" in said[0] and "kept as plain text" in said[0]
+    assert len(said) == 1 and "</s>" in said[0] and "read as plain text" in said[0]
     trained = sum(int((b.labels[b.loss_mask > 0] == assets.eos_token_id).sum()) for b in batches)
     assert trained == sum(len(batch.sample_keys) for batch in batches)
 

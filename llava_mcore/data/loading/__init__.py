@@ -1,1 +1,1 @@
-"""Batches, from processes of their own."""
+"""Loads batches in separate processes."""

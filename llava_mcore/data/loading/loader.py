@@ -1,4 +1,4 @@
-"""The endless stream of micro-batches of one data-parallel rank, and its place."""
+"""The endless stream of micro-batches of one data-parallel rank, and its position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llava_mcore.data.streams.streams import (
     StreamServer,
     default_num_streams,
     num_given,
-    place_behind,
+    position_after,
     scaled,
     share,
     streams_of_rank,
@@ -39,13 +39,12 @@ FORMAT = 3
 
 
 class TrainLoader:
-    """Batches of one data-parallel rank, for ever, in an order fixed by seed, data, streams and micro-batch size.
+    """Endless batches of one data-parallel rank, in an order fixed by seed, data, streams and micro-batch size.
 
-    What the ranks read together is the same for every number of ranks and of loader processes (see `streams`), as
-    long as the number of ranks divides both the number of streams and that of a step's micro-batches; otherwise only
-    the order differs.
+    All ranks together read the same for every number of ranks and loader processes (see `streams`), if the number of
+    ranks divides the number of streams and of a step's micro-batches; otherwise the order differs.
 
-    A broken sample is left out and reported in `Batch.skipped`; whatever else fails raises DataError.
+    A broken sample is skipped and reported in `Batch.skipped`; all other failures raise DataError.
     """
 
     def __init__(
@@ -61,16 +60,16 @@ class TrainLoader:
         num_micro_batches: int = 1,
         saved: Sequence[dict[str, Any]] | None = None,
     ) -> None:
-        """Open the data, at the beginning or behind a saved place; nothing is read before the first batch.
+        """Open the data, at the beginning or after a saved position; nothing is read before the first batch.
 
         Args:
-            pad_multiple: what the tokens of a micro-batch are padded to a multiple of.
-            num_micro_batches: of this rank in a step. A step takes all of them before it begins, so loader processes
-                make as many while the step before is computed.
-            saved: what `state` returned on every rank of the run that is continued, however many they were.
+            pad_multiple: the number of tokens of a micro-batch is padded to a multiple of this.
+            num_micro_batches: of this rank per step. A step needs all of them before it starts, so loader processes
+                prepare as many during the previous step.
+            saved: results of `state` on all ranks of the run that is resumed, whatever their number.
 
         Raises:
-            DataError: data that are not prepared; a place that does not belong to these data and settings.
+            DataError: the data is not prepared, or the position does not belong to this data and these settings.
         """
         leaves = check_dataset(data.path)
         _check_media_budget(data, assets)
@@ -78,7 +77,7 @@ class TrainLoader:
         self.path: Path | str = data.path
         self._timeout = data.timeout
         self._settings = _settings_to_resume_with(data, self.path, seed, micro_batch_size)
-        places = self._take_over(saved) if saved is not None else {}
+        positions = self._take_over(saved) if saved is not None else {}
 
         def open_one(number: int, num_streams: int, batch_size: int) -> Stream:
             skips = Skips(stop_if_too_long=data.on_too_long == "error")
@@ -94,9 +93,9 @@ class TrainLoader:
             check_streams(streams, self.num_streams, leaves)
             if dp_rank == 0:
                 log_origin(leaves, assets.chat.fingerprint)
-            self._restore(streams, places)
-        self._places = {n: places.get(n) for n in numbers}
-        num_batches = {n: 0 if place is None else num_given(place) for n, place in self._places.items()}
+            self._restore(streams, positions)
+        self._positions = {n: positions.get(n) for n in numbers}
+        num_batches = {n: 0 if position is None else num_given(position) for n, position in self._positions.items()}
         self._turns = iter(RoundRobin(num_batches))
         buffer_bytes = (
             micro_batch_size * _most_tiles(data, assets) * assets.plan.rows_per_tile * assets.images.num_bytes
@@ -108,7 +107,7 @@ class TrainLoader:
 
     @property
     def num_streams(self) -> int:
-        """Streams that the data are divided into, over all ranks."""
+        """Streams that the data is divided into, over all ranks."""
         return self._settings["data.num_streams"]
 
     def __iter__(self) -> Self:
@@ -129,69 +128,72 @@ class TrainLoader:
             self.close()
             raise
         assert delivery.stream == stream
-        self._places[stream] = place_behind(self._places[stream], delivery)
+        self._positions[stream] = position_after(self._positions[stream], delivery)
         self._tell_typed(delivery.batch.typed_tokens)
         return delivery.batch
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's place behind the last batch taken, as plain containers and tensors.
+        """Return this rank's position after the last batch, as plain containers and tensors.
 
         `torch.save` it, one for each data-parallel rank; `torch.load(…, weights_only=True)` reads it.
         """
-        return {"format": FORMAT, "settings": self._settings, "streams": dict(self._places)}
+        return {"format": FORMAT, "settings": self._settings, "streams": dict(self._positions)}
 
     def _tell_typed(self, found: dict[str, str]) -> None:
-        """Warn of every special token that stands in the text of samples, when the first of them comes."""
+        """Warn once about every special token in the text of samples."""
         for token, key in found.items():
             if token not in self._told:
                 self._told.add(token)
-                what = "kept as plain text" if self._handling == "text" else "taken for the token itself"
+                what = "read as plain text" if self._handling == "text" else "read as the token"
                 logger.warning(
-                    "%s: the text of sample %s holds the special token %s; it is %s wherever it stands in the text "
+                    "%s: the text of sample %s contains the special token %s; it is always %s "
                     "(data.special_tokens_in_text)", self.path, key, token, what
                 )  # fmt: skip
 
     def close(self) -> None:
-        """End the loader processes. Calling it again does nothing."""
+        """Stop the loader processes. A second call does nothing."""
         self._closed = True
         for source in set(self._sources.values()):
             source.close()
         self._sources = {}
 
     def _take_over(self, saved: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any] | None]:
-        """Return the place of every stream of a saved run, whose number of streams is taken over.
+        """Return the position of every stream of a saved run, whose number of streams is kept.
 
-        Raises DataError that lists every setting in which this loader differs from the one that was saved.
+        Raises DataError that lists every setting that differs from the saved one.
         """
         if not saved or any(not isinstance(s, dict) or s.get("format") != FORMAT for s in saved):
-            raise DataError(f"this is no place in the data that this version saved (expected format {FORMAT})")
+            raise DataError(f"this is not a position in the data that this version can read (expected format {FORMAT})")
         before = saved[0]["settings"]
         if self.num_streams is None:
             self._settings["data.num_streams"] = before["data.num_streams"]
         found = _differences(before, self._settings)
         if found:
-            advice = "resume with the same settings, or start the data anew (without --load-optim)"
-            raise DataError(problems(f"the saved place does not belong to this loader of {self.path}; {advice}", found))
+            advice = "resume with the same settings, or restart the data (without --load-optim)"
+            raise DataError(
+                problems(f"the saved position does not belong to this loader of {self.path}; {advice}", found)
+            )
         times = before.get(MICRO_BATCH, self._settings[MICRO_BATCH]) // self._settings[MICRO_BATCH]
-        places = {n: scaled(place, times) for state in saved for n, place in state["streams"].items()}
-        missing = sorted(set(range(before["data.num_streams"])) - set(places))
+        positions = {n: scaled(position, times) for state in saved for n, position in state["streams"].items()}
+        missing = sorted(set(range(before["data.num_streams"])) - set(positions))
         if missing:
-            raise DataError(f"the saved place in {self.path} is not complete: streams {missing} are missing")
-        return places
+            raise DataError(f"the saved position in {self.path} is incomplete: streams {missing} are missing")
+        return positions
 
-    def _restore(self, streams: dict[int, Stream], places: dict[int, dict[str, Any] | None]) -> None:
+    def _restore(self, streams: dict[int, Stream], positions: dict[int, dict[str, Any] | None]) -> None:
         for number, stream in streams.items():
-            place = places.get(number)
-            if place is None:
-                continue  # it had not given a batch yet
+            position = positions.get(number)
+            if position is None:
+                continue  # it had not returned a batch yet
             try:
-                stream.restore(place)
+                stream.restore(position)
             except (KeyError, TypeError, AttributeError, AssertionError) as error:
-                raise DataError(f"the saved place in {self.path} cannot be restored: {error!r}") from error
+                raise DataError(f"the saved position in {self.path} cannot be restored: {error!r}") from error
 
 
 def _settings_to_resume_with(data: DataConfig, path: Path | str, seed: int, micro_batch_size: int) -> dict[str, Any]:
-    """Return what decides the order of the samples, by the names that messages use; None where it decides nothing."""
+    """Return the settings that determine the order of samples, by their names in messages; None if they have no
+    effect."""
     return {
         "data.num_streams": data.num_streams,
         "data.shuffle_buffer_size": data.shuffle_buffer_size,
@@ -217,7 +219,7 @@ def _check_media_budget(data: DataConfig, assets: Assets) -> None:
 
 
 def _most_tiles(data: DataConfig, assets: Assets) -> int:
-    """Return about how many tiles a sample or pack has at most."""
+    """Return the approximate maximum number of tiles of a sample or pack."""
     most = data.seq_length // assets.plan.tokens_per_tile
     if data.max_media_tokens is not None:
         most = min(most, data.max_media_tokens // assets.plan.patches_per_tile)
@@ -225,9 +227,9 @@ def _most_tiles(data: DataConfig, assets: Assets) -> int:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return in what the settings of a saved place keep it from being taken over.
+    """Return the differences in settings that prevent a saved position from being used.
 
-    A place is counted in micro-batches: of smaller ones that they can be cut into there are so many times more.
+    A position is counted in micro-batches; it can be converted to smaller ones that divide them.
     """
     found = [
         f"{name}: saved with {before[name]}, now {now.get(name)}"
@@ -249,7 +251,7 @@ def _serve(
     buffer_bytes: int,
     num_micro_batches: int,
 ) -> dict[int, Source]:
-    """Return where each stream's deliveries come from: loader processes, or this process without any."""
+    """Return the source of each stream's deliveries: loader processes, or this process."""
     num_workers = data.num_workers
     if num_workers > len(streams):
         logger.info("this rank serves %d streams: %d of %d loader processes", len(streams), len(streams), num_workers)

@@ -1,4 +1,4 @@
-"""What a loader process does before it reads: forget what belongs to the training process, outlive its signals, and end
+"""Start of a loader process: it drops resources of the training process, ignores its stop signals, and ends
 with it."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def loader_process_init() -> Callable[[int], None]:
-    """Return the first thing that a loader process of this process does: torch's worker_init_fn."""
+    """Return torch's worker_init_fn for loader processes of this process."""
     return functools.partial(_start, os.getpid())
 
 
@@ -33,23 +33,23 @@ def _start(parent: int, worker: int) -> None:
     _leave_sockets()
     _outlive_stop_signals(parent)
     renew_connections()
-    OPEN_SHARDS.close_all()  # remote ones would go on with the training process's connections
+    OPEN_SHARDS.close_all()  # remote ones would reuse the training process's connections
     gc_init_worker(worker)
-    # What the training process has made is not searched for garbage, and its pages stay shared.
+    # Objects of the training process are excluded from garbage collection, so that their pages stay shared.
     gc.freeze()
 
 
 def _leave_sockets() -> None:
-    """Let go of the sockets that the training process had open when it was forked.
+    """Close the sockets that the training process had open when this process was forked.
 
-    The other ranks notice that a rank is gone when the last copy of its sockets is closed. The numbers stay in use, by
-    nothing, because objects that came along with the fork may still close them.
+    The other ranks notice that a rank has ended when the last copy of its sockets is closed. The descriptors stay open,
+    on /dev/null, because inherited objects may still close them.
     """
     if not OPEN_FILES.is_dir():
         return
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in [int(entry.name) for entry in OPEN_FILES.iterdir()]:
-        if number > 2 and _is_socket(number):  # 0 to 2 are the console, whatever it is
+        if number > 2 and _is_socket(number):  # 0 to 2 are standard input, output and error
             os.dup2(nothing, number, inheritable=False)
     os.close(nothing)
 
@@ -57,30 +57,30 @@ def _leave_sockets() -> None:
 def _is_socket(number: int) -> bool:
     try:
         return stat.S_ISSOCK(os.fstat(number).st_mode)
-    except OSError:  # that of the listing itself
+    except OSError:  # the descriptor of the listing itself
         return False
 
 
 def _outlive_stop_signals(parent: int) -> None:
-    """Let only the training process end this one.
+    """Make only the training process able to end this one.
 
     SLURM sends its signals to every process of a job. Without its loader processes a run could not finish the iteration
-    that it saves after. torch ends a loader process by SIGTERM, so that one counts if the training process sent it.
-    Only Linux tells the sender; elsewhere nothing changes.
+    before it saves. torch ends a loader process by SIGTERM, which is accepted from the training process only. Only
+    Linux reports the sender; on other systems nothing changes.
     """
     signal.set_wakeup_fd(-1)  # the pipe through which the training process learns of its own signals
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform != "linux":
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # of all threads that begin after this
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # in all later threads
     threading.Thread(target=_end_with, args=(parent,), name="sigterm", daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the parent says so, or is gone.
+    """End this process when the parent says so, or has ended.
 
-    torch's own watch over the parent leaves its loop, and then waits for what it has queued to be read: for ever.
+    torch's own watchdog leaves its loop, and then waits forever for its queue to be read.
     """
     while os.getppid() == parent:
         received = signal.sigtimedwait([signal.SIGTERM], _SECONDS_BETWEEN_LOOKS)

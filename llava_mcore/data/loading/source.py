@@ -1,4 +1,4 @@
-"""Deliveries out of a loader process, and what goes wrong on the way."""
+"""Deliveries from a loader process, and its errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llava_mcore.data.streams.streams import Delivery
 from llava_mcore.errors import DataError
 
 LEAST_AHEAD = 2
-"""Deliveries that a loader process is asked for in advance, however few a step takes."""
+"""Minimum number of deliveries that a loader process prepares in advance."""
 WORKER_ERROR = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback")
 
 
@@ -37,15 +37,15 @@ class Source:
         timeout: float,
         buffers: PixelBuffers | None = None,
     ) -> None:
-        """timeout: seconds that a loader process may take for a delivery. buffers: where the server puts pixels."""
+        """timeout: maximum seconds per delivery of a loader process. buffers: where the server puts pixels."""
         self._buffers = buffers
         num_ahead = LEAST_AHEAD if buffers is None else buffers.num_ahead
-        # A generator of its own: starting would else draw from the global one, and a resumed run go on differently.
+        # A separate generator: otherwise starting would use the global one, and a resumed run would differ.
         self._loader = DataLoader(
             server,
             batch_size=None,
             num_workers=0 if in_process else 1,
-            # Forked, whatever Python's default is: the streams that are open go along.
+            # Forked, whatever Python's default is: the process inherits the open streams.
             multiprocessing_context=None if in_process else "fork",
             worker_init_fn=loader_process_init(),
             prefetch_factor=None if in_process else num_ahead,
@@ -65,7 +65,7 @@ class Source:
         return delivery
 
     def close(self) -> None:
-        """End the process at once. Left to the garbage collector, it would be waited for five seconds."""
+        """End the process at once. The garbage collector would wait five seconds for it."""
         if self._loader.num_workers > 0 and self._iterator is not None:
             self._iterator._shutdown_workers()
         self._iterator = None
@@ -73,20 +73,20 @@ class Source:
 
 @contextlib.contextmanager
 def reading(path: Path | str, timeout: float) -> Iterator[None]:
-    """Report what reading raises as DataError, and keep what energon prints away from stdout.
+    """Report errors of reading as DataError, and redirect energon's output from stdout to stderr.
 
-    Loader processes are forked inside, so their output goes to stderr too.
+    Loader processes are forked inside, so their output also goes to stderr.
 
     Args:
-        path: of the data, for messages.
-        timeout: seconds that a loader process may take for a batch, for a message too.
+        path: path of the data, for messages.
+        timeout: maximum seconds per batch of a loader process, for a message.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except DataError as error:
         raise DataError(_own_message(error)) from error
-    # A dead loader process is noticed by a signal's handler, or by torch on its pipe.
+    # A dead loader process is noticed by a signal handler, or by torch on its pipe.
     except (ConnectionError, EOFError) as error:
         raise _killed(path, error) from error
     except (OSError, ValueError, tarfile.TarError) as error:
@@ -97,7 +97,7 @@ def reading(path: Path | str, timeout: float) -> Iterator[None]:
             raise DataError(f"{path} cannot be read: {message}") from error
         if str(error).startswith("DataLoader timed out"):
             raise DataError(
-                f"{path}: no batch came within data.timeout = {timeout} seconds; see whether its "
+                f"{path}: no batch came within data.timeout = {timeout} seconds; check whether its "
                 "storage answers, or raise data.timeout"
             ) from error
         with noticing_killed_loaders(path):
@@ -106,7 +106,7 @@ def reading(path: Path | str, timeout: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noticing_killed_loaders(path: Path | str | None) -> Iterator[None]:
-    """Report as DataError that a loader process was killed: torch raises that anywhere, in a signal's handler."""
+    """Report a killed loader process as DataError: torch raises that from a signal handler, at any point."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The validation part of the data, each sample once, divided so that no number of ranks changes what is read."""
+"""The validation split, each sample once, divided so that every number of ranks reads the same samples."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError
 
 MOST_STREAMS = 64
-"""Parts that the data are divided into, whatever the number of ranks; so many ranks at most have something to read."""
+"""Number of streams, independent of the number of ranks; more ranks than that would have nothing to read."""
 
 
 class ValidationData:
-    """The validation part. Packs are made within a stream, so they too are the same for every number of ranks."""
+    """The validation split. Packs are built within a stream, so they are the same for every number of ranks."""
 
     def __init__(
         self,
@@ -37,15 +37,15 @@ class ValidationData:
         pad_multiple: int = 8,
         most_samples: int | None = None,
     ) -> None:
-        """Look at the data; nothing is read of them.
+        """Open the data; no sample is read yet.
 
         Args:
-            seed: chooses prompts where a dataset has a pool of them.
+            seed: chooses prompts if a dataset has a pool of them.
             pad_multiple: what the tokens of a micro-batch are padded to a multiple of.
-            most_samples: samples of one pass; None: all.
+            most_samples: maximum number of samples of one pass; None: all.
 
         Raises:
-            DataError: data that are not prepared, or without a validation part.
+            DataError: the data is not prepared, or has no validation split.
         """
         check_dataset(data.path, VALIDATION)
         assert data.path is not None
@@ -54,7 +54,7 @@ class ValidationData:
         with reading(data.path, data.timeout):
             lengths = self._lengths(1)
             if not lengths[0]:
-                raise DataError(f"the validation part of {data.path} holds no sample")
+                raise DataError(f"the validation part of {data.path} has no samples")
             num_streams = max(1, min(MOST_STREAMS, lengths[0] // LEAST_SAMPLES))
             lengths = self._lengths(num_streams)
         wanted = sum(lengths) if most_samples is None else most_samples
@@ -62,16 +62,16 @@ class ValidationData:
 
     @property
     def num_samples(self) -> int:
-        """Samples of one pass over all ranks, broken ones included unless only a part is read."""
+        """Samples of one pass over all ranks, including broken ones unless only a part is read."""
         return sum(self._quotas.values())
 
     def open(self, dp_rank: int, dp_size: int) -> ValidationPass:
-        """Begin a pass: the micro-batches of one data-parallel rank, always the same ones."""
+        """Start a pass: the micro-batches of one data-parallel rank, always the same ones."""
         numbers = [n for n, quota in self._quotas.items() if n % dp_size == dp_rank and quota]
         return ValidationPass(self._data, self._open_stream, numbers, self._seed)
 
     def _lengths(self, num_streams: int) -> list[int]:
-        """Return the samples of every stream; energon counts batches, so they are of one sample here."""
+        """Return the number of samples of every stream; energon counts batches, so batches have one sample here."""
         return [self._open(n, num_streams, None, batch_size=1).dataset.len_worker(0) for n in range(num_streams)]
 
     def _open_stream(self, number: int) -> Stream:
@@ -124,13 +124,13 @@ class ValidationPass:
         raise StopIteration
 
     def close(self) -> None:
-        """End the loader processes. Calling it again does nothing."""
+        """Stop the loader processes. A second call does nothing."""
         while self._sources:
             self._sources.popleft().close()
 
 
 class _Server(IterableDataset[Delivery]):
-    """What one loader process reads: one stream after the other."""
+    """The streams that one loader process reads, one after the other."""
 
     def __init__(self, open_one: Callable[[int], Stream], numbers: Sequence[int]) -> None:
         self._open_one, self._numbers = open_one, list(numbers)
@@ -142,13 +142,13 @@ class _Server(IterableDataset[Delivery]):
             while batch is not None:
                 following = next(stream, None)
                 if following is None:
-                    batch.skipped += stream.take_skips()  # what was left out behind the last sample
+                    batch.skipped += stream.take_skips()  # what was skipped after the last sample
                 yield Delivery(number, batch, None)
                 batch = following
 
 
 def quotas(lengths: Sequence[int], wanted: int) -> list[int]:
-    """Divide `wanted` samples over streams of these lengths as evenly as they go; all, if there are fewer."""
+    """Divide `wanted` samples over streams of these lengths as evenly as possible; all samples if there are fewer."""
 
     def filled_to(level: int) -> int:
         return sum(min(length, level) for length in lengths)

@@ -1,1 +1,1 @@
-"""Which samples go together."""
+"""Packing of samples into sequences."""

@@ -1,4 +1,4 @@
-"""Which samples share a packed sequence. Pure arithmetic on their lengths."""
+"""Chooses the samples of a pack from their lengths."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEVELS = 64
-"""Steps in which patches are counted; what a sample has is rounded up to whole ones."""
+"""Steps of a pack's patch budget; a sample's patches are rounded up to whole steps."""
 
 
 @dataclass(frozen=True)
 class Media:
-    """A second budget of a pack: patches of each sample, and the most that a pack may have."""
+    """A second budget of a pack: the patches of each sample, and the maximum for a pack."""
 
     patches: Sequence[int]
     most: int
 
     def levels(self) -> list[int]:
-        """Return the steps, of LEVELS for a pack, that each sample takes; never fewer than it has."""
+        """Return each sample's number of steps, of LEVELS for a pack, rounded up."""
         return [-(-number * LEVELS // self.most) for number in self.patches]
 
 
 def fullest_pack(lengths: Sequence[int], capacity: int, media: Media | None = None) -> list[int]:
-    """Return ascending indices of a pack that holds sample 0 and is filled as well as the others allow.
+    """Return ascending indices of a pack that contains sample 0 and is as full as possible.
 
-    Those of the others are taken whose lengths add up closest to the free room (exact subset sum); among equal sums
-    the one with longer samples, because short ones fill later gaps best. The same lengths give the same pack.
+    Chosen are those of the others whose lengths add up closest to the free space (exact subset sum); among equal sums
+    those with longer samples, because short ones fill later gaps best. The same lengths give the same pack.
 
     Args:
         lengths: tokens of each sample, each at least 1.
         capacity: tokens of a pack.
-        media: what else a pack must keep to.
+        media: the second budget.
 
     Raises:
         ValueError: sample 0 is longer than a pack, or has more patches.
@@ -50,10 +50,10 @@ def fullest_pack(lengths: Sequence[int], capacity: int, media: Media | None = No
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Divide samples over few packs: the longest that is left, with what fills its pack best.
+    """Divide samples into few packs: each has the longest remaining sample and those that fill the pack best.
 
-    Packs come in the order of their first sample and hold ascending indices, so that long and short samples do not
-    come out sorted. Raises ValueError for a sample that is longer than a pack.
+    Packs are in the order of their first sample and have ascending indices, so that samples are not sorted by
+    length. Raises ValueError for a sample that is longer than a pack.
     """
     left = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     packs: list[list[int]] = []
@@ -66,9 +66,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _closest_subset(lengths: Sequence[int], room: int) -> list[int]:
-    """Return the places of lengths, descending, whose sum is the largest that is at most room.
+    """Return the indices of lengths (sorted descending) whose sum is the largest that is at most `room`.
 
-    Subset sum over bit sets: bit s of an integer says that some of the lengths looked at add up to s.
+    Subset sum over bit sets: bit s of an integer is set if some of the lengths add up to s.
     """
     if not lengths or lengths[-1] > room:
         return []
@@ -80,7 +80,7 @@ def _closest_subset(lengths: Sequence[int], room: int) -> list[int]:
     chosen = []
     for k in range(len(sums) - 1, 0, -1):
         place = len(lengths) - k
-        # Taking the longer one where both ways lead to the target leaves the short ones for later packs.
+        # If both choices reach the target, the longer one is taken, which leaves short ones for later packs.
         if lengths[place] <= target and sums[k - 1] >> target - lengths[place] & 1:
             chosen.append(place)
             target -= lengths[place]
@@ -88,10 +88,10 @@ def _closest_subset(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def _closest_subset_of_both(samples: Sequence[tuple[int, int]], room: int, levels: int) -> list[int]:
-    """As `_closest_subset` of (length, levels), whose levels add up to at most `levels`.
+    """Like `_closest_subset`, for (length, levels) whose levels add up to at most `levels`.
 
-    The same bit sets, one for each number of levels: bit s of sums[k][m] says that some of the k shortest samples add
-    up to s with at most m levels.
+    One bit set per number of levels: bit s of sums[k][m] is set if some of the k shortest samples add up to s with at
+    most m levels.
     """
     within = (1 << room + 1) - 1
     sums = [[1] * (levels + 1)]
@@ -112,12 +112,12 @@ def _closest_subset_of_both(samples: Sequence[tuple[int, int]], room: int, level
 
 
 def fill(lengths: Sequence[int], packs: Sequence[Sequence[int]], capacity: int) -> float:
-    """Return the part of all packs that holds tokens, from 0 to 1."""
+    """Return the fraction of all packs that is filled with tokens, from 0 to 1."""
     return sum(lengths[i] for pack in packs for i in pack) / (capacity * len(packs)) if packs else 0.0
 
 
 def online_fill(lengths: Sequence[int], capacity: int, buffer_size: int) -> float:
-    """Return the fill of the packs that the loader makes of this stream of samples while its buffer is full.
+    """Return the fill of the packs that the loader builds from this stream of samples while its buffer is full.
 
     Raises ValueError for a sample that is longer than a pack.
     """

@@ -1,4 +1,4 @@
-"""Packing while training: energon's samples in, packs of them out."""
+"""Packing during training: takes energon's samples and yields packs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llava_mcore.data.samples import TokenSample
 
 
 class PackingDataset(BaseWrapperDataset[TokenSample, TokenSample]):
-    """Keeps a buffer of samples and always makes the fullest pack around its oldest one.
+    """Keeps a buffer of samples and always builds the fullest pack that contains the oldest one.
 
-    Energon's own packing empties its buffer before it reads on, so the last packs of each buffer are made of what is
-    left and stay half empty; a buffer that is refilled after every pack reaches the same fill at a tenth of the size.
+    Energon's own packing empties its buffer before it reads more, so the last packs of each buffer stay half empty. A
+    buffer that is refilled after every pack reaches the same fill with a tenth of the size.
     """
 
     _savable_fields = ("_waiting", "_pack_index")
@@ -31,7 +31,7 @@ class PackingDataset(BaseWrapperDataset[TokenSample, TokenSample]):
         most_patches: int | None = None,
         worker_config: WorkerConfig,
     ) -> None:
-        """buffer_size: samples that wait to be packed; capacity, most_patches: tokens and patches of a pack."""
+        """buffer_size: samples waiting to be packed; capacity, most_patches: maximum tokens and patches of a pack."""
         super().__init__(dataset, worker_config=worker_config)
         self.buffer_size = buffer_size
         self.capacity = capacity
@@ -39,12 +39,12 @@ class PackingDataset(BaseWrapperDataset[TokenSample, TokenSample]):
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
-        """Forget the buffer."""
+        """Clear the buffer."""
         self._waiting = SavableSampleBuffer(self.dataset, worker_config=self.worker_config)
         self._pack_index = SampleIndex(self.worker_config, src=self)
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        """The number of packs is not known beforehand; that of the samples bounds it."""
+        """Return an upper bound for the number of packs: the number of samples."""
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[TokenSample]:
@@ -77,7 +77,7 @@ class PackingDataset(BaseWrapperDataset[TokenSample, TokenSample]):
         )
 
     def config(self) -> dict[str, Any]:
-        """What energon records of a dataset."""
+        """Return what energon records about a dataset."""
         return {
             "type": type(self).__qualname__,
             "buffer_size": self.buffer_size,

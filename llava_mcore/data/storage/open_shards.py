@@ -11,7 +11,7 @@ from typing import BinaryIO
 from megatron.energon.epathlib import EPath
 
 from llava_mcore.data.storage.shard_files import MOST_INDEX, OFFSET
-from llava_mcore.data.storage.tar_members import Places
+from llava_mcore.data.storage.tar_members import TarIndex
 from llava_mcore.errors import DataError
 from llava_mcore.files.regular import open_regular_file, read_regular_file
 
@@ -36,7 +36,7 @@ class OpenShard:
         self._is_local = path.is_local()
         self._offsets = read_regular_file(index.local_path(), MOST_INDEX) if self._is_local else index.read_bytes()
         self._file = _opened(path)
-        self.places = Places(lambda: _opened(path))
+        self.tar_index = TarIndex(lambda: _opened(path))
 
     def ends(self, number: int) -> tuple[int, int] | None:
         """Return the bytes [start, end) of a sample; None if the index does not say so."""

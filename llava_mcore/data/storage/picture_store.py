@@ -22,7 +22,7 @@ def stored_pictures(
     Args:
         names: what `key` of the sample's json holds.
         store: what the blend names as `aux: {images: …}` beside the dataset.
-        sample: gets the places of the pictures added to its sources, for messages.
+        sample: the locations of the pictures are added to its sources, for messages.
 
     Raises:
         DataError: no store; no list of names; a name that leads out of the store; a picture that is not there.

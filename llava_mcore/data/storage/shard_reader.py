@@ -153,7 +153,7 @@ class ShardReader(ShardInfosITarReader):
             if key not in keys:
                 continue
             if isinstance(data, Link):
-                data = shard.places.contents(data, self._most_bytes)
+                data = shard.tar_index.contents(data, self._most_bytes)
             if _is_needed(part) if isinstance(data, NoContents) else self.part_filter is None or self.part_filter(part):
                 parts[part] = data
                 names.append(name)

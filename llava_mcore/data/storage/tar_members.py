@@ -36,8 +36,8 @@ class Link:
 
     kind: bytes
     target: str
-    place: int
-    """Of its header in the file."""
+    offset: int
+    """Offset of its header in the file."""
 
 
 def open_tar(file: BinaryIO) -> tarfile.TarFile:
@@ -92,21 +92,21 @@ def read_block(block: bytes, start: int, most_bytes: int) -> list[tuple[str, byt
     return found
 
 
-class Places:
-    """Where the files of a tar lie. It is read through once, when the first hard link asks."""
+class TarIndex:
+    """Offsets of the files in a tar. It is read once, at the first hard link."""
 
     def __init__(self, opened: Callable[[], BinaryIO]) -> None:
         """opened: opens the tar file from its beginning."""
         self._opened = opened
-        self._places: dict[str, list[tuple[int, int, int]]] | None = None
+        self._files: dict[str, list[tuple[int, int, int]]] | None = None
 
     def contents(self, link: Link, most_bytes: int) -> bytes | NoContents:
         """Return what a link stands for. OSError if the file cannot be read."""
         if link.kind != tarfile.LNKTYPE:
             return NoContents(f"it is {LINKS[link.kind]}, which has no contents in the shard")
-        if self._places is None:
-            self._places = self._read()
-        before = [where for where in self._places.get(link.target, ()) if where[0] < link.place]
+        if self._files is None:
+            self._files = self._read()
+        before = [where for where in self._files.get(link.target, ()) if where[0] < link.offset]
         if not before:
             return NoContents(f"it is a hard link to {link.target!r}, which is no file before it in the same shard")
         _, start, size = before[-1]

@@ -1,1 +1,1 @@
-"""A run's streams of samples, on energon."""
+"""A run's streams of samples, built on energon."""

@@ -29,7 +29,7 @@ def collate(
 ) -> Batch:
     """Make one micro-batch.
 
-    A token is a label only if `trained` says so; the last position of a conversation and all pads predict nothing.
+    Only `trained` tokens are labels; the last position of a conversation and padding predict nothing.
 
     Args:
         multiple: lengths are rounded up to this: fewer shapes, and matrix units like or even need it.
@@ -43,7 +43,7 @@ def collate(
 
 @dataclass(frozen=True)
 class _Media:
-    """How the media of a micro-batch are put together."""
+    """Concatenates the media of a micro-batch."""
 
     fields: Fields
     pixel_scale: Tensor
@@ -68,7 +68,7 @@ class _Media:
     def tensors(
         self, pixels: Sequence[Tensor], conversations: Sequence[TokenConversation], starts: Sequence[int]
     ) -> dict[str, Tensor]:
-        """Return every field. `starts`: where each conversation begins in the flattened [b * s]."""
+        """Return every field. `starts`: start of each conversation in the flattened [b * s]."""
         pictures = [item.tokens for conversation in conversations for item in conversation.media]
         begins = [start + item.start for c, start in zip(conversations, starts, strict=True) for item in c.media]
         own = {PIXEL_VALUES: _together(pixels), PIXEL_SCALE: self.pixel_scale}
@@ -76,9 +76,9 @@ class _Media:
 
 
 def _pad(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_token_id: int, multiple: int) -> Batch:
-    """Pad every conversation, one a sample, on the right to the longest one (rounded up, at most seq_length).
+    """Pad every conversation, one per sample, on the right to the longest one (rounded up, at most seq_length).
 
-    Where a pipeline needs one length for all micro-batches of a step, it pads further by itself.
+    A pipeline needs the same length for all micro-batches of a step, and pads further by itself.
     """
     conversations = [sample.conversations[0] for sample in samples]
     length = _rounded(max(map(len, conversations)), multiple, seq_length)
@@ -88,7 +88,7 @@ def _pad(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_t
 
 
 def _pack(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_token_id: int, multiple: int) -> Batch:
-    """Put all conversations behind each other into one row; b packs give at most b * seq_length tokens."""
+    """Concatenate all conversations into one row; b packs give at most b * seq_length tokens."""
     conversations = [conversation for sample in samples for conversation in sample.conversations]
     ends = np.cumsum([0, *map(len, conversations)])
     length = _rounded(int(ends[-1]), multiple, seq_length * len(samples))

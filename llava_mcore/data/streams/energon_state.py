@@ -1,7 +1,7 @@
-"""Energon's loader state as plain containers, so that checkpoints need no pickle of foreign classes.
+"""Energon's loader state as plain containers, so that checkpoints do not need pickles of energon's classes.
 
-The state is a tree of energon's dataclasses and dicts. Its leaves are numbers, texts, bytes (energon's generators),
-tensors and arrays (the global generators), and the ids of the samples in the shuffle buffer; no sample data is in it.
+The state is a tree of energon's dataclasses and dicts. Its leaves are numbers, strings, bytes (energon's generators),
+tensors and arrays (the global generators), and the ids of the samples in the shuffle buffer; it has no sample data.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ RECORDS: dict[str, Any] = {
 
 
 def to_plain(value: Any) -> Any:
-    """Return value as dicts, lists, tuples, numbers, texts, bytes and tensors, which `torch.load` reads safely.
+    """Return value as dicts, lists, tuples, numbers, strings, bytes and tensors, which `torch.load` reads safely.
 
-    Raises TypeError for a class that energon's states are not known to hold.
+    Raises TypeError for an unknown class.
     """
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
@@ -52,7 +52,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse of `to_plain`. Raises KeyError or TypeError for something that it did not make."""
+    """The inverse of `to_plain`. Raises KeyError or TypeError for invalid input."""
     if isinstance(value, (list, tuple)):
         return type(value)(from_plain(item) for item in value)
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""One stream of a run's data, opened as energon opens a rank's."""
+"""Opens one stream of a run's data, as energon opens a rank's data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError
 
 SAMPLES_PER_SLICE = 100
-"""Samples that are read one after the other before another place of the data is drawn, when shuffling."""
+"""Consecutive samples that are read before another position in the data is drawn, when shuffling."""
 
 
 def open_stream(
@@ -38,14 +38,14 @@ def open_stream(
     *,
     validation: bool = False,
 ) -> Stream:
-    """Open one stream: to energon it is a rank of its own.
+    """Open one stream, which energon treats as a separate rank.
 
     Args:
-        validation: read every sample of the validation part once, in the order in which they lie there.
+        validation: read every sample of the validation split once, in the order of the shards.
     """
     assert data.path is not None
     forget_read_members()
-    OPEN_SHARDS.close_all()  # what lies there may be other data by now
+    OPEN_SHARDS.close_all()  # the path may have other data by now
     skip_nested_lines()
     repeat_parts_exactly()
     refuse_named_code()
@@ -73,7 +73,7 @@ def open_stream(
             )
     except NamedCodeError as error:
         raise DataError(f"{data.path} is refused, see its .nv-meta/dataset.yaml: {error}") from error
-    # What energon finds wrong in dataset.yaml, split.yaml or a blend is mostly found by assertions and look-ups.
+    # Energon mostly finds errors in dataset.yaml, split.yaml or a blend by assertions and look-ups.
     except (
         AssertionError,
         KeyError,
@@ -89,9 +89,10 @@ def open_stream(
 
 
 def check_streams(streams: dict[int, Stream], num_streams: int, leaves: Sequence[Path | EPath]) -> None:
-    """Every stream needs a sample: one without would end and let the other ranks wait for it."""
+    """Check that every stream has a sample: one without would end and make the other ranks wait."""
     if any(stream.dataset.len_worker(0) == 0 for stream in streams.values()):
         raise DataError(
-            f"{', '.join(map(str, leaves))}: fewer samples than the {num_streams} streams that they are divided into; "
+            f"{', '.join(map(str, leaves))}: fewer samples than the {num_streams} streams that the data is divided "
+            "into;  "
             "lower data.num_streams"
         )

@@ -1,4 +1,4 @@
-"""Pixels on their way from a loader process: in memory that both processes have, instead of through a pipe."""
+"""Passes pixels from a loader process in shared memory instead of through a pipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llava_mcore.pixels import as_used, in_memory
 
 @dataclass(frozen=True, slots=True)
 class Buffered:
-    """Which buffer pixels are in."""
+    """The buffer that contains pixels."""
 
     buffer: int
     shape: tuple[int, ...]
@@ -22,18 +22,18 @@ class Buffered:
 
 
 class PixelBuffers:
-    """Buffers that are used in turn. Made before the loader process is forked, which then puts pixels in.
+    """Buffers that are used in turn. They are created before the loader process is forked, which then fills them.
 
-    Anonymous memory: there is nothing to clean up, and no limit of /dev/shm to run into.
+    They are anonymous memory: there is nothing to clean up, and /dev/shm's limit does not apply.
     """
 
     def __init__(self, num_bytes: int, num_ahead: int) -> None:
-        """Reserve the buffers; memory is only taken up by what is put in.
+        """Reserve the buffers; memory is only used when they are filled.
 
         Args:
-            num_bytes: of a buffer.
-            num_ahead: batches that the loader process is asked for in advance. While one is taken out, so many may be
-                put in; there is one buffer more for safety.
+            num_bytes: size of a buffer.
+            num_ahead: batches that the loader process prepares in advance. While one is read, so many may be
+                written; there is one more buffer for safety.
         """
         self.num_ahead = num_ahead
         num_buffers = num_ahead + 2

@@ -1,4 +1,4 @@
-"""What happens to a sample that cannot be used: it is left out and reported, or the run ends."""
+"""Handling of samples that cannot be used: they are skipped and reported, or the run ends."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
 
 DATA_ERRORS = (OSError, ValueError, KeyError, RecursionError, tarfile.TarError)
-"""What bad data raises in energon and the libraries under it. Anything else is a fault of the program."""
+"""Errors that energon and its libraries raise for bad data. Anything else is a bug."""
 
 
 class Skips:
-    """Energon's error handler of one stream of samples: collects what was left out since the last batch."""
+    """Energon's error handler of one stream of samples: collects the samples skipped since the last batch."""
 
     def __init__(self, *, stop_if_too_long: bool) -> None:
-        """stop_if_too_long: a conversation that does not fit ends the run instead of being left out."""
+        """stop_if_too_long: a conversation that does not fit ends the run instead of being skipped."""
         self.stop_if_too_long = stop_if_too_long
         self._collected: list[Skip] = []
 
     def __call__(self, error: Exception, sample: Any, sources: list[SourceInfo] | None) -> None:
-        """Note a sample that a step of energon failed on, or raise if the run has to end.
+        """Record a sample that a step of energon failed on, or raise if the run has to end.
 
         Args:
-            sample: whatever the failing step was given: raw parts, a sample, or a list of samples.
+            sample: the input of the failing step: raw parts, a sample, or a list of samples.
         """
         if isinstance(sample, RawSampleData):
             sources = [s for part in sample.data if part is not None for s in part["__sources__"]]
-        skip = Skip(place_of(sources or []), reason_of(error))
+        skip = Skip(origin_of(sources or []), reason_of(error))
         if not isinstance(error, (*DATA_ERRORS, DataError)) and not isinstance(error.__cause__, DATA_ERRORS):
             raise DataError(str(skip)) from error
         if self.stop_if_too_long and isinstance(error, TooLongError):
@@ -40,35 +40,36 @@ class Skips:
         self._collected.append(skip)
 
     def note(self, key: str, sources: list[SourceInfo], error: DataError) -> None:
-        """Note one conversation of a pack; the others of it are used."""
-        self._collected.append(Skip(f"{place_of(sources)}, conversation {key}", str(error)))
+        """Record one conversation of a pack; the others are used."""
+        self._collected.append(Skip(f"{origin_of(sources)}, conversation {key}", str(error)))
 
     def take(self) -> list[Skip]:
-        """Return what was collected and begin anew."""
+        """Return what was collected and clear it."""
         collected, self._collected = self._collected, []
         return collected
 
 
 def raise_data_error(error: Exception, sample: Any, sources: list[SourceInfo] | None) -> None:
-    """Energon's error handler where nothing may be left out: say where the sample lies and what is wrong with it."""
-    raise DataError(str(Skip(place_of(sources or []), reason_of(error)))) from error
+    """Energon's error handler if no sample may be skipped: raise DataError with the sample's location and the
+    reason."""
+    raise DataError(str(Skip(origin_of(sources or []), reason_of(error)))) from error
 
 
 def reason_of(error: Exception) -> str:
-    """Return the message of an error; energon's own wrappers have none, so their cause speaks."""
+    """Return the message of an error, or of its cause, because energon's own wrappers have no message."""
     if not str(error) and error.__cause__ is not None:
         error = error.__cause__  # type: ignore[assignment]
     return str(error) if isinstance(error, (DataError, ValueError)) else f"{type(error).__name__}: {error}"
 
 
-def place_of(sources: list[SourceInfo]) -> str:
-    """Return dataset, shard and key of what a sample was made of."""
+def origin_of(sources: list[SourceInfo]) -> str:
+    """Return dataset, shard and key of the sources of a sample."""
     places = [f"{s.dataset_path}: shard {s.shard_name}, sample {_stem(s)}" for s in sources]
-    return "; ".join(dict.fromkeys(places)) or "a sample of unknown place"
+    return "; ".join(dict.fromkeys(places)) or "a sample of unknown origin"
 
 
 def _stem(source: SourceInfo) -> str:
-    """A sample's key with the parts that were read of it, such as `000012 (jpg, json, txt)`."""
+    """Return a sample's key with the parts that were read, such as `000012 (jpg, json, txt)`."""
     names = [name.rpartition("/")[2].partition(".") for name in source.file_names]
     folder = source.file_names[0].rpartition("/")[0] if source.file_names else ""
     if not names:

@@ -1,8 +1,9 @@
-"""The streams that the data are divided into, and the order in which ranks and loader processes serve them.
+"""The streams that the data is divided into, and the order in which ranks and loader processes serve them.
 
 A run divides its data over a fixed number S of streams. Each has its own part of every dataset, shuffle buffer and
-packing buffer, and a place that can be saved. Of n data-parallel ranks, rank r serves the streams s with s mod n = r,
-always the one that has given the fewest batches. So the micro-batches of all ranks together come from stream
+packing buffer, and a position that can be saved. Of n data-parallel ranks, rank r serves the streams s with s mod n =
+r,
+always the one that has returned the fewest batches. So the micro-batches of all ranks together come from stream
 0, 1, …, S - 1, 0, … whatever n is, and which process of a rank serves a stream changes nothing.
 """
 
@@ -31,21 +32,21 @@ from llava_mcore.errors import DataError, problems
 from llava_mcore.pixels import as_used, in_memory
 
 LEAST_STREAMS = 16
-"""So that a run that begins on one rank may continue on up to 16."""
+"""So that a run that starts on one rank can continue on up to 16."""
 STREAMS_PER_RANK = 2
-"""So that a run may continue on twice as many ranks."""
+"""So that a run can continue on twice as many ranks."""
 LEAST_SAMPLES = 8
-"""Samples of a stream, so that a broken one does not leave it with nothing."""
+"""Minimum samples of a stream, so that a broken one does not leave it empty."""
 SHOWN_SKIPS = 10
 PLACE_EVERY = 16
-"""Batches from one place of a stream to the next. To take one costs about as much as to decode a picture; a resumed
-stream makes the batches since the last one again and drops them."""
+"""Batches between two saved positions of a stream. Saving one costs about as much as decoding a picture; a resumed
+stream builds the batches since the last one again and drops them."""
 
 
 def default_num_streams(dp_size: int, num_workers: int, num_samples: int) -> int:
     """Return a multiple of dp_size that every loader process of a rank can serve equally many of.
 
-    Of few samples fewer streams are made, but never fewer than ranks.
+    Few samples are divided into fewer streams, but never fewer than ranks.
     """
     per_rank = max(STREAMS_PER_RANK, math.ceil(LEAST_STREAMS / dp_size))
     workers = max(1, num_workers)
@@ -57,41 +58,41 @@ def streams_of_rank(num_streams: int, dp_rank: int, dp_size: int) -> list[int]:
     """Return the streams that a rank serves. DataError if there are fewer streams than ranks."""
     if num_streams < dp_size:
         raise DataError(
-            f"the data are divided into {num_streams} streams, which {dp_size} data-parallel ranks cannot share; "
-            f"continue with {num_streams} ranks at most, or begin a run with a larger data.num_streams"
+            f"the data is divided into {num_streams} streams, which {dp_size} data-parallel ranks cannot share; "
+            f"continue with {num_streams} ranks at most, or start a run with a larger data.num_streams"
         )
     return list(range(dp_rank, num_streams, dp_size))
 
 
-def place_behind(before: dict[str, Any] | None, delivery: Delivery) -> dict[str, Any]:
-    """Return the place behind a delivery: its own, or the one before with a batch more to make again.
+def position_after(before: dict[str, Any] | None, delivery: Delivery) -> dict[str, Any]:
+    """Return the position after a delivery: its own, or the previous one with one more batch to build again.
 
     Args:
-        before: the place before the delivery; None at the beginning.
+        before: the position before the delivery; None at the beginning.
     """
-    if delivery.place is not None:
-        return delivery.place
+    if delivery.position is not None:
+        return delivery.position
     before = before or {"dataset": None, "num_batches": 0, "further": 0}
     return before | {"further": before["further"] + 1}
 
 
-def num_given(place: dict[str, Any]) -> int:
-    """Return how many batches a stream has given up to a place."""
-    return place["num_batches"] + place["further"]
+def num_given(position: dict[str, Any]) -> int:
+    """Return the number of batches that a stream has returned up to a position."""
+    return position["num_batches"] + position["further"]
 
 
-def scaled(place: dict[str, Any] | None, times: int) -> dict[str, Any] | None:
-    """Return a place for micro-batches of which so many make up one that it was counted in."""
-    if place is None:
+def scaled(position: dict[str, Any] | None, times: int) -> dict[str, Any] | None:
+    """Return a position for micro-batches that are smaller by a factor of `times`."""
+    if position is None:
         return None
-    return {name: value * times if name in ("num_batches", "further") else value for name, value in place.items()}
+    return {name: value * times if name in ("num_batches", "further") else value for name, value in position.items()}
 
 
 class RoundRobin:
-    """Whose turn it is: the stream that has given the fewest batches, the first of several."""
+    """Yields the stream that has returned the fewest batches; the first if there are several."""
 
     def __init__(self, num_batches: dict[int, int]) -> None:
-        """num_batches: what each stream has given already."""
+        """num_batches: number of batches that each stream has returned already."""
         self._num_batches = dict(num_batches)
 
     def __iter__(self) -> Iterator[int]:
@@ -103,13 +104,13 @@ class RoundRobin:
 
 @dataclass
 class Delivery:
-    """A batch of a stream, and with some of them the stream's place behind it as plain containers."""
+    """A batch of a stream and, for some batches, the stream's position after it as plain containers."""
 
     stream: int
     batch: Batch
-    place: dict[str, Any] | None
+    position: dict[str, Any] | None
     buffered: Buffered | None = None
-    """Where the batch's pixels are, if they do not travel with it."""
+    """Where the batch's pixels are, if they are not in the batch."""
 
     def pin_memory(self) -> Self:
         """Copy the tensors to pinned memory (called by torch)."""
@@ -117,12 +118,12 @@ class Delivery:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Tensors but the pixels travel as bytes in the pipe: a new piece of shared memory for each costs more."""
+        """Return the tensors except pixels as bytes for the pipe: shared memory for each of them would cost more."""
         fields = {f.name: getattr(self.batch, f.name) for f in dataclasses.fields(self.batch) if f.name != "media"}
         arrays = {name: value.numpy() for name, value in fields.items() if isinstance(value, Tensor)}
         pixels = in_memory(self.batch.media[PIXEL_VALUES]).contiguous()
         media = {name: value.numpy() for name, value in (self.batch.media | {PIXEL_VALUES: pixels}).items()}
-        own = {"stream": self.stream, "place": self.place, "buffered": self.buffered}
+        own = {"stream": self.stream, "position": self.position, "buffered": self.buffered}
         return own | {"fields": fields | arrays, "arrays": list(arrays), "media": media}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -135,10 +136,10 @@ class Delivery:
 
 
 class Stream:
-    """One stream: a dataset of energon's with a place, endless in training."""
+    """One stream: an energon dataset with a position, endless in training."""
 
     def __init__(self, dataset: SavableDataset[Batch], workers: WorkerConfig, skips: Skips, *, name: str) -> None:
-        """name: of the data, for messages."""
+        """name: name of the data, for messages."""
         self.dataset = dataset
         self._name = name
         self._workers = workers
@@ -148,22 +149,22 @@ class Stream:
         self._num_known = 0
         self._batches: Iterator[Batch] | None = None
 
-    def restore(self, place: dict[str, Any]) -> None:
-        """Continue behind a place, before the first batch. KeyError or TypeError for one that is not known."""
+    def restore(self, position: dict[str, Any]) -> None:
+        """Continue after a position, before the first batch. KeyError or TypeError for an invalid one."""
         assert self._batches is None, "restore() comes before the first batch"
-        if place["dataset"] is not None:
-            self.dataset.restore_state(from_plain(place["dataset"]))
-        self._num_batches = place["num_batches"]
-        self._num_known = num_given(place)
+        if position["dataset"] is not None:
+            self.dataset.restore_state(from_plain(position["dataset"]))
+        self._num_batches = position["num_batches"]
+        self._num_known = num_given(position)
 
-    def place(self) -> dict[str, Any] | None:
-        """Return the place behind the last batch if one is due."""
+    def position(self) -> dict[str, Any] | None:
+        """Return the position after the last batch if one is due."""
         if self._num_batches % PLACE_EVERY:
             return None
         return {"dataset": to_plain(self.dataset.save_state()), "num_batches": self._num_batches, "further": 0}
 
     def __next__(self) -> Batch:
-        """Return the next batch. DataError if one sample after the other is broken, or the storage fails for good."""
+        """Return the next batch. DataError if too many samples in a row are broken, or the storage fails for good."""
         while self._num_batches < self._num_known:
             self._take()
         return self._take()
@@ -172,7 +173,7 @@ class Stream:
         return self
 
     def take_skips(self) -> list[Skip]:
-        """Return what was left out since the last batch, once a stream has ended."""
+        """Return the samples skipped since the last batch, after a stream has ended."""
         return self._skips.take()
 
     def _take(self) -> Batch:
@@ -198,10 +199,11 @@ class Stream:
 
 
 class StreamServer(IterableDataset[Delivery]):
-    """What one loader process serves: its streams, whenever it is their turn among all those of the rank."""
+    """Yields the deliveries of one loader process: its streams, in the order of all streams of the rank."""
 
     def __init__(self, streams: dict[int, Stream], turns: RoundRobin, buffers: PixelBuffers | None) -> None:
-        """streams: those of this process; turns: of all streams of the rank; buffers: None in the training process."""
+        """streams: the streams of this process; turns: the order of all streams of the rank; buffers: None in the
+        training process."""
         self.streams = streams
         self.buffers = buffers
         self._turns = turns
@@ -210,7 +212,7 @@ class StreamServer(IterableDataset[Delivery]):
         for number in self._turns:
             if number in self.streams:
                 stream = self.streams[number]
-                delivery = Delivery(number, next(stream), stream.place())
+                delivery = Delivery(number, next(stream), stream.position())
                 media = delivery.batch.media
                 if self.buffers is not None:
                     delivery.buffered = self.buffers.put(media[PIXEL_VALUES])
@@ -220,6 +222,6 @@ class StreamServer(IterableDataset[Delivery]):
 
 
 def share(streams: Sequence[int], num_processes: int) -> list[list[int]]:
-    """Divide a rank's streams over loader processes, as evenly as they go; none stays without one."""
+    """Divide a rank's streams over loader processes as evenly as possible; every process gets one."""
     processes = min(num_processes, len(streams))
     return [list(streams[process::processes]) for process in range(processes)]

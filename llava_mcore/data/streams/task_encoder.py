@@ -1,4 +1,4 @@
-"""The thin layer between energon and the pure functions of this package."""
+"""Connects energon to the functions of this package."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from llava_mcore.errors import DataError
 
 
 class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
-    """Tokenizes samples, packs them if asked to, decodes pictures and batches.
+    """Tokenizes samples, packs them if configured, decodes pictures and builds batches.
 
-    Every step is stateless, so the place in the data can be restored exactly. Pictures are decoded last: the buffers
-    for shuffling and packing hold them as files.
+    Every step is stateless, so the position in the data can be restored exactly. Pictures are decoded last: the buffers
+    for shuffling and packing hold them encoded.
     """
 
     decoder = TextDecoder()
@@ -56,12 +56,12 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         pad_multiple: int = 8,
         most_samples: int | None = None,
     ) -> None:
-        """Hold what the steps need.
+        """Store what the steps need.
 
         Args:
-            seed: chooses a sample's prompt where its dataset has a pool of them.
+            seed: chooses a sample's prompt if its dataset has a pool of them.
             pad_multiple: see `collate`.
-            most_samples: samples to read of the stream, before packing; None: all.
+            most_samples: maximum samples to read from the stream, before packing; None: all.
         """
         self.most_samples = most_samples
         self.data = data
@@ -96,7 +96,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         if tokens.num_tokens > self.data.seq_length:
             raise DataError(
                 f"a pack of {tokens.num_tokens} tokens was written, but data.seq_length is {self.data.seq_length}; "
-                "train with the sequence length (--pack-to) and the tokenizer that the data were prepared with"
+                "train with the sequence length (--pack-to) and the tokenizer that the data was prepared with"
             )
         return tokens
 
@@ -110,7 +110,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
 
     @stateless
     def postencode_sample(self, sample: TokenSample) -> EncodedSample:
-        """Decode the pictures. Of a pack, a conversation with a broken one is left out. DataError if none is left."""
+        """Decode the pictures. In a pack, conversations with a broken one are skipped. DataError if none remains."""
         media = [item for conversation in sample.conversations for item in conversation.media]
         try:
             pixel_values = self.assets.images.tiles(media)
@@ -157,7 +157,8 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig,
     ) -> SavableDataset[Any]:
-        """Put packing between tokenizing and decoding (called by energon; packing_buffer_size is its own packing's)."""
+        """Insert packing between tokenizing and decoding (called by energon; packing_buffer_size is for its own
+        packing)."""
         if self.most_samples is not None:
             dataset = LimitDataset(dataset, self.most_samples, worker_config=worker_config)
         if self.data.packing:

@@ -18,7 +18,7 @@ from llava_mcore.data.prepare.records import BadSample, Reason, Row, Segment
 from llava_mcore.data.prepare.sources.base import Cuts, Scan
 from llava_mcore.data.prepare.sources.lines import decode_row
 from llava_mcore.data.samples import IMAGE_PARTS
-from llava_mcore.data.storage.tar_members import LINKS, Link, NoContents, Places, members, open_tar
+from llava_mcore.data.storage.tar_members import LINKS, Link, NoContents, TarIndex, members, open_tar
 from llava_mcore.errors import DataError
 from llava_mcore.files.regular import RefusedFileError, open_regular_file, read_regular_file
 
@@ -116,7 +116,7 @@ class TarShard:
 
     def read(self, segment: Segment) -> Iterator[Row]:
         """Yield the samples from a segment's first byte on."""
-        places = Places(lambda: open_regular_file(self.path))
+        tar_index = TarIndex(lambda: open_regular_file(self.path))
         with self._open(segment.start) as tar:
             index, last, parts = segment.index - 1, "", dict[str, bytes | NoContents]()
             for member in self._members(tar):
@@ -127,7 +127,7 @@ class TarShard:
                     index, last, parts = index + 1, stem, {}
                     if index == segment.index + segment.count:
                         return
-                parts[part] = self._content(tar, member, places)
+                parts[part] = self._content(tar, member, tar_index)
             if last:
                 yield Row(index, _tar_sample(last, parts))
 
@@ -151,10 +151,10 @@ class TarShard:
         except (OSError, ValueError, tarfile.TarError) as error:
             raise DataError(f"{self.path} is broken near byte {tar.offset}: {error}") from error
 
-    def _content(self, tar: tarfile.TarFile, member: tarfile.TarInfo, places: Places) -> bytes | NoContents:
+    def _content(self, tar: tarfile.TarFile, member: tarfile.TarInfo, tar_index: TarIndex) -> bytes | NoContents:
         """Return a member's contents; those of an earlier one for a hard link."""
         if member.type in LINKS:
-            return places.contents(Link(member.type, member.linkname, member.offset), self.most_bytes)
+            return tar_index.contents(Link(member.type, member.linkname, member.offset), self.most_bytes)
         if member.size > self.most_bytes:
             return NoContents(f"it has {member.size} bytes; the limit is {self.most_bytes}")
         file = tar.extractfile(member)

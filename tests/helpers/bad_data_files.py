@@ -83,7 +83,7 @@ def foreign_sqlite(folder: Path) -> None:
     shutil.rmtree(folder / "other")
 
 
-AGAIN = "copy the file again, or prepare the dataset anew"
+AGAIN = "copy the file again, or prepare the dataset again"
 TEXT_TYPE = "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: txt\n"
 FILES = [
     BadData("tar cut", changed(cut), "stop", rf"000001\.tar has 5000 bytes, but its index needs \d+.*{AGAIN}", "start"),
@@ -97,7 +97,7 @@ FILES = [
     BadData("no .nv-meta", changed(lambda d: shutil.rmtree(d / ".nv-meta")), "stop", r"has no \.nv-meta", "start"),
     BadData("no index.sqlite", removed(".nv-meta/index.sqlite"), "stop", r"not complete \(index\.sqlite mis", "start"),
     BadData("index.sqlite garbage", rewritten(".nv-meta/index.sqlite", b"garbage" * 99), "fine", "not a database"),
-    BadData("index.sqlite of other data", changed(foreign_sqlite), "fine", "was not made of these shards: 000001"),
+    BadData("index.sqlite of other data", changed(foreign_sqlite), "fine", "does not belong to these shards: 000001"),
     BadData("no .info.json", removed(".nv-meta/.info.json"), "stop", r"\.info\.json", "start"),
     BadData(".info.json garbage", rewritten(".nv-meta/.info.json", "{"), "stop", r"\.info\.json: not valid", "start"),
     BadData("no dataset.yaml", removed(".nv-meta/dataset.yaml"), "stop", r"not complete \(dataset\.yaml", "start"),
@@ -206,7 +206,7 @@ def bare_jsonl(folder: Path) -> Path:
 
 
 LINE = json.dumps(messages(("user", "Hi"), ANSWERED))
-NO_BLEND = r"blend\.yaml is no blend of datasets that energon can read"
+NO_BLEND = r"blend\.yaml is not a blend of datasets that energon can read"
 DATASETS = [
     BadData("no such path", lambda d: d / "nothing", "stop", "nothing does not exist", "start"),
     BadData("any file", plain_file, "stop", r"must be a prepared folder or the \.yaml file of a blend", "start"),
@@ -221,7 +221,7 @@ DATASETS = [
     BadData("jsonl with a bad line", lines_in_blend(LINE, '{"a" 1}', LINE, LINE), "skip", "Expecting ':'"),
     BadData("jsonl grown", lines_in_blend(LINE, LINE, later=LINE), "stop", r"is not what lines\.jsonl\.idx", "start"),
     BadData("cut before prepared", refused(cut_copy), "stop", "not complete", "start"),
-    BadData("cut between samples", cut_at_a_file, "fine", "without an end mark, so cut off before"),
+    BadData("cut between samples", cut_at_a_file, "fine", "without an end mark, so they were truncated before"),
     BadData("tar without samples", refused(lambda d: write_tar(d / "000001.tar", {})), "stop", "not complete", "start"),
     BadData(
         "same keys in two tars",

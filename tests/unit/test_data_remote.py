@@ -296,7 +296,7 @@ def test_named_pictures_that_are_not_there(assets: Assets, tmp_path: Path) -> No
     reasons = sorted({str(skip.reason) for batch in take(loader, 8) for skip in batch.skipped})
     assert reasons == [
         "\"images\" must be a list of names, found '7.jpg'",
-        "the picture '../secret.jpg' lies outside of its store; names must be relative to it",
+        "the picture '../secret.jpg' is outside of its store; names must be relative to it",
         f"the picture 'sub/3.jpg' is not in {tmp_path / 'pictures'}",
     ]
     (tmp_path / "lazy.yaml").write_text(BLEND.split("      -")[0] + "      - {weight: 1, path: talk.jsonl}\n")

@@ -111,7 +111,7 @@ def test_blend_names_every_bad_part(tmp_path: Path) -> None:
     blend.write_text(_blend("good"), encoding="utf-8")
     assert check_dataset(blend) == [good]
     blend.write_text("splits: 3", encoding="utf-8")
-    with pytest.raises(DataError, match="no blend of datasets"):
+    with pytest.raises(DataError, match="not a blend of datasets"):
         check_dataset(blend)
 
 

@@ -156,7 +156,7 @@ def test_model_input_that_does_not_fit_ends_training(dataset: Path, assets: Asse
     assert found.status == "stop" and found.reasons == ("16 placeholders, but 15 features of 1 pictures and videos",)
     other_eos = dataclasses.replace(assets, eos_token_id=0)
     assert Examiner(dataset, other_eos, seq_length=64).examine(0, 0).remarks == (
-        "1 answers, but 1 trained stretches with 0 EOS",
+        "1 answers, but 1 trained spans with 0 EOS",
     )
     assert Examiner(dataset, assets, seq_length=64).examine(0, 0).remarks == ()
 

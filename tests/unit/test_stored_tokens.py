@@ -172,4 +172,4 @@ def test_check_tokenises_again(data: Path, hf: Path, tmp_path: Path, capsys: pyt
     capsys.readouterr()
     other = edited(data / "stored", tmp_path / "bad", lambda about: about["messages"][1].update(content="Another one."))
     assert check([*flags, str(other)]) != 0
-    assert f"{TOKENS_KEY} are not what the tokenizer makes" in " ".join(capsys.readouterr().out.split())
+    assert f"{TOKENS_KEY} differ from the tokens of its text" in " ".join(capsys.readouterr().out.split())

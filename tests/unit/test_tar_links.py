@@ -102,9 +102,9 @@ def test_what_gnu_tar_writes_for_files_of_one_inode(assets: Assets, tmp_path: Pa
     ("kind", "target", "reason"),
     [
         *((kind, "000000.0.jpg", f"it is {name}, which has no contents") for kind, name in KINDS.items()),
-        (tarfile.LNKTYPE, "000003.0.jpg", "a hard link to '000003.0.jpg', which is no file before it"),
-        (tarfile.LNKTYPE, "/etc/hostname", "a hard link to '/etc/hostname', which is no file before it"),
-        (tarfile.LNKTYPE, "000002.0.jpg", "a hard link to '000002.0.jpg', which is no file before it"),
+        (tarfile.LNKTYPE, "000003.0.jpg", "a hard link to '000003.0.jpg', which is not an earlier file"),
+        (tarfile.LNKTYPE, "/etc/hostname", "a hard link to '/etc/hostname', which is not an earlier file"),
+        (tarfile.LNKTYPE, "000002.0.jpg", "a hard link to '000002.0.jpg', which is not an earlier file"),
     ],
 )
 def test_everything_else_is_left_out(

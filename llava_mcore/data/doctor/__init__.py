@@ -1,1 +1,1 @@
-"""Looks a dataset over before it is trained on, through the functions that training uses."""
+"""Checks a dataset before training, with the functions that training uses."""

@@ -1,4 +1,4 @@
-"""The datasets of a data path, opened as training opens them, with every sample readable by its number."""
+"""The datasets of a data path, opened as in training, with access to every sample by its number."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPEN_ERRORS = (
     ValueError,
     ryml.ExceptionBasic,
 )
-"""What energon raises for a dataset.yaml, split.yaml or blend that makes no sense."""
+"""Errors that energon raises for an invalid dataset.yaml, split.yaml or blend."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Dataset:
     path: str
     shards: tuple[Shard, ...]
     share: str
-    """How a blend takes it: its part of all samples, or how often in an epoch; empty if the blend does not say."""
+    """Its weight in a blend, or repetitions per epoch; empty if the blend does not say."""
     repeats: float | None
-    """How often its samples come in an epoch of the blend; None if the blend draws by weight and has no epochs."""
+    """Repetitions of its samples in an epoch of the blend; None if the blend draws by weight and has no epochs."""
     source: SavableDataset[Any]
     cook: Callable[[Any], Any]
-    """What training does with a raw sample before it is tokenized."""
+    """Converts a raw sample, as training does before tokenizing."""
     workers: WorkerConfig
     firsts: tuple[int, ...] = field(init=False)
 
@@ -77,12 +77,12 @@ class Dataset:
         return sum(shard.count for shard in self.shards)
 
     def shard_of(self, number: int) -> Shard:
-        """Return the shard that holds a sample."""
+        """Return the shard of a sample."""
         return self.shards[bisect_right(self.firsts, number) - 1]
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Let energon's steps run inside, which ask for the loader process that they belong to."""
+        """Context in which energon's steps can run, which need a loader process."""
         self.workers.worker_activate(0, cache_pool=NoCachePool())
         try:
             yield
@@ -90,7 +90,7 @@ class Dataset:
             self.workers.worker_deactivate()
 
     def read(self, number: int) -> Any:
-        """Read one sample and decode its parts; what the decoding raises goes through the handler of errors."""
+        """Read one sample and decode its parts; errors of decoding go to the error handler."""
         return self.source.restore_sample((type(self.source).__name__, 0, "Webdataset", number))
 
 
@@ -98,7 +98,7 @@ def open_datasets(path: Path, encoder: ChatTaskEncoder, on_error: ErrorHandler) 
     """Open every dataset of a prepared folder or a blend.
 
     Args:
-        on_error: gets what decoding the parts of a sample raises, and must raise.
+        on_error: called with errors of decoding a sample's parts; must raise.
 
     Raises:
         DataError: energon cannot open them.
@@ -141,7 +141,7 @@ def _open(loaded: LoadedDataset, encoder: ChatTaskEncoder, workers: WorkerConfig
 
 
 def _shards(factory: Any) -> tuple[Shard, ...]:
-    """The shards of a dataset, cut to the subset that a blend takes of it."""
+    """Return the shards of a dataset, limited to the subset in a blend."""
     webdataset = isinstance(factory, BaseWebdatasetFactory)
     counts = [(s.name, s.count) for s in factory.shards] if webdataset else [(factory.path.name, len(factory))]
     start, end = 0, sum(count for _, count in counts)

@@ -1,4 +1,4 @@
-"""One sample: everything that training does to it, and what is noticed on the way."""
+"""Examines one sample: does everything that training does with it, and records the findings."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from llava_mcore.errors import DataError
 Status = Literal["used", "left out", "stop", "excluded"]
 
 SEED: int = TrainingConfig.model_fields["seed"].default
-"""Chooses the prompts of data without questions, as training does unless it is told another seed."""
+"""Seed for the prompts of data without questions, the default of training."""
 BOUNDLESS = 2**40
 READ_ERRORS = (OSError, ValueError, tarfile.TarError)
-"""What reading a shard raises. Training ends with it: the samples behind would be wrong as well."""
+"""Errors of reading a shard, which end training: later samples would be wrong as well."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one sample."""
+    """The result for one sample."""
 
     dataset: int
     number: int
     shard: str
     key: str
     status: Status = "used"
-    """stop: training would end; excluded: split.yaml takes the sample out."""
+    """stop: training would end; excluded: split.yaml excludes the sample."""
     reasons: tuple[str, ...] = ()
-    """Why the sample, or conversations of a pack, are left out, or why training would end."""
+    """Why the sample, or conversations of a pack, are skipped, or why training would end."""
     remarks: tuple[str, ...] = ()
     num_conversations: int = 1
     num_tokens: int = 0
@@ -61,7 +61,7 @@ class Examiner:
         """Open the datasets; nothing is read yet. DataError if energon cannot open them."""
         self.assets = assets
         self._skips = Skips(stop_if_too_long=False)
-        # With packing, both single conversations and packs written beforehand are accepted.
+        # With packing, both single conversations and prepared packs are accepted.
         data = DataConfig(path=path, seq_length=seq_length, packing=True, max_sample_bytes=assets.limits.sample_bytes)
         self._encoder = ChatTaskEncoder(data, assets, self._skips, seed=SEED)
         boundless = data.model_copy(update={"seq_length": BOUNDLESS})
@@ -70,7 +70,7 @@ class Examiner:
         self.datasets: list[Dataset] = open_datasets(path, self._encoder, self._on_decode_error)
 
     def examine(self, dataset: int, number: int) -> Finding:
-        """Read, tokenize and decode one sample; raises nothing that a sample could cause."""
+        """Read, tokenize and decode one sample; does not raise errors that a sample can cause."""
         shard = self.datasets[dataset].shard_of(number)
         self._key = f"number {number - shard.first}"
         blank = Finding(dataset, number, shard.name, self._key)
@@ -79,7 +79,7 @@ class Examiner:
                 found = self._follow(self.datasets[dataset], blank)
         except SkipSample:
             found = replace(blank, status="left out")
-        except DataError as error:  # a fault that no other sample is free of
+        except DataError as error:  # an error that affects all samples
             found = replace(blank, status="stop", reasons=(str(error),))
         except READ_ERRORS as error:
             found = replace(
@@ -130,7 +130,7 @@ class Examiner:
         )
 
     def _on_decode_error(self, error: Exception, sample: Any, sources: list[SourceInfo] | None) -> None:
-        """Energon's handler: note the sample as training does, and go on with the next one."""
+        """Energon's error handler: record the sample as training does, and continue with the next one."""
         raw = sample.data[0] if isinstance(sample, RawSampleData) else None
         if raw is not None:
             self._key = raw["__key__"]
@@ -139,7 +139,7 @@ class Examiner:
 
 
 def _differing(chat: ChatSample, assets: Assets) -> list[str]:
-    """Tokenize again what training takes over."""
+    """Tokenize stored tokens again and return the differences."""
     for conversation in chat.conversations:
         stored = stored_tokens(conversation, assets)
         if stored is None:
@@ -148,12 +148,12 @@ def _differing(chat: ChatSample, assets: Assets) -> list[str]:
             conversation.turns, num_images=len(conversation.images), num_videos=len(conversation.videos)
         )
         if not np.array_equal(stored.ids, anew.ids) or not np.array_equal(stored.trained, anew.trained):
-            return [f"its {TOKENS_KEY} are not what the tokenizer makes of its text; prepare the data again"]
+            return [f"its {TOKENS_KEY} differ from the tokens of its text; prepare the data again"]
     return []
 
 
 def _verdict(differing: list[str], encoded: EncodedSample, assets: Assets) -> dict[str, Any]:
-    """Compare what the model will get; a disagreement would end training or spoil it silently."""
+    """Compare the inputs of the model; a difference would end training or silently spoil it."""
     reasons = [*differing]
     for conversation in encoded.conversations:
         is_placeholder = np.isin(conversation.input_ids, assets.plan.placeholders)
@@ -165,17 +165,17 @@ def _verdict(differing: list[str], encoded: EncodedSample, assets: Assets) -> di
                 "videos"
             )
         if (conversation.trained & is_placeholder).any():
-            reasons.append("the chat template has the model learn the placeholders of a picture or video")
+            reasons.append("the chat template trains the model on the placeholders of a picture or video")
         if not conversation.trained.any():
-            reasons.append("the chat template leaves nothing to learn of a conversation with an answer")
+            reasons.append("the chat template trains on nothing in a conversation with an answer")
     num_tiles = sum(conversation.num_tiles for conversation in encoded.conversations)
     if len(encoded.pixel_values) != num_tiles:
-        reasons.append(f"{len(encoded.pixel_values)} tiles were made of media that need {num_tiles}")
+        reasons.append(f"{len(encoded.pixel_values)} tiles from media that need {num_tiles}")
     return {"status": "stop" if reasons else "used", "reasons": tuple(reasons)}
 
 
 def _stored(raw: Any, num_tokens: int) -> list[str]:
-    """Compare with the count that was written when the data were prepared."""
+    """Compare with the count that was written when the data was prepared."""
     about = raw.get("json") if isinstance(raw, dict) else None
     if not isinstance(about, dict):
         return []
@@ -185,12 +185,12 @@ def _stored(raw: Any, num_tokens: int) -> list[str]:
         return []
     return [
         f"its json says num_tokens {sum(counts)}, but it has {num_tokens}: it was prepared with another tokenizer, "
-        "chat template or number of tokens a picture (training counts anew)"
+        "chat template or number of tokens per picture (training counts again)"
     ]
 
 
 def _remarks(chat: ChatSample, used: list[TokenConversation], assets: Assets) -> list[str]:
-    """Compare the mask with the answers, where no conversation of a pack was left out."""
+    """Compare the mask with the answers, if no conversation of a pack was skipped."""
     if len(used) != len(chat.conversations):
         return []
     found = []
@@ -199,19 +199,19 @@ def _remarks(chat: ChatSample, used: list[TokenConversation], assets: Assets) ->
         begins = tokens.trained & ~np.concatenate([[False], tokens.trained[:-1]])
         num_ends = int((tokens.input_ids[tokens.trained] == assets.eos_token_id).sum())
         if int(begins.sum()) != num_answers or num_ends < num_answers:
-            found.append(f"{num_answers} answers, but {int(begins.sum())} trained stretches with {num_ends} EOS")
+            found.append(f"{num_answers} answers, but {int(begins.sum())} trained spans with {num_ends} EOS")
     return found
 
 
 def _typed(chat: ChatSample, assets: Assets) -> list[str]:
-    """Special tokens in the text; one remark for each, so that they are counted apart."""
+    """Return a remark for each special token in the text."""
     found = sorted({token for c in chat.conversations for token in assets.chat.typed_in(c.turns)})
     is_text = assets.chat.special_tokens_in_text == "text"
-    what = "kept as plain text" if is_text else "taken for the token itself"
-    return [f"its text holds the special token {token}, which is {what} (--special-tokens-in-text)" for token in found]
+    what = "read as plain text" if is_text else "read as the token"
+    return [f"its text has the special token {token}, {what} (--special-tokens-in-text)" for token in found]
 
 
 def _parts_twice(chat: ChatSample) -> list[str]:
     names = [name for source in chat.__sources__ or () for name in source.file_names]
     twice = sorted({name for name in names if names.count(name) > 1})
-    return [f"the shard holds {', '.join(twice)} more than once; the last one is used"] if twice else []
+    return [f"the shard contains {', '.join(twice)} more than once; the last one is used"] if twice else []

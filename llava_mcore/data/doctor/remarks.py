@@ -1,4 +1,4 @@
-"""What a prepared folder says about itself: shards, parts and index beside what is really there."""
+"""Compares a prepared folder's metadata (shards, splits, index) with its files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OTHER_PARTS = ("val", "test")
 
 
 def remarks_on(leaf: Path) -> list[str]:
-    """Return what is odd about a prepared folder, but does not keep it from being trained on. No sample is read."""
+    """Return remarks about a prepared folder that do not prevent training. No sample is read."""
     try:
         shards = known_shards(leaf)
         parts = {part: _names(leaf, part) for part in (SPLIT, *OTHER_PARTS)}
     except (*META_ERRORS, DataError):
-        return []  # check_shards has said so
+        return []  # reported by check_shards
     return [
         *_unknown_files(leaf, shards),
         *_split_remarks(leaf, shards, parts),
@@ -33,7 +33,7 @@ def remarks_on(leaf: Path) -> list[str]:
 
 
 def _names(leaf: Path, part: str) -> list[str]:
-    """Shards of a part of split.yaml; none if the part is empty."""
+    """Return the shards of a part of split.yaml; empty if there are none."""
     try:
         return WebdatasetMeta.from_config(EPath(leaf), split_part=part).split_part_files
     except META_ERRORS:
@@ -45,7 +45,7 @@ def _unknown_files(leaf: Path, shards: dict[str, int]) -> list[str]:
     unknown = sorted(files - shards.keys())
     if not unknown:
         return []
-    return [f"{leaf}: {_some(unknown)} not in the index, so never trained on; prepare the dataset anew to add them"]
+    return [f"{leaf}: {_some(unknown)} not in the index, so never trained on; prepare the dataset again to add them"]
 
 
 def _split_remarks(leaf: Path, shards: dict[str, int], parts: dict[str, list[str]]) -> list[str]:
@@ -53,13 +53,11 @@ def _split_remarks(leaf: Path, shards: dict[str, int], parts: dict[str, list[str
     file = leaf / META / "split.yaml"
     twice = sorted(name for name, count in Counter(parts[SPLIT]).items() if count > 1)
     if twice:
-        found.append(f"{file}: {_some(twice)} listed more than once in {SPLIT!r}; their samples come as often")
+        found.append(f"{file}: {_some(twice)} listed more than once in {SPLIT!r}; their samples are repeated as often")
     for part in OTHER_PARTS:
         both = sorted(set(parts[SPLIT]) & set(parts[part]))
         if both:
-            found.append(
-                f"{file}: {_some(both)} in both {SPLIT!r} and {part!r}; the evaluation would be of trained data"
-            )
+            found.append(f"{file}: {_some(both)} in both {SPLIT!r} and {part!r}; it would be evaluated on trained data")
     left = sorted(shards.keys() - {name for names in parts.values() for name in names})
     if left:
         found.append(f"{file}: {_some(left)} in none of the parts {SPLIT}, {', '.join(OTHER_PARTS)}")
@@ -67,9 +65,10 @@ def _split_remarks(leaf: Path, shards: dict[str, int], parts: dict[str, list[str
 
 
 def _cut(leaf: Path, shards: dict[str, int]) -> list[str]:
-    """Shards that had been cut between two files when they were indexed: the samples behind are silently gone."""
+    """Return a remark about shards that were truncated between two files before they were indexed: later samples are
+    lost."""
     cut = [name for name in shards if _exists(leaf / name) and not ends_properly(leaf / name)]
-    return [f"{leaf}: {_some(cut)} without an end mark, so cut off before they were prepared"] if cut else []
+    return [f"{leaf}: {_some(cut)} without an end mark, so they were truncated before the preparation"] if cut else []
 
 
 def _exists(shard: Path) -> bool:
@@ -81,18 +80,18 @@ def _sqlite(leaf: Path, shards: dict[str, int]) -> list[str]:
     file = leaf / META / "index.sqlite"
     try:
         with closing(sqlite3.connect(f"file:{file}?mode=ro&immutable=1", uri=True)) as db:
-            # An index makes each of these look-ups quick, however many samples there are.
+            # An index makes these look-ups fast for any number of samples.
             query = "SELECT MAX(sample_index) FROM samples WHERE tar_file_id = ?"
             lasts = [db.execute(query, (number,)).fetchone()[0] for number in range(len(shards))]
     except sqlite3.Error as error:
-        return [f"{file} cannot be read ({error}): samples cannot be looked up by key; prepare the dataset anew"]
+        return [f"{file} cannot be read ({error}): samples cannot be looked up by key; prepare the dataset again"]
     counts = [0 if last is None else last + 1 for last in lasts]
     wrong = [
         f"{name} ({count} samples, not {expected})"
         for (name, expected), count in zip(shards.items(), counts, strict=True)
         if count != expected
     ]
-    return [f"{file} was not made of these shards: {_some(wrong)}; prepare the dataset anew"] if wrong else []
+    return [f"{file} does not belong to these shards: {_some(wrong)}; prepare the dataset again"] if wrong else []
 
 
 def _some(names: list[str], shown: int = 3) -> str:

@@ -1,4 +1,4 @@
-"""The doctor's report: what was looked at, what was found, and whether to train."""
+"""The doctor's report: what was checked, what was found, and whether to train."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_BINS = 10
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is known after looking a data path over."""
+    """The results of checking a data path."""
 
     data_path: str
     tokenizer_dir: str
@@ -22,22 +22,22 @@ class Report:
     packing_buffer_size: int
     max_skip_rate: float
     full: bool
-    """Whether every sample was looked at."""
+    """Whether every sample was checked."""
     seconds: float
-    """For looking at the samples."""
+    """Seconds for checking the samples."""
     stop: tuple[str, ...]
-    """What would end training, apart from samples."""
+    """Problems other than samples that would end training."""
     remarks: tuple[str, ...]
     tally: Tally
 
     @property
     def skip_rate(self) -> float:
-        """Part of the conversations looked at that training would leave out."""
+        """Fraction of the checked conversations that training would skip."""
         return self.tally.num_left_out / max(1, self.tally.num_seen)
 
     @property
     def reasons_not_to_train(self) -> list[str]:
-        """In a few words each; empty if there is nothing against it."""
+        """Return short reasons; empty if there are none."""
         tally, found = self.tally, []
         if self.stop:
             found.append("the dataset is not as it was prepared, or cannot be opened")
@@ -59,7 +59,7 @@ class Report:
         return expected_fill(self.tally.lengths, self.seq_length, self.packing_buffer_size)
 
     def epoch(self) -> dict[str, int] | None:
-        """Return what an epoch has of each kind, estimated from the samples looked at; None without epochs."""
+        """Return the counts of an epoch by kind, estimated from the checked samples; None without epochs."""
         data = self.tally.datasets
         if not data or any(one.repeats is None for one in data):
             return None
@@ -73,7 +73,7 @@ class Report:
         }
 
     def quantiles(self) -> dict[str, int]:
-        """Return tokens of a sample that so many do not exceed."""
+        """Return quantiles of the tokens per sample."""
         return {name: quantile(self.tally.lengths, part) for name, part in QUANTILES.items()}
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which samples to look at, and looking at them in several processes."""
+"""Chooses the samples to check, and checks them in several processes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from llava_mcore.data.loading.loader_process import loader_process_init
 from llava_mcore.errors import DataError
 
 LEAST_SAMPLES = 256
-"""Of few shards, several samples each are looked at, so that there is something to count."""
+"""Minimum number of samples: with few shards, several samples of each are checked."""
 CHUNK = 32
 GOLDEN = 0.618034
-"""Multiples of it are spread evenly over 0 to 1 whatever their number."""
+"""Its multiples modulo 1 are spread evenly, whatever their number."""
 
 Task = tuple[int, tuple[int, ...]]
 """A dataset and the numbers of samples of one of its shards."""
 
 
 def choose(datasets: Sequence[Dataset], *, full: bool) -> list[Task]:
-    """Choose all samples, or one of every shard and at least 256 in all. The same data give the same choice."""
+    """Choose all samples, or one of every shard and at least 256 in all. The same data gives the same choice."""
     num_shards = sum(len(data.shards) for data in datasets)
     each = max(1, -(-LEAST_SAMPLES // max(1, num_shards)))
     tasks: list[Task] = []

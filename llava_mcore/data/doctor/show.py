@@ -1,4 +1,4 @@
-"""A conversation as the model will read it: what is trained stands out, pictures are short."""
+"""Shows a conversation as the model reads it, with trained parts marked and pictures abbreviated."""
 
 from __future__ import annotations
 

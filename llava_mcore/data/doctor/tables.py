@@ -33,7 +33,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    """A line that is neither wrapped nor searched for mark-up, so that it can be copied and searched."""
+    """Print a line without wrapping or mark-up, so that it can be copied and searched."""
     console.print(text, style=style or None, markup=False, highlight=False, soft_wrap=True)
 
 

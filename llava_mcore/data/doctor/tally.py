@@ -1,4 +1,4 @@
-"""What the samples come to: counts, lengths, and problems in groups, in memory that does not grow with the data."""
+"""Summarizes samples: counts, lengths and groups of problems, in memory that does not grow with the data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from llava_mcore.data.packing.best_fit import online_fill
 EXAMPLES = 3
 VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 DRAWN = 2048
-"""Lengths that are packed to find out how full packs will be."""
+"""Number of lengths that are packed to estimate how full packs will be."""
 
 
 @dataclass
 class Group:
-    """Samples with the same problem, up to the numbers and texts in its message."""
+    """Samples with the same problem, ignoring numbers and quotes in its message."""
 
     level: str
     """left out, stop or remark."""
@@ -40,7 +40,7 @@ class DatasetTally:
     num_shards: int
     num_samples: int
     num_seen: int = 0
-    """Conversations looked at."""
+    """Conversations checked."""
     num_left_out: int = 0
     num_excluded: int = 0
     num_tokens: int = 0
@@ -50,11 +50,11 @@ class DatasetTally:
 
     @property
     def num_used(self) -> int:
-        """Conversations looked at that training would use."""
+        """Checked conversations that training would use."""
         return self.num_seen - self.num_left_out
 
     def per_sample(self, total: int) -> float:
-        """Return what a total over the samples looked at comes to over all samples of the dataset."""
+        """Scale a total over the checked samples to all samples of the dataset."""
         return total * self.num_samples / max(1, self.num_seen + self.num_excluded)
 
 
@@ -115,12 +115,12 @@ class Tally:
 
     @property
     def num_seen(self) -> int:
-        """Conversations looked at."""
+        """Conversations checked."""
         return sum(data.num_seen for data in self.datasets)
 
     @property
     def num_left_out(self) -> int:
-        """Conversations that training would leave out, or end with."""
+        """Conversations that training would skip or end at."""
         return sum(data.num_left_out for data in self.datasets)
 
     def problems(self, level: str) -> list[Group]:
@@ -129,7 +129,7 @@ class Tally:
 
 
 def quantile(counts: Counter[int], part: float) -> int:
-    """Return the smallest value that at least this part of all do not exceed; 0 of none."""
+    """Return the smallest value that at least this fraction of all do not exceed; 0 if there are none."""
     wanted, seen = part * counts.total(), 0
     for value in sorted(counts):
         seen += counts[value]
@@ -139,7 +139,7 @@ def quantile(counts: Counter[int], part: float) -> int:
 
 
 def bins(counts: Counter[int], number: int) -> list[tuple[int, int, int]]:
-    """Return (first, last, how many) of `number` ranges of one width over all values, empty ones included."""
+    """Return (first, last, count) of `number` ranges of equal width over all values, including empty ones."""
     if not counts:
         return []
     low, high = min(counts), max(counts)
@@ -153,7 +153,7 @@ def bins(counts: Counter[int], number: int) -> list[tuple[int, int, int]]:
 def expected_fill(lengths: Counter[int], seq_length: int, buffer_size: int) -> float | None:
     """Return how full the packs of such samples will be, from 0 to 1; None if none fits.
 
-    A stream of lengths is drawn as they occur, and packed as the loader does.
+    A stream of lengths is drawn with their frequencies, and packed as in the loader.
     """
     values = sorted(value for value in lengths if value <= seq_length)
     if not values:

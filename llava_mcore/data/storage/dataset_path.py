@@ -1,4 +1,4 @@
-"""A data path before anything is loaded from it: is it prepared, and which data is it."""
+"""Checks of a data path before anything is loaded: is it prepared, and which data is it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIELD_MAP = '{"image":"jpg","context":"json[question]","answers":"txt"}'
 META_FILES = ("dataset.yaml", "split.yaml", "index.sqlite", "index.uuid")
 SPLIT = "train"
 VALIDATION = "val"
-NO_VALIDATION = "make one (prepare --val-ratio 0.05, or a val section in a blend), or leave --eval-interval away"
+NO_VALIDATION = "create one (prepare --val-ratio 0.05, or a val section in a blend), or omit --eval-interval"
 BLEND_ERRORS = (
     AssertionError,
     AttributeError,
@@ -36,17 +36,17 @@ BLEND_ERRORS = (
     RecursionError,
     ryml.ExceptionBasic,
 )
-"""What energon raises for a blend: it parses with ryml and checks with assertions and plain look-ups."""
+"""Errors that energon raises for a blend: it parses with ryml and checks with assertions and look-ups."""
 MOST_NAMES = 10_000_000
 BRACES = re.compile(r"\{(?:(?P<first>-?\d{1,18})\.\.(?P<last>-?\d{1,18})(?:\.\.-?\d+)?|(?P<names>[^{}]*))\}")
-"""What energon expands in the names of shards, all of it before it looks at one of them."""
+"""Brace patterns in the names of shards, which energon expands completely before it opens any."""
 URL_HINT = " (in a blend, paths in object stores begin with msc://, see docs/remote_data.md)"
 
 
 def check_dataset(path: Path | str | None, split: str = SPLIT) -> list[Path | EPath]:
-    """Return the datasets of a data path: itself, or those that a blend (`*.yaml`) names; remote ones as EPath.
+    """Return the datasets of a data path: the path itself, or those in a blend (`*.yaml`); remote ones as EPath.
 
-    Raises one DataError that names everything that is missing and the command that prepares a dataset.
+    Raises one DataError with everything that is missing and the command that prepares a dataset.
     """
     if path is None:
         raise DataError("no data path given; set data.path (--data-path)")
@@ -60,10 +60,11 @@ def check_dataset(path: Path | str | None, split: str = SPLIT) -> list[Path | EP
 
 
 def fingerprint(path: Path | str) -> list[str]:
-    """Return one hash for each dataset of a checked path, and one for a blend's file.
+    """Return a hash for each dataset of a checked path, and one for a blend's file.
 
-    It is made from what `energon prepare` gave the data and from how it is divided and read, not from where it lies,
-    so a dataset may be moved between save and resume, but not prepared anew.
+    It is computed from the files of `energon prepare` and from how the data is divided and read, not from its path, so
+    a
+    dataset may be moved between save and resume, but not prepared again.
     """
     location = locate(path)
     return reading(location, lambda: _hashes(location))
@@ -81,7 +82,7 @@ def _hashes(location: EPath) -> list[str]:
 
 
 def refuse_endless(path: Path | str) -> None:
-    """Raise DataError if opening a dataset of a path would wait for ever, or take all memory."""
+    """Raise DataError if opening a dataset of a path would block forever, or use all memory."""
     location = locate(path)
     leaves = _leaves(location, SPLIT)
     found = [
@@ -101,7 +102,7 @@ def _endless(leaf: Path, split: str) -> list[str]:
         content = yaml.safe_load((meta / "split.yaml").read_bytes())
         listed = [*(content["split_parts"].get(split) or ()), *(content.get("exclude") or ())]
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, RecursionError):
-        return []  # said elsewhere
+        return []  # reported elsewhere
     number = sum(num_names(pattern) for pattern in listed if isinstance(pattern, str))
     if number <= MOST_NAMES:
         return []
@@ -109,7 +110,7 @@ def _endless(leaf: Path, split: str) -> list[str]:
 
 
 def _kind(location: EPath) -> Literal["file", "folder", "nothing"]:
-    """Tell what lies there. A store that lists nothing has a folder where a dataset's index is."""
+    """Return the kind of a path. A store that cannot list files has a folder if there is a dataset's index."""
     if location.is_file():
         return "file"
     is_folder = location.is_dir() or (location / META / "dataset.yaml").is_file()
@@ -117,7 +118,7 @@ def _kind(location: EPath) -> Literal["file", "folder", "nothing"]:
 
 
 def _leaves(location: EPath, split: str) -> dict[EPath, str]:
-    """Return the datasets of a path with the part that is read of each; a blend may name another than its own."""
+    """Return the datasets of a path with the split that is read of each; a blend may name another split."""
     kind = _kind(location)
     if kind == "nothing":
         raise DataError(f"data path {location} does not exist")
@@ -134,7 +135,7 @@ def _leaves(location: EPath, split: str) -> dict[EPath, str]:
         if split != SPLIT and isinstance(error, KeyError):
             raise DataError(f"the blend {location} has no {split!r} section: {NO_VALIDATION}") from error
         hint = URL_HINT if "protocol" in str(error) else ""
-        raise DataError(f"{location} is no blend of datasets that energon can read: {error!r}{hint}") from error
+        raise DataError(f"{location} is not a blend of datasets that energon can read: {error!r}{hint}") from error
     return {EPath(reference.path): reference.split_part for reference in references}
 
 
@@ -153,7 +154,7 @@ def _check_leaf(leaf: EPath, split: str) -> list[str]:
     if len(present) < len(META_FILES):
         missing = [name for name in META_FILES if name not in present]
         return [
-            f"{leaf / META} is not complete ({', '.join(missing)} missing). Prepare it anew with\n"
+            f"{leaf / META} is not complete ({', '.join(missing)} missing). Prepare it again with\n"
             f"{prepare_command(leaf)} --force-overwrite"
         ]
     split_file = leaf / META / "split.yaml"
@@ -171,7 +172,7 @@ def _check_leaf(leaf: EPath, split: str) -> list[str]:
 
 
 def num_names(pattern: str) -> int:
-    """Return how many names a pattern with braces stands for at most, such as 10 for `{0..9}.tar`."""
+    """Return the maximum number of names that a brace pattern expands to, such as 10 for `{0..9}.tar`."""
     number = 1
     while (group := BRACES.search(pattern)) is not None:
         first, last, names = group["first"], group["last"], group["names"]
@@ -185,7 +186,7 @@ def _check_shards(leaf: EPath) -> list[str]:
 
 
 def prepare_command(path: EPath) -> str:
-    """The shell command that prepares shards of jpg, json and txt."""
+    """Return the shell command that prepares shards of jpg, json and txt."""
     return (
         f"energon prepare {shlex.quote(str(path))} --non-interactive --split-ratio 1,0,0 "
         f"--sample-type VQASample --field-map '{FIELD_MAP}'"

@@ -1,4 +1,4 @@
-"""The shards that a process has open: each once, whichever stream or dataset reads it, and not too many at a time."""
+"""The open shards of a process: each is opened once for all streams and datasets, and their number is limited."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from llava_mcore.errors import DataError
 from llava_mcore.files.regular import open_regular_file, read_regular_file
 
 MOST_FILES = 65536
-"""As many files as a process asks the system to let it open, if that allows so many."""
+"""Number of open files that a process requests from the system."""
 PART_FOR_SHARDS = 4
-"""Shards take up at most one of so many: sockets, pipes and libraries need the others."""
+"""Shards use at most this fraction (1 / N) of them: sockets, pipes and libraries need the others."""
 FEWEST = 16
 TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
@@ -29,7 +29,7 @@ class OpenShard:
     def __init__(self, path: EPath) -> None:
         """Open it.
 
-        OSError if that fails, and what the storage client raises for a remote one; RefusedFileError for what is no
+        Raises OSError if that fails, errors of the storage client for a remote one, and RefusedFileError if it is not a
         regular file.
         """
         index = path.with_suffix(".tar.idx")
@@ -39,7 +39,7 @@ class OpenShard:
         self.tar_index = TarIndex(lambda: _opened(path))
 
     def ends(self, number: int) -> tuple[int, int] | None:
-        """Return the bytes [start, end) of a sample; None if the index does not say so."""
+        """Return the bytes [start, end) of a sample; None if the index does not contain it."""
         if not 0 <= number < len(self._offsets) // OFFSET.size - 1:
             return None
         start: int = OFFSET.unpack_from(self._offsets, number * OFFSET.size)[0]
@@ -47,9 +47,9 @@ class OpenShard:
         return (start, end) if start <= end else None
 
     def read(self, start: int, end: int) -> bytes | None:
-        """Return the bytes [start, end), None if they are not all there."""
+        """Return the bytes [start, end); None if the file is too short."""
         if self._is_local:
-            # Asked for in vain, a gigabyte would be reserved all the same.
+            # Otherwise a wrong index could reserve gigabytes.
             if end > os.fstat(self._file.fileno()).st_size:
                 return None
             block = os.pread(self._file.fileno(), end - start, start)
@@ -68,7 +68,7 @@ def _opened(path: EPath) -> BinaryIO:
 
 
 class OpenShards:
-    """The shards that are open, the ones used last at the end."""
+    """The open shards, most recently used last."""
 
     def __init__(self) -> None:
         self._shards: OrderedDict[EPath, OpenShard] = OrderedDict()
@@ -78,7 +78,7 @@ class OpenShards:
         return len(self._shards)
 
     def get(self, path: EPath) -> OpenShard:
-        """Return a shard, opened if it is not. DataError if the system lets the process open no more files."""
+        """Return a shard, and open it if necessary. DataError if the process cannot open more files."""
         if path not in self._shards:
             if self._most is None:
                 self._most = max(FEWEST, allowed_files() // PART_FOR_SHARDS)
@@ -93,7 +93,7 @@ class OpenShards:
             self._shards.pop(path).close()
 
     def close_all(self) -> None:
-        """Close all shards: what is opened anew may be other data at the same place."""
+        """Close all shards: their paths may have other data when they are opened again."""
         self._close_all_but(0)
 
     def _open(self, path: EPath) -> OpenShard:
@@ -102,7 +102,7 @@ class OpenShards:
         except OSError as error:
             if error.errno not in TOO_MANY:
                 raise
-        # Others use up what the system allows: do with fewer from now on.
+        # Others use the rest of the limit: use fewer from now on.
         self._most = max(FEWEST, len(self) // 2)
         self._close_all_but(self._most - 1)
         try:
@@ -122,7 +122,7 @@ class OpenShards:
 
 
 def allowed_files() -> int:
-    """Let this process open as many files as the system allows it without asking, and return their number."""
+    """Raise this process's limit of open files to the hard limit or the requested number, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -132,4 +132,4 @@ def allowed_files() -> int:
 
 
 OPEN_SHARDS = OpenShards()
-"""Of this process."""
+"""The open shards of this process."""

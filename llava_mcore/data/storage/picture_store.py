@@ -1,4 +1,4 @@
-"""Pictures that do not lie in the shards: named by a sample, read from a store beside the dataset when it is needed."""
+"""Pictures outside of the shards: a sample names them, and they are read from a store next to the dataset."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def stored_pictures(
     """Return the bytes of the pictures that a sample names, in that order.
 
     Args:
-        names: what `key` of the sample's json holds.
-        store: what the blend names as `aux: {images: …}` beside the dataset.
-        sample: the locations of the pictures are added to its sources, for messages.
+        names: the value of `key` in the sample's json.
+        store: the store that the blend gives as `aux: {images: …}` with the dataset.
+        sample: the pictures' locations are added to its sources, for messages.
 
     Raises:
-        DataError: no store; no list of names; a name that leads out of the store; a picture that is not there.
-        RuntimeError: the store does not answer or refuses.
+        DataError: there is no store, the names are not a list, a name is outside of the store, or a picture is missing.
+        RuntimeError: the store does not answer, or refuses the request.
     """
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise DataError(f'"{key}" must be a list of names, found {names!r:.80}')
@@ -36,7 +36,7 @@ def stored_pictures(
 
 
 def _check_file(name: str, store: FileStore[bytes]) -> None:
-    """Raise DataError for a file of a folder that would be waited for, or read without end."""
+    """Raise DataError for a file whose reading would block or never end."""
     folder = EPath(store.get_path())
     if not folder.is_local():
         return
@@ -45,20 +45,20 @@ def _check_file(name: str, store: FileStore[bytes]) -> None:
     except RefusedFileError as error:
         raise DataError(f"the picture {name!r}: {error}") from error
     except (OSError, ValueError):
-        pass  # not there: in a tar of the store, or said when it is read
+        pass  # missing: it is in a tar of the store, or reading it reports the error
 
 
 def _picture(name: str, store: FileStore[bytes], sample: dict[str, Any]) -> bytes:
     if PurePosixPath(name).is_absolute() or "://" in name or ".." in PurePosixPath(name).parts:
-        raise DataError(f"the picture {name!r} lies outside of its store; names must be relative to it")
+        raise DataError(f"the picture {name!r} is outside of its store; names must be relative to it")
     _check_file(name, store)
     try:
         return store.get(name, sample)
     except (FileNotFoundError, KeyError) as error:
         raise DataError(f"the picture {name!r} is not in {store.get_path()}") from error
     except STORAGE_ERRORS as error:
-        # Local files fail one by one. An object store that refuses or does not answer would fail for all of them:
-        # what it raises as OSError is turned into what is not taken for a broken sample.
+        # Local files fail one by one. An object store that refuses or does not answer would fail for all of them,
+        # so its OSErrors become errors that do not count as a broken sample.
         if not isinstance(error, PermissionError) and isinstance(error, OSError) and error.__cause__ is None:
             raise DataError(f"the picture {name!r} in {store.get_path()} cannot be read: {error}") from error
         raise RuntimeError(f"{store.get_path()} cannot be read: {error.__cause__ or error}") from None

@@ -1,6 +1,6 @@
-"""Data that lie in an object store: how they are named, what their client must be set to, and what its errors say.
+"""Data in an object store: paths, settings of the storage client, and its errors.
 
-Energon reads everything through multi-storage-client, whose profiles (`msc://PROFILE/path`) stand in its own
+Energon reads everything through multi-storage-client, whose profiles (`msc://PROFILE/path`) are in its own
 configuration file; local paths are its default profile.
 """
 
@@ -22,9 +22,9 @@ from llava_mcore.data.storage.shard_files import META_ERRORS, OFFSET
 from llava_mcore.errors import DataError
 
 STORAGE_ERRORS = (OSError, RuntimeError, RetryableError)
-"""What a storage client raises; its subclasses of these have the status of the server in their text."""
+"""Errors of a storage client; their text contains the status of the server."""
 CHECKED_SHARDS = 16
-"""Of a remote dataset: each takes four requests."""
+"""Shards of a remote dataset to check: each takes four requests."""
 PROFILE_ADVICE = (
     "describe the store in multi-storage-client's configuration file (MSC_CONFIG or ~/.msc_config.yaml), "
     "see docs/remote_data.md"
@@ -32,9 +32,9 @@ PROFILE_ADVICE = (
 
 
 def locate(path: Path | str) -> EPath:
-    """Return where a data path lies: a local path, or a URL (`msc://…`, or one that the client can map to a profile).
+    """Return the location of a data path: a local path, or a URL (`msc://…`, or one that the client maps to a profile).
 
-    Raises DataError for a URL that no profile serves.
+    Raises DataError for a URL without a profile.
     """
     if isinstance(path, Path) or "://" not in path:
         return EPath(Path(path))
@@ -61,9 +61,9 @@ def check_profile(location: EPath) -> list[str]:
 
 
 def check_remote_shards(leaf: EPath, *, split_part: str = "train") -> list[str]:
-    """Return what is wrong with the shards of a remote dataset, a message each. It looks at 16 of them, evenly spread.
+    """Return what is wrong with the shards of a remote dataset, one message each. It checks 16 of them, evenly spread.
 
-    Raises what the storage client raises if the store cannot be read.
+    Raises errors of the storage client if the store cannot be read.
     """
     if leaf.is_file():
         return _check_jsonl(leaf)
@@ -72,7 +72,7 @@ def check_remote_shards(leaf: EPath, *, split_part: str = "train") -> list[str]:
     except META_ERRORS as error:
         if not isinstance(error, FileNotFoundError) and storage_message(error) is not None:
             raise
-        return [f"{leaf / '.nv-meta'} does not make sense, prepare the dataset anew: {error!r}"]
+        return [f"{leaf / '.nv-meta'} is not valid, prepare the dataset again: {error!r}"]
     step = -(-len(shards) // CHECKED_SHARDS)
     looked_at = {shard.name: shard for shard in [*shards[::step], shards[-1]]}
     checks = (_check_shard(shard.path, shard.count) for shard in looked_at.values())
@@ -105,7 +105,7 @@ def _check_shard(shard: EPath, count: int) -> str | None:
 
 
 def storage_message(error: BaseException) -> str | None:
-    """Return what a storage client says if the error comes from one, else None."""
+    """Return the storage client's message if the error comes from one, else None."""
     modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
     if not isinstance(error, STORAGE_ERRORS) or not any(name.startswith("multistorageclient.") for name in modules):
         return None
@@ -114,7 +114,7 @@ def storage_message(error: BaseException) -> str | None:
 
 
 def reading[T](location: EPath, read: Callable[[], T]) -> T:
-    """Return what `read` returns. DataError if the store of the location fails for good."""
+    """Return what `read` returns. DataError if the store of the location fails permanently."""
     try:
         return read()
     except STORAGE_ERRORS as error:
@@ -125,9 +125,9 @@ def reading[T](location: EPath, read: Callable[[], T]) -> T:
 
 
 def renew_connections() -> None:
-    """Give a forked process connections of its own.
+    """Give a forked process its own connections.
 
-    A client that the parent has used keeps open sockets, on which the answers to several processes would be mixed up.
+    A client that the parent has used keeps open sockets, on which answers to several processes would be mixed up.
     """
     clients = [found for found in gc.get_objects() if type(found) is StorageClient]
     for client in clients:

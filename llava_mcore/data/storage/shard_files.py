@@ -1,4 +1,4 @@
-"""A prepared dataset's files against their indexes, without reading the samples: are they what was prepared?"""
+"""Compares a prepared dataset's files with their indexes, without reading samples."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ BLOCK = tarfile.BLOCKSIZE
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
 SHOWN = 20
 MOST_INDEX = 1 << 32
-"""Bytes of an index, 8 for each sample or line."""
+"""Format of an index: 8 bytes per sample or line."""
 META_ERRORS = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError),
     EmptyDatasetError,
 )
-"""What energon raises for files in .nv-meta that are missing or make no sense."""
-ADVICE = "copy the file again, or prepare the dataset anew"
+"""Errors that energon raises for missing or invalid files in .nv-meta."""
+ADVICE = "copy the file again, or prepare the dataset again"
 
 
 def check_shards(leaf: Path, *, split_part: str = "train") -> list[str]:
-    """Return what is wrong with the files of a dataset, a message each; at most 20 of them, then their number.
+    """Return what is wrong with the files of a dataset, one message each; at most 20, then the number of the rest.
 
-    Of every shard it reads the end of the index and two blocks of the tar, whatever the shard's size: less than a
-    second for 2000 shards on a local disk.
+    It reads the end of the index and two blocks of the tar of every shard, whatever its size: less than a second for
+    2000 shards on a local disk.
 
     Args:
         leaf: a prepared folder or an indexed .jsonl file.
-        split_part: only the shards of this part of split.yaml are looked at.
+        split_part: only the shards of this part of split.yaml are checked.
     """
     if leaf.is_file():
         return _check_jsonl(leaf)
@@ -45,9 +45,9 @@ def check_shards(leaf: Path, *, split_part: str = "train") -> list[str]:
         known_shards(leaf)
         meta = WebdatasetMeta.from_config(EPath(leaf), split_part=split_part)
     except DataError as error:
-        return [f"{error}; prepare the dataset anew"]
+        return [f"{error}; prepare the dataset again"]
     except META_ERRORS as error:
-        return [f"{leaf / '.nv-meta'} does not make sense, prepare the dataset anew: {_said(error)}"]
+        return [f"{leaf / '.nv-meta'} is not valid, prepare the dataset again: {_said(error)}"]
     checks = (_check_shard(leaf / shard.name, shard.count) for shard in meta.shards)
     found = [problem for problem in checks if problem is not None]
     more = len(found) - SHOWN
@@ -70,9 +70,9 @@ def _check_shard(shard: Path, count: int) -> str | None:
         offsets = index.read_bytes() if count < 2 else _tail(index)
         num_offsets = index.stat().st_size // OFFSET.size
     except OSError as error:
-        return f"{index} cannot be read ({error.strerror}); prepare the dataset anew"
+        return f"{index} cannot be read ({error.strerror}); prepare the dataset again"
     if num_offsets != count + 1:
-        return f"{index} lists {num_offsets - 1} samples, .nv-meta/.info.json {count}; prepare the dataset anew"
+        return f"{index} lists {num_offsets - 1} samples, .nv-meta/.info.json {count}; prepare the dataset again"
     end = OFFSET.unpack(offsets[-OFFSET.size :])[0]
     last = OFFSET.unpack(offsets[-2 * OFFSET.size : -OFFSET.size])[0] if count else end
     try:
@@ -92,16 +92,16 @@ def _tail(index: Path) -> bytes:
 
 
 def _compare(shard: Path, file: int, last: int, end: int) -> str | None:
-    """Say whether an open tar cannot be the one whose last sample went from byte `last` to byte `end`."""
+    """Return why an open tar cannot be the one whose last sample is at bytes `last` to `end`; None if it can."""
     kind = COMPRESSED.get(os.pread(file, 2, 0))
     if kind is not None:
-        return f"{shard} is compressed ({kind}), but only plain tar files can be read; unpack it and prepare anew"
+        return f"{shard} is compressed ({kind}), but only plain tar files can be read; unpack it and prepare it again"
     size = os.fstat(file).st_size
     if size < end:
-        return f"{shard} has {size} bytes, but its index needs {end}: it was cut off or replaced; {ADVICE}"
+        return f"{shard} has {size} bytes, but its index needs {end}: it was truncated or replaced; {ADVICE}"
     after = os.pread(file, BLOCK, end)
     if not (_is_header(os.pread(file, BLOCK, last)) or last == end) or any(after):
-        return f"{shard} is not the file that was indexed: its last sample lies elsewhere; {ADVICE}"
+        return f"{shard} is not the file that was indexed: its last sample is elsewhere; {ADVICE}"
     return None
 
 
@@ -114,7 +114,7 @@ def _is_header(block: bytes) -> bool:
 
 
 def ends_properly(shard: Path) -> bool:
-    """Tell whether a tar has the empty block that ends one; without it, it was cut before it was indexed."""
+    """Return whether a tar ends with an empty block; if not, it was truncated before it was indexed."""
     with shard.with_suffix(".tar.idx").open("rb") as index:
         index.seek(-OFFSET.size, os.SEEK_END)
         end = OFFSET.unpack(index.read())[0]
@@ -132,15 +132,15 @@ def _check_jsonl(leaf: Path) -> list[str]:
         return [f"{leaf} has no index {index.name}; {command}"]
     size = leaf.stat().st_size
     if len(data) != OFFSET.size or OFFSET.unpack(data)[0] != size:
-        return [f"{leaf} has {size} bytes, which is not what {index.name} was made of; {command}"]
+        return [f"{leaf} has {size} bytes, which does not match {index.name}; {command}"]
     return []
 
 
 def known_shards(leaf: Path) -> dict[str, int]:
-    """Return the number of samples of every shard that was prepared, whichever part it is in.
+    """Return the number of samples of every prepared shard, in any split.
 
     Raises:
-        DataError: .info.json cannot be read, or does not hold them.
+        DataError: .info.json cannot be read, or does not contain them.
     """
     file = leaf / ".nv-meta" / ".info.json"
     counts = read_object(file, DataError).get("shard_counts")

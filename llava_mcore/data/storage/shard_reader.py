@@ -1,8 +1,8 @@
-"""Samples out of shards, one read each.
+"""Reads samples from shards with one read each.
 
 Energon reads a sample by several calls through its storage client and Python's tarfile, which takes about as long as
-resizing a picture, and passes over links without a word. Here the bytes of a sample come in one piece and plain
-headers are read directly. What makes no sense is left to energon's own reader, so that the errors are the same.
+resizing a picture, and silently skips links. Here the bytes of a sample are read at once and plain headers are
+parsed directly. Anything unusual is left to energon's own reader, so that the errors are the same.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from llava_mcore.data.storage.open_shards import OPEN_SHARDS, OpenShard
 from llava_mcore.data.storage.tar_members import LINKS, Link, NoContents, read_block
 
 NAME, SIZE, CHECKSUM, KIND, PREFIX = slice(0, 100), slice(124, 136), slice(148, 156), 156, 345
-"""Where the fields of a tar header (POSIX ustar) lie; prefix is only used by long names."""
+"""Offsets of the fields of a tar header (POSIX ustar); prefix is only used by long names."""
 PLAIN_KINDS = b"0\0"
-"""Of regular files."""
+"""Types of regular files."""
 LINK_KINDS = b"".join(LINKS)
 File = tuple[str, bytes | Link | NoContents]
 
 
 def read_shards_directly(dataset: SavableDataset[Any], most_bytes: int) -> None:
-    """Give the readers of shards under energon's wrappers their faster form. Others stay as they are.
+    """Replace the readers of shards inside energon's wrappers with the faster one. Other readers stay as they are.
 
-    most_bytes: of a sample; a larger one is not read.
+    most_bytes: maximum size of a sample; a larger one is not read.
     """
     if isinstance(dataset, WebdatasetSampleLoaderDataset):
         dataset.join_readers = [
@@ -49,10 +49,10 @@ def read_shards_directly(dataset: SavableDataset[Any], most_bytes: int) -> None:
 
 
 class ShardReader(ShardInfosITarReader):
-    """Energon's reader of indexed shards, with a short way for samples that make sense."""
+    """Energon's reader of indexed shards, with a fast path for normal samples."""
 
     def __init__(self, reader: ShardInfosITarReader, most_bytes: int = LIMITS.sample_bytes) -> None:
-        """Take over what `reader` reads."""
+        """Take over the shards of `reader`."""
         super().__init__(
             reader.base_path,
             reader.shard_infos,
@@ -64,9 +64,9 @@ class ShardReader(ShardInfosITarReader):
         self._used: set[EPath] = set()
 
     def __getitem__(self, idx: int) -> FilteredSample | None:
-        """Return a sample by its number; None if split.yaml excludes it. Raises as energon's reader does.
+        """Return a sample by its number; None if split.yaml excludes it. Raises the errors of energon's reader.
 
-        A part without contents, such as a symbolic link, stands there as `NoContents`.
+        A part without contents, such as a symbolic link, is returned as `NoContents`.
         """
         number = bisect_right(self.shard_count_cumsum, idx) - 1
         if not 0 <= number < len(self.shard_infos):
@@ -98,7 +98,7 @@ class ShardReader(ShardInfosITarReader):
         self._used.clear()
 
     def _files(self, shard: OpenShard, number: int) -> list[File] | None:
-        """Return the members of a sample. None if energon has to judge."""
+        """Return the members of a sample. None if energon's own reader has to be used."""
         ends = shard.ends(number)
         if ends is None:
             return None
@@ -118,7 +118,7 @@ class ShardReader(ShardInfosITarReader):
         return files
 
     def _links_before(self, shard: OpenShard, number: int, start: int) -> list[File]:
-        """Return links in front of a sample. The index begins a sample at its first regular file."""
+        """Return links before a sample. In the index, a sample starts at its first regular file."""
         before = shard.ends(number - 1)
         begin = 0 if before is None else before[0]
         if start - begin < BLOCKSIZE or start - begin > self._most_bytes:
@@ -133,7 +133,7 @@ class ShardReader(ShardInfosITarReader):
         return [(name, file) for name, file in files if isinstance(file, Link)]
 
     def _too_large(self, shard: OpenShard, start: int, end: int) -> list[File] | None:
-        """Return the first member's name, so that the sample is left out under its own key."""
+        """Return the first member's name, so that the sample is skipped under its own key."""
         header = shard.read(start, start + BLOCKSIZE)
         if header is None or not _is_header(header) or header[KIND] not in PLAIN_KINDS or header[PREFIX]:
             return None
@@ -141,9 +141,10 @@ class ShardReader(ShardInfosITarReader):
         return [(name, NoContents(f"the sample has {end - start} bytes; the limit is {self._most_bytes}"))]
 
     def _parts(self, shard: OpenShard, files: list[File]) -> tuple[str, dict[str, Any], list[str]] | None:
-        """Return key, parts and file names of a sample. None if energon has to judge: files of several samples."""
+        """Return key, parts and file names of a sample. None if energon's own reader has to be used: files of several
+        samples."""
         named = [(*found, name, data) for name, data in files if (found := _split(name)) is not None]
-        # The links in front of the next sample lie behind this one, so they do not say whose sample it is.
+        # Links of the next sample come after this one, so they do not determine the key.
         keys = {key for key, _, _, data in named if not isinstance(data, Link)}
         if len(keys) != 1:
             return None
@@ -161,7 +162,7 @@ class ShardReader(ShardInfosITarReader):
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """Return key and part of a member's name; None if it belongs to no sample."""
+    """Return key and part of a member's name; None if it does not belong to a sample."""
     found = split_name_re.match(name)
     return None if found is None or skip_meta_re.match(name) else (found[1], found[2])
 
@@ -171,7 +172,7 @@ def _is_needed(part: str) -> bool:
 
 
 def _is_header(header: bytes) -> bool:
-    """Tell by its checksum whether a block is a header."""
+    """Return whether a block is a header, by its checksum."""
     try:
         checksum = int(header[CHECKSUM].strip(b"\0 "), 8)
     except ValueError:
@@ -181,7 +182,7 @@ def _is_header(header: bytes) -> bool:
 
 
 def plain_files(block: bytes) -> list[tuple[str, bytes]] | None:
-    """Return names and contents of a piece of a tar file, None if it holds anything but regular files."""
+    """Return names and contents of a part of a tar file; None if it has anything but regular files."""
     files, place = [], 0
     while place < len(block):
         header = block[place : place + BLOCKSIZE]

@@ -1,6 +1,6 @@
-"""Members of a tar file that are no plain files: long names, sparse files, links and devices.
+"""Members of a tar file other than plain files: long names, sparse files, links and devices.
 
-GNU tar writes a file as a hard link when an earlier member has the same inode, so a hard link stands for the contents
+GNU tar writes a file as a hard link when an earlier member has the same inode, so a hard link has the contents
 of that member. Nothing else is followed: a symbolic link or a device has no contents in the file.
 """
 
@@ -20,19 +20,19 @@ LINKS = {
     tarfile.BLKTYPE: "a block device",
     tarfile.FIFOTYPE: "a named pipe",
 }
-"""Members without contents of their own; folders are not listed, since they are no part of any sample."""
+"""Members without their own contents; folders are not listed, because they are not part of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoContents:
-    """What stands for a part of a sample that has no contents."""
+    """Replaces a part of a sample that has no contents."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A member that stands for something else."""
+    """A member that refers to another one."""
 
     kind: bytes
     target: str
@@ -41,7 +41,7 @@ class Link:
 
 
 def open_tar(file: BinaryIO) -> tarfile.TarFile:
-    """Open a tar from where a file stands. tarfile.TarError, or ValueError for headers that make no sense."""
+    """Open a tar at a file's current position. Raises tarfile.TarError, or ValueError for invalid headers."""
     try:
         return tarfile.open(fileobj=file, mode="r:")
     except RecursionError as error:
@@ -49,9 +49,9 @@ def open_tar(file: BinaryIO) -> tarfile.TarFile:
 
 
 def members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the members from where the file is opened, forgetting what was passed.
+    """Yield the members from the current position on, and forget those that were read.
 
-    Raises ValueError for headers that make no sense, such as sizes below zero, which would be read for ever.
+    Raises ValueError for invalid headers, such as negative sizes, with which reading would never end.
     """
     try:
         while (member := tar.next()) is not None:
@@ -64,14 +64,14 @@ def members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 def read_block(block: bytes, start: int, most_bytes: int) -> list[tuple[str, bytes | Link | NoContents]]:
-    """Return names and contents of a piece of a tar file, folders left out.
+    """Return names and contents of a part of a tar file, without folders.
 
     Args:
-        block: whole members; start: its place in the file.
-        most_bytes: of a member; a sparse file may claim any number.
+        block: whole members; start: its offset in the file.
+        most_bytes: maximum size of a member; a sparse file may claim any size.
 
     Raises:
-        ValueError, tarfile.TarError: the piece makes no sense.
+        ValueError, tarfile.TarError: the block is not valid.
     """
     found: list[tuple[str, bytes | Link | NoContents]] = []
     with closing(open_tar(BytesIO(block))) as tar:
@@ -87,7 +87,7 @@ def read_block(block: bytes, start: int, most_bytes: int) -> list[tuple[str, byt
                 if len(content) != member.size:
                     raise ValueError(f"the file ends within {member.name!r}")
                 found.append((member.name, content))
-        if tar.offset < len(block):  # tarfile takes a damaged header for the end
+        if tar.offset < len(block):  # tarfile treats a damaged header as the end
             raise ValueError(f"there is no header at byte {start + tar.offset}")
     return found
 
@@ -96,19 +96,19 @@ class TarIndex:
     """Offsets of the files in a tar. It is read once, at the first hard link."""
 
     def __init__(self, opened: Callable[[], BinaryIO]) -> None:
-        """opened: opens the tar file from its beginning."""
+        """opened: opens the tar file at its start."""
         self._opened = opened
         self._files: dict[str, list[tuple[int, int, int]]] | None = None
 
     def contents(self, link: Link, most_bytes: int) -> bytes | NoContents:
-        """Return what a link stands for. OSError if the file cannot be read."""
+        """Return the contents that a link refers to. OSError if the file cannot be read."""
         if link.kind != tarfile.LNKTYPE:
             return NoContents(f"it is {LINKS[link.kind]}, which has no contents in the shard")
         if self._files is None:
             self._files = self._read()
         before = [where for where in self._files.get(link.target, ()) if where[0] < link.offset]
         if not before:
-            return NoContents(f"it is a hard link to {link.target!r}, which is no file before it in the same shard")
+            return NoContents(f"it is a hard link to {link.target!r}, which is not an earlier file in the same shard")
         _, start, size = before[-1]
         if size > most_bytes:
             return NoContents(f"it has {size} bytes; the limit is {most_bytes}")
@@ -117,7 +117,7 @@ class TarIndex:
             return file.read(size)
 
     def _read(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Return header, first byte and size of all files by their names; up to where the tar makes no sense."""
+        """Return header, first byte and size of all files by their names, up to the first invalid header."""
         found: dict[str, list[tuple[int, int, int]]] = {}
         with self._opened() as file:
             try:

@@ -219,7 +219,9 @@ DATASETS = [
     BadData("blend without train", blended(text=BLEND.replace("train", "val")), "stop", NO_BLEND, "start"),
     BadData("jsonl in a blend", lines_in_blend(LINE, LINE, LINE), "fine"),
     BadData("jsonl with a bad line", lines_in_blend(LINE, '{"a" 1}', LINE, LINE), "skip", "Expecting ':'"),
-    BadData("jsonl grown", lines_in_blend(LINE, LINE, later=LINE), "stop", r"is not what lines\.jsonl\.idx", "start"),
+    BadData(
+        "jsonl grown", lines_in_blend(LINE, LINE, later=LINE), "stop", r"does not match lines\.jsonl\.idx", "start"
+    ),
     BadData("cut before prepared", refused(cut_copy), "stop", "not complete", "start"),
     BadData("cut between samples", cut_at_a_file, "fine", "without an end mark, so they were truncated before"),
     BadData("tar without samples", refused(lambda d: write_tar(d / "000001.tar", {})), "stop", "not complete", "start"),

@@ -276,7 +276,7 @@ def test_templates_that_know_one_question_only_say_so() -> None:
         return ChatFormat(make_tokenizer(), template, image_token="<image>")
 
     assert format_of(CHAT_TEMPLATE).several_turns is None
-    assert "does not begin a conversation with its prompt" in (format_of(LAST_ONLY).several_turns or "")
+    assert "does not start a conversation with its prompt" in (format_of(LAST_ONLY).several_turns or "")
     assert (
         learnt(
             format_of(LAST_ONLY),

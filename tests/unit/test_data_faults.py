@@ -68,14 +68,14 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"jpg": too_much_text()},
         "the picture cannot be decoded .* Decompressed data too large",
     ),
-    "half a character": (question("why \ud83d"), "the text holds what is no character: .*surrogates"),
+    "half a character": (question("why \ud83d"), "the text contains an invalid character: .*surrogates"),
     "no picture": ({"jpg": None}, "jpg"),
     "no question": ({"json": {"id": 1}}, "question"),
     "bad json": ({"json": "{"}, "part 'json' cannot be decoded"),
     "no answer": ({"txt": None}, "txt"),
-    "empty answer": ({"txt": " \n"}, "the answer must be text that is not empty"),
+    "empty answer": ({"txt": " \n"}, "the answer must be non-empty text"),
     "not utf-8": ({"txt": b"\xff\xfe\xfa"}, "part 'txt' cannot be decoded: 'utf-8' codec"),
-    "question no text": ({"json": {"question": 3}}, "the question must be text that is not empty, found 3"),
+    "question no text": ({"json": {"question": 3}}, "the question must be non-empty text, found 3"),
     "two marks": (question("<image> or <image>?"), "2 <image> in the conversation, but 1 pictures"),
     "mark in answer": ({"txt": "an <image>"}, "2 <image> in the conversation, but 1 pictures"),
     "too long": (question("why? " * 60), r"the sample has \d+ tokens .* data\.seq_length is 64"),
@@ -133,9 +133,9 @@ def test_too_long_may_be_cut_or_end_the_run(faulty: Path, assets: Assets) -> Non
     options: dict[str, Any] = {"shuffle": 0, "num_streams": 1, "micro_batch_size": 1}
     with pytest.raises(DataError, match=rf"sample {number:06d} .*{FAULTS['too long'][1]}"):
         take(open_loader(faulty, assets, on_too_long="error", **options), 3)
-    # The question alone is too long: nothing to learn would be left.
+    # The question alone is too long: nothing to train on would be left.
     batches = take(open_loader(faulty, assets, on_too_long="truncate", **options), 3)
-    assert "nothing to learn is left" in str(next(skip for batch in batches for skip in batch.skipped))
+    assert "nothing to train on is left" in str(next(skip for batch in batches for skip in batch.skipped))
     batches = take(open_loader(faulty, assets, on_too_long="truncate", seq_length=37, **options), 3)
     assert all(batch.num_truncated == 1 and batch.num_tokens == 37 for batch in batches)
 

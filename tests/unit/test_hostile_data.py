@@ -295,7 +295,7 @@ def test_lines_and_lists(tmp_path: Path) -> None:
     rows = bad_rows()
     (tmp_path / "rows.jsonl").write_text("\n".join([*rows, '{"messages": ' + "[" * 9_000]))
     (tmp_path / "rows.json").write_text("[" + ",\n".join(rows) + "]")
-    nested = [("row is no JSON object", "recursion")]
+    nested = [("row is not a JSON object", "recursion")]
     for name, expected in (("rows.jsonl", LARGE + nested), ("rows.json", LARGE)):
         found = prepared(tmp_path / name, tmp_path / f"{name}.out")
         assert [reason for reason, _ in found] == [reason for reason, _ in expected]

@@ -149,5 +149,5 @@ def test_what_is_too_long() -> None:
     with pytest.raises(TooLongError, match=r"12 tokens .* data\.seq_length is 11; .*--on-too-long"):
         fit(talk, 11, truncate=False)
     assert len(fit(talk, 9, truncate=True)) == 9
-    with pytest.raises(TooLongError, match="nothing to learn is left"):
+    with pytest.raises(TooLongError, match="nothing to train on is left"):
         fit(talk, 8, truncate=True)

@@ -188,8 +188,8 @@ def test_nothing_left(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not result.finished and result.num_shards == 0
     command = ["prepare", str(place / "rows.jsonl"), "--out", str(place / "out"), "--max-skip-rate", "1"]
     command += ["--samples-per-shard", "4"]
-    assert main(command) == 2 and "Not one became a sample" in capsys.readouterr().err
-    with pytest.raises(DataError, match="not a single row"):
+    assert main(command) == 2 and "None became a sample" in capsys.readouterr().err
+    with pytest.raises(DataError, match="there are no rows"):
         make(write_lines(place / "none.jsonl"), place / "none")
 
 

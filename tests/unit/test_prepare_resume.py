@@ -146,7 +146,7 @@ def test_a_dead_process_is_told(source: Path, tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(cases, "Quiet", Deadly)
     big = cases.write_llava_lines(tmp_path / "much", vqa_cases(300) * 5)
-    with pytest.raises(DataError, match=r"a process was killed.*the same command continues"):
+    with pytest.raises(DataError, match=r"a process was killed.*run the same command to continue"):
         make(big, tmp_path / "out", num_workers=2)
     monkeypatch.undo()
     assert not looks_finished(tmp_path / "out")
@@ -190,11 +190,11 @@ def test_another_request_is_refused(source: Path, whole: dict[str, bytes], tmp_p
         make(source, out, Options(rows_per_shard=3, check_images=True))
     message = str(caught.value)
     assert "3 problems" in message and "--overwrite" in message
-    assert "--samples-per-shard: begun with 4, now 3" in message
-    assert "--check-images: begun with False, now True" in message and "llava.jsonl has changed" in message
+    assert "--samples-per-shard: started with 4, now 3" in message
+    assert "--check-images: started with False, now True" in message and "llava.jsonl has changed" in message
     assert looks_finished(out) and shard_bytes(out) == whole
     other = cases.write_sharegpt(tmp_path / "other", vqa_cases(2))
-    with pytest.raises(DataError, match=r"(?s)llava\.jsonl is not a source any more.*sharegpt\.json is a new source"):
+    with pytest.raises(DataError, match=r"(?s)llava\.jsonl is no longer a source.*sharegpt\.json is a new source"):
         make(other, out)
     make(other, out, overwrite=True)
     assert list(shard_bytes(out)) == ["000000.tar"] and len(contents(out)) == 2

@@ -98,7 +98,7 @@ def test_nothing_is_tokenised_again(
     with caplog.at_level(logging.INFO):
         batches = take(open_loader(data / folder, assets, packing=True, seq_length=256), 10)
     assert not any(batch.skipped for batch in batches)
-    assert caplog.text.count(f"{data / folder}: tokens are taken over") == 1
+    assert caplog.text.count(f"{data / folder}: stored tokens are used") == 1
 
 
 def _refuse(self: ChatFormat, turns: Any, *, num_images: int, num_videos: int = 0) -> TextTokens:

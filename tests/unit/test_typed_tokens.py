@@ -174,11 +174,11 @@ def test_check_and_prepare_count(hf: Path, tmp_path: Path, capsys: pytest.Captur
     assert check(["--data-path", str(path), *flags, "--json", str(tmp_path / "report.json")]) == 0
     groups = json.loads((tmp_path / "report.json").read_text())["groups"]
     assert [(g["level"], g["count"]) for g in groups] == [("remark", 2)] and "</s>" in groups[0]["reason"]
-    for handling, said in (("text", "kept as text"), ("control", "taken for the token")):
+    for handling, said in (("text", "read as text"), ("control", "read as the token")):
         out = tmp_path / handling
         more = ["--out", str(out), "--num-workers", "0", "--special-tokens-in-text", handling]
         assert prepare_app.main([str(path / "000000.tar"), *flags, *more]) == 0
-        assert f"2 samples hold </s> in their text; it is {said}" in capsys.readouterr().out
+        assert f"2 samples have </s> in their text; it is {said}" in capsys.readouterr().out
         assert json.loads((out / "manifest.json").read_text())["totals"]["typed"] == {"</s>": 2}
     tokens = [json.loads((tmp_path / name / ".nv-meta" / "tokens.json").read_text()) for name in ("text", "control")]
     assert tokens[0] != tokens[1]

@@ -197,7 +197,9 @@ def test_without_a_video_processor_only_samples_with_videos_are_refused(
 
 def test_a_class_without_videos_names_those_that_take_them(tmp_path: Path) -> None:
     make_hf_llava(tmp_path)
-    with pytest.raises(DataError, match=r"LlavaForCond\w* takes no videos; classes that do: LlavaOnevisionForCond"):
+    with pytest.raises(
+        DataError, match=r"LlavaForCond\w* does not support videos; classes that do: LlavaOnevisionForCond"
+    ):
         made(load_assets(tmp_path), [], [video(2)], "<video>What?")
 
 

@@ -1,4 +1,4 @@
-"""Everything of a Hugging Face folder that turns samples into model inputs, loaded and checked once."""
+"""Loads and checks the parts of a Hugging Face folder that turn samples into model inputs."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ ASSET_FILES = (
     *("merges.txt", "added_tokens.json", "special_tokens_map.json"),
 )
 MOST_BYTES = 1 << 28
-"""Of each of these files; the largest tokenizers have some 40 MB."""
+"""Maximum size of each file; the largest tokenizers have about 40 MB."""
 LOAD_ERRORS = (
     *(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ImportError, RecursionError),
     StrictDataclassError,
 )
-"""What transformers raises for files that are missing or make no sense."""
+"""Errors that transformers raises for missing or invalid files."""
 
 
 @dataclass(frozen=True)
 class Assets:
-    """What the data pipeline needs of a checkpoint; loader processes inherit it."""
+    """The parts of a checkpoint that the data pipeline needs; loader processes inherit them."""
 
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
@@ -73,17 +73,17 @@ def load_assets(
     """Load tokenizer, chat template, image processor and, where the class takes videos, video processor from hf_dir.
 
     Args:
-        checkpoint_hf_dir: the Hugging Face part of the checkpoint that is trained: its config.json counts, and it
-            supplies the image processor or chat template that a folder with only a tokenizer lacks.
-        chat_template: a name or a .jinja file; None takes the folder's own.
-        lang: of the prompts for data without questions, and of the template where there is no other.
-        image_token_id: of the placeholder for pictures; None takes the one that the tokenizer names, else <image>.
-        pad_token_id: of the token that fills up batches; None takes the tokenizer's.
-        special_tokens_in_text: what becomes of `<|im_end|>` and the like in the text of a conversation.
-        limits: what a sample may take.
+        checkpoint_hf_dir: the Hugging Face files of the checkpoint to train: its config.json is used, and its image
+            processor or chat template if `hf_dir` has only a tokenizer.
+        chat_template: a name or a .jinja file; None: the folder's own.
+        lang: language of the prompts for data without questions, and of the template if there is no other.
+        image_token_id: id of the placeholder for pictures; None: the tokenizer's, else that of <image>.
+        pad_token_id: id of the padding token; None: the tokenizer's.
+        special_tokens_in_text: how special tokens such as `<|im_end|>` in the text of a conversation are read.
+        limits: the limits of a sample.
 
     Raises:
-        DataError: lists everything that is missing or does not fit together.
+        DataError: lists everything that is missing or does not match.
     """
     found: list[str] = []
     folders = [hf_dir] if checkpoint_hf_dir is None else [hf_dir, checkpoint_hf_dir]
@@ -145,7 +145,7 @@ def _choose_template(
 
 
 def refuse_odd_files(folders: Sequence[Path]) -> None:
-    """Raise DataError for files that would be waited for, or be read without end."""
+    """Raise DataError for files whose reading would block or never end."""
     found = []
     for file in (folder / name for folder in folders for name in ASSET_FILES):
         if not file.exists():
@@ -164,7 +164,8 @@ def _log_choice(choice: TemplateChoice, chat: ChatFormat) -> None:
         logger.info("it does not end answers with %s: training adds that, apply_chat_template will not", chat.eos_token)
     if chat.several_turns is not None:
         logger.warning(
-            "conversations of several questions will be left out, since %s; give another template with --chat-template",
+            "conversations with several questions will be skipped, because %s; give another template with "
+            "--chat-template",
             chat.several_turns,
         )
 
@@ -195,7 +196,7 @@ def _load_tokenizer(folder: Path, found: list[str]) -> PreTrainedTokenizerBase |
         found.append(f"the tokenizer in {folder} cannot be loaded: {why_not_loaded(error)}")
         return None
     if not tokenizer.is_fast:
-        found.append(f"{type(tokenizer).__name__} in {folder} knows no offsets; save it with a tokenizer.json")
+        found.append(f"{type(tokenizer).__name__} in {folder} does not support offsets; save it with a tokenizer.json")
         return None
     return tokenizer
 
@@ -238,7 +239,7 @@ def _plan(
     videos: Videos,
     found: list[str],
 ) -> MediaPlan | None:
-    """How pictures and videos become tokens; a processor that would make other ones of pictures is reported."""
+    """Return how pictures and videos become tokens; a processor with different tokens for pictures is reported."""
     architecture = architecture_of(config)
     file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
     settings = None if file is None else _read_json(file, found)

@@ -1,7 +1,8 @@
-"""Conversations -> token ids and the mask of what is learnt, by the chat template of the checkpoint.
+"""Conversations -> token ids and the mask of trained tokens, by the chat template of the checkpoint.
 
-Where an assistant's answer begins and ends comes from the template: from its `{% generation %}` marks if it has them,
-else from the difference between the prompt and the whole conversation. Ids are never searched for it.
+The start and end of an assistant's answer come from the template: from its `{% generation %}` marks if it has them,
+else
+from the difference between the prompt and the whole conversation. Token ids are never searched.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from llava_mcore.templates.named import flatten_parts
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TOKENS_FORMAT = 2
-"""Raised when the same turns, template and tokenizer would make other tokens than before."""
+"""Incremented when the same turns, template and tokenizer would give other tokens than before."""
 
 
 @dataclass(frozen=True)
 class Closing:
-    """What the template writes after an answer."""
+    """The text that the template writes after an answer."""
 
     text: str
-    """Everything after the answer; with generation marks, only what is learnt after the marked part."""
+    """Everything after the answer; with generation marks, only the trained text after the marked part."""
     num_trained: int
-    """Characters of text that are learnt."""
+    """Number of characters of `text` that are trained."""
     has_eos: bool
     """False: the EOS has to be added."""
 
 
 class ChatFormat:
-    """One tokenizer with one chat template. How the template works is found out once, by rendering a probe."""
+    """A tokenizer with a chat template. How the template works is determined once, by rendering a probe."""
 
     def __init__(
         self,
@@ -60,9 +61,9 @@ class ChatFormat:
         """`image_token` and `video_token` are the tokenizer's placeholders for a picture and a video.
 
         video_token: None if no conversation may have videos.
-        special_tokens_in_text: what becomes of `<|im_end|>` and the like in the text of a turn.
+        special_tokens_in_text: how special tokens such as `<|im_end|>` in the text of a turn are read.
 
-        Raises DataError for a template whose answers cannot be told from its prompts.
+        Raises DataError for a template whose answers cannot be distinguished from its prompts.
         """
         self.special_tokens_in_text = special_tokens_in_text
         self.image_token, self.video_token = image_token, video_token
@@ -75,7 +76,7 @@ class ChatFormat:
         self.template = template
         self._body = template.removeprefix(flatten_parts())
         self._dated = fixed_date.with_fixed_date(self._body)
-        # The bare tokenizer: it neither truncates nor pads, and encodes one text without starting threads,
+        # The fast tokenizer itself: it neither truncates nor pads, and encodes a text without starting threads,
         # which must not be running when loader processes are forked.
         self._encoder = tokenizer.backend_tokenizer
         self._encoder.no_truncation()
@@ -92,9 +93,9 @@ class ChatFormat:
     # -- rendering ---------------------------------------------------------------------------------------------
 
     def render(self, turns: Sequence[Turn], *, add_generation_prompt: bool = False) -> str:
-        """Return the template's text of the turns, one placeholder each for pictures and videos.
+        """Return the rendered turns, with one placeholder per picture and video.
 
-        It ends with the answer's header if asked.
+        It ends with the answer's header if `add_generation_prompt`.
         """
         return self._render(turns, self.content_format, add_generation_prompt)[0]
 
@@ -111,17 +112,17 @@ class ChatFormat:
 
     @property
     def adds_eos(self) -> bool:
-        """Whether answers get an EOS that the template itself does not write."""
+        """Whether an EOS is added to answers because the template does not write it."""
         return not self._closing.has_eos
 
-    # -- finding out how the template works ---------------------------------------------------------------------
+    # -- determining how the template works ---------------------------------------------------------------------
 
     def _text(self, turns: Sequence[Turn], formats: dict[str, str]) -> str:
         return self._render(turns, formats, False)[0]
 
     @cached_property
     def several_turns(self) -> str | None:
-        """Why conversations of several questions cannot be used with this template; None: they can."""
+        """Why conversations with several questions cannot be used with this template; None: they can."""
         try:
             self.segments([*probe(), Turn("user", QUESTION), Turn("assistant", ANSWER)])
         except DataError as error:
@@ -139,7 +140,7 @@ class ChatFormat:
         text, spans = self._difference_spans(probe())
         _, found, closing = text[slice(*spans[0])].partition(ANSWER)
         if not found:
-            raise DataError(f"the chat template ends its prompt behind the answer; add {{% generation %}}: {text!r}")
+            raise DataError(f"the chat template ends its prompt after the answer; add {{% generation %}}: {text!r}")
         before, eos, _ = closing.partition(self.eos_token)
         trained = before + eos if eos else closing.rstrip()
         return Closing(closing, len(trained), bool(eos))
@@ -147,7 +148,7 @@ class ChatFormat:
     def _probe_marked(self) -> Closing:
         text, spans = self._render(probe(), self.content_format, False)
         if len(spans) != 1 or ANSWER not in text[slice(*spans[0])]:
-            raise DataError(f"the chat template's {{% generation %}} does not hold the answer: {text!r}")
+            raise DataError(f"the chat template's {{% generation %}} does not contain the answer: {text!r}")
         start, end = spans[0]
         if self.eos_token in text[start:end].partition(ANSWER)[2]:
             return Closing("", 0, True)
@@ -156,7 +157,7 @@ class ChatFormat:
         return Closing(closing, len(closing), bool(eos))
 
     def _check_tokens(self) -> None:
-        """The special tokens must be tokens, and a text must end where it ends."""
+        """Check that special tokens are tokens, and that the tokenizer appends nothing to texts."""
         found = self.text_tokens(probe(), num_images=1)
         eos_id = self._encoder.token_to_id(self.eos_token)
         if eos_id not in found.ids[found.trained]:
@@ -166,7 +167,7 @@ class ChatFormat:
             if added.special_tokens_mask[-1]:
                 raise DataError(
                     f"the tokenizer ends every text, so every prompt too, with {added.tokens[-1]}; "
-                    "take it out of post_processor in tokenizer.json, or begin the chat template with bos_token"
+                    "remove it from post_processor in tokenizer.json, or start the chat template with bos_token"
                 )
 
     # -- conversations ------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class ChatFormat:
         return text, [(start, end + len(closing)) for start, end in spans]
 
     def _difference_spans(self, turns: Sequence[Turn]) -> tuple[str, list[Span]]:
-        """Spans from the end of each answer's prompt to the end of its turn."""
+        """Return the spans from the end of each answer's prompt to the end of its turn."""
         text = self.render(turns)
         spans = []
         for index, turn in enumerate(turns):
@@ -192,7 +193,7 @@ class ChatFormat:
             upto = self.render(turns[: index + 1])
             if not (upto.startswith(prompt) and text.startswith(upto)):
                 raise DataError(
-                    "the chat template does not begin a conversation with its prompt; add {% generation %} to it "
+                    "the chat template does not start a conversation with its prompt; add {% generation %} to it "
                     f"(prompt {prompt!r}, conversation {text!r})"
                 )
             spans.append((len(prompt), len(upto)))
@@ -207,9 +208,9 @@ class ChatFormat:
         return text, [(start, end - num_dropped) for start, end in spans]
 
     def segments(self, turns: Sequence[Turn]) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, every EOS included, and the spans of it that are learnt.
+        """Return the text of a conversation with every EOS, and the spans of it that are trained.
 
-        An EOS that the template lacks is put behind the last visible character of the answer's turn.
+        An EOS that the template lacks is added after the last visible character of the answer's turn.
         """
         text, spans = self._marked_spans(turns) if self._has_marks else self._unmarked_spans(turns)
         if self._closing.has_eos:
@@ -238,7 +239,7 @@ class ChatFormat:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise DataError(f"the text holds what is no character: {error}") from error
+            raise DataError(f"the text contains an invalid character: {error}") from error
         encode = self._typed.encode if hidden else self._encoder.encode
         encoding = encode(text, add_special_tokens=self._adds_special_tokens(text))
         ids = np.asarray(encoding.ids, dtype=np.int64)
@@ -255,7 +256,7 @@ class ChatFormat:
         return TextTokens(ids, trained & ~(is_image | is_video), typed)
 
     def typed_in(self, turns: Sequence[Turn]) -> tuple[str, ...]:
-        """Return the special tokens that stand in the text of turns, marks aside."""
+        """Return the special tokens in the text of turns, except marks."""
         found: set[str] = set()
         for turn in turns:
             found |= self._typed.found_in(turn.text)
@@ -263,7 +264,7 @@ class ChatFormat:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all that `text_tokens` depends on beside the turns."""
+        """A hash of everything that `text_tokens` depends on except the turns."""
         tokenizer = json.loads(self._encoder.to_str())
         settings = [TOKENS_FORMAT, tokenizer, self.template, self.image_token, self.eos_token, self._variables]
         if self.video_token is not None:
@@ -276,5 +277,5 @@ class ChatFormat:
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """Hugging Face's processors add BOS and the like unless the template has written BOS itself."""
+        """Hugging Face's processors add BOS and other tokens unless the template has written BOS itself."""
         return self._bos_token is None or not text.startswith(self._bos_token)

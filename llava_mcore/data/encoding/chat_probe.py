@@ -1,4 +1,4 @@
-"""How a chat template takes pictures and videos, found out by rendering a question about one."""
+"""Determines how a chat template renders pictures and videos, by rendering a question about one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llava_mcore.errors import DataError
 
 QUESTION, ANSWER, SYSTEM = "probe-question-q7", "probe-answer-a7", "probe-system-s7"
 Render = Callable[[Sequence[Turn], dict[str, str]], str]
-"""Turns, and in which format each role's content is given (see `chat_render.CONTENT_FORMATS`) -> text."""
+"""Turns and the content format of each role (see `chat_render.CONTENT_FORMATS`) -> text."""
 
 
 def probe(mark: str = IMAGE_MARK) -> list[Turn]:
@@ -18,9 +18,9 @@ def probe(mark: str = IMAGE_MARK) -> list[Turn]:
 
 
 def find_content_format(render: Render, formats: Iterable[dict[str, str]], image_token: str) -> dict[str, str]:
-    """Return the first of the formats that the template understands, best one with which it says a system prompt.
+    """Return the first format that the template supports, preferably with a system prompt.
 
-    Raises DataError if it understands none.
+    Raises DataError if it does not support any.
     """
     possible, reasons = [], []
     for candidate in formats:
@@ -42,7 +42,7 @@ def find_content_format(render: Render, formats: Iterable[dict[str, str]], image
 
 
 def why_no_videos(render: Render, content_format: dict[str, str], video_token: str) -> str | None:
-    """Return why the template cannot say a question about a video; None: it can."""
+    """Return why the template cannot render a question about a video; None: it can."""
     try:
         text = render(probe(VIDEO_MARK), content_format)
     except DataError as error:
@@ -53,12 +53,12 @@ def why_no_videos(render: Render, content_format: dict[str, str], video_token: s
 
 
 def _is_said(text: str, placeholder: str) -> bool:
-    """Tell whether all of the probe stands in the text once, and no list written out as Python would."""
+    """Return whether the text contains all of the probe once, and not as a printed Python list."""
     return all(text.count(part) == 1 for part in (placeholder, QUESTION, ANSWER)) and "'type':" not in text
 
 
 def _says_system(render: Render, content_format: dict[str, str]) -> bool:
-    """Tell whether a system prompt comes out as it is; a template may know none."""
+    """Return whether a system prompt is rendered; a template may not support it."""
     try:
         text = render([Turn("system", SYSTEM), *probe()], content_format)
     except DataError:

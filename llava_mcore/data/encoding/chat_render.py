@@ -20,9 +20,9 @@ CONTENT_FORMATS = (
     {"system": "string", "user": "list", "assistant": "string"},
     {"system": "string", "user": "string", "assistant": "string"},
 )
-"""What templates take as a message's content: typed parts, or plain text. Tried in this order."""
+"""Formats of a message's content in templates: typed parts, or plain text. Tried in this order."""
 FLATTENED = {"system": "flat", "user": "flat", "assistant": "flat"}
-"""Text as our own preamble makes it of typed parts: a template that begins with it is rendered without."""
+"""Our own preamble, which turns typed parts into text: a template is rendered without it."""
 
 
 def render_turns(
@@ -39,9 +39,9 @@ def render_turns(
 
     Args:
         template: from `fixed_date.with_fixed_date`.
-        formats: how each role's content is given, see CONTENT_FORMATS.
+        formats: the content format of each role, see CONTENT_FORMATS.
         media_tokens: mark -> the tokenizer's placeholder; a mark without one stays as it is.
-        variables: of the tokenizer, such as its bos_token.
+        variables: variables of the tokenizer, such as bos_token.
 
     Raises:
         DataError: the template cannot render them.
@@ -63,14 +63,14 @@ def render_turns(
 
 
 def content(turn: Turn, content_format: str, media_tokens: Mapping[str, str]) -> str | list[dict[str, str]]:
-    """A turn's text as the template wants it. In typed parts, a line break beside a mark is the template's."""
+    """Return a turn's text in the template's format. In typed parts, line breaks next to a mark are the template's."""
     if content_format == "string":
         text = turn.text
         for mark, token in media_tokens.items():
             text = text.replace(mark, token)
         return text
-    # Every second piece is a mark.
-    pieces = [(piece, place % 2 == 1) for place, piece in enumerate(MARK_WITH_NEWLINES.split(turn.text)) if piece]
+    # Every other piece is a mark.
+    pieces = [(piece, index % 2 == 1) for index, piece in enumerate(MARK_WITH_NEWLINES.split(turn.text)) if piece]
     if content_format == "flat":
         return "\n".join(piece.strip("\n") if is_mark else piece for piece, is_mark in pieces)
     parts = [

@@ -1,4 +1,4 @@
-"""The chat template in a Hugging Face folder that travels inside checkpoints."""
+"""The chat template in the Hugging Face folder of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llava_mcore.files.json_files import read_object
 FILE = "chat_template.jinja"
 LEGACY_FILE = "chat_template.json"
 CONFIGS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
-"""What may hold an older copy under "chat_template"; some readers of Hugging Face folders prefer it."""
+"""Files with an older copy under "chat_template", which some readers of Hugging Face folders prefer."""
 
 
 def write_chat_template(folder: Path, template: str) -> None:
@@ -27,7 +27,7 @@ def write_chat_template(folder: Path, template: str) -> None:
 
 
 def require_same_template(folder: Path, template: str) -> None:
-    """Refuse to go on with another template than a checkpoint was trained with.
+    """Refuse to resume with another template than a checkpoint was trained with.
 
     Args:
         folder: the checkpoint's Hugging Face files.
@@ -41,6 +41,6 @@ def require_same_template(folder: Path, template: str) -> None:
     if before is not None and before != template:
         raise CheckpointError(
             f"{folder.parent} cannot be resumed with another chat template: it was trained with {path}. Give the same "
-            "--chat-template, --lang and --tokenizer-load-dir; to train on with another template, start a run of "
+            "--chat-template, --lang and --tokenizer-load-dir; to continue with another template, start a run with "
             "another --name from these weights (--megatron-load-dir)"
         )

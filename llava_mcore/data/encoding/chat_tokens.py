@@ -1,4 +1,4 @@
-"""What a conversation becomes: ids, and the mask of what is learnt."""
+"""A tokenized conversation: ids, and the mask of trained tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class TextTokens:
     ids: NDArray[np.int64]
     """[m]"""
     trained: NDArray[np.bool_]
-    """[m]; True where the token itself (not the one after it) is to be learnt."""
+    """[m]; True if the model is trained to predict this token (not the one after it)."""
     typed: tuple[str, ...] = ()
-    """Special tokens that stand in the text of its turns."""
+    """Special tokens in the text of its turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,6 @@ class ChatTokens:
     trained: NDArray[np.bool_]
     """[n]"""
     starts: NDArray[np.int64]
-    """[k]; where each picture or video begins."""
+    """[k]; start of each picture or video."""
     typed: tuple[str, ...] = ()
-    """Special tokens that stand in the text of its turns; none if its tokens were stored."""
+    """Special tokens in the text of its turns; empty if its tokens were stored."""

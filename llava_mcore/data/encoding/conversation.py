@@ -27,7 +27,7 @@ class TextDecoder(FileStoreDecoder):
     """
 
     def decode(self, fname: str, data: bytes) -> Any:
-        """Decode one part by the end of its name. DataError if it is not what its name says."""
+        """Decode one part by the end of its name. DataError if its content does not match its name."""
         kind = fname.rsplit(".", 1)[-1].lower()
         try:
             if kind in ("json", "jsn"):
@@ -37,14 +37,14 @@ class TextDecoder(FileStoreDecoder):
             raise DataError(f"part {fname!r} cannot be decoded: {error}") from error
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Decode the parts of a sample. DataError if one makes no sense, or has no contents."""
+        """Decode the parts of a sample. DataError if one is invalid or has no contents."""
         empty = [f"part {k!r}: {v.reason}" for k, v in sample.items() if isinstance(v, NoContents)]
         if empty:
             raise DataError("; ".join(empty))
         return {k: self.decode(k, v) if isinstance(v, bytes) else v for k, v in sample.items()}
 
     def config(self) -> dict[str, Any]:
-        """What energon records of a decoder."""
+        """Return what energon records about a decoder."""
         return {"type": type(self).__qualname__}
 
 
@@ -52,13 +52,14 @@ class TextDecoder(FileStoreDecoder):
 def cook_chat(sample: dict[str, Any], *, images: FileStore[bytes] | None = None) -> ChatSample:
     """Cook a sample of a CrudeWebdataset or of a jsonl file.
 
-    Its json part holds "messages", or "pack" (several conversations), each with `<image>` where a picture stands and
-    `<video>` where a video stands; or "question", with the answer in a txt part and at most one picture and one video.
-    Where the dataset has a prompt pool, the question may be missing: an empty one stands for it. `media_of` says where
+    Its json part holds "messages", or "pack" (several conversations), each with `<image>` and `<video>` in the
+    positions of pictures and videos; or "question", with the answer in a txt part and at most one picture and one
+    video.
+    If the dataset has a prompt pool, the question may be missing, which counts as an empty one. `media_of` says where
     pictures and videos are; names in a store of pictures are read only here.
 
     Raises:
-        DataError: something is missing or of a wrong kind; the sample is left out.
+        DataError: something is missing or has a wrong type; the sample is skipped.
         RuntimeError: the store of pictures cannot be reached; the run ends.
     """
     has_pool = POOL_KEY in (sample.get("__subflavors__") or {})
@@ -83,7 +84,7 @@ def _question(
 ) -> Conversation:
     for found, what in ((pictures, "picture"), (videos, "video")):
         if len(found) > 1:
-            raise DataError(f'with "question", one {what} at most is allowed, found {len(found)}')
+            raise DataError(f'with "question", at most one {what} is allowed, found {len(found)}')
     if "txt" not in sample:
         raise DataError("a part .txt with the answer is needed")
     marks = (IMAGE_MARK,) * len(pictures) + (VIDEO_MARK,) * len(videos)
@@ -94,7 +95,7 @@ def _question(
 def _share_media(
     members: Any, pictures: Sequence[bytes], videos: Sequence[Video], *, has_pool: bool
 ) -> tuple[Conversation, ...]:
-    """Return the conversations of a sample, each with as many of its pictures and videos as it has marks."""
+    """Return the conversations of a sample, each with the pictures and videos of its marks."""
     if not isinstance(members, list) or not members or not all(isinstance(member, dict) for member in members):
         raise DataError('"pack" must be a list of objects with "messages"')
     conversations, num_images, num_videos = [], 0, 0
@@ -104,7 +105,7 @@ def _share_media(
             turns = _place_media(turns, (IMAGE_MARK,) * len(pictures) + (VIDEO_MARK,) * len(videos))
         first, num_images = num_images, num_images + count_marks(turns, IMAGE_MARK)
         first_video, num_videos = num_videos, num_videos + count_marks(turns, VIDEO_MARK)
-        # With a pool the words of a question are not known before training.
+        # With a pool the text of a question is not known before training.
         tokens = None if has_pool else member.get(TOKENS_KEY)
         images, shown = tuple(pictures[first:num_images]), tuple(videos[first_video:num_videos])
         conversations.append(Conversation(turns, images, tokens, shown))
@@ -113,7 +114,7 @@ def _share_media(
 
 
 def _place_media(turns: tuple[Turn, ...], marks: Sequence[str]) -> tuple[Turn, ...]:
-    """Put all pictures and videos into an empty question, unless the conversation places them."""
+    """Put all pictures and videos into an empty question, unless the conversation has marks."""
     if any(mark in turn.text for turn in turns for mark in (IMAGE_MARK, VIDEO_MARK)):
         return turns
     first = next(place for place, turn in enumerate(turns) if turn.role == "user")
@@ -123,7 +124,7 @@ def _place_media(turns: tuple[Turn, ...], marks: Sequence[str]) -> tuple[Turn, .
 
 
 def with_prompt(turns: Sequence[Turn], prompt: str) -> tuple[Turn, ...]:
-    """Return the turns with the prompt as question where the first one is empty but for its pictures and videos."""
+    """Return the turns with the prompt as question if the first one only has pictures and videos."""
     first = next(place for place, turn in enumerate(turns) if turn.role == "user")
     marks = turns[first].text.strip()
     if marks.replace(IMAGE_MARK, "").replace(VIDEO_MARK, "").strip():
@@ -137,13 +138,13 @@ def chat_turns(messages: Any, *, has_pool: bool = False) -> tuple[Turn, ...]:
     DataError unless there is an answer and users and assistants take turns, after at most one system message.
     """
     if not isinstance(messages, list) or not messages:
-        raise DataError(f'"messages" must be a list that is not empty, found {_kind(messages)}')
+        raise DataError(f'"messages" must be a non-empty list, found {_kind(messages)}')
     turns = []
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise DataError(f'message {number} must have a "role" and a text as "content", found {message!r:.200}')
         if message.get("role") not in ROLES:
-            raise DataError(f"message {number}: the role is {message.get('role')!r}, allowed are {', '.join(ROLES)}")
+            raise DataError(f"message {number}: the role is {message.get('role')!r}; allowed: {', '.join(ROLES)}")
         if message["role"] == "assistant" and not message["content"].strip():
             raise DataError(f"message {number}: the answer is empty")
         turns.append(Turn(message["role"], message["content"]))
@@ -167,7 +168,7 @@ def _kind(value: Any) -> str:
 
 
 def chat_from_standard(sample: Any) -> ChatSample:
-    """Turn a sample of a type that energon itself makes into a conversation. DataError for other types."""
+    """Turn a sample of one of energon's own types into a conversation. DataError for other types."""
     if isinstance(sample, ChatSample):
         return sample
     if not isinstance(sample, VQASample):
@@ -184,7 +185,7 @@ def chat_from_standard(sample: Any) -> ChatSample:
 
 
 def vqa_turns(question: Any, answer: Any, marks: Sequence[str] = (), *, has_pool: bool = False) -> tuple[Turn, ...]:
-    """Return question and answer without white space around, after the marks that the question does not place itself.
+    """Return question and answer without surrounding white space, after the marks that the question lacks.
 
     With a pool the question may be empty or None.
     """
@@ -192,7 +193,7 @@ def vqa_turns(question: Any, answer: Any, marks: Sequence[str] = (), *, has_pool
         question = ""
     for name, text, may_be_empty in (("question", question, has_pool), ("answer", answer, False)):
         if not isinstance(text, str) or not (text.strip() or may_be_empty):
-            raise DataError(f"the {name} must be text that is not empty, found {text!r}")
+            raise DataError(f"the {name} must be non-empty text, found {text!r}")
     question = question.strip()
     question = "\n".join([*(mark for mark in marks if mark not in question), question]).strip()
     return (Turn("user", question), Turn("assistant", answer.strip()))

@@ -1,4 +1,4 @@
-"""A conversation -> tokens, no longer than a sequence. Its media stay undecoded: packing only needs lengths."""
+"""A conversation -> tokens, at most a sequence. Its media stay encoded: packing only needs lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TooLongError(DataError):
 
 
 def check_length(turns: Sequence[Turn], limits: Limits) -> None:
-    """Raise DataError for a conversation of more characters than it may have: tokenizing takes time and memory."""
+    """Raise DataError for a conversation with too many characters, because tokenizing takes time and memory."""
     num_chars = sum(len(turn.text) for turn in turns)
     if num_chars > limits.text_chars:
         raise DataError(
@@ -29,7 +29,7 @@ def check_length(turns: Sequence[Turn], limits: Limits) -> None:
 
 
 def tokenize(conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
-    """Return a conversation's tokens, whatever their number: those that are stored, if they are of the same making.
+    """Return all tokens of a conversation: the stored ones if they were made with the same tokenizer and template.
 
     Raises DataError if the template cannot render it, or stored tokens do not belong to it.
     """
@@ -44,7 +44,7 @@ def tokenize(conversation: Conversation, assets: Assets, key: str) -> TokenConve
 
 
 def check_media(conversation: Conversation, assets: Assets) -> None:
-    """Raise DataError for videos that cannot be trained on, and for more pictures or frames than are allowed."""
+    """Raise DataError for videos that cannot be used, and for too many pictures or frames."""
     limits, frames = assets.limits, conversation.frames
     if conversation.videos and assets.no_videos is not None:
         raise DataError(f"it has a video, but {assets.no_videos}")
@@ -71,7 +71,7 @@ def expanded(text: TextTokens, conversation: Conversation, assets: Assets, key: 
 def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | None:
     """Return the tokens that were stored with a conversation, with one placeholder per picture and video.
 
-    None without, or if others would be made now.
+    None if there are none, or if they differ from what would be computed now.
 
     Raises DataError if they are damaged.
     """
@@ -92,7 +92,7 @@ def fit(tokens: TokenConversation, seq_length: int, truncate: bool) -> TokenConv
     """Return the conversation if it fits, else its beginning if it may be truncated.
 
     Raises:
-        TooLongError: it may not be truncated, or nothing that is learnt would be left.
+        TooLongError: it may not be truncated, or nothing to train on would be left.
     """
     if len(tokens) <= seq_length:
         return tokens
@@ -101,14 +101,14 @@ def fit(tokens: TokenConversation, seq_length: int, truncate: bool) -> TokenConv
         raise TooLongError(f"{found}; raise data.seq_length (--seq-length), or choose --on-too-long drop or truncate")
     shorter = cut(tokens, seq_length)
     if not shorter.trained.any():
-        raise TooLongError(f"{found}; nothing to learn is left of it if it is truncated")
+        raise TooLongError(f"{found}; if it is truncated, nothing to train on is left")
     return shorter
 
 
 def cut(tokens: TokenConversation, seq_length: int) -> TokenConversation:
     """Return at most the first seq_length tokens, without a picture or video whose tokens would be cut in two.
 
-    The pictures that stay keep the tokens that they had among the others.
+    The remaining pictures keep the tokens that they had among all pictures.
     """
     whole = tuple(item for item in tokens.media if item.end <= seq_length)
     left_out = tokens.media[len(whole) :]

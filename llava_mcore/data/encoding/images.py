@@ -17,31 +17,32 @@ from torchvision.transforms.v2 import functional as F
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.errors import DataError
 
-# Pillow would warn of pictures that max_picture_pixels allows.
+# Pillow would warn about pictures that max_picture_pixels allows.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 SEGMENT, FRAME = struct.Struct(">HH"), struct.Struct(">BHHB")
 """Of a JPEG: marker and length of a segment; bits, height, width and components of a frame."""
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM")
-"""Pillow's names of what samples.IMAGE_PARTS calls by file endings; JPEG opens MPO as well."""
+"""Pillow's names of the formats in samples.IMAGE_PARTS; JPEG opens MPO as well."""
 START, FRAMES, SCAN = b"\xff\xd8", (0xFFC0, 0xFFC2), 0xFFDA
 PLAIN_SEGMENTS = (0xFFE0, 0xFFFE, 0xFFDB, 0xFFC4, 0xFFDD)
-"""JFIF, comment, and tables. EXIF may turn the picture, and Adobe's segment names other colors."""
+"""JFIF, comment, and tables. EXIF may rotate the picture, and Adobe's segment may define other colors."""
 
 SIDEWAYS = (5, 6, 7, 8)
-"""EXIF orientations that exchange height and width."""
+"""EXIF orientations that swap height and width."""
 
 DAMAGED = (
     *(ArithmeticError, AttributeError, LookupError, OSError, SyntaxError, TypeError, ValueError),
     *(EOFError, struct.error, Image.DecompressionBombError),
 )
-"""What Pillow raises for bytes that make no sense to it: a damaged PNG is a SyntaxError, a mistyped EXIF tag a
-TypeError. Energon would take some of them for a fault of the program, others for one of the whole pack."""
+"""Errors that Pillow raises for invalid bytes: a damaged PNG is a SyntaxError, a wrong EXIF tag a TypeError. Energon
+would
+treat some of them as a bug, others as an error of the whole pack."""
 
 
 def decode_image(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Image.Image:
-    """Decode one picture to RGB, turned upright by its EXIF, exactly as transformers loads a user's picture.
+    """Decode one picture to RGB, rotated by its EXIF, exactly as transformers loads a picture.
 
-    Raises DataError if the bytes are no whole picture.
+    Raises DataError if the bytes are not a complete picture.
     """
     with _decoding(data):
         image = _opened(data)
@@ -50,21 +51,21 @@ def decode_image(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Image
 
 
 def decode_pixels(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Tensor:
-    """As `decode_image`, but return uint8 [3, h, w].
+    """Like `decode_image`, but return uint8 [3, h, w].
 
-    Torchvision decodes the usual JPEGs: with the same library and the same bits as Pillow, but a third faster, since
-    the pixels need not be copied out of it.
+    Torchvision decodes common JPEGs: with the same library and bitwise the same result as Pillow, but a third faster,
+    because the pixels are not copied.
     """
     with _decoding(data):
         image = None
-        # Pillow's own look at the header takes longer than all else around decoding.
+        # Pillow's own parsing of the header takes longer than everything else around decoding.
         is_usual = TORCHVISION_DECODES_ALIKE and is_plain_jpeg(data, most_pixels)
         if not is_usual:
             image = _opened(data)
             _check_size(image, most_pixels)
             is_usual = TORCHVISION_DECODES_ALIKE and _is_usual_jpeg(image)
         if is_usual:
-            # What it cannot decode, Pillow may, or says why not.
+            # If it fails, Pillow may decode the picture, or raises the reason.
             with contextlib.suppress(RuntimeError):
                 return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
         return F.pil_to_tensor(_upright(image or _opened(data)))
@@ -73,7 +74,7 @@ def decode_pixels(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Tens
 def picture_size(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> tuple[int, int]:
     """Return height and width of a picture as `decode_image` returns it, from its header.
 
-    Raises DataError if the bytes are no picture.
+    Raises DataError if the bytes are not a picture.
     """
     with _decoding(data):
         image = _opened(data)
@@ -83,11 +84,11 @@ def picture_size(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> tuple
 
 
 def orientation_of(image: Image.Image, data: bytes) -> int | None:
-    """Return the EXIF orientation that is still to be applied to an opened picture, without decoding it in vain."""
+    """Return the EXIF orientation that has to be applied to an opened picture, without decoding it."""
     if image.format == "TIFF":
-        return None  # Pillow turns it while loading and already gives the upright size
+        return None  # Pillow rotates it while loading and already returns the upright size
     if image.format == "PNG":
-        # For a PNG without EXIF before its pixels, Pillow would decode them in search of one behind them.
+        # For a PNG without EXIF before its pixels, Pillow would decode them to look for EXIF after them.
         if b"eXIf" in data:
             image.load()
         return Image.Image.getexif(image).get(ExifTags.Base.Orientation)
@@ -96,7 +97,7 @@ def orientation_of(image: Image.Image, data: bytes) -> int | None:
 
 @contextlib.contextmanager
 def _decoding(data: bytes) -> Iterator[None]:
-    """Report what is wrong with a picture as DataError."""
+    """Report errors of decoding a picture as DataError."""
     try:
         yield
     except UnidentifiedImageError as error:
@@ -106,7 +107,7 @@ def _decoding(data: bytes) -> Iterator[None]:
 
 
 def _opened(data: bytes) -> Image.Image:
-    """Open a picture in one of the formats that may be trained on; Pillow hands others to programs (EPS) or plugins."""
+    """Open a picture in a supported format; Pillow passes others to programs (EPS) or plugins."""
     return Image.open(BytesIO(data), formats=FORMATS)
 
 
@@ -118,12 +119,13 @@ def _check_size(image: Image.Image, most_pixels: int) -> None:
 
 def _upright(image: Image.Image) -> Image.Image:
     ImageOps.exif_transpose(image, in_place=True)
-    # convert() would copy what is RGB already.
+    # convert() would copy a picture that is already RGB.
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def is_plain_jpeg(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> bool:
-    """Tell from its segments that a picture is a JPEG which needs no look by Pillow: RGB, upright and not too large."""
+    """Return whether a picture is a JPEG that does not need Pillow, from its segments: RGB, upright and not too
+    large."""
     place, is_plain = len(START), False
     while data.startswith(START) and len(data) >= place + SEGMENT.size + FRAME.size:
         marker, length = SEGMENT.unpack_from(data, place)
@@ -139,14 +141,14 @@ def is_plain_jpeg(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> bool
 
 
 def _is_usual_jpeg(image: Image.Image) -> bool:
-    """Tell from the header; EXIF is only read where there is some."""
+    """Decide from the header; EXIF is only read if there is some."""
     if image.format != "JPEG" or image.mode != "RGB":
         return False
     return "exif" not in image.info or image.getexif().get(ExifTags.Base.Orientation, 1) == 1
 
 
 def _torchvision_decodes_alike() -> bool:
-    """Torchvision may be built without libjpeg, or with another one than Pillow."""
+    """Return whether torchvision decodes like Pillow: it may be built without libjpeg, or with another version."""
     for subsampling, progressive in ((0, False), (2, False), (2, True)):
         buffer = BytesIO()
         noise(83, 61).save(buffer, "JPEG", quality=85, subsampling=subsampling, progressive=progressive)
@@ -161,7 +163,7 @@ def _torchvision_decodes_alike() -> bool:
 
 
 def noise(width: int, height: int) -> Image.Image:
-    """Return a picture with all values of a byte in it, to try a decoder or processor on."""
+    """Return a picture with all byte values, to test a decoder or processor with."""
     return Image.effect_noise((width, height), 200).convert("RGB")
 
 

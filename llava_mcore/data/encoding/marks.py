@@ -1,4 +1,4 @@
-"""The marks in the text of turns, where pictures and videos stand."""
+"""The marks of pictures and videos in the text of turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TYPES = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
 
 
 def count_marks(turns: Iterable[Turn], mark: str) -> int:
-    """Return how often a mark stands in the text of turns."""
+    """Return the number of occurrences of a mark in the text of turns."""
     return sum(turn.text.count(mark) for turn in turns)
 
 

@@ -1,4 +1,4 @@
-"""Pictures and videos in tokenized text: one placeholder each becomes the tokens that the model's plan says."""
+"""Pictures and videos in tokenized text: expands each placeholder to the tokens of the model's plan."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from llava_mcore.errors import DataError
 from llava_mcore.models.media import MediaPlan, MediaTokens, Size, VideoShape
 
 NO_SIZE: Size = (0, 0)
-"""Of a picture whose size nobody asks for."""
+"""Size of a picture if the tokens do not depend on it."""
 
 
 def media_tokens(pictures: Sequence[bytes], plan: MediaPlan, most_pixels: int) -> list[MediaTokens]:
-    """Return what the pictures of one conversation become; only headers are read, and only where sizes matter.
+    """Return the tokens of the pictures of one conversation; only headers are read, and only if sizes matter.
 
     Raises:
         DataError: a picture whose size cannot be read, or that has more than most_pixels.
@@ -28,7 +28,7 @@ def media_tokens(pictures: Sequence[bytes], plan: MediaPlan, most_pixels: int) -
 
 
 def video_tokens(videos: Sequence[Video], plan: MediaPlan, most_pixels: int) -> list[MediaTokens]:
-    """Return what the videos of one conversation become; only the headers of their frames are read.
+    """Return the tokens of the videos of one conversation; only the headers of their frames are read.
 
     Raises:
         DataError: a frame whose size cannot be read, has more than most_pixels or another size than the first one.
@@ -39,17 +39,17 @@ def video_tokens(videos: Sequence[Video], plan: MediaPlan, most_pixels: int) -> 
 
 
 def video_shape(video: Video, number: int = 0, most_pixels: int = LIMITS.picture_pixels) -> VideoShape:
-    """Return what decides the tokens of a video. DataError as of `video_tokens`; `number` is for the message."""
+    """Return the shape that determines a video's tokens. DataError like `video_tokens`; `number` is for the message."""
     first: Size | None = None
-    for place, frame in enumerate(video.frames):
+    for index, frame in enumerate(video.frames):
         try:
             size = picture_size(frame, most_pixels)
         except DataError as error:
-            raise DataError(f"video {number}, frame {place}: {error}") from error
+            raise DataError(f"video {number}, frame {index}: {error}") from error
         first = first or size
         if size != first:
             raise DataError(
-                f"video {number}: frame {place} has {size[1]} x {size[0]} pixels, but the first one has "
+                f"video {number}: frame {index} has {size[1]} x {size[0]} pixels, but the first one has "
                 f"{first[1]} x {first[0]}; frames of a video must have one size"
             )
     if first is None:
@@ -58,16 +58,16 @@ def video_shape(video: Video, number: int = 0, most_pixels: int = LIMITS.picture
 
 
 def in_order[T](ids: NDArray[np.int64], pictures: Sequence[T], videos: Sequence[T], plan: MediaPlan) -> list[T]:
-    """Return something of each picture and video in the order of their placeholders in a text.
+    """Return the items of pictures and videos in the order of their placeholders in a text.
 
-    A template may put all pictures of a turn before its videos; among themselves neither change their order.
+    A template may put all pictures of a turn before its videos; neither kind changes its order.
     """
     queues = {plan.image_token_id: iter(pictures), plan.video_token_id: iter(videos)}
     return [next(queues[i]) for i in ids[np.isin(ids, plan.placeholders)].tolist()]
 
 
 def expand(tokens: TextTokens, placeholders: Sequence[int], media: Sequence[MediaTokens]) -> ChatTokens:
-    """Let every placeholder become its picture's or video's tokens, which are never trained.
+    """Expand every placeholder to its picture's or video's tokens, which are never trained.
 
     Raises ValueError if there are not as many placeholders as media.
     """

@@ -1,4 +1,4 @@
-"""Pictures and videos: what the checkpoint's own processors make of them."""
+"""Preprocesses pictures and videos with the checkpoint's own processors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from llava_mcore.models.media import MediaPlan, MediaTokens, VideoShape
 from llava_mcore.pixels import NO_SCALE, normalize
 
 PROCESSOR_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a processor raises for settings that make no sense."""
+"""Errors that a processor raises for invalid settings."""
 
 
 class ImagePreprocessor:
     """The checkpoint's image and video processors: pictures and frames as bytes -> tiles of one fixed square size.
 
-    Rescaling and normalizing are left to the device (`llava_mcore.pixels`) where that gives the same bits: it is two
-    thirds of the processor's time, and makes four times as much to hand over between processes.
+    Rescaling and normalizing are done on the device (`llava_mcore.pixels`) if the result is bitwise the same: they take
+    two thirds of the processor's time, and give four times as much data to pass between processes.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ImagePreprocessor:
         most_pixels: int = LIMITS.picture_pixels,
         videos: BaseVideoProcessor | None = None,
     ) -> None:
-        """Check the processors on a wide picture; DataError if the result is not what the vision tower takes.
+        """Check the processors on a wide picture; DataError if the result does not fit the vision tower.
 
         Args:
             pixel_shape: of a tile [3, height, width], or of a patch.
@@ -79,35 +79,33 @@ class ImagePreprocessor:
 
     @property
     def _options(self) -> dict[str, bool]:
-        """Of the processors' calls: what is left to the device."""
+        """Options of the processors' calls: steps that are done on the device."""
         return {"do_rescale": False, "do_normalize": False} if len(self.pixel_scale) else {}
 
     def _process(self, images: Sequence[Image.Image], tokens: Sequence[MediaTokens] = ()) -> Tensor:
-        """`tokens`: those that the pictures have in their conversation; else as if each were alone in one."""
+        """`tokens`: those of the pictures in their conversation; without them each counts as the only picture."""
         tokens = tokens or [self.plan.tokens([(image.height, image.width)])[0] for image in images]
         pixels = self.plan.pixels(self.processor, images, tokens, **self._options)
         num_tiles = sum(item.num_tiles for item in tokens)
         if len(pixels) != num_tiles:
-            raise DataError(f"the image processor makes {len(pixels)} tiles of what the model takes as {num_tiles}")
+            raise DataError(f"the image processor makes {len(pixels)} tiles where the model expects {num_tiles}")
         return pixels
 
     def _process_video(self, frames: Tensor, tokens: MediaTokens | None = None) -> Tensor:
         """Return the tiles of a video's frames, uint8 [frames, 3, height, width].
 
-        `tokens`: None if nobody has asked for them yet.
+        `tokens`: None if they have not been computed yet.
         """
         assert self.videos is not None, "load_assets says why there is no video processor"
         if tokens is None:
             (tokens,) = self.plan.video_tokens([VideoShape(len(frames), *frames.shape[-2:])])
         pixels = self.plan.video_pixels(self.videos, frames, tokens, **self._options)
         if len(pixels) != tokens.num_tiles:
-            raise DataError(
-                f"the video processor makes {len(pixels)} tiles of what the model takes as {tokens.num_tiles}"
-            )
+            raise DataError(f"the video processor makes {len(pixels)} tiles where the model expects {tokens.num_tiles}")
         return pixels
 
     def _try_video(self, probe: Image.Image) -> Tensor | None:
-        """Return the tiles of a video; None, and no video processor any more, if they do not suit the vision tower."""
+        """Return the tiles of a video; None if they do not fit the vision tower; then there is no video processor."""
         if self.videos is None:
             return None
         try:
@@ -125,7 +123,7 @@ class ImagePreprocessor:
         return None
 
     def _is_normalized(self, pixels: Tensor, expected: Tensor) -> bool:
-        """Tell whether bytes become what the processor itself makes of a picture."""
+        """Return whether normalized bytes equal the processor's own output."""
         return pixels.dtype == torch.uint8 and torch.equal(normalize(pixels, self.pixel_scale), expected)
 
     def _resizes_and_crops_only(self) -> bool:
@@ -138,7 +136,7 @@ class ImagePreprocessor:
         )
 
     def _resize_and_crop(self, pixels: Tensor) -> Tensor:
-        """What `_process` does without rescaling, spared the checks of its arguments: they take half as long."""
+        """Like `_process` without rescaling and without checks of arguments, which take half as long."""
         if self.processor.do_resize:
             pixels = self.processor.resize(pixels, self.processor.size, resample=self.processor.resample)
         if self.processor.do_center_crop:
@@ -150,11 +148,12 @@ class ImagePreprocessor:
 
         There may be none.
 
-        uint8 that `pixel_scale` normalizes, or float32 where that is empty. The channels of a pixel may be next to each
-        other in memory (channels_last), as decoders and resizing like it.
+        uint8 that `pixel_scale` normalizes, or float32 if that is empty. The format may be channels_last, which is
+        faster
+        for decoding and resizing.
 
         Raises:
-            DataError: a picture that cannot be decoded, or of which the processor makes another number of tiles.
+            DataError: a picture cannot be decoded, or the processor returns another number of tiles.
         """
         pictures = [(item.data, item.tokens) for item in media if isinstance(item.data, bytes)]
         tiles = self._picture_tiles([data for data, _ in pictures], [tokens for _, tokens in pictures])
@@ -193,10 +192,10 @@ def _still(probe: Image.Image) -> Tensor:
 
 
 def load_image_processor(folder: Path) -> BaseImageProcessor:
-    """Load the processor, backed by torchvision whatever the folder names.
+    """Load the processor with torchvision as its backend, whatever the folder names.
 
-    The Pillow-backed classes differ from it by up to 0.015 a value, so the choice is not left to what is installed,
-    but for those that transformers backs by Pillow itself: torchvision before 0.27 has not their Lanczos filter.
+    The classes with Pillow differ from it by up to 0.015 per value, so the choice does not depend on what is installed.
+    Exceptions are those for which transformers itself uses Pillow: torchvision before 0.27 lacks their Lanczos filter.
     Raises OSError or ValueError if the folder has none, DataError without torchvision.
     """
     processor = _image_processor(folder, "torchvision")

@@ -1,4 +1,4 @@
-"""Prompts for data that have answers but no questions, such as captions.
+"""Prompts for data with answers but no questions, such as captions.
 
 A dataset of a blend names its pool: `subflavors: {prompt_pool: caption}`.
 """
@@ -92,10 +92,10 @@ def check_pool(pool: str) -> None:
 def choose_prompt(pool: str, lang: Literal["jp", "en"], sample_key: str, seed: int) -> str:
     """Return a prompt for a sample without a question.
 
-    It depends on nothing but the arguments, so neither the order of samples nor a resume changes it.
+    It depends only on the arguments, so neither the order of samples nor a resume changes it.
 
     Raises:
-        DataError: no such pool.
+        DataError: the pool does not exist.
     """
     check_pool(pool)
     prompts = POOLS[pool][lang]

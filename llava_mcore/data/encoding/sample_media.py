@@ -1,4 +1,4 @@
-"""Which parts of a shard's sample are pictures, which are frames of videos, and what its json names in a store."""
+"""Finds the pictures and video frames of a sample: its parts, and names in a store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VIDEOS_KEY, FRAMES_KEY, FPS_KEY = "videos", "frames", "fps"
 
 @dataclass(frozen=True, slots=True)
 class ListedVideo:
-    """A video as "videos" of a json lists it: names of its frames, and how many of them belong to a second."""
+    """An entry of "videos" in a json: the names of its frames, and frames per second."""
 
     frames: tuple[Any, ...]
     fps: float | None
@@ -38,7 +38,7 @@ def media_of(
         store: the dataset's store of pictures (`aux: {images: …}` in a blend).
 
     Raises:
-        DataError: something is missing or of a wrong kind.
+        DataError: something is missing or has a wrong type.
         RuntimeError: the store cannot be reached.
     """
     listed = listed_videos(about.get(VIDEOS_KEY))
@@ -53,14 +53,14 @@ def media_of(
 
 
 def is_picture_part(name: str) -> bool:
-    """Tell whether a part of a sample is a picture or frame, by the end of its name."""
+    """Return whether a part of a sample is a picture or frame, by its suffix."""
     return not name.startswith("__") and name.rsplit(".", 1)[-1].lower() in IMAGE_PARTS
 
 
 def listed_videos(videos: Any) -> list[ListedVideo]:
-    """Return what "videos" of a json says: for each video a list of its frames, or {"frames": […], "fps": 2.0}.
+    """Parse "videos" of a json: for each video a list of its frames, or {"frames": […], "fps": 2.0}.
 
-    DataError if it says anything else.
+    DataError for anything else.
     """
     if videos is None:
         return []
@@ -87,7 +87,7 @@ def _listed(number: int, video: Any) -> ListedVideo:
 
 
 def check_fps(fps: Any, where: str) -> float | None:
-    """Return frames per second as a number, None if they are not given. DataError for what is no positive number."""
+    """Return frames per second as a number, None if they are not given. DataError if it is not a positive number."""
     if fps is None:
         return None
     is_number = isinstance(fps, int | float) and not isinstance(fps, bool)

@@ -1,4 +1,4 @@
-"""The tokenizer's special tokens: those given by id, and whether they and the model's config.json agree."""
+"""The tokenizer's special tokens: sets those given by id, and compares them with the model's config.json."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from llava_mcore.models.architectures.registry import architecture_of
 
 
 def choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int | None], found: list[str]) -> None:
-    """Make tokens that are given by id the tokenizer's own.
+    """Set the tokenizer's special tokens that are given by id.
 
-    ids: special token's name -> id, None leaves it.
+    ids: special token's name -> id, None keeps it.
     """
     for name, number in ids.items():
         if number is None:

@@ -1,4 +1,4 @@
-"""Tokens that `prepare` writes into a sample's json, for training to take over instead of tokenizing again."""
+"""Tokens that `prepare` writes into a sample's json, so that training does not tokenize again."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from llava_mcore.data.encoding.chat_tokens import TextTokens
 from llava_mcore.errors import DataError
 
 TOKENS_KEY = "prepared_tokens"
-"""Of a conversation's json."""
+"""Key in a conversation's json."""
 ORIGIN_FILE = "tokens.json"
-"""In .nv-meta: what made the tokens of the shards that were written last."""
+"""File in .nv-meta: the fingerprint of the tokens in the latest shards."""
 
 logger = logging.getLogger(__name__)
 
 
 def to_json(tokens: TextTokens, fingerprint: str) -> dict[str, Any]:
-    """Return what stands in the json.
+    """Return the entry for the json.
 
-    "by" is the fingerprint of the tokenizer and template that made them, "ids" are little-endian uint32 in base64,
-    "trained" lists the ends of the stretches that are learnt: [start, end, start, end, …].
+    "by" is the fingerprint of the tokenizer and template, "ids" are little-endian uint32 in base64,
+    "trained" lists the bounds of the trained spans: [start, end, start, end, …].
     """
     ends = np.flatnonzero(np.diff(tokens.trained, prepend=False, append=False))
     ids = b64encode(tokens.ids.astype("<u4").tobytes()).decode("ascii")
@@ -35,12 +35,12 @@ def to_json(tokens: TextTokens, fingerprint: str) -> dict[str, Any]:
 
 
 def is_by(stored: Any, fingerprint: str) -> bool:
-    """Tell whether these are tokens that the tokenizer and template of that fingerprint have made."""
+    """Return whether these are tokens of the tokenizer and template with that fingerprint."""
     return isinstance(stored, dict) and stored.get("by") == fingerprint
 
 
 def from_json(stored: dict[str, Any]) -> TextTokens:
-    """The inverse of `to_json`. DataError if something has changed them."""
+    """The inverse of `to_json`. DataError if they are damaged."""
     try:
         ids = np.frombuffer(b64decode(stored["ids"]), "<u4").astype(np.int64)
         trained = np.zeros(len(ids), dtype=np.bool_)
@@ -53,16 +53,16 @@ def from_json(stored: dict[str, Any]) -> TextTokens:
 
 
 def log_origin(datasets: Iterable[Path | EPath], fingerprint: str) -> None:
-    """Say of every dataset with stored tokens whether they are taken over."""
+    """Log for every dataset with stored tokens whether they are used."""
     for dataset in datasets:
         file = dataset / ".nv-meta" / ORIGIN_FILE
         if not file.is_file():
             continue
         if is_by(json.loads(file.read_text()), fingerprint):
-            logger.info("%s: tokens are taken over as they were prepared", dataset)
+            logger.info("%s: stored tokens are used", dataset)
         else:
             logger.info(
-                "%s: tokens were prepared with another tokenizer or chat template, so they are made anew while "
-                "training, which takes processor time; prepare the data again to save it",
+                "%s: tokens were prepared with another tokenizer or chat template, so they are computed again during "
+                "training, which takes CPU time; prepare the data again to save it",
                 dataset,
             )

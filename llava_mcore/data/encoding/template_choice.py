@@ -1,4 +1,4 @@
-"""Which chat template a run trains with, and in which language it asks where data bring no question."""
+"""The choice of the chat template, and of the language of prompts for data without questions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Lang = Literal["jp", "en"]
 
 @dataclass(frozen=True)
 class TemplateChoice:
-    """A template and why it was taken."""
+    """A template and why it was chosen."""
 
     text: str
     reason: str
@@ -33,16 +33,16 @@ class TemplateChoice:
 def choose_template(
     tokenizer: PreTrainedTokenizerBase, folders: list[Path], *, chat_template: str | None, lang: Lang | None
 ) -> TemplateChoice:
-    """Return the template asked for, else that of the first folder that has one, else that of the language.
+    """Return the requested template, else that of the first folder that has one, else that of the language.
 
     Args:
         folders: the tokenizer's own folder first.
         chat_template: a name or a file.
 
     Raises:
-        ConfigError: no such name, an unreadable file, or a tokenizer that cannot spell the format's tokens.
-        ConversionError: the file's template cannot say a question and its answer.
-        DataError: nothing says which template.
+        ConfigError: unknown name, unreadable file, or a tokenizer that cannot spell the format's tokens.
+        ConversionError: the file's template cannot render a question and its answer.
+        DataError: no template is given.
     """
     if chat_template is not None and not is_name(chat_template):
         text = accept_parts(tokenizer, read_file(chat_template), chat_template)
@@ -70,7 +70,7 @@ def _named(tokenizer: PreTrainedTokenizerBase, name: str, reason: str, lang: Lan
 
 
 def _own_template(tokenizer: PreTrainedTokenizerBase, folders: list[Path]) -> tuple[str, Path] | None:
-    """Return the template that Hugging Face's processor of the first folder with one would take, and its place."""
+    """Return the template that Hugging Face's processor of the first folder with one would use, and its file."""
     for folder in folders:
         jinja, legacy = folder / "chat_template.jinja", folder / "chat_template.json"
         file = jinja if jinja.is_file() else legacy

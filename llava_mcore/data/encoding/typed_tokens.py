@@ -1,9 +1,9 @@
-"""Special tokens that somebody has typed, such as `<|im_end|>` in an answer: text, unless they are wanted as tokens.
+"""Special tokens that were typed, such as `<|im_end|>` in an answer: they are text, unless configured as tokens.
 
-A tokenizer finds its special tokens wherever they stand. To let the template's own be tokens and typed ones be text,
-both are told apart before: typed ones go through the template as private characters, and afterwards the template's own
-are private characters instead. These are the special tokens of a second tokenizer, which is the same but for their
-names. All names keep their length, so places in the text stay what they are.
+A tokenizer finds its special tokens anywhere in a text. To make the template's own tokens and typed ones text, they are
+renamed: typed ones pass through the template as private characters, and afterwards the template's own become private
+characters instead. These are the special tokens of a second tokenizer, which is otherwise the same. All names keep
+their length, so positions in the text do not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 from llava_mcore.errors import DataError
 
 OWN, TYPED = 0xF0000, 0x100000
-"""First of the private characters that stand for the template's own tokens, and for typed ones."""
+"""First of the private characters for the template's own tokens, and for typed ones."""
 PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 
 
@@ -26,11 +26,11 @@ class TypedTokens:
     """Finds special tokens in the text of turns, and tokenizes such text."""
 
     def __init__(self, tokenizer: Tokenizer, named: Iterable[str], *, marks: Collection[str]) -> None:
-        """Hold a tokenizer.
+        """Set up the search for a tokenizer.
 
         Args:
-            named: tokens that count as special whatever the tokenizer says of them, such as EOS and the placeholder.
-            marks: what stands for pictures and videos in the text of a turn, and so is not typed.
+            named: tokens that count as special even if the tokenizer does not say so, such as EOS and the placeholder.
+            marks: marks of pictures and videos in the text of a turn, which do not count as typed.
         """
         self._tokenizer = tokenizer
         special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
@@ -48,7 +48,7 @@ class TypedTokens:
         self._renamed: Tokenizer | None = None
 
     def found_in(self, text: str) -> set[str]:
-        """Return the special tokens that stand in a text, or would after the tokenizer has normalized it."""
+        """Return the special tokens in a text, before or after the tokenizer's normalization."""
         if self._typed is None:
             return set()
         found = set(self._typed.findall(text))
@@ -59,7 +59,7 @@ class TypedTokens:
     def hide(self, text: str) -> str:
         """Return the text of a turn with other names for the tokens typed there. DataError if it has such names."""
         if PRIVATE.search(text):
-            raise DataError("the text holds special tokens beside private characters (U+F0000 and above)")
+            raise DataError("the text contains both special tokens and private characters (U+F0000 and above)")
         return self._hide(text)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
@@ -71,7 +71,7 @@ class TypedTokens:
     def _make_renamed(self) -> Tokenizer:
         """Return the tokenizer with private names for its special tokens.
 
-        DataError if it is not the same but for these.
+        DataError if it differs in anything else.
         """
         about = json.loads(self._tokenizer.to_str())
         for token in about["added_tokens"]:
@@ -88,13 +88,14 @@ class TypedTokens:
 
 
 _ADVICE = (
-    "special tokens in the text cannot be kept apart with this tokenizer; take them out of the text, or let them be "
+    "special tokens in the text cannot be distinguished with this tokenizer; remove them from the text, or read them "
+    "as "
     "tokens (data.special_tokens_in_text control, --special-tokens-in-text control)"
 )
 
 
 def _alternatives(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return what finds any of the texts, the longer one of two that begin alike."""
+    """Return a pattern for any of the texts that prefers longer ones."""
     ordered = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
@@ -107,7 +108,7 @@ def _replacer(names: dict[str, str]) -> Callable[[str], str]:
 
 
 def _normalizer(tokenizer: Tokenizer, tokens: Iterable[str]) -> Callable[[str], str] | None:
-    """Return what the tokenizer does to a text before it looks for special tokens; None if it looks before."""
+    """Return the tokenizer's normalization before its search for special tokens; None if it searches first."""
     added: dict[str, AddedToken] = {t.content: t for t in tokenizer.get_added_tokens_decoder().values()}
     if tokenizer.normalizer is None or not any(added[token].normalized for token in tokens if token in added):
         return None

@@ -1,4 +1,4 @@
-"""What a checkpoint's videos are read with, or why there can be none."""
+"""The video processor of a checkpoint, or why videos are not supported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.registry import architecture_of, classes_that_take_videos
 
 VIDEO_FILE, PROCESSOR_FILE, SECTION = "video_preprocessor_config.json", "processor_config.json", "video_processor"
-"""A video processor is the one file, or the section of the other."""
+"""A video processor is in the first file, or in a section of the second."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ def choose_videos(
     tokenizer: PreTrainedTokenizerBase,
     load_errors: tuple[type[Exception], ...],
 ) -> Videos:
-    """Load the first folder's video processor that has one.
+    """Load the video processor of the first folder that has one.
 
     Args:
-        load_errors: what transformers raises for files that are missing or make no sense.
+        load_errors: errors that transformers raises for missing or invalid files.
     """
     architecture = architecture_of(config)
     if not architecture.takes_videos:
         known = ", ".join(classes_that_take_videos())
-        return Videos(reason=f"{architecture.model_class.__name__} takes no videos; classes that do: {known}")
+        return Videos(reason=f"{architecture.model_class.__name__} does not support videos; classes that do: {known}")
     token = architecture.video_placeholder(tokenizer)
     token_id = tokenizer.get_vocab().get(token)
     if token_id is None:
@@ -65,4 +65,4 @@ def _has_video_processor(folder: Path) -> bool:
     try:
         return SECTION in read_object(folder / PROCESSOR_FILE, DataError)
     except DataError:
-        return False  # said where the file is read for pictures
+        return False  # reported where the file is read for pictures

@@ -46,7 +46,7 @@ def fullest_pack(lengths: Sequence[int], capacity: int, media: Media | None = No
         chosen = _closest_subset_of_both([(lengths[i], levels[i]) for i in others], *room)
     else:
         chosen = _closest_subset([lengths[i] for i in others], capacity - lengths[0])
-    return [0, *sorted(others[place] for place in chosen)]
+    return [0, *sorted(others[position] for position in chosen)]
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -58,10 +58,10 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     left = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     packs: list[list[int]] = []
     while left:
-        places = fullest_pack([lengths[i] for i in left], capacity)
-        packs.append(sorted(left[place] for place in places))
-        taken = set(places)
-        left = [index for place, index in enumerate(left) if place not in taken]
+        positions = fullest_pack([lengths[i] for i in left], capacity)
+        packs.append(sorted(left[position] for position in positions))
+        taken = set(positions)
+        left = [index for position, index in enumerate(left) if position not in taken]
     return sorted(packs)
 
 
@@ -79,11 +79,11 @@ def _closest_subset(lengths: Sequence[int], room: int) -> list[int]:
     target = sums[-1].bit_length() - 1
     chosen = []
     for k in range(len(sums) - 1, 0, -1):
-        place = len(lengths) - k
+        position = len(lengths) - k
         # If both choices reach the target, the longer one is taken, which leaves short ones for later packs.
-        if lengths[place] <= target and sums[k - 1] >> target - lengths[place] & 1:
-            chosen.append(place)
-            target -= lengths[place]
+        if lengths[position] <= target and sums[k - 1] >> target - lengths[position] & 1:
+            chosen.append(position)
+            target -= lengths[position]
     return chosen
 
 
@@ -103,10 +103,10 @@ def _closest_subset_of_both(samples: Sequence[tuple[int, int]], room: int, level
     target, left = sums[-1][levels].bit_length() - 1, levels
     chosen = []
     for k in range(len(sums) - 1, 0, -1):
-        place = len(samples) - k
-        length, taken = samples[place]
+        position = len(samples) - k
+        length, taken = samples[position]
         if length <= target and taken <= left and sums[k - 1][left - taken] >> target - length & 1:
-            chosen.append(place)
+            chosen.append(position)
             target, left = target - length, left - taken
     return chosen
 

@@ -1,4 +1,4 @@
-"""Users' conversations and pictures in any usual format -> energon shards.
+"""Users' conversations and pictures in common formats -> energon shards.
 
-source files -> plan (which rows make which shard) -> rows -> conversations -> shards -> .nv-meta
+source files -> plan (rows of each shard) -> rows -> conversations -> shards -> .nv-meta
 """

@@ -1,4 +1,4 @@
-"""What a shard holds and what was skipped: counted where it is written, added up by the main process."""
+"""Counts of a shard's samples and skipped rows, added up by the main process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BINS_PER_OCTAVE = 8
 
 
 def bin_of(value: int) -> int:
-    """Return the bin of a number from 1 on; bin b begins at 2 ** (b / BINS_PER_OCTAVE)."""
+    """Return the bin of a number >= 1; bin b starts at 2 ** (b / BINS_PER_OCTAVE)."""
     return math.floor(math.log2(max(1, value)) * BINS_PER_OCTAVE)
 
 
@@ -29,7 +29,7 @@ class Histogram:
     largest: int = 0
 
     def add(self, value: int) -> None:
-        """Count a number from 1 on."""
+        """Count a number >= 1."""
         self.bins[bin_of(value)] += 1
         self.number, self.total, self.largest = self.number + 1, self.total + value, max(self.largest, value)
 
@@ -52,10 +52,10 @@ class Histogram:
 
 @dataclass
 class Counts:
-    """Of one shard, one source or everything."""
+    """Counts of one shard, one source or everything."""
 
     rows: int = 0
-    """Rows that were looked at: samples and skipped ones."""
+    """Rows that were read: samples and skipped ones."""
     conversations: int = 0
     entries: int = 0
     """Samples of the shards: conversations, or packs of them."""
@@ -63,7 +63,7 @@ class Counts:
     videos: int = 0
     frames: int = 0
     bytes: int = 0
-    """Of the shards."""
+    """Size of the shards in bytes."""
     tokens: Histogram = field(default_factory=Histogram)
     """Tokens of each conversation."""
     sides: Histogram = field(default_factory=Histogram)
@@ -71,7 +71,7 @@ class Counts:
     reasons: Counter[str] = field(default_factory=Counter)
     """Skipped rows by reason."""
     typed: Counter[str] = field(default_factory=Counter)
-    """Conversations by the special tokens that stand in their text."""
+    """Conversations by the special tokens in their text."""
 
     @property
     def skipped(self) -> int:
@@ -80,7 +80,7 @@ class Counts:
 
     @property
     def skip_rate(self) -> float:
-        """Part of the rows that was skipped, from 0 to 1."""
+        """Fraction of the rows that was skipped, from 0 to 1."""
         return self.skipped / self.rows if self.rows else 0.0
 
     def add(self, conversation: Conversation) -> None:
@@ -127,7 +127,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What became of the rows of one shard."""
+    """The results for the rows of one shard."""
 
     shard: int
     name: str | None

@@ -1,7 +1,7 @@
-"""Finished shards -> an energon dataset: index, split and manifest, as `energon prepare` makes them.
+"""Finished shards -> an energon dataset: index, split and manifest, like those of `energon prepare`.
 
-Energon's command itself holds the rows of all indexes in a queue, and ends the process when it finds a fault;
-so its functions are called here, one shard after the other.
+Energon's own command keeps the rows of all indexes in a queue, and ends the process on an error, so its functions are
+called here for one shard after the other.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from llava_mcore.errors import DataError
 
 DATASET = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 LINT = {"sample_type": {"__module__": "megatron.energon", "__class__": "TextSample"}, "field_map": {"text": "json"}}
-"""Another view of the same samples, because `energon lint` (7.4) knows no crude datasets and fails on every one."""
+"""Another view of the same samples, because `energon lint` (7.4) does not support crude datasets and fails on each
+one."""
 MAX_PARTS = 50
 NAMESPACE = uuid.UUID("6ba7b812-9dad-11d1-80b4-00c04fd430c8")
-"""Of identifiers that are made of hashes (RFC 4122's for object identifiers)."""
+"""Namespace of identifiers derived from hashes (RFC 4122's for object identifiers)."""
 
 
 def write_meta(
@@ -49,11 +50,11 @@ def write_meta(
     tokens_by: str | None = None,
     on_shard: Callable[[], None] = lambda: None,
 ) -> None:
-    """Index the shards and write .nv-meta, which appears as a whole.
+    """Index the shards and write .nv-meta atomically.
 
-    `tokens_by` is the fingerprint of what made the stored tokens, None if there are none.
+    `tokens_by` is the fingerprint of the stored tokens; None if there are none.
 
-    Raises DataError if a shard does not hold what was written, or there are too few for a validation part.
+    Raises DataError if a shard differs from what was written, or there are too few for a validation split.
     """
     written = [report for report in reports if report.name is not None]
     splits = split_shards([str(report.name) for report in written], val_ratio)
@@ -65,7 +66,7 @@ def write_meta(
         energon_version=energon_version, shard_counts={str(r.name): r.counts.entries for r in written}
     )
     (meta / INFO_JSON_FILENAME).write_text(json.dumps(to_json_object(info), indent=2), encoding="utf-8")
-    # The same shards are the same dataset wherever they were made, which the place of a loader refers to.
+    # The same shards are the same dataset wherever they were written; the position of a loader refers to it.
     identity = uuid.uuid5(NAMESPACE, "".join(report.sha256 for report in written))
     (meta / "index.uuid").write_text(str(identity), encoding="utf-8")
     collapsed = {part: collapse(names, keep_order=True) for part, names in splits.items()}
@@ -79,7 +80,8 @@ def write_meta(
 
 
 def split_shards(names: Sequence[str], val_ratio: float) -> dict[str, list[str]]:
-    """Return the shards of each part; validation shards are drawn, always the same ones, and at least one if asked.
+    """Return the shards of each part; validation shards are chosen at random but always the same, and at least one if
+    requested.
 
     Raises DataError if nothing would be left to train on.
     """
@@ -91,7 +93,7 @@ def split_shards(names: Sequence[str], val_ratio: float) -> dict[str, list[str]]
 
 
 def _write_index(folder: Path, written: Sequence[ShardReport], sqlite: Path, on_shard: Callable[[], None]) -> None:
-    """Write index.sqlite, and the index beside each shard."""
+    """Write index.sqlite, and the index next to each shard."""
     numbers = {str(report.name): number for number, report in enumerate(written)}
     index: Any = SqliteIndexWriterAggregator(EPath(sqlite), total_tasks=len(written))
     index.on_start(None)
@@ -113,8 +115,8 @@ def _checked(rows: Iterable[Any], folder: Path, report: ShardReport) -> Iterator
             yield row
     if found != report.counts.entries:
         raise DataError(
-            f"{folder / str(report.name)} has {found} samples, but {report.counts.entries} were written; something has "
-            "changed it: remove it and run the same command again"
+            f"{folder / str(report.name)} has {found} samples, but {report.counts.entries} were written; they have "
+            "been changed: remove the shard and run the same command again"
         )
 
 

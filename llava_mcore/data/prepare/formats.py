@@ -1,4 +1,4 @@
-"""What sources may be told to be. Imports nothing heavy: the command line's help lists them."""
+"""Names of source formats. Light imports, because the command line's help lists them."""
 
 from __future__ import annotations
 

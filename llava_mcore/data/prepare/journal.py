@@ -1,4 +1,4 @@
-"""What is done already: the request that a folder was begun with, and one line for every finished shard."""
+"""Progress of a folder: the request that it was started with, and one line for every finished shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ META = ".nv-meta"
 
 
 class Journal:
-    """The state of a folder of shards. Open it as a context: the folder is locked meanwhile."""
+    """The state of a folder of shards. As a context, it locks the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -26,10 +26,10 @@ class Journal:
         self._request = self.scratch / "request.json"
         self._lines = self.scratch / "journal.jsonl"
         self._lock: IO[str] | None = None
-        self._places: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}
 
     def __enter__(self) -> Self:
-        """Lock the folder. DataError if it holds something else, or another process works in it."""
+        """Lock the folder. DataError if it has other contents, or another process is using it."""
         if self.folder.exists() and not self.folder.is_dir():
             raise DataError(f"--out {self.folder} is a file, not a folder")
         if self.folder.is_dir() and not self.scratch.is_dir() and any(self.folder.iterdir()):
@@ -40,7 +40,7 @@ class Journal:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._lock.close()
-            raise DataError(f"another `prepare` is writing to {self.folder}; wait for it, or end it") from error
+            raise DataError(f"another `prepare` is writing to {self.folder}; wait for it, or stop it") from error
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -48,30 +48,30 @@ class Journal:
         self._lock.close()
 
     def begin(self, request: Mapping[str, Any], *, overwrite: bool) -> None:
-        """Note the request in a new folder; in one that was begun, check that it is the same.
+        """Write the request into a new folder; in an existing one, check that it is the same.
 
-        overwrite: forget what an earlier request has written. DataError lists what differs.
+        overwrite: delete what an earlier request has written. DataError lists the differences.
         """
         if overwrite:
             self._forget()
         if self._request.is_file():
             found = _differences(json.loads(self._request.read_text(encoding="utf-8")), request)
             if found:
-                advice = "give another --out, or --overwrite to start anew"
-                raise DataError(problems(f"{self.folder} was begun with another source or options; {advice}", found))
+                advice = "give another --out, or --overwrite to start again"
+                raise DataError(problems(f"{self.folder} was started with another source or options; {advice}", found))
         for leftover in self.scratch.glob("*.part"):
             leftover.unlink()
         write_whole(self._request, json.dumps(request, indent=1))
-        self._read_places()
+        self._read_offsets()
 
     def done(self) -> set[int]:
-        """Return the numbers of the finished shards: those with a line whose file is there in its full size."""
+        """Return the numbers of the finished shards: those with a line and a complete file."""
         return {report.shard for report in self.reports() if self._is_there(report)}
 
     def add(self, report: ShardReport) -> None:
-        """Note a finished shard."""
+        """Record a finished shard."""
         with self._lines.open("ab") as file:
-            self._places[report.shard] = file.tell()
+            self._offsets[report.shard] = file.tell()
             file.write(json.dumps(report.to_json()).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -79,23 +79,23 @@ class Journal:
     def report(self, shard: int) -> ShardReport:
         """Read the last line of a shard."""
         with self._lines.open("rb") as file:
-            file.seek(self._places[shard])
+            file.seek(self._offsets[shard])
             return ShardReport.from_json(json.loads(file.readline()))
 
     def reports(self) -> Iterator[ShardReport]:
         """Yield the reports by number."""
-        for shard in sorted(self._places):
+        for shard in sorted(self._offsets):
             yield self.report(shard)
 
-    def _read_places(self) -> None:
-        """Find the lines, and cut off one that was not finished."""
+    def _read_offsets(self) -> None:
+        """Find the lines, and remove an incomplete last one."""
         self._lines.touch()
         end = 0
         with self._lines.open("r+b") as file:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                self._places[json.loads(line)["shard"]] = end
+                self._offsets[json.loads(line)["shard"]] = end
                 end += len(line)
             file.truncate(end)
 
@@ -106,20 +106,20 @@ class Journal:
         return path.is_file() and path.stat().st_size == report.counts.bytes
 
     def _forget(self) -> None:
-        """Remove what earlier runs have written here, and nothing else."""
+        """Delete what earlier runs have written here, and nothing else."""
         shutil.rmtree(self.folder / META, ignore_errors=True)
-        self._read_places()
+        self._read_offsets()
         for report in self.reports():
             if report.name is not None:
                 (self.folder / report.name).unlink(missing_ok=True)
                 (self.folder / f"{report.name}.idx").unlink(missing_ok=True)
-        self._places = {}
+        self._offsets = {}
         self._lines.unlink()
         self._request.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file atomically."""
     temporary = path.with_name(f"{path.name}.part")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -129,15 +129,15 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return what differs between two requests, for the user."""
+    """Return the differences between two requests, for messages."""
     options = {name: (old["options"].get(name), new["options"].get(name)) for name in old["options"] | new["options"]}
-    found = [f"{name}: begun with {was}, now {now}" for name, (was, now) in options.items() if was != now]
+    found = [f"{name}: started with {was}, now {now}" for name, (was, now) in options.items() if was != now]
     before, after = ({(s["file"], s["hash"]): s for s in request["sources"]} for request in (old, new))
     names = {name for name, _ in before} & {name for name, _ in after}
     for (name, _), source in before.items():
         if (name, source["hash"]) not in after:
-            found.append(f"{name} has changed" if name in names else f"{name} is not a source any more")
+            found.append(f"{name} has changed" if name in names else f"{name} is no longer a source")
     found += [f"{name} is a new source" for name, _ in after if name not in names]
     if not found and old["sources"] != new["sources"]:
-        found.append("the sources come in another order")
+        found.append("the sources are in another order")
     return found

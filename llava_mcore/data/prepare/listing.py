@@ -1,4 +1,4 @@
-"""A YAML file that lists several sources, and the blend that is made of them."""
+"""A YAML file that lists several sources, and the blend of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ListedSource(BaseModel):
     weight: Positive | None = None
     """Share in the blend, relative to the others'."""
     epochs: Positive | None = None
-    """How often each sample comes in one round of the blend; instead of weights."""
+    """Repetitions of each sample per epoch of the blend; instead of weights."""
     format: Format = "auto"
     image_dir: Path | None = None
     source_split: str = "train"
@@ -43,7 +43,7 @@ class ListedSource(BaseModel):
     captions: bool = False
     video_key: str | None = None
     subflavors: dict[str, Any] = {}
-    """Handed on to energon's blend."""
+    """Passed on to energon's blend."""
 
     def source(self, root: Path) -> Source:
         """Return what is to be prepared."""
@@ -70,11 +70,11 @@ def is_listing(path: Path) -> bool:
 
 
 def read_listing(path: Path) -> Listing:
-    """Read and check a list. DataError names everything that is wrong with it."""
+    """Read and check a list. DataError lists everything that is wrong with it."""
     try:
         content = yaml.safe_load(read_regular_file(path, MOST_BYTES).decode("utf-8"))
         if _size(content, {}) > MOST_VALUES:
-            raise DataError(f"{path} has more than {MOST_VALUES} values when its aliases (*name) are written out")
+            raise DataError(f"{path} has more than {MOST_VALUES} values after expanding aliases (*name)")
         listing = Listing.model_validate(content)
     except RefusedFileError as error:
         raise DataError(str(error)) from error
@@ -82,9 +82,9 @@ def read_listing(path: Path) -> Listing:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
         found = [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
-        raise DataError(problems(f"{path} is no list of sources (see docs/prepare.md)", found)) from error
+        raise DataError(problems(f"{path} is not a list of sources (see docs/prepare.md)", found)) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{path} is no YAML: {error}") from error
+        raise DataError(f"{path} is not valid YAML: {error}") from error
     found = _disagreements(listing)
     if found:
         raise DataError(problems(f"{path} cannot be prepared", found))
@@ -92,7 +92,7 @@ def read_listing(path: Path) -> Listing:
 
 
 def _size(value: Any, known: dict[int, int]) -> int:
-    """Return the number of values within a value. RecursionError for one that holds itself."""
+    """Return the number of values within a value. RecursionError for one that contains itself."""
     if not isinstance(value, (dict, list)):
         return 1
     if id(value) not in known:
@@ -117,7 +117,7 @@ def _name(source: ListedSource) -> str:
 
 
 def write_blend(folder: Path, listing: Listing, *, has_val: bool) -> Path:
-    """Write energon's metadataset of the prepared sources and return its path. The validation part has each once."""
+    """Write energon's metadataset of the prepared sources and return its path. The validation split has each once."""
     entries = []
     for name, source in listing.by_name().items():
         entry: dict[str, Any] = {"path": f"./{name}"}
@@ -135,7 +135,7 @@ def write_blend(folder: Path, listing: Listing, *, has_val: bool) -> Path:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes what occurs twice twice: energon reads no aliases."""
+    """Writes repeated values in full: energon does not read aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

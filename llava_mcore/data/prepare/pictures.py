@@ -1,4 +1,4 @@
-"""A reference to a picture -> its bytes, its size in pixels and the file ending of its format."""
+"""A reference to a picture -> its bytes, its size in pixels and the file suffix of its format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llava_mcore.errors import DataError
 from llava_mcore.files.regular import RefusedFileError, read_regular_file
 
 EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg"}
-"""File endings that are not the format's name; MPO is what many phones write into .jpg files."""
+"""File suffixes that are not the format's name; many phones write MPO into .jpg files."""
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
@@ -30,10 +30,10 @@ def read_picture(reference: Any, folder: Path, *, decode: bool = False, limits: 
 
     Args:
         reference: bytes, {"bytes", "path"}, a path (absolute, or relative to folder), a file:// or a data: URI.
-        decode: decode all of it, to see whether it is whole.
+        decode: decode all of it, to check that it is complete.
 
     Raises:
-        BadSample: it is missing, not on disk, of a format that training does not read, too large, or broken.
+        BadSample: it is missing, not on disk, of an unsupported format, too large, or broken.
     """
     data = _read(reference, folder, limits.sample_bytes)
     extension, size = inspect(data)
@@ -49,7 +49,7 @@ def read_picture(reference: Any, folder: Path, *, decode: bool = False, limits: 
 
 
 def inspect(data: bytes) -> tuple[str, tuple[int, int]]:
-    """Return the file ending and (width, height) of a picture, as it stands after its EXIF turned it.
+    """Return the file suffix and (width, height) of a picture, after the rotation in its EXIF.
 
     Only the header is read. Raises BadSample.
     """
@@ -58,7 +58,7 @@ def inspect(data: bytes) -> tuple[str, tuple[int, int]]:
             size, name = image.size, str(image.format)
             orientation = orientation_of(image, data)
     except UnidentifiedImageError as error:
-        raise BadSample(Reason.IMAGE_BROKEN, f"{len(data)} bytes of no known format") from error
+        raise BadSample(Reason.IMAGE_BROKEN, f"{len(data)} bytes of an unknown format") from error
     except DAMAGED as error:
         raise BadSample(Reason.IMAGE_BROKEN, f"{type(error).__name__}: {error}") from error
     extension = EXTENSIONS.get(name, name.lower())
@@ -92,7 +92,7 @@ def _read_data_uri(uri: str) -> bytes:
     try:
         return base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise BadSample(Reason.IMAGE_BROKEN, f"the data URI is no base64: {error}") from error
+        raise BadSample(Reason.IMAGE_BROKEN, f"the data URI is not base64: {error}") from error
 
 
 def _read_file(path: Path, most_bytes: int) -> bytes:
@@ -102,5 +102,5 @@ def _read_file(path: Path, most_bytes: int) -> bytes:
         raise BadSample(Reason.IMAGE_MISSING, str(error)) from error
     except OSError as error:
         raise BadSample(Reason.IMAGE_MISSING, f"{path}: {error.strerror}") from error
-    except ValueError as error:  # a name that no file can have
+    except ValueError as error:  # not a valid file name
         raise BadSample(Reason.IMAGE_MISSING, f"{path!r:.120}: {error}") from error

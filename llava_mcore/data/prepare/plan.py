@@ -1,4 +1,4 @@
-"""What is asked for, and which rows of which files make which shard."""
+"""The request, and the plan which rows of which files go into which shard."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FORMAT = 4
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """Which tokenizer and chat template count the tokens, as in training."""
+    """The tokenizer and chat template that count the tokens, as in training."""
 
     hf_dir: Path
     chat_template: str | None = None
-    """A name or a .jinja file; None takes the folder's own."""
+    """A name or a .jinja file; None: the folder's own."""
     lang: Lang | None = None
-    """Picks the template where the folder has none."""
+    """Selects the template if the folder has none."""
     special_tokens_in_text: Handling = "text"
 
     def load(self) -> Assets:
@@ -54,13 +54,13 @@ class Counting:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How shards are made of rows. Everything here changes the shards, so a rerun must have the same."""
+    """How rows become shards. All options change the shards, so they must be the same in a rerun."""
 
     rows_per_shard: int = 1000
     val_ratio: float = 0.0
     counting: Counting | None = None
     pack_to: int | None = None
-    """Tokens of an offline pack; None: nothing is packed."""
+    """Tokens of an offline pack; None: no packing."""
     check_images: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     """Which frames of video files are kept."""
@@ -84,19 +84,19 @@ class Plan:
     shards: tuple[tuple[Segment, ...], ...]
     num_rows: int
     request: dict[str, Any]
-    """What the shards depend on, as plain containers, for comparison with what is there already."""
+    """Everything that the shards depend on, as plain containers, for comparison with an existing folder."""
 
 
 def make_plan(source: Source, options: Options, on_file: Callable[[str], None] = lambda name: None) -> Plan:
     """Read through all files once and divide their rows over shards.
 
-    Shard k holds the rows [k * rows_per_shard, (k + 1) * rows_per_shard), counted over all files.
+    Shard k contains the rows [k * rows_per_shard, (k + 1) * rows_per_shard), counted over all files.
 
     Args:
-        on_file: told the name of each file before it is read.
+        on_file: called with the name of each file before it is read.
 
     Raises:
-        DataError: a path is no source, cannot be read, or there are too few shards for a validation part.
+        DataError: a path is not a source or cannot be read, or there are too few shards for a validation split.
     """
     how = replace(source.how, most_bytes=options.limits.sample_bytes)
     files = [file for path in source.paths for file in find_files(path, how)]
@@ -112,7 +112,7 @@ def make_plan(source: Source, options: Options, on_file: Callable[[str], None] =
         known.append({"file": file.name, "rows": scan.num_rows, "hash": scan.fingerprint})
         first_row += scan.num_rows
     if not first_row:
-        raise DataError(f"{', '.join(map(str, source.paths))}: there is not a single row")
+        raise DataError(f"{', '.join(map(str, source.paths))}: there are no rows")
     if options.val_ratio and len(shards) < 2:
         raise DataError(
             f"{', '.join(map(str, source.paths))}: --val-ratio needs at least two shards, but the {first_row} rows "

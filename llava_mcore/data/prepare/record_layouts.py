@@ -1,6 +1,6 @@
 """A row's dictionary -> who says what and where pictures and videos are. Nothing is opened here.
 
-Known layouts, told apart by their keys: `conversations` or `messages` (lists of turns, `from`/`value` or
+Known layouts, distinguished by their keys: `conversations` or `messages` (lists of turns, `from`/`value` or
 `role`/`content`, content as text or in typed parts), `texts` (lists of user/assistant pairs), and question with answer.
 """
 
@@ -46,7 +46,7 @@ class _MediaPart:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Names of a row's fields; None: the usual ones."""
+    """Names of a row's fields; None: the default names."""
 
     image: str | None = None
     question: str | None = None
@@ -57,7 +57,7 @@ class Keys:
 
     @property
     def images(self) -> tuple[str, ...]:
-        """Fields that may hold pictures."""
+        """Fields that may contain pictures."""
         return ("image", "images") if self.image is None else (self.image,)
 
     @property
@@ -67,12 +67,12 @@ class Keys:
 
     @property
     def questions(self) -> tuple[str, ...]:
-        """Fields that may hold the question."""
+        """Fields that may contain the question."""
         return ("question",) if self.question is None else (self.question,)
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """Fields that may hold the answer."""
+        """Fields that may contain the answer."""
         return ("answer", "answers") if self.answer is None else (self.answer,)
 
     def all(self) -> frozenset[str]:
@@ -83,7 +83,7 @@ class Keys:
 def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None) -> Draft:
     """Return the turns, pictures and videos of a row, `<image>` or `<video>` standing where one goes.
 
-    layout: "conversations" or "messages" if no other is wanted. Raises BadSample.
+    layout: "conversations" or "messages" to accept no other. Raises BadSample.
     """
     listed = {IMAGE_MARK: _listed(row, keys.images), VIDEO_MARK: _listed(row, keys.videos)}
     images, videos = listed[IMAGE_MARK], listed[VIDEO_MARK]
@@ -138,7 +138,7 @@ def _own_marks_for_videos(draft: Draft) -> Draft:
 
 
 def check_turns(turns: Sequence[Turn]) -> None:
-    """Raise BadSample unless users and assistants take turns, all say something, and an answer ends it."""
+    """Raise BadSample unless users and assistants take turns, no turn is empty, and the last one is an answer."""
     for number, turn in enumerate(turns):
         if not turn.text.strip() and turn.role != "system":
             reason = Reason.EMPTY_ANSWER if turn.role == "assistant" else Reason.EMPTY_QUESTION
@@ -244,7 +244,8 @@ def _from_pairs(pairs: Any) -> Iterable[Turn]:
 
 
 def _from_answer(question: Any, answer: Any) -> tuple[Turn, ...]:
-    """Without white space around, as training reads such samples from shards. Of several answers, the first."""
+    """Return question and answer without surrounding white space, as in training. The first answer if there are
+    several."""
     if isinstance(answer, (list, tuple)) and answer:
         answer = answer[0]
     if answer is None:
@@ -253,7 +254,7 @@ def _from_answer(question: Any, answer: Any) -> tuple[Turn, ...]:
 
 
 def _first(row: Mapping[str, Any], names: Iterable[str]) -> Any:
-    """Return the first value that is there, nulls counting as not there."""
+    """Return the first value that is not missing or null."""
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 

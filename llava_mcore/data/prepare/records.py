@@ -1,4 +1,4 @@
-"""What passes between the steps of the importer, and why a row may be left out."""
+"""Data types of the importer's steps, and the reasons for skipping a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llava_mcore.data.samples import Turn
 class Reason(StrEnum):
     """Why a row is skipped; the values are what users read and count."""
 
-    NOT_JSON = "row is no JSON object"
+    NOT_JSON = "row is not a JSON object"
     NOT_UTF8 = "text is not UTF-8"
     WRONG_TYPE = "wrong type"
     NO_CONVERSATION = "no conversation"
@@ -39,7 +39,7 @@ class Reason(StrEnum):
 
 
 class BadSample(Exception):
-    """One row that cannot become a sample. No error of the program: it is caught for every row, and counted."""
+    """A row that cannot become a sample. It is caught for every row, and counted."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -49,10 +49,10 @@ class BadSample(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive rows of one source file that belong into one shard."""
+    """Consecutive rows of one source file that belong to one shard."""
 
     file: int
-    """Which of the source's files."""
+    """Index of the source's file."""
     row: int
     """Number of the first row, counted over all files of the source."""
     index: int
@@ -61,12 +61,12 @@ class Segment:
     """Rows."""
     start: int = 0
     stop: int = 0
-    """Bytes of the file that hold the rows; 0 where rows are found by their number."""
+    """Bytes of the file that contain the rows; 0 if rows are found by their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it lies in its source, or why it cannot even be read."""
+    """A row of a source, or why it cannot be read."""
 
     index: int
     """Number within its file."""
@@ -84,7 +84,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture's bytes as they were found."""
+    """An encoded picture."""
 
     data: bytes
     extension: str
@@ -110,7 +110,7 @@ class Conversation:
     pictures: tuple[Picture, ...]
     num_tokens: int | None
     tokens: Mapping[str, Any] | None
-    """As they stand in the json (see `stored_tokens`)."""
+    """As in the json (see `stored_tokens`)."""
     source: Mapping[str, Any]
     """file, index, id"""
     typed: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The work on one source: what is missing is made by several processes, then the dataset is finished."""
+"""Prepares one source: several processes write the missing shards, then the dataset is completed."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from llava_mcore.data.prepare.finish import write_meta
 from llava_mcore.data.prepare.journal import META, Journal, write_whole
 from llava_mcore.data.prepare.plan import Options, Plan, Source, make_plan
 from llava_mcore.data.prepare.records import Segment, Skipped
-from llava_mcore.data.prepare.shard import ShardMaker, Workplace
+from llava_mcore.data.prepare.shard import ShardMaker, ShardSetup
 from llava_mcore.errors import DataError
 
 MANIFEST = "manifest.json"
 SKIPPED = "skipped.jsonl"
 NUM_FIRST = 10
-"""Skipped rows that are shown."""
+"""Number of skipped rows to show."""
 SECONDS_BETWEEN_LOOKS = 0.25
 SHARDS_AHEAD = 2
-"""Shards that wait for each process."""
+"""Number of shards queued for each process."""
 
 
 class Progress(Protocol):
-    """What is told while the work goes on."""
+    """Receives progress reports."""
 
     def begin(self, what: str, total: int | None) -> None:
-        """Start a step of `total` rows or shards, None if that is not known."""
+        """Start a step of `total` rows or shards; None if unknown."""
         ...
 
     def advance(self, number: int) -> None:
-        """So many more are done."""
+        """Report that `number` more are done."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What is in a finished folder."""
+    """The contents of a finished folder."""
 
     folder: Path
     counts: Counts
     num_shards: int
     num_made: int
-    """Shards that this run has made; the others were there."""
+    """Shards that this run has written; the others existed."""
     rows_made: int
     seconds: float
     first_skipped: tuple[Skipped, ...]
     finished: bool
-    """False: too many rows were skipped, so the shards are there, but no .nv-meta."""
+    """False: too many rows were skipped, so there are shards but no .nv-meta."""
     special_tokens_in_text: Handling = "text"
 
 
@@ -75,29 +75,29 @@ def prepare(
     max_skip_rate: float = 0.01,
     overwrite: bool = False,
 ) -> Result:
-    """Make a folder of shards of a source, or what is missing of it.
+    """Write a folder of shards of a source, or the missing ones.
 
     Args:
-        num_workers: processes; 0 works in this one. The shards do not depend on it.
-        max_skip_rate: with a larger part of skipped rows, the dataset is not finished.
-        overwrite: begin anew instead of continuing.
+        num_workers: processes; 0: use this one. The shards do not depend on it.
+        max_skip_rate: with a larger fraction of skipped rows, the dataset is not completed.
+        overwrite: start again instead of continuing.
 
     Raises:
         DataError: before anything is written if the source, the tokenizer or the folder cannot be used, or the folder
-            was begun with another source or options; later if a file or a process fails.
+            was started with another source or options; later if a file or a process fails.
     """
     start = time.perf_counter()
-    assets = None if options.counting is None else options.counting.load()  # here, so that a fault is told at once
+    assets = None if options.counting is None else options.counting.load()  # here, so that errors are reported at once
     plan = make_plan(source, options, lambda name: progress.begin(f"reading through {name}", None))
     with Journal(folder) as journal:
         journal.begin(plan.request, overwrite=overwrite)
         missing = sorted(set(range(len(plan.shards))) - journal.done())
         if missing:
-            shutil.rmtree(folder / META, ignore_errors=True)  # so that nothing looks finished meanwhile
+            shutil.rmtree(folder / META, ignore_errors=True)  # so that nothing looks finished in the meantime
             (folder / MANIFEST).unlink(missing_ok=True)
             progress.begin(folder.name, sum(s.count for shard in missing for s in plan.shards[shard]))
-        place = Workplace(plan.files, plan.how, options, folder, journal.scratch)
-        for report in _make(place, assets, {shard: plan.shards[shard] for shard in missing}, num_workers, progress):
+        setup = ShardSetup(plan.files, plan.how, options, folder, journal.scratch)
+        for report in _make(setup, assets, {shard: plan.shards[shard] for shard in missing}, num_workers, progress):
             journal.add(report)
         tokens_by = None if assets is None else assets.chat.fingerprint
         return _finish(plan, options, journal, progress, set(missing), max_skip_rate, tokens_by, start)
@@ -159,39 +159,39 @@ def _write_skipped(path: Path, journal: Journal) -> tuple[Skipped, ...]:
 
 
 def _make(
-    place: Workplace,
+    setup: ShardSetup,
     assets: Assets | None,
     shards: dict[int, tuple[Segment, ...]],
     num_workers: int,
     progress: Progress,
 ) -> Iterator[ShardReport]:
-    """Yield the reports of shards as they get ready, in any order."""
+    """Yield the reports of shards as they are completed, in any order."""
     if not shards:
         return
     num_workers = min(num_workers, len(shards))
     if num_workers == 0 or len(shards) == 1:  # starting processes takes seconds
-        maker = ShardMaker(place, assets, lambda: progress.advance(1))
+        maker = ShardMaker(setup, assets, lambda: progress.advance(1))
         for shard, segments in shards.items():
             yield maker.make(shard, segments)
         return
-    # Processes are forked from one that has imported everything and runs no threads, unlike this one.
+    # Processes are forked from a server that has imported everything and has no threads, unlike this process.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     counter: Synchronized[int] = context.Value("q", 0)
-    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_process, initargs=(place, counter))
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_process, initargs=(setup, counter))
     try:
         yield from _collect(pool, shards, num_workers, _Reader(counter, progress.advance))
     except BrokenProcessPool as error:
         raise DataError(
-            f"a process was killed, perhaps for want of memory (see --num-workers); {place.folder} is not finished, "
-            "the same command continues"
+            f"a process was killed, perhaps because memory ran out (see --num-workers); {setup.folder} is incomplete, "
+            "run the same command to continue"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 class _Reader:
-    """Hands on what processes have counted since the last look."""
+    """Passes on the progress of other processes since the last call."""
 
     def __init__(self, counter: Synchronized[int], advance: Callable[[int], None]) -> None:
         self._counter, self._advance, self._seen = counter, advance, 0
@@ -219,24 +219,24 @@ def _collect(
 
 
 _maker: ShardMaker | None = None
-"""Of this process, if it is one of the pool's."""
+"""The maker of this process, if it belongs to the pool."""
 
 
-def _start_process(place: Workplace, counter: Synchronized[int]) -> None:
+def _start_process(setup: ShardSetup, counter: Synchronized[int]) -> None:
     global _maker
-    counting = place.options.counting
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the first one ends the others
+    counting = setup.options.counting
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the main process ends the others
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def count() -> None:
         with counter.get_lock():
             counter.value += 1
 
-    _maker = ShardMaker(place, None if counting is None else counting.load(), count)
+    _maker = ShardMaker(setup, None if counting is None else counting.load(), count)
 
 
 def _end_with_parent() -> None:
-    """Without this, processes of a pool whose owner was killed wait for work for ever."""
+    """Otherwise processes of a pool whose owner was killed would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

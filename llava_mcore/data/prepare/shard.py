@@ -1,4 +1,4 @@
-"""One shard, from its rows to its tar file. What runs in the processes of the importer."""
+"""Writes one shard, from its rows to its tar file, in a process of the importer."""
 
 from __future__ import annotations
 
@@ -41,42 +41,42 @@ LONGEST_ID = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Workplace:
-    """Where the shards of a source are made. Sent to every process."""
+class ShardSetup:
+    """Settings for the shards of a source, sent to every process."""
 
     files: tuple[SourceFile, ...]
     how: Opening
     options: Options
     folder: Path
-    """Of the finished shards."""
+    """Folder of finished shards."""
     scratch: Path
-    """Of unfinished ones, on the same file system."""
+    """Folder of unfinished shards, on the same file system."""
 
 
 class ShardMaker:
-    """Makes shards of one source, one after the other."""
+    """Writes shards of one source."""
 
-    def __init__(self, place: Workplace, assets: Assets | None, on_row: Callable[[], None] = lambda: None) -> None:
-        """assets: what counts tokens, None if nothing is to be counted. on_row: called for every row."""
-        self._place = place
+    def __init__(self, setup: ShardSetup, assets: Assets | None, on_row: Callable[[], None] = lambda: None) -> None:
+        """assets: for counting tokens; None: do not count. on_row: called for every row."""
+        self._setup = setup
         self._assets = assets
         self._on_row = on_row
 
     def make(self, shard: int, segments: Sequence[Segment]) -> ShardReport:
-        """Write a shard and say what is in it; rows that cannot become samples are left out.
+        """Write a shard and return its report; rows that cannot become samples are skipped.
 
-        Raises DataError if the source cannot be read any more, OSError if the shard cannot be written.
+        Raises DataError if the source can no longer be read, OSError if the shard cannot be written.
         """
         counts, skipped = Counts(), list[Skipped]()
         name = f"{shard:06d}.tar"
-        temporary = self._place.scratch / f"{name}.{os.getpid()}.part"  # a process of a killed run may still write
-        with ShardWriter(temporary, self._place.folder / name) as writer:
+        temporary = self._setup.scratch / f"{name}.{os.getpid()}.part"  # a process of a killed run may still be writing
+        with ShardWriter(temporary, self._setup.folder / name) as writer:
             conversations = self._conversations(segments, counts, skipped)
-            if self._place.options.pack_to is None:
+            if self._setup.options.pack_to is None:
                 for conversation in conversations:
                     writer.add(conversation)
             else:
-                _write_packs(writer, list(conversations), self._place.options.pack_to)
+                _write_packs(writer, list(conversations), self._setup.options.pack_to)
             sha256 = writer.finish() if writer.num_entries else ""
             counts.entries = writer.num_entries
             counts.bytes = writer.num_bytes if writer.num_entries else 0
@@ -87,7 +87,7 @@ class ShardMaker:
     ) -> Iterator[Conversation]:
         """Yield the good rows as conversations, counted; the others go to `skipped`."""
         for segment in segments:
-            file = self._place.files[segment.file]
+            file = self._setup.files[segment.file]
             for row in file.read(segment):
                 self._on_row()
                 counts.rows += 1
@@ -103,7 +103,7 @@ class ShardMaker:
     def _conversation(self, file: SourceFile, row: Row, number: int) -> Conversation:
         if isinstance(row.data, BadSample):
             raise row.data
-        how, options = self._place.how, self._place.options
+        how, options = self._setup.how, self._setup.options
         draft = place_marks(parse(row.data, how.keys, how.layout))
         check_turns(draft.turns)
         _check_length(draft.turns, options.limits)
@@ -119,7 +119,7 @@ class ShardMaker:
         _check_amount(pictures, videos, options.limits)
         num_tokens, tokens, typed = _tokens(self._assets, draft.turns, pictures, videos)
         if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
-            raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens, a pack has {options.pack_to}")
+            raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens; a pack has {options.pack_to}")
         source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
         return Conversation(number, draft.turns, pictures, num_tokens, tokens, source, typed, videos)
 
@@ -154,7 +154,7 @@ def _check_amount(pictures: Sequence[Picture], videos: Sequence[Clip], limits: L
 def _tokens(
     assets: Assets | None, turns: Sequence[Turn], pictures: Sequence[Picture], videos: Sequence[Clip]
 ) -> tuple[int | None, Mapping[str, Any] | None, tuple[str, ...]]:
-    """Return the number of tokens in training, those of the text as they are stored, and special ones in the text."""
+    """Return the number of tokens in training, the stored tokens of the text, and special tokens in the text."""
     if assets is None:
         return None, None, ()
     try:
@@ -170,11 +170,11 @@ def _tokens(
 
 
 def _id_of(row: Row) -> str:
-    """Return the row's own name, '' if it has none."""
+    """Return the row's id; '' if it has none."""
     found = None if isinstance(row.data, BadSample) else row.data.get("id")
     return "" if found is None else _clean(str(found))[:LONGEST_ID]
 
 
 def _clean(text: str) -> str:
-    """Return text that UTF-8 can hold."""
+    """Return text that can be encoded as UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""What a run has done: tables on the console, histograms there and as PNG."""
+"""Summary of a run: tables and histograms on the console, and histograms as PNG."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def show(console: Console, results: Sequence[Result]) -> None:
         console.print(table)
     for result in results:
         for token, number in result.counts.typed.most_common():
-            what = "kept as text" if result.special_tokens_in_text == "text" else "taken for the token"
+            what = "read as text" if result.special_tokens_in_text == "text" else "read as the token"
             console.print(
-                f"{result.folder.name}: {number:,} samples hold {token} in their text; it is {what} "
+                f"{result.folder.name}: {number:,} samples have {token} in their text; it is {what} "
                 "(--special-tokens-in-text)",
                 markup=False,
                 soft_wrap=True,
@@ -44,7 +44,7 @@ def show(console: Console, results: Sequence[Result]) -> None:
 
 
 def _totals(results: Sequence[Result]) -> Table:
-    """One column a source, and one for all of them."""
+    """Return a table with one column per source, and one for all of them."""
     counts = [result.counts for result in results]
     names = [result.folder.name for result in results]
     seconds = [result.seconds for result in results]
@@ -73,7 +73,7 @@ def _totals(results: Sequence[Result]) -> Table:
 
 
 def _bars(histogram: Histogram, title: str) -> Table:
-    """Half an octave a line, which is enough to see what is there."""
+    """Return a bar chart with half an octave per line."""
     step = BINS_PER_OCTAVE // 2
     lines: dict[int, int] = {}
     for number, count in histogram.bins.items():
@@ -89,7 +89,7 @@ def _bars(histogram: Histogram, title: str) -> Table:
 
 
 def _edge(number: int) -> int:
-    """Return the smallest whole number of a bin."""
+    """Return the smallest integer of a bin."""
     return -int(-(2 ** (number / BINS_PER_OCTAVE)) // 1)
 
 
@@ -113,7 +113,7 @@ def draw(result: Result) -> list[Path]:
 
 
 def _draw(histogram: Histogram, label: str, path: Path) -> None:
-    import matplotlib  # takes a second, which starting the command should not
+    import matplotlib  # the import takes a second
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -135,19 +135,20 @@ def _draw(histogram: Histogram, label: str, path: Path) -> None:
 
 
 def failures(results: Sequence[Result], max_skip_rate: float) -> list[str]:
-    """Return what to tell of the sources that were not finished."""
+    """Return messages about the sources that were not completed."""
     told = []
     for result in results:
         if result.finished:
             continue
         counts = result.counts
         advice = (
-            "The shards are written, but not finished (no .nv-meta): with a higher --max-skip-rate the same command "
+            "The shards are written, but the dataset is not completed (no .nv-meta): with a higher --max-skip-rate the "
+            "same command "
         )
         told.append(
             f"{result.folder}: {counts.skipped:,} of {counts.rows:,} rows were skipped "
             f"({counts.skip_rate:.2%}, --max-skip-rate is {max_skip_rate:.2%}). "
-            + (f"{advice}finishes them at once." if counts.conversations else "Not one became a sample.")
+            + (f"{advice}completes it at once." if counts.conversations else "None became a sample.")
             + f" All skipped rows are in {result.folder / SKIPPED}; the first are:"
             + "".join(f"\n{line}" for line in result.first_skipped)
         )

@@ -1,4 +1,4 @@
-"""Conversations -> one tar file, the same bytes for the same conversations, there as a whole or not at all."""
+"""Conversations -> one tar file, written atomically; the same conversations give the same bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llava_mcore.data.prepare.records import Conversation, Picture
 
 
 class ShardWriter:
-    """Writes to a temporary file; only `finish` gives it its name, replacing what may be there."""
+    """Writes to a temporary file; `finish` renames it, and replaces an existing file."""
 
     def __init__(self, temporary: Path, final: Path) -> None:
         self._temporary, self._final = temporary, final
@@ -43,7 +43,7 @@ class ShardWriter:
         self._add_entry(conversations[0].row, {"pack": [about(c) for c in conversations]}, conversations)
 
     def finish(self) -> str:
-        """Close the file, see it safely on disk and give it its name. Returns its SHA-256."""
+        """Close the file, flush it to disk and rename it. Returns its SHA-256."""
         self._tar.close()
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -51,7 +51,7 @@ class ShardWriter:
         self._temporary.replace(self._final)
         return self._sha.hexdigest()
 
-    # -- a file for tarfile, which notes what is written --------------------------------------------------------
+    # -- a file for tarfile, which records what is written --------------------------------------------------------
 
     def write(self, data: bytes) -> int:
         """Write to the file, count and hash."""
@@ -60,7 +60,7 @@ class ShardWriter:
         return self._file.write(data)
 
     def tell(self) -> int:
-        """Return the place in the file."""
+        """Return the offset in the file."""
         return self._file.tell()
 
     def _add_entry(self, row: int, content: dict[str, Any], conversations: Sequence[Conversation]) -> None:
@@ -80,7 +80,7 @@ class ShardWriter:
         self.num_entries += 1
 
     def _add_file(self, name: str, data: bytes) -> None:
-        member = tarfile.TarInfo(name)  # owner 0, time 0: nothing of this machine or of today
+        member = tarfile.TarInfo(name)  # owner 0, time 0: independent of machine and date
         member.size, member.mode = len(data), 0o444
         self._tar.addfile(member, BytesIO(data))
 

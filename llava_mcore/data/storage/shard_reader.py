@@ -183,10 +183,10 @@ def _is_header(header: bytes) -> bool:
 
 def plain_files(block: bytes) -> list[tuple[str, bytes]] | None:
     """Return names and contents of a part of a tar file; None if it has anything but regular files."""
-    files, place = [], 0
-    while place < len(block):
-        header = block[place : place + BLOCKSIZE]
-        start = place + BLOCKSIZE
+    files, offset = [], 0
+    while offset < len(block):
+        header = block[offset : offset + BLOCKSIZE]
+        start = offset + BLOCKSIZE
         try:
             size = int(header[SIZE].strip(b"\0 "), 8)
             name = header[NAME].rstrip(b"\0").decode("utf-8")
@@ -197,5 +197,5 @@ def plain_files(block: bytes) -> list[tuple[str, bytes]] | None:
         if header[KIND] not in PLAIN_KINDS or header[PREFIX] or "\0" in name or name.endswith("/"):
             return None
         files.append((name, block[start : start + size]))
-        place = start + -(-size // BLOCKSIZE) * BLOCKSIZE
+        offset = start + -(-size // BLOCKSIZE) * BLOCKSIZE
     return files

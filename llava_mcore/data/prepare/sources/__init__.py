@@ -1,1 +1,1 @@
-"""Where rows come from: one file a kind of container. A source knows nothing of conversations."""
+"""Sources of rows: one file per kind of container, independent of conversations."""

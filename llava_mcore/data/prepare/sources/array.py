@@ -1,4 +1,4 @@
-"""One big JSON list: found element by element, so that no more than a few are in memory."""
+"""A large JSON list, read element by element, so that only a few are in memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from llava_mcore.data.prepare.sources.lines import BOM, decode_row, too_large
 from llava_mcore.errors import DataError
 
 LARGEST_ELEMENT = 1 << 28
-"""Bytes. One that is larger is taken for a quotation mark that was never closed."""
+"""Maximum bytes of an element. A larger one is treated as an unclosed quotation mark."""
 LONGEST_WORD = 16
-"""Bytes within which the end of what was read may break a number, an escape or a word such as `false`."""
+"""Number of bytes at the end of a block that may truncate a number, an escape or a word such as `false`."""
 SPACE = " \t\r\n"
 
 
@@ -32,7 +32,7 @@ class JsonArray:
     most_bytes: int = LIMITS.sample_bytes
 
     def scan(self, cuts: Cuts) -> Scan:
-        """Find the bytes at which shards begin. DataError if the file is no list or breaks off."""
+        """Find the bytes at which shards start. DataError if the file is not a list or is truncated."""
         sha, segments = hashlib.sha256(), []
         first = number = start = stop = 0
         cut = cuts.next_cut(0)
@@ -50,7 +50,7 @@ class JsonArray:
         return Scan(tuple(segments), number, sha.hexdigest())
 
     def read(self, segment: Segment) -> Iterator[Row]:
-        """Yield one row an element."""
+        """Yield one row per element."""
         with self.path.open("rb") as file:
             file.seek(segment.start)
             elements = _Elements(file, self.path, base=segment.start, stop=segment.stop)
@@ -62,10 +62,10 @@ class JsonArray:
 
 @dataclass
 class _Elements:
-    """Byte ranges of the elements of a list in a file. Reads blocks, and forgets what was passed.
+    """Byte ranges of the elements of a list in a file. Reads blocks, and frees those that were passed.
 
-    The text is decoded as Latin-1, in which every byte is a character: JSON's own signs are ASCII and never part of
-    a UTF-8 sequence, so the structure is read right, offsets are bytes, and broken UTF-8 is left to the row's own.
+    The text is decoded as Latin-1, in which every byte is a character: JSON's syntax is ASCII and never part of a UTF-8
+    sequence, so the structure is correct and offsets are bytes. Broken UTF-8 is handled when the row is decoded.
     """
 
     file: BinaryIO
@@ -76,12 +76,12 @@ class _Elements:
     stop: int | None = None
     text: str = ""
     position: int = 0
-    """In text."""
+    """Position in text."""
     ended: bool = False
     decoder: json.JSONDecoder = field(default_factory=lambda: json.JSONDecoder(strict=False))
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of elements until the list's end, or until `stop`."""
+        """Yield (start, stop) of elements until the end of the list, or until `stop`."""
         while self._peek() not in ("]", ""):
             begin = self.base + self.position
             self._pass_element()
@@ -89,7 +89,7 @@ class _Elements:
             if self._peek() == ",":
                 self.position += 1
                 if self._peek() == "]":
-                    raise self._broken("a value is missing behind a comma")
+                    raise self._broken("a value is missing after a comma")
             elif self._peek() not in ("]", ""):
                 raise self._broken(f"',' or ']' is missing before {self._peek()!r}")
 
@@ -98,23 +98,23 @@ class _Elements:
         return self.text[begin - self.base : end - self.base].encode("latin-1")
 
     def open_list(self) -> None:
-        """Pass what stands before the first element."""
+        """Skip everything before the first element."""
         if self._peek() == BOM.decode("latin-1")[0]:
             self.position += len(BOM)
         if self._peek() != "[":
-            raise self._broken("the list does not begin with '['")
+            raise self._broken("the list does not start with '['")
         self.position += 1
 
     def close_list(self) -> None:
-        """Check that nothing but the list's end is left."""
+        """Check that only the end of the list is left."""
         if self._peek() != "]":
             raise self._broken("the file ends within the list")
         self.position += 1
         if self._peek():
-            raise self._broken("there is more behind the list")
+            raise self._broken("there is more after the list")
 
     def _peek(self) -> str:
-        """Return the next character that is no white space, '' at the end."""
+        """Return the next character that is not white space; '' at the end."""
         while True:
             while self.position < len(self.text) and self.text[self.position] in SPACE:
                 self.position += 1
@@ -127,7 +127,7 @@ class _Elements:
             try:
                 value, end = self.decoder.raw_decode(self.text, self.position)
                 length = end - self.position
-                # A number, unlike everything else, may go on behind the end of what was read.
+                # A number, unlike everything else, may continue after the end of the block.
                 is_whole = isinstance(value, (dict, list, str)) or self.text[end : end + 1] in (*SPACE, ",", "]")
                 if is_whole or not self._more(size):
                     self.position += length
@@ -144,7 +144,7 @@ class _Elements:
             size = min(2 * size, LARGEST_ELEMENT)  # so that a large element is not parsed again for every block
 
     def _more(self, size: int) -> bool:
-        """Read on and forget what was passed. False at the end."""
+        """Read more and free what was passed. False at the end."""
         if self.stop is not None:
             size = min(size, self.stop - self.base - len(self.text))
         block = b"" if self.ended else self.file.read(size)
@@ -157,4 +157,4 @@ class _Elements:
         return bool(block)
 
     def _broken(self, what: str) -> DataError:
-        return DataError(f"{self.path} is no JSON list of objects: byte {self.base + self.position}: {what}")
+        return DataError(f"{self.path} is not a JSON list of objects: byte {self.base + self.position}: {what}")

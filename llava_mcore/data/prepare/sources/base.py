@@ -1,4 +1,4 @@
-"""What every kind of source file can do."""
+"""The interface of source files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Protocol
 from llava_mcore.data.prepare.records import Row, Segment
 
 BLOCK = 1 << 20
-"""Bytes that are read at a time."""
+"""Bytes to read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What reading through a file once found."""
+    """The result of reading through a file once."""
 
     segments: tuple[Segment, ...]
     num_rows: int
@@ -29,38 +29,39 @@ class SourceFile(Protocol):
 
     @property
     def name(self) -> str:
-        """What users know it by; written into every sample."""
+        """Its name for users; written into every sample."""
         ...
 
     @property
     def folder(self) -> Path:
-        """Relative paths of pictures begin here."""
+        """Base folder of relative paths of pictures."""
         ...
 
     def scan(self, cuts: Cuts) -> Scan:
-        """Read through the file once, in little memory. DataError if it cannot be read at all."""
+        """Read through the file once, in little memory. DataError if it cannot be read."""
         ...
 
     def read(self, segment: Segment) -> Iterator[Row]:
-        """Yield the rows of a segment. DataError if the file cannot be read any more."""
+        """Yield the rows of a segment. DataError if the file can no longer be read."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Where a file is cut: shard k holds the rows [k * rows_per_shard, (k + 1) * rows_per_shard) of all files."""
+    """Boundaries of shards in a file: shard k has the rows [k * rows_per_shard, (k + 1) * rows_per_shard) of all
+    files."""
 
     file: int
     first_row: int
-    """Rows in the files before."""
+    """Rows in previous files."""
     rows_per_shard: int
 
     def next_cut(self, index: int) -> int:
-        """Return the first row of this file behind row `index` with which a shard begins."""
+        """Return the first row of this file after row `index` at which a shard starts."""
         return index + self.rows_per_shard - (self.first_row + index) % self.rows_per_shard
 
     def segment(self, index: int, count: int, start: int = 0, stop: int = 0) -> Segment:
-        """Return the segment of `count` rows from this file's row `index` on."""
+        """Return the segment of `count` rows starting at this file's row `index`."""
         return Segment(self.file, self.first_row + index, index, count, start, stop)
 
     def by_number(self, num_rows: int) -> tuple[Segment, ...]:
@@ -74,5 +75,5 @@ class Cuts:
 
 
 def hash_texts(*texts: str) -> str:
-    """Return the SHA-256 of texts."""
+    """Return the SHA-256 of strings."""
     return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()

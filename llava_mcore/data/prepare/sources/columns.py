@@ -18,14 +18,14 @@ from llava_mcore.data.prepare.sources.lines import too_large
 from llava_mcore.errors import DataError
 
 ROWS_AT_ONCE = 16
-"""Rows that are taken out of a table at a time; pictures make them large."""
+"""Rows to read from a table at a time; pictures make them large."""
 # pyarrow's own errors derive from these.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, NotImplementedError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
 class ParquetTable:
-    """A .parquet file, read by row groups, and of these only the columns that are wanted."""
+    """A .parquet file, read by row groups, and only the needed columns."""
 
     path: Path
     name: str
@@ -34,7 +34,7 @@ class ParquetTable:
     most_bytes: int = LIMITS.sample_bytes
 
     def scan(self, cuts: Cuts) -> Scan:
-        """Read the footer, which holds number, place and size of everything, and so changes with the data."""
+        """Read the footer, which has the number, offset and size of everything, and so changes with the data."""
         with self._open() as table:
             num_rows = int(table.metadata.num_rows)
         return Scan(cuts.by_number(num_rows), num_rows, _ends_hash(self.path))
@@ -55,13 +55,13 @@ class ParquetTable:
             yield from _rows(self.path, batches, segment, skipped or 0, self.most_bytes)
 
     def _open(self) -> pq.ParquetFile:
-        # Without pre-buffering and with a read buffer, a row group is not held in memory as a whole.
+        # Without pre-buffering and with a read buffer, a row group is not kept in memory as a whole.
         return _opened(self.path, lambda: pq.ParquetFile(self.path, pre_buffer=False, buffer_size=BLOCK))
 
 
 @dataclass(frozen=True, slots=True)
 class ArrowTable:
-    """An .arrow file, mapped into memory."""
+    """A memory-mapped .arrow file."""
 
     path: Path
     name: str
@@ -70,12 +70,12 @@ class ArrowTable:
     most_bytes: int = LIMITS.sample_bytes
 
     def scan(self, cuts: Cuts) -> Scan:
-        """Count the rows of the record batches without touching what they hold."""
+        """Count the rows of the record batches without reading them."""
         num_rows = sum(batch.num_rows for batch in _guarded(self.path, self._batches()))
         return Scan(cuts.by_number(num_rows), num_rows, _ends_hash(self.path))
 
     def read(self, segment: Segment) -> Iterator[Row]:
-        """Yield rows; what lies before them is passed over without being read."""
+        """Yield rows; earlier ones are skipped without being read."""
         batches = self._batches()
         first = 0
         for batch in _guarded(self.path, batches):
@@ -106,7 +106,7 @@ class ArrowTable:
 def _rows(
     path: Path, batches: Iterator[pa.RecordBatch], segment: Segment, skipped: int, most_bytes: int
 ) -> Iterator[Row]:
-    """Yield the segment's rows of batches, of which `skipped` rows come before it."""
+    """Yield the segment's rows from batches that start `skipped` rows before it."""
     left = segment.count
     for batch in _guarded(path, batches):
         passed = min(skipped, batch.num_rows)
@@ -119,7 +119,7 @@ def _rows(
 
 
 def _as_rows(batch: pa.RecordBatch, most_bytes: int) -> Iterator[dict[str, Any] | BadSample]:
-    """Yield rows as dictionaries, those of too many bytes as the reason to leave them out."""
+    """Yield rows as dictionaries; rows with too many bytes as the reason to skip them."""
     if batch.nbytes <= most_bytes:
         yield from batch.to_pylist()
         return
@@ -129,7 +129,7 @@ def _as_rows(batch: pa.RecordBatch, most_bytes: int) -> Iterator[dict[str, Any] 
 
 
 def _guarded(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Report what reading raises as DataError."""
+    """Report errors of reading as DataError."""
     try:
         yield from batches
     except UNREADABLE as error:
@@ -144,7 +144,7 @@ def _opened(path: Path, opens: Callable[[], Any]) -> Any:
 
 
 def _ends_hash(path: Path) -> str:
-    """Return a hash of a file's size, head and tail. The tail holds Parquet's index of everything."""
+    """Return a hash of a file's size, head and tail. The tail has Parquet's index."""
     size = path.stat().st_size
     sha = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:

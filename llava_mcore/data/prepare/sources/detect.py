@@ -1,4 +1,4 @@
-"""Which kind of source a path is, told by what lies there."""
+"""Detects the kind of source of a path from its files."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ JSON_SUFFIXES = (".json", ".jsonl")
 DATA_SUFFIXES = (".parquet", ".arrow", ".tar", *JSON_SUFFIXES)
 SPLITS = ("train", "validation", "val", "valid", "dev", "test")
 HEAD = 4096
-"""Bytes within which a .json file must show what it is."""
+"""Bytes of a .json file that are read to detect its kind."""
 ALLOWED = (
-    "allowed are .json, .jsonl, .parquet, .arrow and .tar files, a folder of these, a saved Hugging Face dataset, and "
+    "supported are .json, .jsonl, .parquet, .arrow and .tar files, a folder of these, a saved Hugging Face dataset, "
+    "and "
     "a folder of NNN.jpg, NNN.txt and NNN.json files"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a path is to be understood."""
+    """How to read a path."""
 
     format: Format = "auto"
     image_dir: Path | None = None
-    """Where relative paths of pictures begin; None: the folder of the file that names them."""
+    """Base folder of relative paths of pictures; None: the folder of the file that names them."""
     split: str = "train"
-    """The part of a Hugging Face dataset that is taken if it has several."""
+    """The split of a Hugging Face dataset to use if it has several."""
     keys: Keys = field(default_factory=Keys)
     most_bytes: int = LIMITS.sample_bytes
-    """Of a row, its pictures included."""
+    """Maximum bytes of a row with its pictures."""
 
     @property
     def layout(self) -> str | None:
@@ -52,9 +53,9 @@ class Opening:
 
 
 def find_files(path: Path, how: Opening) -> list[SourceFile]:
-    """Return the source files of a path in their order.
+    """Return the source files of a path in order.
 
-    Raises DataError if there is none, if they are of several kinds, or not of the kind that is wanted.
+    Raises DataError if there are none, they have several formats, or not the requested one.
     """
     if not path.exists():
         raise DataError(f"{path} does not exist")
@@ -81,7 +82,7 @@ def _open_file(path: Path, root: Path, how: Opening) -> SourceFile:
     """Open a file, to be named relative to root."""
     name, folder = str(path.relative_to(root)), how.image_dir or path.parent
     if not path.is_file():
-        found = kind_of(path.stat().st_mode) if path.exists() else "a link to nothing"
+        found = kind_of(path.stat().st_mode) if path.exists() else "a broken link"
         raise DataError(f"{path} is {found}, not a regular file")
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
@@ -94,11 +95,11 @@ def _open_file(path: Path, root: Path, how: Opening) -> SourceFile:
         return ArrowTable(path, name, folder, how.keys.all(), how.most_bytes)
     if suffix == ".tar":
         return TarShard(path, name, folder, how.most_bytes)
-    raise DataError(f"{path} is of no known kind; {ALLOWED}")
+    raise DataError(f"{path} has an unknown format; {ALLOWED}")
 
 
 def _open_json(path: Path) -> Callable[[Path, str, Path, int], SourceFile]:
-    """Tell a list, which may be one long line, from JSON lines by the first character."""
+    """Distinguish a list, which may be one long line, from JSON lines by the first character."""
     with path.open("rb") as file:
         head = file.read(HEAD).removeprefix(BOM).lstrip()
         if head.startswith(b"["):
@@ -138,7 +139,7 @@ def _files_of_folder(folder: Path, how: Opening) -> list[SourceFile]:
 
 
 def _by_suffix(folder: Path) -> dict[str, list[Path]]:
-    """Return the data files of a folder and its folders, those with a leading dot aside, in order."""
+    """Return the data files of a folder and its subfolders, in order and without hidden ones."""
     found: dict[str, list[Path]] = {}
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -150,7 +151,7 @@ def _by_suffix(folder: Path) -> dict[str, list[Path]]:
 
 
 def _of_split(paths: Sequence[Path], folder: Path, split: str) -> list[Path]:
-    """Return the files whose names or folders begin with the split, or all if no name speaks of splits."""
+    """Return the files whose names or folders start with the split, or all if no name refers to a split."""
     spoken = {path: {p.partition("-")[0].partition(".")[0] for p in path.relative_to(folder).parts} for path in paths}
     known = set(SPLITS) & {word for words in spoken.values() for word in words}
     if not known:
@@ -162,8 +163,8 @@ def _of_split(paths: Sequence[Path], folder: Path, split: str) -> list[Path]:
 
 
 def _saved_files(state: Path) -> list[str]:
-    """Return the names of the Arrow files of a saved Hugging Face dataset, in their order."""
+    """Return the names of the Arrow files of a saved Hugging Face dataset, in order."""
     try:
         return [str(file["filename"]) for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{state} is not what `datasets` saves: {error!r}") from error
+        raise DataError(f"{state} was not saved by `datasets`: {error!r}") from error

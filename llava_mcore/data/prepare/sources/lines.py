@@ -1,4 +1,4 @@
-"""JSON lines: every line is a row; blank ones are passed over."""
+"""JSON lines: every line is a row; blank ones are skipped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class JsonLines:
     most_bytes: int = LIMITS.sample_bytes
 
     def scan(self, cuts: Cuts) -> Scan:
-        """Find the bytes at which shards begin."""
+        """Find the bytes at which shards start."""
         sha, segments = hashlib.sha256(), []
         start = first = num_lines = position = 0  # of the open segment; of the block
         cut, last = cuts.next_cut(0), b"\n"
@@ -51,7 +51,7 @@ class JsonLines:
         return Scan(tuple(segments), num_lines, sha.hexdigest())
 
     def read(self, segment: Segment) -> Iterator[Row]:
-        """Yield one row a line."""
+        """Yield one row per line."""
         with self.path.open("rb") as file:
             file.seek(segment.start)
             for index in range(segment.index, segment.index + segment.count):
@@ -65,12 +65,12 @@ class JsonLines:
 
 
 def too_large(what: str, most_bytes: int) -> BadSample:
-    """Return why a row is left out that has more bytes than it may."""
+    """Return the reason for skipping a row with too many bytes."""
     return BadSample(Reason.TOO_LARGE, f"{what} of more than {most_bytes} bytes (--max-sample-bytes)")
 
 
 def decode_row(data: bytes) -> dict[str, Any] | BadSample:
-    """Return one JSON object, or why it is none."""
+    """Return one JSON object, or why it is not one."""
     try:
         row = json.loads(data.decode("utf-8"), strict=False)
     except UnicodeDecodeError as error:

@@ -27,7 +27,7 @@ TEXT_PARTS = ("json", "txt")
 
 @dataclass(frozen=True, slots=True)
 class TripleFolder:
-    """A folder of files. Their names are the one thing that is held in memory as a whole."""
+    """A folder of files. Only their names are kept in memory as a whole."""
 
     path: Path
     name: str
@@ -35,7 +35,7 @@ class TripleFolder:
     most_bytes: int = LIMITS.sample_bytes
 
     def scan(self, cuts: Cuts) -> Scan:
-        """List the folder; its fingerprint is made of names, sizes and times."""
+        """List the folder; its fingerprint depends on names, sizes and times."""
         sha = hashlib.sha256()
         _listing.cache_clear()
         num_rows = 0
@@ -45,13 +45,13 @@ class TripleFolder:
                 try:
                     stat = (self.path / f"{stem}.{part}").stat()
                     size, time = stat.st_size, stat.st_mtime_ns
-                except OSError:  # a link to nothing, which its row is skipped for
+                except OSError:  # a broken link, for which its row is skipped
                     size = time = -1
                 sha.update(f"{stem}.{part}\0{size}\0{time}\n".encode("utf-8", "surrogateescape"))
         return Scan(cuts.by_number(num_rows), num_rows, sha.hexdigest())
 
     def read(self, segment: Segment) -> Iterator[Row]:
-        """Yield the samples in the order of their names. DataError if a file has gone."""
+        """Yield the samples in the order of their names. DataError if a file has been deleted."""
         samples = _listing(self.path)[segment.index : segment.index + segment.count]
         for index, (stem, parts) in enumerate(samples, start=segment.index):
             paths = {part: self.path / f"{stem}.{part}" for part in parts}
@@ -72,7 +72,7 @@ class TripleFolder:
 
 @functools.lru_cache(maxsize=1)
 def _listing(folder: Path) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the samples of a folder with their parts, in order. Kept, because every shard asks for it."""
+    """Return the samples of a folder with their parts, in order. Cached, because every shard needs it."""
     found: dict[str, list[str]] = {}
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -92,7 +92,7 @@ class TarShard:
     most_bytes: int = LIMITS.sample_bytes
 
     def scan(self, cuts: Cuts) -> Scan:
-        """Read the headers of all members; the fingerprint is made of these. DataError if the file breaks off."""
+        """Read the headers of all members, which determine the fingerprint. DataError if the file is truncated."""
         sha, segments = hashlib.sha256(), []
         number = first = start = 0
         cut, last = cuts.next_cut(0), ""
@@ -115,7 +115,7 @@ class TarShard:
         return Scan(tuple(segments), number, sha.hexdigest())
 
     def read(self, segment: Segment) -> Iterator[Row]:
-        """Yield the samples from a segment's first byte on."""
+        """Yield the samples starting at a segment's first byte."""
         tar_index = TarIndex(lambda: open_regular_file(self.path))
         with self._open(segment.start) as tar:
             index, last, parts = segment.index - 1, "", dict[str, bytes | NoContents]()
@@ -139,11 +139,11 @@ class TarShard:
                 file.seek(start)
                 tar = stack.enter_context(open_tar(file))
             except (OSError, ValueError, tarfile.TarError) as error:
-                raise DataError(f"{self.path} is no tar file that can be read: {error}") from error
+                raise DataError(f"{self.path} is not a readable tar file: {error}") from error
             yield tar
 
     def _members(self, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-        """Yield the parts of samples, links among them."""
+        """Yield the parts of samples, including links."""
         try:
             for member in members(tar):
                 if (member.isreg() or member.type in LINKS) and _split(member.name)[1]:
@@ -161,17 +161,17 @@ class TarShard:
         assert file is not None
         data = file.read()
         if len(data) != member.size:
-            raise DataError(f"{self.path} breaks off within {member.name}")
+            raise DataError(f"{self.path} is truncated within {member.name}")
         return data
 
 
 def is_part(name: str) -> bool:
-    """Whether a file's name is that of a sample's part."""
+    """Return whether a file name is that of a sample's part."""
     return name.partition(".")[2].lower() in (*TEXT_PARTS, *IMAGE_PARTS) and not name.startswith(".")
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return a member's sample and part, which begins at the first dot of the file's name."""
+    """Return a member's sample and part, which starts at the first dot of the file name."""
     folder, slash, file = name.rpartition("/")
     stem, _, part = file.partition(".")
     return folder + slash + stem, part

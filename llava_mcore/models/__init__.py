@@ -1,3 +1,3 @@
-"""The vision-language model on megatron-core parts, and one file a vision tower, projection and language model."""
+"""The vision-language model on megatron-core parts, with one file per vision tower, projection and language model."""
 
 import llava_mcore.parallel  # noqa: F401  (prepares a machine without CUDA before megatron.core is imported)

@@ -13,14 +13,14 @@ from llava_mcore.errors import ConversionError
 
 
 class StatelessActivation(nn.Module):
-    """One of Transformer Engine's activations without the state of its own that it would put into checkpoints.
+    """One of Transformer Engine's activations, without its own state in checkpoints.
 
     That state (of quantizers that are not used here) has no tensor-parallel sharding: at tp 2 nothing could be saved.
     """
 
     def __init__(self, operation: nn.Module) -> None:
         super().__init__()
-        self._operation = (operation,)  # within a tuple torch does not find it
+        self._operation = (operation,)  # torch does not find a module inside a tuple
 
     def forward(self, x: Tensor) -> Tensor:
         return self._operation[0](x)

@@ -1,8 +1,8 @@
 """Pictures of any size as a base view and a grid of tiles (LLaVA-NeXT, LLaVA-OneVision).
 
-All geometry is decided here, on the host, once: the loader's placeholders and the features that the model puts in their
-place are counted from the same arrays. Which of a grid's features are left once its padding is cut off is asked of
-transformers' own functions, so no rounding of ours can disagree with it.
+All geometry is computed here once, on the host: the loader's placeholders and the model's features come from the same
+arrays. transformers' own functions decide which features of a grid remain without its padding, so that rounding is the
+same.
 
 n: features per tile, p: their rows and columns, p * p = n.
 """
@@ -50,11 +50,11 @@ _CACHED_SIZES = 4096
 
 @dataclass(frozen=True)
 class AnyRes:
-    """How a checkpoint cuts pictures.
+    """How a checkpoint splits pictures into tiles.
 
-    `pinpoints`: the heights and widths in pixels that the grid may have. `max_tiles`: of a picture's grid that is not
-    resized (`anyres_max_9`: 9); None: any. `several_as_base`: whether pictures that share a conversation are seen as
-    their base view alone.
+    `pinpoints`: the possible heights and widths of the grid in pixels. `max_tiles`: larger grids are resized
+    (`anyres_max_9`: 9); None: never. `several_as_base`: whether several pictures in a conversation only have their base
+    view.
     """
 
     image_size: int
@@ -65,12 +65,12 @@ class AnyRes:
 
 
 class AnyResPlan(MediaPlan):
-    """Base view first, then the grid row by row, each row of features ended by a learnt newline."""
+    """Base view first, then the grid row by row, each row of features followed by a trained newline."""
 
     any_size = True
 
     def __init__(self, image_token_id: int, anyres: AnyRes, fields: Fields) -> None:
-        """Nothing is computed before a picture's size is known; sizes that come again are remembered."""
+        """Results are cached by picture size."""
         self.image_token_id, self.anyres, self.fields = image_token_id, anyres, fields
         self.num_base = self.patches_per_tile = anyres.patches_per_side**2
         # Half of a grid may be padding, which has no tokens.
@@ -78,7 +78,7 @@ class AnyResPlan(MediaPlan):
         self._of_size = lru_cache(_CACHED_SIZES)(self._cut)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was remembered stays where it is."""
+        """Pickle without the cache."""
         return {"image_token_id": self.image_token_id, "anyres": self.anyres, "fields": self.fields}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -93,13 +93,13 @@ class AnyResPlan(MediaPlan):
     def pixels(
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
-        """Return the tiles [tiles, 3, h, w] of pictures; only base views where their tokens say so."""
+        """Return the tiles [tiles, 3, h, w] of pictures; only base views if their tokens say so."""
 
         def processed(given: list[Any]) -> Tensor:
             return processor(images=given, return_tensors="pt", **options)["pixel_values"]
 
         bases = [picture for picture, item in zip(pictures, tokens, strict=True) if item.num_tiles == 1]
-        # The image processor cuts a picture that is alone in its conversation: a single base view is given twice.
+        # The image processor splits a picture that is alone in its conversation: a single base view is passed twice.
         views = iter(processed([bases if len(bases) > 1 else bases * 2]) if bases else ())
         return torch.cat(
             [
@@ -109,18 +109,18 @@ class AnyResPlan(MediaPlan):
         )
 
     def _base(self) -> MediaTokens:
-        """The base view alone, ended by a newline."""
+        """Return the base view alone, followed by a newline."""
         n = self.num_base
         ids = np.full(n + 1, self.image_token_id, dtype=np.int64)
         return MediaTokens(ids, 1, n, n, self._values(np.arange(n), np.arange(n), np.array([n]), None))
 
     def _cut(self, size: Size) -> MediaTokens:
-        """The base view and the grid of a picture."""
+        """Return the base view and the grid of a picture."""
         p, n = self.anyres.patches_per_side, self.num_base
         pinpoints = [list(x) for x in self.anyres.pinpoints]
         rows, columns = get_anyres_image_grid_shape(size, pinpoints, self.anyres.image_size)
         num_tiles = 1 + rows * columns
-        # Feature (a, b) of tile (i, j), as the connector returns them: tile by tile, behind the base view.
+        # Feature (a, b) of tile (i, j), as the connector returns them: tile by tile, after the base view.
         features = np.arange(n, num_tiles * n).reshape(rows, columns, p, p).transpose(0, 2, 1, 3)
         grid = torch.from_numpy(features.reshape(1, rows * p, columns * p))
         kept: NDArray[np.int64] = unpad_image(grid, size)[0].numpy()
@@ -161,7 +161,7 @@ class AnyResPlan(MediaPlan):
         return values
 
     def _resize(self, kept: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Return rows and weights [height, width, 4] of a grid that is too large; None if it stays as it is."""
+        """Return rows and weights [height, width, 4] of a grid that is too large; None if it is not resized."""
         if self.anyres.max_tiles is None:
             return None
         height, width = kept.shape
@@ -171,9 +171,9 @@ class AnyResPlan(MediaPlan):
 
 
 def bilinear(rows: NDArray[np.int64], height: int, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return which rows make each one of a resized grid, and by how much, [height, width, 4] both.
+    """Return the source rows and weights of each feature of a resized grid, both [height, width, 4].
 
-    Those of torch's `interpolate(…, mode="bilinear")` without aligned corners. `rows`: [h, w].
+    Same as torch's `interpolate(…, mode="bilinear")` without aligned corners. `rows`: [h, w].
     """
     top, bottom, down = _neighbors(rows.shape[0], height)
     left, right, across = _neighbors(rows.shape[1], width)

@@ -1,4 +1,5 @@
-"""Videos beside pictures of any size (LLaVA-OneVision): each frame a tile whose features are pooled, then a newline.
+"""Videos together with pictures of any size (LLaVA-OneVision): each frame a tile whose features are pooled, then a
+newline.
 
 n: features per tile, p: their rows and columns, p * p = n; a frame keeps ceil(p / 2) of both.
 """
@@ -16,14 +17,14 @@ from llava_mcore.models.anyres import AnyRes, AnyResPlan, bilinear
 from llava_mcore.models.media import MediaTokens, VideoShape
 
 _CACHED_LENGTHS = 32
-"""Few: 1,000 frames take 10 MB."""
+"""Cache size, small because 1,000 frames take 10 MB."""
 
 
 class AnyResVideoPlan(AnyResPlan):
-    """Pictures as AnyResPlan has them. A video's tokens depend on nothing but the number of its frames."""
+    """Pictures as in AnyResPlan. A video's tokens depend only on the number of its frames."""
 
     def __init__(self, image_token_id: int, anyres: AnyRes, fields: Fields, video_token_id: int) -> None:
-        """Arguments as of AnyResPlan; `fields` must have those of resized features."""
+        """Arguments: see AnyResPlan; `fields` must include those of resized features."""
         super().__init__(image_token_id, anyres, fields)
         self.video_token_id: int = video_token_id
         self._side = -(-anyres.patches_per_side // 2)
@@ -31,7 +32,7 @@ class AnyResVideoPlan(AnyResPlan):
         self._of_length = lru_cache(_CACHED_LENGTHS)(self._pooled)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was remembered stays where it is."""
+        """Pickle without the cache."""
         return super().__getstate__() | {"video_token_id": self.video_token_id}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -42,7 +43,7 @@ class AnyResVideoPlan(AnyResPlan):
         return [self._of_length(video.num_frames) for video in videos]
 
     def _pooled(self, num_frames: int) -> MediaTokens:
-        """As transformers' LlavaOnevisionModel.apply_pooling, which resizes each frame's features bilinearly."""
+        """Like transformers' LlavaOnevisionModel.apply_pooling, which resizes each frame's features bilinearly."""
         p, n = self.anyres.patches_per_side, self.num_base
         rows, weights = bilinear(np.arange(n).reshape(p, p), self._side, self._side)
         firsts = n * np.arange(num_frames)[:, None, None, None]

@@ -1,6 +1,6 @@
 """A core attention for megatron-core's local (non Transformer Engine) layers on torch's SDPA.
 
-megatron-core's own unfused attention holds the whole [b, n, s, s] score matrix and knows no packed sequences.
+megatron-core's own unfused attention keeps the whole [b, n, s, s] score matrix and does not support packed sequences.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 
 
 def sees_window(config: TransformerConfig, layer_number: int) -> bool:
-    """Tell whether this layer (counted from 1) sees config.window_size only."""
+    """Return whether this layer (counted from 1) only sees config.window_size."""
     return is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
 
 
 class SDPAttention(MegatronModule):
     """Causal or full attention with grouped queries; packed sequences attend within themselves only.
 
-    Layers that the configuration gives a window see no further back. `softcap`: see DecoderShape.
+    Layers with a window in the configuration see no further back. `softcap`: see DecoderShape.
 
     Drop-in for megatron-core's DotProductAttention. s: sequence, b: batch, t: packed tokens, n: heads,
     g: query groups, d: head size.
@@ -69,14 +69,14 @@ class SDPAttention(MegatronModule):
     ) -> Tensor:
         """Return [s, b, n*d] for [s, b, n or g, d]; [t, n*d] for packed [t, n or g, d]."""
         if attention_mask is not None or attention_bias is not None:
-            raise ValueError("SDPAttention takes no explicit mask: causality and packing decide what is seen")
+            raise ValueError("SDPAttention takes no explicit mask: causality and packing define it")
         with self._own_random_numbers():
             if packed_seq_params is not None:
                 return self._packed(query, key, value, packed_seq_params)
             return self._attend(query, key, value)
 
     def _own_random_numbers(self) -> contextlib.AbstractContextManager[None]:
-        """Let tensor-parallel ranks, which hold different heads, draw different dropout masks."""
+        """Make tensor-parallel ranks, which have different heads, use different dropout masks."""
         if self.dropout and self.training:
             return tensor_parallel.get_cuda_rng_tracker().fork()
         return contextlib.nullcontext()
@@ -110,7 +110,8 @@ class SDPAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _window_mask(self, length: int, device: torch.device) -> Tensor | None:
-        """Return what a token may see, [s, s]: itself and the window - 1 tokens before it. None: no window cuts."""
+        """Return the tokens that a token sees, [s, s]: itself and the window - 1 before it. None: the window has no
+        effect."""
         if self.window is None or length <= self.window:
             return None
         ones = torch.ones(length, length, dtype=torch.bool, device=device)

@@ -18,7 +18,7 @@ from llava_mcore.models.vision.registry import vision_family
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """How the language model's layers multiply in FP8. The tower and the projection stay in params_dtype."""
+    """FP8 settings of the language model's layers. The tower and the projection stay in params_dtype."""
 
     recipe: Literal["delayed", "tensorwise", "blockwise"]
     format: Literal["hybrid", "e4m3"]
@@ -40,11 +40,11 @@ class Fp8Options:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What a tower's backward pass computes again instead of keeping it from the forward pass.
+    """What a part's backward pass recomputes instead of storing it in the forward pass.
 
     `full`: whole layers, all in units of num_layers (`uniform`) or the first num_layers of a stage (`block`).
     `selective`: the named parts of every layer; not for a tower whose MLPs have biases, which megatron-core (0.19.2)
-    returns through its checkpoint function and so makes part of a graph without end.
+    returns through its checkpoint function, which creates an endless graph.
     """
 
     granularity: Literal["selective", "full"]
@@ -67,8 +67,8 @@ class Recompute:
 class Stages:
     """How the language model's layers are divided over the pipeline's stages.
 
-    `first` and `last`: layers of that stage, if not as many as the others have. `virtual`: parts of a stage, which
-    then lie apart in the model (interleaved schedule); None: a stage is one part.
+    `first` and `last`: layers of that stage, if different from the others. `virtual`: number of chunks per stage
+    (interleaved schedule); None: one chunk.
     """
 
     first: int | None = None
@@ -81,7 +81,7 @@ class Stages:
             "num_layers_in_first_pipeline_stage": self.first,
             "num_layers_in_last_pipeline_stage": self.last,
             "virtual_pipeline_model_parallel_size": self.virtual,
-            # Interleaved over two stages, a batch of messages is paired wrongly without a word (0.19.2).
+            # Interleaved over two stages, a batch of messages is silently paired wrongly (0.19.2).
             "batch_p2p_comm": self.virtual is None,
             "overlap_p2p_comm": self.virtual is not None,
         }
@@ -89,7 +89,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What decides how a model is built, beside its Hugging Face config.
+    """Options for building a model, besides its Hugging Face config.
 
     `initialize` False leaves the weights as allocated: they are about to be loaded. `on_cpu` allocates nothing on a
     GPU even where there is one. `transformer_impl`: whose layers the decoder and the encoder are made of; checkpoints
@@ -115,7 +115,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class PartConfigs:
-    """One TransformerConfig a part."""
+    """One TransformerConfig per part."""
 
     language: TransformerConfig
     vision: TransformerConfig
@@ -125,8 +125,9 @@ class PartConfigs:
 def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     """Derive the three configurations.
 
-    Only the language model is pipelined and, where asked for, sequence-parallel: the tower sits on stage 0, and its
-    number of tokens a picture (577, 729) divides by nothing.
+    Only the language model is pipelined and, if configured, sequence-parallel: the tower is on stage 0, and its number
+    of
+    tokens per picture (577, 729) has no suitable divisor.
     """
     architecture, text = architecture_of(hf), hf.text_config
     common = _common_fields(options)
@@ -137,7 +138,7 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
         "deallocate_pipeline_outputs": True,
         "sequence_parallel": options.sequence_parallel,
     }
-    heads = {"num_attention_heads": options.tensor_model_parallel_size}  # of a connector that has none
+    heads = {"num_attention_heads": options.tensor_model_parallel_size}  # for a connector without one
     projection = heads | architecture.connector(hf).config_from_hf(hf)
     num_layers = architecture.features(hf).num_layers
     tower = vision_family(hf.vision_config)
@@ -150,7 +151,7 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     if options.recompute_vision is not None:
         vision |= options.recompute_vision.fields()
     if options.transformer_impl == "transformer_engine":
-        # Kernels that round otherwise than Hugging Face's operations, in the last bits.
+        # Kernels whose rounding differs from Hugging Face's operations in the last bits.
         rope = language_family(text).shape(text).rope
         pipeline |= {"use_te_activation_func": language["activation_func"] is F.silu}
         language |= rope.fusion_fields(language["kv_channels"])
@@ -173,7 +174,7 @@ def _common_fields(options: ModelOptions) -> dict[str, Any]:
         "use_cpu_initialization": options.on_cpu or not torch.cuda.is_available(),
         "deterministic_mode": options.deterministic,
         "transformer_impl": options.transformer_impl,
-        "attention_backend": AttnBackend[options.attention_backend or "auto"],  # heeded by Transformer Engine only
+        "attention_backend": AttnBackend[options.attention_backend or "auto"],  # only used by Transformer Engine
         # The loss is summed over trained tokens and divided by their number once, over all micro-batches and ranks.
         "calculate_per_token_loss": True,
         # Fusions need Apex or Transformer Engine kernels, and change the last bits (see part_configs).

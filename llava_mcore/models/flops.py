@@ -19,8 +19,8 @@ from llava_mcore.models.vision.registry import vision_family
 
 _TERA = 1e12
 
-# Dense peak in TFLOP/s by the device's name, BF16 and FP8: NVIDIA's data sheets, figures with sparsity halved. Other
-# boards of the same chip have other clocks, so a name that is not here has no peak.
+# Dense peak in TFLOP/s by device name, BF16 and FP8, from NVIDIA's data sheets (figures with sparsity halved). Other
+# boards with the same chip have other clocks, so an unknown name has no peak.
 _PEAKS: dict[str, tuple[float, float | None]] = {
     "NVIDIA A100-SXM4-40GB": (312, None),
     "NVIDIA A100-SXM4-80GB": (312, None),
@@ -38,7 +38,7 @@ _PEAKS: dict[str, tuple[float, float | None]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step trains on, over all micro-batches and ranks.
+    """The work of a step, over all micro-batches and ranks.
 
     `num_tokens` counts real tokens, image tokens included; `num_pairs` the (query, key) pairs of causal attention:
     n * (n + 1) / 2 for a sample of n tokens, packed or not; `media` is what the tower computes on; `num_trained` counts
@@ -52,7 +52,7 @@ class Workload:
 
     @property
     def num_predicted(self) -> int:
-        """Tokens that meet the output layer."""
+        """Tokens that pass through the output layer."""
         return self.num_tokens if self.num_trained is None else self.num_trained
 
     @classmethod
@@ -183,7 +183,7 @@ def _vision(hf: PretrainedConfig, media: MediaWork, *, weight: bool, flows: bool
 
 
 def peak_flops(device_name: str, *, fp8: bool = False) -> float | None:
-    """Return the dense peak of a device in FLOP/s, or None where it is not known.
+    """Return the dense peak of a device in FLOP/s, or None if it is unknown.
 
     Args:
         device_name: as `torch.cuda.get_device_name()` gives it.
@@ -198,9 +198,9 @@ def mfu(flops: int, seconds: float, num_devices: int, peak: float) -> float:
     """Return model FLOPs utilization, 0 to 1.
 
     Args:
-        flops: of the step, over all devices.
+        flops: FLOPs of the step on all devices.
         seconds: wall time of the step, waiting for data included.
-        num_devices: devices that took part.
-        peak: of one device, in FLOP/s.
+        num_devices: number of devices.
+        peak: peak of one device in FLOP/s.
     """
     return flops / (seconds * num_devices * peak)

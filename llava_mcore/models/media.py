@@ -1,4 +1,4 @@
-"""How pictures and videos become tokens and tensors: what an architecture answers to the data pipeline."""
+"""How pictures and videos become tokens and tensors: the interface between architectures and the data pipeline."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from transformers import BaseImageProcessor, BaseVideoProcessor, PreTrainedToken
 from llava_mcore.batch_fields import FEATURE_POSITIONS, PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 
 Size = tuple[int, int]
-"""Height and width of a picture in pixels, as it is seen (after EXIF)."""
+"""Height and width of a picture in pixels, after its EXIF rotation."""
 
 
 class VideoShape(NamedTuple):
-    """What of a video decides its tokens. `height`, `width`: of every frame in pixels, as it is seen (after EXIF).
+    """The properties of a video that determine its tokens. `height`, `width`: of every frame in pixels, after EXIF.
 
-    `fps`: how many of these frames belong to a second; None if nobody says.
+    `fps`: frames per second; None if unknown.
     """
 
     num_frames: int
@@ -34,7 +34,7 @@ class VideoShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Processing:
-    """What a folder says of pictures and videos beside its config.json.
+    """A folder's settings for pictures and videos besides its config.json.
 
     `settings`: processor_config.json, empty without one. `videos`: None without a video processor.
     """
@@ -47,7 +47,7 @@ class Processing:
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """What one picture or video becomes in a sequence.
+    """The tokens of one picture or video in a sequence.
 
     `ids`: int64 [n], its placeholders, with marks and separators between them. `num_tiles`: the pictures of the
     tower's size that the processor makes of it. `num_patches`: what the tower computes on, over all tiles.
@@ -69,11 +69,11 @@ class MediaTokens:
 
 
 def index_values(fields: Fields, media: Sequence[MediaTokens], starts: Sequence[int]) -> dict[str, Tensor]:
-    """Return the fields of a micro-batch that its media's tokens decide: all but the pixels and their scale.
+    """Return the fields of a micro-batch that follow from its media's tokens: all except the pixels and their scale.
 
     Args:
         media: in the order of their pixels.
-        starts: where the tokens of each begin in the flattened [b * s].
+        starts: the start of each item's tokens in the flattened [b * s].
     """
     features = [0, *accumulate(item.num_features for item in media)][:-1]
     return {
@@ -105,11 +105,11 @@ class MediaPlan(ABC):
     """How the pictures and videos of a checkpoint become tokens and tensors. Loader processes inherit it."""
 
     image_token_id: int
-    """What stands for a picture in text that is not expanded yet."""
+    """Placeholder of a picture in text that is not expanded yet."""
     video_token_id: int | None = None
-    """The same for a video; None: there can be none."""
+    """The same for a video; None: videos are not supported."""
     fields: Fields
-    """Of a micro-batch."""
+    """Fields of a micro-batch."""
     any_size: bool
     """Whether the tokens depend on the sizes of the pictures."""
     num_axes: int = 1
@@ -119,7 +119,7 @@ class MediaPlan(ABC):
     rows_per_tile: int = 1
     """Of PIXEL_VALUES."""
     tokens_per_tile: int
-    """About how many a tile takes; where it varies, hardly ever fewer. Buffers for pixels are sized by it."""
+    """Approximate number of tokens per tile; if it varies, rarely fewer. Determines the size of pixel buffers."""
 
     def pixels(
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
@@ -128,40 +128,40 @@ class MediaPlan(ABC):
 
         Args:
             pictures: RGB, upright.
-            tokens: what `tokens` said of each of them.
-            options: of the processor's call.
+            tokens: the result of `tokens` for each of them.
+            options: of the call of the processor.
         """
         return processor(images=list(pictures), return_tensors="pt", **options)["pixel_values"]
 
     def video_pixels(
         self, processor: BaseVideoProcessor, frames: Tensor, tokens: MediaTokens, **options: Any
     ) -> Tensor:
-        """Return the tiles [tiles, 3, h, w] of a video, by the video processor; no frame is left out.
+        """Return the tiles [tiles, 3, h, w] of a video, by the video processor; no frame is dropped.
 
         Args:
             frames: uint8 [frames, 3, height, width], upright.
-            tokens: what `video_tokens` said of it.
-            options: of the processor's call.
+            tokens: the result of `video_tokens`.
+            options: of the call of the processor.
         """
         made = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
         return made["pixel_values_videos"][0]
 
     @abstractmethod
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
-        """Return the tokens of a conversation's pictures. Where not `any_size`, the sizes are not looked at."""
+        """Return the tokens of a conversation's pictures. Without `any_size`, the sizes are ignored."""
 
     def video_tokens(self, videos: Sequence[VideoShape]) -> list[MediaTokens]:
-        """Return the tokens of a conversation's videos. Only asked where there is a `video_token_id`."""
-        raise NotImplementedError(f"{type(self).__name__} takes no videos")
+        """Return the tokens of a conversation's videos. Only called if there is a `video_token_id`."""
+        raise NotImplementedError(f"{type(self).__name__} does not support videos")
 
     @property
     def placeholders(self) -> tuple[int, ...]:
-        """Ids of the tokens that features take the place of."""
+        """Ids of the tokens that features replace."""
         return (self.image_token_id,) if self.video_token_id is None else (self.image_token_id, self.video_token_id)
 
 
 class SameTokens(MediaPlan):
-    """Every picture is one tile and as many placeholders as the tower makes features of it."""
+    """Every picture is one tile, with one placeholder per feature."""
 
     def __init__(self, image_token_id: int, num_tokens: int, num_patches: int) -> None:
         """num_tokens, num_patches: of a picture, in the language model and in the tower."""
@@ -177,11 +177,11 @@ class SameTokens(MediaPlan):
 
 
 def picture(ids: Sequence[int], image_token_id: int, *, num_tiles: int, num_patches: int) -> MediaTokens:
-    """Return what a picture becomes whose features take the places of its placeholders, in their order.
+    """Return the tokens of a picture whose features replace its placeholders in order.
 
     Args:
         ids: [n], with marks around and between the placeholders.
-        num_patches: of all tiles.
+        num_patches: patches of all tiles.
     """
     array = np.asarray(ids, dtype=np.int64)
     positions = np.flatnonzero(array == image_token_id)

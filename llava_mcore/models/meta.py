@@ -10,10 +10,10 @@ from llava_mcore.models.multimodal import VisionLanguageModel
 
 
 def meta_model(hf: PretrainedConfig, *, num_vocab_rows: int) -> VisionLanguageModel:
-    """Build the whole model (tp 1, pp 1) on the meta device. Process groups of one must exist.
+    """Build the whole model (tp 1, pp 1) on the meta device. Process groups of one process must exist.
 
     Args:
-        num_vocab_rows: rows of the embedding, padding included.
+        num_vocab_rows: rows of the embedding, including padding.
     """
     options = ModelOptions(initialize=False, on_cpu=True, make_vocab_size_divisible_by=num_vocab_rows)
     with torch.device("meta"):

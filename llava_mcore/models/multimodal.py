@@ -1,7 +1,7 @@
 """A vision-language model of any architecture: vision tower → connector → language model, on megatron-core parts.
 
-Hugging Face's convention: the data already hold one placeholder token for each image feature, so positions,
-labels and lengths are known before the model runs and the model only copies features into place.
+Hugging Face's convention: the data already has one placeholder token per image feature, so positions, labels
+and lengths are known before the model runs, and the model only copies features to their positions.
 
 b: samples, s: tokens, i: tiles, n: features per tile, h: language hidden size.
 """
@@ -40,7 +40,7 @@ from llava_mcore.pixels import normalize
 
 
 class VisionLanguageModel(MegatronModule):
-    """One pipeline stage; the tower and the connector sit beside the first stage's layers.
+    """One pipeline stage; the first one also has the tower and the connector.
 
     Its children and parameters have the names of megatron-core's LLaVAModel.
     """
@@ -120,7 +120,7 @@ class VisionLanguageModel(MegatronModule):
             decoder_input, deepstack = self._with_features(embeddings, media, max_media_seqlen)
             if torch.is_grad_enabled() and not decoder_input.requires_grad and self._needs_input_gradient():
                 decoder_input.requires_grad_()
-            if self.config.sequence_parallel:  # each rank goes on with its part of the tokens, [s / tp, b, h]
+            if self.config.sequence_parallel:  # each rank continues with its part of the tokens, [s / tp, b, h]
                 decoder_input = tensor_parallel.scatter_to_sequence_parallel_region(decoder_input)
                 if deepstack is not None:
                     deepstack = _scatter_each(deepstack)
@@ -184,9 +184,10 @@ class VisionLanguageModel(MegatronModule):
         return features[:0] + 0.0 * features.sum() if is_blank else features
 
     def _needs_input_gradient(self) -> bool:
-        """Tell whether gradients must reach the first layer though nothing before it is trained.
+        """Return whether gradients must reach the first layer although nothing before it is trained.
 
-        A pipeline's backward pass runs through all stages, and recomputation skips what has no input with a gradient.
+        A pipeline's backward pass runs through all stages, and recomputation skips layers without an input with a
+        gradient.
         """
         return self.config.pipeline_model_parallel_size > 1 or self.config.recompute_granularity is not None
 
@@ -203,7 +204,7 @@ class VisionLanguageModel(MegatronModule):
 
 
 def new_newline(config: TransformerConfig) -> Parameter:
-    """Return a newline [h] as transformers begins it: normal, 1 / sqrt(h)."""
+    """Return a newline [h] initialized as in transformers: normal, std 1 / sqrt(h)."""
     width = config.hidden_size
     return Parameter(torch.randn(width, dtype=config.params_dtype) / math.sqrt(width))
 

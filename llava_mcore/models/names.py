@@ -1,4 +1,4 @@
-"""Where the parts of a model are, on the Megatron side and in Hugging Face files.
+"""Names of the parts of a model, on the Megatron side and in Hugging Face files.
 
 transformers has renamed tensors several times; the files of every version are read, and written back under the names
 they had.
@@ -33,7 +33,7 @@ class TextNames:
 class LayerNames:
     """Hugging Face's names of the modules in one layer, relative to it.
 
-    `query_key_value` and `into` (the gate first, where there is one) hold one name where the files have them fused.
+    `query_key_value` and `into` (the gate first, where there is one) have one name if they are fused in the files.
     """
 
     norm_before: str
@@ -48,7 +48,7 @@ class LayerNames:
 
 @dataclass(frozen=True)
 class HfNames:
-    """The prefixes one HF folder uses, and the names of the output layer and the newline (empty: there is none)."""
+    """The prefixes of one HF folder, and the names of the output layer and the newline (empty if there is none)."""
 
     vision: str
     projection: str
@@ -59,11 +59,12 @@ class HfNames:
 
 @dataclass(frozen=True)
 class KnownNames:
-    """The names that one class's tensors have had in files.
+    """All names of one class's tensors in files.
 
-    `vision`, `projection`, `text`: prefixes, longest first, as the first one that some tensor has is taken. `lm_head`:
-    the output layer's name by the language model's prefix. `styles`: whole sets that a user may mean in a pattern; the
-    first is that of the class's usual files. `newline`: of the vector that ends rows of features, if it has one.
+    `vision`, `projection`, `text`: prefixes, longest first, because the first match is used. `lm_head`:
+    the output layer's name by the language model's prefix. `styles`: complete sets of names that a user may use in a
+    pattern;
+    the first is that of the class's common files. `newline`: names of the vector after rows of features, if any.
     """
 
     vision: tuple[str, ...]
@@ -74,7 +75,7 @@ class KnownNames:
     newline: tuple[str, ...] = ()
 
     def usual(self, *, wrapped: bool) -> HfNames:
-        """Return the names of the class's usual files. `wrapped`: see `VisionFamily`."""
+        """Return the names of the class's common files. `wrapped`: see `VisionFamily`."""
         names = self.styles[0]
         return replace(names, vision=names.vision + "vision_model.") if wrapped else names
 
@@ -82,7 +83,7 @@ class KnownNames:
         """Find the prefixes that an HF folder's tensors have.
 
         Raises:
-            ConversionError: a part is missing altogether; lists the prefixes that were looked for.
+            ConversionError: a part is missing; lists the prefixes.
         """
         names = list(hf_tensors)
         missing: list[str] = []
@@ -103,6 +104,6 @@ class KnownNames:
         if self.newline and not newline:
             missing.append(f"no newline: no tensor is {' or '.join(self.newline)}")
         if missing:
-            raise ConversionError(problems(f"{source} holds no whole model", missing))
+            raise ConversionError(problems(f"{source} does not contain a complete model", missing))
         lm_head = next((name for name in dict.fromkeys(self.lm_head.values()) if name in names), self.lm_head[text])
         return HfNames(vision, projection, text, lm_head, newline)

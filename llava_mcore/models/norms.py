@@ -29,7 +29,7 @@ class TorchNorm(WrappedTorchNorm):
     """Builds torch's LayerNorm or RMSNorm, or a zero-centered RMSNorm, as the configuration says.
 
     With sequence parallelism every rank normalizes its own tokens only, so its weights' gradients are shares of a sum.
-    All that takes is the mark by which megatron-core's gradient finalization finds them.
+    They only need the mark by which megatron-core's gradient finalization finds them.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What flows inside a model, recorded under Hugging Face's module names: finds the first layer that computes otherwise.
+"""Records the outputs of modules under Hugging Face's names, to find the first layer that differs.
 
-What a tensor is for is said here by Megatron's own conventions (a query head comes before its key, the gate before the
-up projection), not by the mapping table: a table that swaps two of them in both directions is found out.
+The meaning of tensors follows Megatron's own conventions (a query head comes before its key, the gate before the up
+projection), not the mapping table: a table that swaps two of them in both directions is detected.
 
 s: tokens, b: samples, f: features.
 """
@@ -25,7 +25,7 @@ from llava_mcore.models.vision.patches import PatchTransformer
 from llava_mcore.models.vision.transformer import VisionTransformer
 
 NUM_TOKENS = 32
-"""How many tokens of each output are kept: a wrong weight is wrong for every token."""
+"""Number of tokens of each output that are kept: a wrong weight affects every token."""
 
 Gather = Callable[[Tensor], Tensor]
 
@@ -43,7 +43,7 @@ class Recorder:
         self.found[name] = tokens[chosen].cpu()
 
     def watch(self, module: nn.Module, take: Callable[[Any], dict[str, Tensor]]) -> None:
-        """Keep what `take` makes of a module's output: a tensor [b, s, f] for each name."""
+        """Keep the result of `take` for a module's output: a tensor [b, s, f] for each name."""
 
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             for name, x in take(output).items():
@@ -62,7 +62,7 @@ class Recorder:
 
 
 def watch_hf(recorder: Recorder, model: nn.Module, names: HfNames, shown_as: HfNames) -> None:
-    """Record every module of a Hugging Face model. `names`: its own prefixes; `shown_as`: those of the folder."""
+    """Record every module of a Hugging Face model. `names`: its own prefixes; `shown_as`: the folder's prefixes."""
     pairs = [(names.vision, shown_as.vision), (names.projection, shown_as.projection), (names.text, shown_as.text)]
     pairs = list(dict.fromkeys(pairs))  # of some classes the projection is part of the tower
     for name, module in model.named_modules():
@@ -89,7 +89,7 @@ def watch_ours(recorder: Recorder, model: VisionLanguageModel, names: HfNames, g
     """Record one pipeline stage under the names of a Hugging Face folder.
 
     Args:
-        gather: puts the tensor-parallel ranks' features [..., f / tp] together; called by all ranks in the same order.
+        gather: concatenates the tensor-parallel ranks' features [..., f / tp]; called by all ranks in the same order.
     """
     if model.pre_process:
         _watch_vision(recorder, model, names, gather)
@@ -172,7 +172,7 @@ def _layer_output(layer: TransformerLayer, out: Any) -> Tensor:
 
 
 def _watch_output(recorder: Recorder, linear: nn.Module, inside: str, name: str, norm: str | None) -> None:
-    """Record the layer that attention or MLP ends with; a norm behind it is its child."""
+    """Record the last layer of attention or MLP; a norm after it is its child."""
     if norm is None:
         recorder.watch(linear, lambda out: {inside + name: _batch_first(_with_bias(out))})
     else:
@@ -184,7 +184,7 @@ def _watch_output(recorder: Recorder, linear: nn.Module, inside: str, name: str,
 def _split_heads(
     attention: SelfAttention, output: Any, inside: str, hf: LayerNames, gather: Gather
 ) -> dict[str, Tensor]:
-    """Take query, key and value [b, s, f] out of Megatron's groups: query heads, then a key, then a value."""
+    """Split Megatron's groups into query, key and value [b, s, f]: query heads, then a key, then a value."""
     groups = attention.num_query_groups_per_partition
     heads = attention.num_attention_heads_per_partition // groups
     by_group = _batch_first(_with_bias(output)).unflatten(-1, (groups, heads + 2, -1))  # [b, s, groups, heads, dim]
@@ -193,14 +193,14 @@ def _split_heads(
 
 
 def _named(inside: str, names: tuple[str, ...], parts: list[Tensor]) -> dict[str, Tensor]:
-    """Give the parts their names; one name for several is that of a fused module."""
+    """Assign names to the parts; one name for several parts is that of a fused module."""
     if len(names) < len(parts):
         return {inside + names[0]: torch.cat(parts, dim=-1)}
     return {inside + name: part for name, part in zip(names, parts, strict=True)}
 
 
 def _with_bias(output: tuple[Tensor, Tensor | None]) -> Tensor:
-    """Add the bias that megatron-core's linear layers hand on beside their output."""
+    """Add the bias that megatron-core's linear layers return separately."""
     x, bias = output
     return x if bias is None else x + bias
 

@@ -21,8 +21,8 @@ def mapping_table(
     """Build the table of one HF folder.
 
     Args:
-        hf_tensors: names in the folder; tensors that only some files carry (unused parts, buffers, a copy of
-            tied weights) are in the table when they are here.
+        hf_tensors: names in the folder; tensors that only some files have (unused parts, buffers, a copy of
+            tied weights) are in the table if the folder has them.
     """
     present = set(hf_tensors)
     text, vision, architecture = hf.text_config, hf.vision_config, architecture_of(hf)
@@ -47,10 +47,10 @@ def mapping_table(
 
 
 def usual_names(hf: PretrainedConfig) -> HfNames:
-    """Return the names of the usual files of the config's class."""
+    """Return the names of the common files of the config's class."""
     return architecture_of(hf).names.usual(wrapped=vision_family(hf.vision_config).wrapped)
 
 
 def detect_names(hf: PretrainedConfig, hf_tensors: Iterable[str], *, source: str) -> HfNames:
-    """Find the names that a folder's tensors have. Raises ConversionError if a part is missing altogether."""
+    """Find the names that a folder's tensors have. Raises ConversionError if a part is missing."""
     return architecture_of(hf).names.detect(hf_tensors, source=source)

@@ -1,4 +1,4 @@
-"""Which parameters are trained: whole parts, then patterns over the names of single ones."""
+"""Selects the trained parameters: whole parts, then patterns over names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAYERS = "language_model.decoder.layers."
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one Hugging Face tensor is of a Megatron parameter, under all the names that it goes by."""
+    """A Hugging Face tensor of a Megatron parameter, with all its names."""
 
     parameter: str
     names: tuple[str, ...]
@@ -31,10 +31,10 @@ class _Piece:
 def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bool]:
     """Return for every parameter of the whole model, by its Megatron name, whether it is trained.
 
-    Parts are frozen by `model.freeze_*`, then what matches `model.freeze`; what matches `model.unfreeze` is trained.
+    Parts are frozen by `model.freeze_*`, then matches of `model.freeze`; matches of `model.unfreeze` are trained.
 
     Raises:
-        ConfigError: patterns that match nothing, or only a part of what is one parameter here; or nothing is trained.
+        ConfigError: patterns match nothing, or only a part of a parameter; or nothing is trained.
     """
     frozen = dict(
         zip(
@@ -52,7 +52,7 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
             state |= dict.fromkeys(matching, value)
             if not matching:
                 example = ", ".join(pieces[-1].names[:2])
-                found.append(f"model.{key}: {pattern!r} matches no parameter; names are such as {example}")
+                found.append(f"model.{key}: {pattern!r} matches no parameter; names look like {example}")
     trained = {piece.parameter: value for piece, value in state.items()}
     divided = dict.fromkeys(piece.parameter for piece, value in state.items() if trained[piece.parameter] != value)
     for parameter in list(divided)[:1]:
@@ -62,13 +62,13 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
     if not found and not any(trained.values()):
         found.append("nothing would be trained: unfreeze something")
     if found:
-        raise ConfigError(problems("what is trained cannot be chosen like this", found))
+        raise ConfigError(problems("the trained parameters cannot be selected like this", found))
     return trained
 
 
 def _pieces(hf: PretrainedConfig) -> list[_Piece]:
-    rows = hf.text_config.vocab_size  # only names are asked for
-    styles = (usual_names(hf), *architecture_of(hf).names.styles)  # a pattern may mean any of them
+    rows = hf.text_config.vocab_size  # only names are needed
+    styles = (usual_names(hf), *architecture_of(hf).names.styles)  # a pattern may refer to any of them
     tables = [mapping_table(hf, names, hf_tensors=(), padded_vocab_size=rows).entries for names in styles]
     return [
         _Piece(name, (name, *(table[name].hf_names[i] for table in tables)))
@@ -78,12 +78,13 @@ def _pieces(hf: PretrainedConfig) -> list[_Piece]:
 
 
 def whole_names(model: VisionLanguageModel) -> dict[str, Parameter]:
-    """Return this stage's parameters under the names that they have in the whole model."""
+    """Return this stage's parameters under their names in the whole model."""
     return {whole_name(model, name): parameter for name, parameter in model.named_parameters()}
 
 
 def whole_name(model: VisionLanguageModel, name: str) -> str:
-    """Count layers from the first stage on, undo Transformer Engine's fused norms and the copy of a tied embedding."""
+    """Number layers from the first stage, and undo Transformer Engine's fused norms and the copy of a tied
+    embedding."""
     for ours, fused in FUSED_NORMS.items():
         name = name.replace(fused, ours)
     if name.startswith(_LAYERS):
@@ -105,7 +106,7 @@ def count_parameters(models: Sequence[VisionLanguageModel], *, first_tp_rank: bo
     whole model's.
 
     Args:
-        first_tp_rank: whether to count what all tensor-parallel ranks hold alike.
+        first_tp_rank: whether to count parameters that all tensor-parallel ranks share.
     """
     counts = dict.fromkeys(((part, trained) for part in PARTS for trained in (False, True)), 0)
     for model in models:

@@ -135,11 +135,11 @@ SHUFFLE_FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a grid of 5": (
         {"image_size": 70},
         {},
-        "--connector pixel_shuffle: 25 features of a picture are no square",
+        "--connector pixel_shuffle: 25 features of a picture do not form a square",
     ),
     "the class token": ({}, {"vision_feature_select_strategy": "full"}, "'full' leaves the class token among"),
     "two layers": ({}, {"expand_projector": True}, r"vision_feature_layer = \[-1, -3\]: InternVL reads one layer"),
-    "a last norm": ({"use_mean_pooling": False}, {}, "use_mean_pooling = False puts a norm"),
+    "a last norm": ({"use_mean_pooling": False}, {}, "use_mean_pooling = False adds a norm"),
 }
 
 

@@ -203,7 +203,7 @@ REFUSALS: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] = 
         "internvl",
         CONFIG,
         lambda c: c["vision_config"].update(use_mean_pooling=False),
-        "use_mean_pooling = False puts a norm",
+        "use_mean_pooling = False adds a norm",
     ),
     "an unknown class": (
         "internvl",
@@ -215,7 +215,7 @@ REFUSALS: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] = 
         "internvl",
         PROCESSOR,
         lambda c: c.update(image_seq_length=16),
-        "image_seq_length makes 16 tokens of a tile, but the model's config.json makes 4 features",
+        "image_seq_length gives 16 tokens per tile, but the model's config.json gives 4 features",
     ),
     "tiles of another size": (
         "internvl",
@@ -227,7 +227,7 @@ REFUSALS: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] = 
         "smolvlm",
         PROCESSOR,
         lambda c: c.pop("image_seq_len"),
-        "image_seq_len makes 169 tokens of a tile, but the model's config.json makes 4 features",
+        "image_seq_len gives 169 tokens per tile, but the model's config.json gives 4 features",
     ),
     "tiles of another size in a grid": (
         "idefics3",
@@ -269,7 +269,7 @@ REFUSALS: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] = 
         "internvl",
         TOKENIZER,
         lambda c: [c.pop(key) for key in ("start_image_token", "end_image_token")],
-        "the tokenizer names no start_image_token and no end_image_token",
+        "the tokenizer has no start_image_token and no end_image_token",
     ),
 }
 

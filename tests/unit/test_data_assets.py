@@ -180,7 +180,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another strategy": (
         lambda p: _edit(p / "processor_config.json", lambda c: c.update(vision_feature_select_strategy="full")),
-        "make 17 tokens a picture, but .* makes 16 features",
+        "give 17 tokens per picture, but .* gives 16 features",
     ),
     "another picture size": (
         lambda p: _edit(

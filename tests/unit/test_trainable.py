@@ -71,7 +71,7 @@ def test_all_that_is_wrong_is_said_at_once(hf: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         trained(hf, freeze="*.q_proj.weight", unfreeze="language_modle.*")
     text = str(caught.value)
-    assert "model.unfreeze: 'language_modle.*' matches no parameter; names are such as language_model." in text
+    assert "model.unfreeze: 'language_modle.*' matches no parameter; names look like language_model." in text
     words = "layers.0.self_attention.linear_qkv.weight (and 3 parameters like it) is one parameter, so choose all of "
     assert words + "language_model.model.layers.0.self_attn.q_proj.weight, language_model.model." in text
     with pytest.raises(ConfigError, match="nothing would be trained"):

@@ -1,1 +1,1 @@
-"""One file for each Hugging Face class."""
+"""The supported Hugging Face classes, one file each."""

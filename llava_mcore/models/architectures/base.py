@@ -1,6 +1,6 @@
-"""What the code asks of an architecture: one Hugging Face class, one file beside this one.
+"""The interface of an architecture: one Hugging Face class, one file in this folder.
 
-What architectures share is elsewhere (`models.multimodal`, `models.table`); here stands what they differ in.
+Shared code is in `models.multimodal` and `models.table`; this interface has what differs between architectures.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from llava_mcore.models.vision.registry import tile_tower
 
 
 class Architecture(ABC):
-    """A Hugging Face class: its parts, its names, how its pictures become tokens."""
+    """A Hugging Face class: its parts, its names, and how its pictures become tokens."""
 
     config_class: ClassVar[type[PretrainedConfig]]
     model_class: ClassVar[type[PreTrainedModel]]
-    """Opens the folder; what `check` compares logits with."""
+    """Class that opens the folder; `check` compares logits with it."""
     names: ClassVar[KnownNames]
-    """The names that its tensors have had in files."""
+    """Names of its tensors in files."""
     fields: ClassVar[Fields] = PICTURE_FIELDS
-    """Of a micro-batch's media."""
+    """Fields of a micro-batch's media."""
     takes_videos: ClassVar[bool] = False
     """Whether its `MediaPlan` has a `video_token_id` and tokens for videos."""
     towers: ClassVar[tuple[str, ...]] = ()
@@ -39,31 +39,31 @@ class Architecture(ABC):
 
     @property
     def has_newline(self) -> bool:
-        """Whether a learnt vector ends the rows of a picture's features; it is a parameter of the connector."""
+        """Whether a trained vector follows each row of a picture's features; it is a parameter of the connector."""
         return bool(self.names.newline)
 
     @abstractmethod
     def connector(self, hf: PretrainedConfig) -> Connector:
-        """Return what stands between tower and language model. Raises ConversionError for one that is not known."""
+        """Return the connector between tower and language model. Raises ConversionError for an unknown one."""
 
     @abstractmethod
     def features(self, hf: PretrainedConfig) -> FeatureChoice:
-        """Return which of the tower's hidden states are used. Raises ConversionError for one that it does not have."""
+        """Return which of the tower's hidden states are used. Raises ConversionError for one that does not exist."""
 
     @abstractmethod
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
         """Return how pictures and videos become tokens.
 
         Raises:
-            ConversionError: settings that the tower cannot take.
+            ConversionError: settings that the tower does not support.
         """
 
     def placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return the token that stands for a picture in text."""
+        """Return the placeholder token of a picture in text."""
         return str(tokenizer.special_tokens_map.get("image_token", "<image>"))
 
     def video_placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return the token that stands for a video in text."""
+        """Return the placeholder token of a video in text."""
         return str(tokenizer.special_tokens_map.get("video_token", "<video>"))
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Architecture(ABC):
         """Return how many features the connector's first linear layer reads."""
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
-        """Return why a processor would expand a picture to other tokens than `media`, a message each.
+        """Return why a processor would expand a picture to other tokens than `media`, one message each.
 
         Args:
             settings: its processor_config.json.
@@ -120,8 +120,8 @@ class TileArchitecture(Architecture):
         if served == wanted:
             return []
         return [
-            f"patch_size, num_additional_image_tokens and vision_feature_select_strategy make {served} tokens a "
-            f"picture, but the model's config.json makes {wanted} features; correct the processor's settings"
+            f"patch_size, num_additional_image_tokens and vision_feature_select_strategy give {served} tokens per "
+            f"picture, but the model's config.json gives {wanted} features; correct the processor's settings"
         ]
 
     def tower_features_per_tile(self, hf: PretrainedConfig) -> int:
@@ -130,5 +130,5 @@ class TileArchitecture(Architecture):
         return positions - int(self.features(hf).drop_first_token)
 
     def features_per_tile(self, hf: PretrainedConfig) -> int:
-        """Return how many features of a tile the connector returns."""
+        """Return the number of features per tile that the connector returns."""
         return self.connector(hf).num_features(hf, self.tower_features_per_tile(hf))

@@ -40,14 +40,14 @@ _LARGEST = {
     "out_hidden_size": 1 << 20,
     "window_size": 1 << 15,
 }
-"""Far beyond every model that there is."""
+"""Far beyond every existing model."""
 
 
 def load_hf_config(folder: Path) -> PretrainedConfig:
     """Read `folder`/config.json.
 
     Raises:
-        ConversionError: no config.json, not JSON, not of a known architecture, or with parts of unknown families.
+        ConversionError: there is no config.json, it is not JSON, or the architecture or a family is unknown.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -59,7 +59,8 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
     if kind not in ARCHITECTURES:
         known = ", ".join(f"{name!r} ({x.model_class.__name__})" for name, x in ARCHITECTURES.items())
         raise ConversionError(
-            f"{path}: model_type is {kind!r}, expected one of {known}; a text model becomes one with build_llava_jp.py"
+            f"{path}: model_type is {kind!r}, expected one of {known}; build one from a text model with "
+            "build_llava_jp.py"
         )
     try:
         hf = ARCHITECTURES[kind].config_class.from_dict(values)
@@ -68,7 +69,7 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
     wrong = [*_wrong_sizes("text_config", hf.text_config), *_wrong_sizes("vision_config", hf.vision_config)]
     wrong += _wrong_rope("text_config.rope_parameters", hf.text_config.to_dict().get("rope_parameters"))
     if wrong:
-        raise ConversionError(problems(f"{path}: values that no model has", wrong))
+        raise ConversionError(problems(f"{path}: invalid values", wrong))
     unknown = _unknown_families(hf)
     if unknown:
         raise ConversionError(problems(str(path), unknown))
@@ -76,7 +77,7 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
 
 
 def _unknown_families(hf: PretrainedConfig) -> list[str]:
-    """Return what is wrong with the families of the parts."""
+    """Return problems with the families of the parts."""
     found = []
     architecture = architecture_of(hf)
     towers, texts = architecture.towers or towers_of_any_class(), architecture.texts or texts_of_any_class()
@@ -91,7 +92,7 @@ def _unknown_families(hf: PretrainedConfig) -> list[str]:
 
 
 def _wrong_rope(key: str, value: Any) -> Iterator[str]:
-    """Yield texts where numbers are expected."""
+    """Yield problems with strings where numbers are expected."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _wrong_rope(f"{key}.{name}", item)
@@ -100,7 +101,7 @@ def _wrong_rope(key: str, value: Any) -> Iterator[str]:
 
 
 def _wrong_sizes(section: str, config: PretrainedConfig) -> Iterator[str]:
-    """Yield what is no size, or so large that building the model would not end."""
+    """Yield sizes that are invalid, or so large that building the model would not end."""
     values = config.to_dict()
     for key, largest in _LARGEST.items():
         for value in values[key] if isinstance(values.get(key), list | tuple) else [values.get(key)]:
@@ -110,7 +111,7 @@ def _wrong_sizes(section: str, config: PretrainedConfig) -> Iterator[str]:
 
 
 def model_dims(hf: PretrainedConfig) -> ModelDims:
-    """Return the sizes that decide which layouts are possible."""
+    """Return the sizes that determine the possible layouts."""
     text, vision = hf.text_config, hf.vision_config
     tower, features = vision_family(vision), architecture_of(hf).features(hf)
     values = text.to_dict()

@@ -1,6 +1,7 @@
-"""Idefics3 and SmolVLM: pictures are cut into rows and columns of tiles, each with its mark, and one of the whole.
+"""Idefics3 and SmolVLM: pictures are split into rows and columns of tiles, each with its mark, and one tile of the
+whole picture.
 
-Videos are not trained on: a conversation holds pictures only.
+Videos are not supported: a conversation has pictures only.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Idefics3(TileArchitecture):
     towers = ("idefics3_vision", "idefics3")
 
     def connector(self, hf: PretrainedConfig) -> Connector:
-        """Return the pixel shuffle with its matrix, the only one that the class has."""
+        """Return the pixel shuffle with its matrix, the only connector of the class."""
         return ShuffleLinear()
 
     def features(self, hf: PretrainedConfig) -> FeatureChoice:
@@ -61,17 +62,17 @@ class Idefics3(TileArchitecture):
         return FeatureChoice((hf.vision_config.num_hidden_layers,), drop_first_token=False)
 
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
-        """Return the rows and columns that the folder's image processor cuts a picture into."""
+        """Return the rows and columns into which the folder's image processor splits a picture."""
         vision = hf.vision_config
         return _Grid(hf.image_token_id, self.features_per_tile(hf), num_patches(vision), image_side(vision), processing)
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
-        """Return why the processor would expand a tile to other tokens than the model makes features of it."""
+        """Return why the processor's number of tokens per tile differs from the model's number of features."""
         served, wanted = settings.get("image_seq_len", _DEFAULT_SEQ_LEN), self.features_per_tile(hf)
         if served == wanted:
             return []
         return [
-            f"image_seq_len makes {served} tokens of a tile, but the model's config.json makes {wanted} features; "
+            f"image_seq_len gives {served} tokens per tile, but the model's config.json gives {wanted} features;  "
             "correct the processor's settings"
         ]
 
@@ -85,7 +86,8 @@ class SmolVlm(Idefics3):
 
 
 class _Grid(MediaPlan):
-    """`<fake_token_around_image>`, the tile's mark and its placeholders, for each tile: what the processors write."""
+    """`<fake_token_around_image>`, the tile's mark and its placeholders, for each tile, as the processors write
+    them."""
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class _Grid(MediaPlan):
         """side: of a tile as the tower takes it.
 
         Raises:
-            ConversionError: a tokenizer without the marks, or a processor whose tiles have not all the tower's size.
+            ConversionError: the tokenizer lacks the marks, or tiles of the processor do not have the tower's size.
         """
         self.image_token_id, self.fields = image_token_id, PICTURE_FIELDS
         self.any_size, self.tokens_per_tile, self._side = True, features_per_tile, side
@@ -112,7 +114,7 @@ class _Grid(MediaPlan):
         self._fake = str(named.get("fake_image_token", "<fake_token_around_image>"))
         self._global = str(named.get("global_image_token", "<global-img>"))
         _check_marks(tokenizer, self._fake)
-        # Alone the tokens are those that they are in a text: special tokens at both ends keep them apart from it.
+        # Tokenized alone they give the same tokens as in a text: special tokens at both ends separate them from it.
         self._encoder = tokenizer.backend_tokenizer
         self._encoder.no_truncation()
         self._encoder.no_padding()
@@ -130,7 +132,7 @@ class _Grid(MediaPlan):
         return [self._tokens(*self._rows_and_columns(size)) for size in sizes]
 
     def _rows_and_columns(self, size: Size) -> Size:
-        """Return rows and columns of tiles, 0 and 0 where there is one alone (`resize_for_vision_encoder`)."""
+        """Return rows and columns of tiles, 0 and 0 for a single tile (`resize_for_vision_encoder`)."""
         if not self._splits:
             return 0, 0
         shape = torch.empty(size, device="meta")  # of which only the shape is read
@@ -156,7 +158,7 @@ class _Grid(MediaPlan):
         return self._known[rows, columns]
 
     def _text(self, rows: int, columns: int) -> str:
-        """Return what Idefics3Processor.replace_image_token and SmolVLMProcessor's do."""
+        """Return the same text as Idefics3Processor.replace_image_token and SmolVLMProcessor's."""
         placeholders = self._image * self.tokens_per_tile
         lines = [
             "".join(f"{self._fake}<row_{i + 1}_col_{j + 1}>{placeholders}" for j in range(columns)) + "\n"
@@ -167,7 +169,7 @@ class _Grid(MediaPlan):
 
 
 def _check_settings(images: BaseImageProcessor, side: int) -> None:
-    """Refuse what would make tiles of other sizes: the tower's positions are those of its own grid."""
+    """Refuse settings with tiles of other sizes: the tower's positions are those of its own grid."""
     values = images.to_dict()
     missing = {"do_image_splitting", "max_image_size"} - values.keys()
     if missing:
@@ -190,6 +192,6 @@ def _check_settings(images: BaseImageProcessor, side: int) -> None:
 def _check_marks(tokenizer: PreTrainedTokenizerBase, fake: str) -> None:
     if fake not in tokenizer.get_vocab():
         raise ConversionError(
-            f"the tokenizer has no {fake}, which stands around the pictures of Idefics3 and SmolVLM; add it as a "
+            f"the tokenizer has no {fake}, which surrounds the pictures of Idefics3 and SmolVLM; add it as a "
             "special token"
         )

@@ -1,6 +1,6 @@
-"""InternVL: pictures are cut into tiles, with a thumbnail beside them, and squares of features become one.
+"""InternVL: pictures are split into tiles and a thumbnail, and squares of features become one feature.
 
-Videos, of which the class takes frames, are not trained on: a conversation holds pictures only.
+Videos, which the class supports, are not trained on: a conversation has pictures only.
 """
 
 from __future__ import annotations
@@ -44,56 +44,56 @@ class InternVl(TileArchitecture):
     towers = ("internvl_vision",)
 
     def connector(self, hf: PretrainedConfig) -> Connector:
-        """Return the pixel shuffle with its MLP, the only one that the class has."""
+        """Return the pixel shuffle with its MLP, the only connector of the class."""
         return PixelShuffle()
 
     def features(self, hf: PretrainedConfig) -> FeatureChoice:
-        """Return what vision_feature_layer and vision_feature_select_strategy say.
+        """Return the features of vision_feature_layer and vision_feature_select_strategy.
 
         Raises:
-            ConversionError: several layers, a class token among the features, or a norm behind the last layer.
+            ConversionError: several layers, a class token among the features, or a norm after the last layer.
         """
         layer, vision = hf.vision_feature_layer, hf.vision_config
         if not isinstance(layer, int):
-            raise ConversionError(f"vision_feature_layer = {layer}: InternVL reads one layer, give a whole number")
+            raise ConversionError(f"vision_feature_layer = {layer}: InternVL reads one layer, give an integer")
         if hf.vision_feature_select_strategy != "default":
             raise ConversionError(
                 f"vision_feature_select_strategy = {hf.vision_feature_select_strategy!r} leaves the class token among "
-                "the features, which are then no square grid; InternVL takes 'default'"
+                "the features, which then do not form a square grid; InternVL needs 'default'"
             )
         if layer in (-1, vision.num_hidden_layers) and not vision.use_mean_pooling:
             raise ConversionError(
-                "vision_config.use_mean_pooling = False puts a norm behind the tower's last layer, which is not "
+                "vision_config.use_mean_pooling = False adds a norm after the tower's last layer, which is not "
                 f"supported for vision_feature_layer = {layer}; it must be True"
             )
         return feature_choice(hf)
 
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
-        """Return the tiles that the folder's image processor cuts a picture into."""
+        """Return the tiles into which the folder's image processor splits a picture."""
         return _Tiles(hf.image_token_id, self.features_per_tile(hf), num_patches(hf.vision_config), processing)
 
     def placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return the tokenizer's own name for it."""
+        """Return the tokenizer's own name of the token."""
         return str(tokenizer.special_tokens_map.get("context_image_token", super().placeholder(tokenizer)))
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
-        """Return why InternVLProcessor would expand a tile to other tokens than the model makes features of it."""
+        """Return why InternVLProcessor's number of tokens per tile differs from the model's number of features."""
         served, wanted = settings.get("image_seq_length", _DEFAULT_SEQ_LENGTH), self.features_per_tile(hf)
         if served == wanted:
             return []
         return [
-            f"image_seq_length makes {served} tokens of a tile, but the model's config.json makes {wanted} features; "
+            f"image_seq_length gives {served} tokens per tile, but the model's config.json gives {wanted} features;  "
             "correct the processor's settings"
         ]
 
 
 class _Tiles(MediaPlan):
-    """`<img>`, as many placeholders as all tiles have features, `</img>`: what InternVLProcessor writes."""
+    """`<img>`, a placeholder per feature of all tiles, `</img>`, as InternVLProcessor writes them."""
 
     def __init__(
         self, image_token_id: int, features_per_tile: int, patches_per_tile: int, processing: Processing
     ) -> None:
-        """Raises ConversionError for a tokenizer without the marks, or a processor that makes no tiles of one size."""
+        """Raises ConversionError for a tokenizer without the marks, or a processor without tiles of a fixed size."""
         self.image_token_id, self.fields = image_token_id, PICTURE_FIELDS
         self.any_size, self.tokens_per_tile, self.patches_per_tile = True, features_per_tile, patches_per_tile
         self._start, self._end = _mark_ids(processing.tokenizer)
@@ -101,7 +101,8 @@ class _Tiles(MediaPlan):
         values = images.to_dict()
         if not {"min_patches", "max_patches"} <= values.keys() or not images.size.height:
             raise ConversionError(
-                f"{type(images).__name__} cuts no tiles as InternVL takes them: it must have min_patches, max_patches "
+                f"{type(images).__name__} does not split pictures into tiles like InternVL: it must have min_patches, "
+                "max_patches "
                 "and a size of height and width, as GotOcr2ImageProcessor has"
             )
         self._tile: Size = (images.size.height, images.size.width)
@@ -110,7 +111,8 @@ class _Tiles(MediaPlan):
     def pixels(
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
-        """Return the tiles of pictures; the class's processor has them cut whatever the image processor's default."""
+        """Return the tiles of pictures; the class's processor always splits pictures, whatever the image processor's
+        default."""
         return super().pixels(processor, pictures, tokens, crop_to_patches=True, **options)
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
@@ -118,7 +120,7 @@ class _Tiles(MediaPlan):
         return [self._tokens(self._num_tiles(size)) for size in sizes]
 
     def _num_tiles(self, size: Size) -> int:
-        """Return the tiles of a picture; several have a thumbnail with them."""
+        """Return the number of tiles of a picture, including a thumbnail if there are several."""
         columns, rows = get_optimal_tiled_canvas(size, self._tile, self._fewest, self._most)
         return columns * rows + int(columns * rows > 1)
 
@@ -137,7 +139,7 @@ def _mark_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     missing = [name for name in _MARKS if name not in names]
     if missing:
         raise ConversionError(
-            f"the tokenizer names no {' and no '.join(missing)}; InternVL's has them among extra_special_tokens in "
+            f"the tokenizer has no {' and no '.join(missing)}; InternVL's has them in extra_special_tokens in "
             "tokenizer_config.json"
         )
     return [int(tokenizer.convert_tokens_to_ids(names[name])) for name in _MARKS]

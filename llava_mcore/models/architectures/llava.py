@@ -43,11 +43,11 @@ class Llava(TileArchitecture):
     names: ClassVar[KnownNames] = NAMES
 
     def connector(self, hf: PretrainedConfig) -> Connector:
-        """Return the MLP, the only one that the class has."""
+        """Return the MLP, the only connector of the class."""
         return Mlp()
 
     def features(self, hf: PretrainedConfig) -> FeatureChoice:
-        """Return what vision_feature_layer and vision_feature_select_strategy say."""
+        """Return the features of vision_feature_layer and vision_feature_select_strategy."""
         return feature_choice(hf)
 
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:

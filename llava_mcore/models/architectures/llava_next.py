@@ -1,4 +1,4 @@
-"""LLaVA-NeXT (1.6): a picture is a base view and the tiles of the grid that suits its proportions."""
+"""LLaVA-NeXT (1.6): a picture is a base view and the tiles of the grid that fits its proportions."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class LlavaNext(Llava):
         """Return the plan of base view and grid.
 
         Raises:
-            ConversionError: features that are no square, or pinpoints that are no multiples of the tower's pictures.
+            ConversionError: features do not form a square, or pinpoints are not multiples of the tower's size.
         """
         return AnyResPlan(hf.image_token_id, self.anyres(hf), self.fields)
 
     def anyres(self, hf: PretrainedConfig) -> AnyRes:
-        """Return how pictures are cut. Raises as `media`."""
+        """Return how pictures are split. Raises like `media`."""
         vision = hf.vision_config
         side, wanted = image_side(vision), num_patches(vision)
         found = self.features_per_tile(hf)

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: as LLaVA-NeXT, with large grids resized and several pictures seen as their base views; videos."""
+"""LLaVA-OneVision: like LLaVA-NeXT, with resized large grids, only base views for several pictures, and videos."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class LlavaOnevision(LlavaNext):
     takes_videos = True
 
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
-        """Return the plan of base view and grid, and of frames if there is a video processor. Raises as `anyres`."""
+        """Return the plan of base view and grid, and of frames if there is a video processor. Raises like `anyres`."""
         if processing.videos is None:
             return super().media(hf, processing)
         return AnyResVideoPlan(hf.image_token_id, self.anyres(hf), self.fields, hf.video_token_id)
 
     def anyres(self, hf: PretrainedConfig) -> AnyRes:
-        """Return how pictures are cut. Raises ConversionError also where that is not anyres_max_N."""
+        """Return how pictures are split. Raises ConversionError also if that is not anyres_max_N."""
         found = _ASPECT_RATIO.fullmatch(str(hf.vision_aspect_ratio))
         if found is None:
             raise ConversionError(f"vision_aspect_ratio = {hf.vision_aspect_ratio!r}: expected 'anyres_max_9' or such")

@@ -1,4 +1,4 @@
-"""The architectures that are known. A new one is a file and a line here."""
+"""The known architectures. A new one needs a file and a line here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARCHITECTURES: dict[str, Architecture] = {x.config_class.model_type: x for x in 
 
 
 def architecture_of(hf: PretrainedConfig) -> Architecture:
-    """Return the architecture of a whole model's config. `load_hf_config` has seen that it is known."""
+    """Return the architecture of a whole model's config. `load_hf_config` has checked that it is known."""
     return ARCHITECTURES[hf.model_type]
 
 

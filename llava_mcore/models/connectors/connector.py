@@ -1,4 +1,4 @@
-"""What the code asks of a connector: one file beside this one."""
+"""The interface of a connector: one file in this folder."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from llava_mcore.mapping.table import Entry
 
 @dataclass(frozen=True)
 class Output:
-    """A module of which `check` compares the output. `divided`: over the tensor-parallel ranks, by its features."""
+    """A module whose output `check` compares. `divided`: its features are divided over the tensor-parallel ranks."""
 
     module: nn.Module
     divided: bool
 
 
 class Connector(ABC):
-    """What makes the language model's features of the tower's.
+    """Converts the tower's features into the language model's.
 
-    n: features of a tile before it, m: behind it, w: the tower's width (all feature layers), h: language hidden size.
+    n: features of a tile before it, m: after it, w: the tower's width (all feature layers), h: language hidden size.
     """
 
     @abstractmethod
@@ -38,11 +38,11 @@ class Connector(ABC):
 
     @abstractmethod
     def num_features(self, hf: PretrainedConfig, num_features: int) -> int:
-        """Return m of n."""
+        """Return m for n."""
 
     @abstractmethod
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str) -> list[Entry]:
-        """Return its entries. `megatron`, `prefix`: of the module, on the Megatron and on the Hugging Face side."""
+        """Return its entries. `megatron`, `prefix`: the module's name on the Megatron and on the Hugging Face side."""
 
     @abstractmethod
     def products(self, hf: PretrainedConfig, *, input_size: int, num_features: int) -> list[int]:
@@ -55,4 +55,4 @@ class Connector(ABC):
 
     @abstractmethod
     def outputs(self, module: nn.Module) -> Mapping[str, Output]:
-        """Return its modules by their names in Hugging Face's, relative to it. `module`: what `build` returned."""
+        """Return its modules by their relative names in Hugging Face. `module`: the result of `build`."""

@@ -1,8 +1,9 @@
 """Idefics2's connector: a gated MLP to the language model's width, then latents that read a tile's features.
 
-However many features a tile has, as many come out as there are latents (perceiver resampler, Alayrac et al. 2022,
-arXiv 2204.14198). No class of the registry has it yet: Idefics2's processor hands over pictures of any shape, with a
-mask, which a tower of tiles of one size does not take.
+The number of outputs is the number of latents, whatever the number of features (perceiver resampler, Alayrac et al.
+2022,
+arXiv 2204.14198). No class of the registry uses it yet: Idefics2's processor returns pictures of any shape with a
+mask, which towers with a fixed tile size do not support.
 
 t: tiles, n: features of one, l: latents, w: the tower's width, h: the language model's.
 """
@@ -32,19 +33,19 @@ from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.connectors.connector import Connector, Output
 
 _GATED_WIDTH = 4
-"""Of the MLPs behind the latents' attention, in hidden sizes: Idefics2PerceiverLayer has no setting for it."""
+"""Width of the MLPs after the latents' attention, in hidden sizes: Idefics2PerceiverLayer has no setting for it."""
 _NORMS = ("input_latents_norm", "input_context_norm", "post_attention_layernorm")
 _LINEARS = {"linear_q": "q_proj", "linear_k": "k_proj", "linear_v": "v_proj"}
 
 
 class Perceiver(Connector):
-    """`modality_projection`, then `perceiver_resampler`, none of whose matrices has a bias."""
+    """`modality_projection`, then `perceiver_resampler`, without biases."""
 
     def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
         """Return megatron-core TransformerConfig fields of the resampler; its hidden size is the language model's.
 
         Raises:
-            ConversionError: a perceiver of another width, or heads that its key and value heads do not divide.
+            ConversionError: the perceiver has another width, or its key/value heads do not divide its heads.
         """
         perceiver, width = hf.perceiver_config, hf.text_config.hidden_size
         heads, groups = perceiver.resampler_n_heads, perceiver.num_key_value_heads
@@ -103,7 +104,7 @@ class Perceiver(Connector):
         ]
 
     def products(self, hf: PretrainedConfig, *, input_size: int, num_features: int) -> list[int]:
-        """Return the FLOPs of all matrices for one tile; products of scores, which have no weights, are left out."""
+        """Return the FLOPs of all matrices for one tile; products of scores, which have no weights, are excluded."""
         text, perceiver = hf.text_config, hf.perceiver_config
         width, inner, latents = text.hidden_size, text.intermediate_size, perceiver.resampler_n_latents
         queries = perceiver.resampler_n_heads * perceiver.resampler_head_dim
@@ -118,7 +119,7 @@ class Perceiver(Connector):
         return projection + perceiver.resampler_depth * layer
 
     def outputs(self, module: nn.Module) -> Mapping[str, Output]:
-        """Return what has a module of its own in Hugging Face's: not gate and value of MLPs, which are one here."""
+        """Return the modules that exist in both models: not gate and value of MLPs, which are fused here."""
         resampler = "perceiver_resampler."
         found = {"modality_projection.down_proj": ("modality_projection.linear_fc2", False)}
         for i, _ in enumerate(module.get_submodule("layers").children()):
@@ -137,7 +138,7 @@ class PerceiverResampler(MegatronModule):
     def __init__(
         self, config: TransformerConfig, projection: TransformerConfig, *, input_size: int, num_latents: int
     ) -> None:
-        """config: of the latents' layers. projection: of the MLP before them, which reads input_size numbers."""
+        """config: of the latents' layers. projection: config of the MLP before them, which reads input_size values."""
         super().__init__(config=config)
         self.modality_projection = _gated_mlp(projection, input_size)
         self.latents = nn.Parameter(torch.ones(num_latents, config.hidden_size, dtype=config.params_dtype))

@@ -1,4 +1,4 @@
-"""InternVL's projector: a square of features becomes one wide feature, which is normalized and goes through an MLP."""
+"""InternVL's projector: a square of features becomes one wide feature, which passes through a norm and an MLP."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _WEIGHT_BIAS = ("weight", "bias")
 
 
 def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
-    """Put squares of neighboring features side by side.
+    """Concatenate the features of neighboring squares.
 
-    The features of a square follow each other row by row, as InternVL and Idefics3 have them in transformers.
+    The features of a square are in row order, as in InternVL and Idefics3 in transformers.
 
     Args:
         x: [tiles, n, c], row by row of a square grid whose side is a multiple of factor.
@@ -42,18 +42,19 @@ def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
 
 
 def num_shuffled(num_features: int, factor: int) -> int:
-    """Return the features of a tile behind the shuffle. Raises ConversionError for a grid that it cannot divide."""
+    """Return the features of a tile after the shuffle. Raises ConversionError for a grid that it cannot divide."""
     side = isqrt(num_features)
     if side * side != num_features or side % factor:
         raise ConversionError(
-            f"{num_features} features of a picture are no square grid whose side is a multiple of {factor}, which the "
+            f"{num_features} features of a picture do not form a square grid whose side is a multiple of {factor}, "
+            "which the "
             "connector makes one feature of each way; take a tower or pictures of another size"
         )
     return num_features // factor**2
 
 
 def check_grid(vision: PretrainedConfig, factor: int, *, key: str) -> None:
-    """Raise ConversionError for a tower whose grid of patches the shuffle cannot divide. `key`: that gives factor."""
+    """Raise ConversionError for a tower whose grid of patches the shuffle cannot divide. `key`: the key of `factor`."""
     side = isqrt(num_patches(vision))
     if side % factor:
         raise ConversionError(
@@ -70,7 +71,7 @@ class PixelShuffle(Connector):
         """Return megatron-core TransformerConfig fields; its hidden size is the language model's.
 
         Raises:
-            ConversionError: a downsample_ratio that is not 1 divided by a whole number, or does not divide the grid.
+            ConversionError: downsample_ratio is not 1 divided by an integer, or does not divide the grid.
         """
         check_grid(hf.vision_config, _factor(hf), key=f"downsample_ratio = {hf.downsample_ratio}")
         width = hf.text_config.hidden_size
@@ -106,7 +107,7 @@ class PixelShuffle(Connector):
         ]
 
     def products(self, hf: PretrainedConfig, *, input_size: int, num_features: int) -> list[int]:
-        """Return the FLOPs of both layers for one tile; the first reads as many numbers as before the shuffle."""
+        """Return the FLOPs of both layers for one tile; the first reads as many values as before the shuffle."""
         width = hf.text_config.hidden_size
         return [2 * num_features * input_size * width, 2 * self.num_features(hf, num_features) * width * width]
 
@@ -120,10 +121,10 @@ class PixelShuffle(Connector):
 
 
 class ShuffleProjector(MultimodalProjector):
-    """megatron-core's MLP behind the shuffle and a norm, which every tensor-parallel rank has whole."""
+    """megatron-core's MLP after the shuffle and a norm, which is replicated on the tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, input_size: int, factor: int) -> None:
-        """input_size: of a feature before the shuffle."""
+        """input_size: width of a feature before the shuffle."""
         width = input_size * factor**2
         layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         super().__init__(config, layers, projector_type="mlp", input_size=width)
@@ -141,6 +142,6 @@ def _factor(hf: PretrainedConfig) -> int:
     factor = round(1 / ratio) if ratio > 0 else 0
     if factor < 1 or 1 / factor != ratio:
         raise ConversionError(
-            f"downsample_ratio = {ratio} is not supported: it must be 1 divided by a whole number, such as 0.5"
+            f"downsample_ratio = {ratio} is not supported: it must be 1 divided by an integer, such as 0.5"
         )
     return factor

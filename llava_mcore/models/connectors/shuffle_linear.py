@@ -1,4 +1,4 @@
-"""Idefics3's and SmolVLM's connector: a square of features becomes one wide feature, and a matrix makes it narrower."""
+"""Idefics3's and SmolVLM's connector: a square of features becomes one wide feature, which a matrix projects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAME = "modality_projection.proj"
 
 
 class ShuffleLinear(Connector):
-    """`scale_factor`² features side by side, then one linear layer without bias."""
+    """`scale_factor`² concatenated features, then one linear layer without bias."""
 
     def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
         """Return megatron-core TransformerConfig fields. Raises ConversionError for a grid that does not divide."""
@@ -48,7 +48,7 @@ class ShuffleLinear(Connector):
         return [Entry(megatron + "encoder.weight", f"{prefix}{_NAME}.weight", COLUMN)]
 
     def products(self, hf: PretrainedConfig, *, input_size: int, num_features: int) -> list[int]:
-        """Return the FLOPs of the matrix for one tile; it reads as many numbers as before the shuffle."""
+        """Return the FLOPs of the matrix for one tile; it reads as many values as before the shuffle."""
         return [2 * num_features * input_size * hf.text_config.hidden_size]
 
     def outputs(self, module: nn.Module) -> Mapping[str, Output]:
@@ -57,10 +57,10 @@ class ShuffleLinear(Connector):
 
 
 class ShuffleProjection(MultimodalProjector):
-    """megatron-core's linear layer, divided by its outputs and gathered, behind the shuffle."""
+    """megatron-core's linear layer, divided by outputs and gathered, after the shuffle."""
 
     def __init__(self, config: TransformerConfig, input_size: int, factor: int) -> None:
-        """input_size: of a feature before the shuffle."""
+        """input_size: width of a feature before the shuffle."""
         layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         super().__init__(config, layers, projector_type="affine", input_size=input_size * factor**2)
         self.factor = factor

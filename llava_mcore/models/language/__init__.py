@@ -1,1 +1,1 @@
-"""Language models: one file a family, on top of the dense decoder they share."""
+"""Language models: one file per family, based on a common dense decoder."""

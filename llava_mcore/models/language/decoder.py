@@ -1,6 +1,6 @@
 """The language model: megatron-core's GPTModel with Hugging Face's rotary frequencies and a true vocabulary.
 
-GPTModel is built here and nowhere else (megatron-core announces its successor).
+GPTModel is only built here (megatron-core has announced its successor).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class LanguageModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.true_vocab_size = hf.vocab_size
-        if post_process:  # GPTModel lets nobody choose this layer's class
+        if post_process:  # GPTModel has no option for this layer's class
             change_class(self.output_layer, OutputLayer)
         if config.use_te_activation_func:
             for layer in self.decoder.layers:
@@ -146,7 +146,7 @@ class LanguageModel(GPTModel):
             self._use_local_rope(shape.local_rope)
 
     def _use_local_rope(self, rope: Rope) -> None:
-        """Give the layers that see a window rotary frequencies of their own, one object for all of them."""
+        """Give layers with a window their own rotary frequencies, one object for all of them."""
         embedding = RotaryEmbedding(self.config.kv_channels, rotary_percent=1.0)
         set_frequencies(embedding, rope.inv_freq)
         for layer in self.decoder.layers:
@@ -163,7 +163,7 @@ class LanguageModel(GPTModel):
             set_rotary_factor(attention, factor)
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return token embeddings [s, b, h], scaled in the families that do; int64 [b, s] both."""
+        """Return token embeddings [s, b, h], scaled in some families; int64 [b, s] both."""
         return self.scaled(self.embedding(input_ids, position_ids))
 
     def scaled(self, embeddings: Tensor) -> Tensor:

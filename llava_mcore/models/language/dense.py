@@ -1,6 +1,6 @@
-"""What the dense decoder families share: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases.
+"""Shared by the dense decoder families:  RMSNorm, SwiGLU, grouped queries, rotary positions, no biases.
 
-A family's file says what differs. Megatron names on the left of an entry, Hugging Face names on the right.
+A family's file has the differences. Entries have Megatron names on the left, Hugging Face names on the right.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def transformer_fields(hf: PretrainedConfig, *, activation_key: str = "hidden_ac
     """Return megatron-core TransformerConfig fields of an HF text config.
 
     Args:
-        activation_key: where this family's config names the activation.
+        activation_key: the family's config key of the activation.
 
     Raises:
         ConversionError: an unknown activation, or biases this decoder does not have.
@@ -58,7 +58,7 @@ def transformer_fields(hf: PretrainedConfig, *, activation_key: str = "hidden_ac
 
 
 def layer_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
-    """Return the entries of a dense decoder's layers as most families have them."""
+    """Return the entries of a dense decoder's layers, as in most families."""
     return expand_layers([*norm_entries(names), *projection_entries(hf, names)], hf)
 
 
@@ -78,7 +78,7 @@ def head_norm_entries(names: TextNames) -> list[Entry]:
 
 
 def output_entries(names: TextNames) -> list[Entry]:
-    """Return templates of the matrices that attention and MLP end with."""
+    """Return templates of the last matrices of attention and MLP."""
     m, h = names.megatron_layer, names.hf_layer
     return [
         Entry(m + "self_attention.linear_proj.weight", h + "self_attn.o_proj.weight", ROW),
@@ -87,7 +87,7 @@ def output_entries(names: TextNames) -> list[Entry]:
 
 
 def projection_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
-    """Return templates of all matrices of a layer, each of its own in the files."""
+    """Return templates of all matrices of a layer, which are separate in the files."""
     m, h = names.megatron_layer, names.hf_layer
     qkv = tuple(h + f"self_attn.{x}_proj.weight" for x in "qkv")
     gate_up = (h + "mlp.gate_proj.weight", h + "mlp.up_proj.weight")

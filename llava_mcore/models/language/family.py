@@ -1,4 +1,4 @@
-"""What the code asks of a language model's family: one file beside this one."""
+"""The interface of a language model family: one file in this folder."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from llava_mcore.models.names import TextNames
 
 
 class LanguageFamily(ABC):
-    """The decoders of some model_types of Hugging Face."""
+    """The decoders of some Hugging Face model_types."""
 
     model_types: ClassVar[tuple[str, ...]]
     part_of_a_class: ClassVar[bool] = False
     """Whether only the Hugging Face classes that name it have such a decoder."""
     computes_windows: ClassVar[bool] = False
-    """Whether sliding windows are computed as they are; others must not meet sequences longer than theirs."""
+    """Whether sliding windows are supported; otherwise sequences must not be longer than the window."""
 
     @abstractmethod
     def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
-        """Return megatron-core TransformerConfig fields. Raises ConversionError for what cannot be computed."""
+        """Return megatron-core TransformerConfig fields. Raises ConversionError for unsupported settings."""
 
     @abstractmethod
     def shape(self, hf: PretrainedConfig) -> DecoderShape:
-        """Return what TransformerConfig does not say."""
+        """Return settings that TransformerConfig does not have."""
 
     @abstractmethod
     def weight_entries(self, hf: PretrainedConfig, names: TextNames) -> list[Entry]:

@@ -1,7 +1,8 @@
-"""Gemma 2: norms also behind attention and MLP, GeGLU, scaled embeddings, capped scores, windows in every other layer.
+"""Gemma 2: norms also after attention and MLP, GeGLU, scaled embeddings, capped scores, windows in every other layer.
 
-LLaVA in transformers computes logits without Gemma's final_logit_softcapping, which belongs to Gemma2ForCausalLM; so do
-we.
+LLaVA in transformers computes logits without Gemma's final_logit_softcapping, which belongs to Gemma2ForCausalLM; so
+does
+this model.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Gemma2(LanguageFamily):
         }
 
     def shape(self, hf: PretrainedConfig) -> DecoderShape:
-        """Return what TransformerConfig does not say."""
+        """Return settings that TransformerConfig does not have."""
         return DecoderShape(
             rope_from_hf(hf, Gemma2RotaryEmbedding),
             embedding_scale=hf.hidden_size**0.5,

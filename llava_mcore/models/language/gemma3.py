@@ -1,6 +1,6 @@
 """Gemma 3's text model: Gemma 2 with norms on query and key heads instead of capped scores.
 
-Layers with a window have rotary frequencies of their own, without the scaling of the others.
+Layers with a window have their own rotary frequencies, without the scaling of the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Gemma3(Gemma2):
         return super().config_from_hf(hf) | {"qk_layernorm": True}
 
     def shape(self, hf: PretrainedConfig) -> DecoderShape:
-        """Return what TransformerConfig does not say. transformers reads no attn_logit_softcapping here."""
+        """Return settings that TransformerConfig does not have. transformers does not read attn_logit_softcapping
+        here."""
         kinds = sorted(set(hf.layer_types))
         for kind in kinds:
             require_fixed_rope(hf.rope_parameters[kind], f"text_config.rope_parameters.{kind}")

@@ -19,7 +19,7 @@ from llava_mcore.models.norms import TorchNorm
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """A row-parallel layer without bias whose output is normalized, after the ranks' shares were added up."""
+    """A row-parallel layer without bias whose output is normalized after the sum over ranks."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **given: Any) -> None:
         super().__init__(input_size, output_size, config=config, **given)
@@ -33,7 +33,7 @@ class NormedRowParallelLinear(RowParallelLinear):
 
 
 class TwoRopeSelfAttention(SelfAttention):
-    """Attention that may have rotary positions of its own, beside those that all layers are given."""
+    """Attention that may have its own rotary positions instead of those of all layers."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)

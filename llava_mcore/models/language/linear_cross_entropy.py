@@ -1,14 +1,14 @@
-"""The output layer and its cross-entropy in one, over chunks of tokens: the logits never exist as a whole.
+"""The output layer and its cross-entropy in one, over chunks of tokens: the logits are never complete in memory.
 
 What is differentiated is the *weighted sum* of the token losses, and the weights (the loss mask) are known in the
-forward pass. So a chunk's logits become its share of both gradients at once, three matrix products a chunk as in
-the plain head, and the backward pass only multiplies by one number. A per-token result would need the logits again
+forward pass. So a chunk's logits become its share of both gradients at once, with three matrix products per chunk as
+in the plain head, and the backward pass only multiplies by one number. A per-token result would need the logits again
 in the backward pass: a fourth product, a third more work.
 
 megatron-core 0.19 has no such function: its cross-entropies (its own, fused, Transformer Engine's) take logits.
 
-Tokens that are not trained (prompts, pictures, padding) need not meet the vocabulary at all: where the host knows
-how many are trained, only they do.
+Tokens that are not trained (prompts, pictures, padding) do not need logits: if the host knows the number of trained
+tokens, only they get logits.
 
 s: tokens, b: samples, h: hidden size, t: s * b, c: tokens of a chunk, rows: padded vocabulary.
 """
@@ -31,15 +31,15 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Every chunk reads and writes the fp32 weight gradient: 8 bytes an element, for which it does 2 * c operations. On an
-# H200 (800 TF/s, 4.3 TB/s) both take the same time at c = 750; a larger chunk only costs memory, 8 bytes a logit.
+# Every chunk reads and writes the fp32 weight gradient: 8 bytes per element, for which it does 2 * c operations. On an
+# H200 (800 TF/s, 4.3 TB/s) both take the same time at c = 750; a larger chunk only costs memory, 8 bytes per logit.
 CHUNK_TOKENS = 1024
-# The number of tokens that go through the head is rounded up to this: fewer shapes, and matrix units like it.
+# The number of tokens in the head is rounded up to a multiple of this, for fewer shapes and faster products.
 KEPT_MULTIPLE = 64
 
 
 class OutputLayer(ColumnParallelLinear):
-    """megatron-core's output layer, which also gives the loss where targets are passed.
+    """megatron-core's output layer, which also returns the loss if targets are passed.
 
     It is a module, not a function that takes the weight, because data parallelism waits for a gathered weight in
     the hooks that run before a module's forward.
@@ -56,7 +56,7 @@ class OutputLayer(ColumnParallelLinear):
         vocab_size: int = 0,
         num_trained: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Without labels as megatron-core's; with them `linear_cross_entropy` of the input [s, b, h]."""
+        """Without labels like megatron-core's; with them `linear_cross_entropy` of the input [s, b, h]."""
         if labels is None:
             return super().forward(input_, weight, runtime_gather_output)
         assert token_weights is not None and self.bias is None
@@ -87,23 +87,23 @@ def linear_cross_entropy(
     """Return the weighted sum of the cross-entropy of hidden @ weight.T, and each token's.
 
     No host synchronization. Gradients reach `hidden` (summed over the tensor-parallel ranks) and `weight`, each only
-    where it is asked for; that of the weight is summed over chunks in fp32.
+    if required; that of the weight is summed over chunks in fp32.
 
     Args:
         hidden: [s, b, h], the same on all ranks of `tp_group`; [s / tp, b, h] with sequence parallelism.
         weight: [rows / tp, h], this rank's part, in the same type as `hidden`.
-        labels: int64 [b, s]. What is outside the vocabulary must have weight 0.
+        labels: int64 [b, s]. Ids outside the vocabulary must have weight 0.
         token_weights: [b, s], a constant. 0: not trained.
-        vocab_size: rows of the true vocabulary; those behind it only pad and never get probability.
+        vocab_size: rows of the true vocabulary; rows after it are padding and never get probability.
         tp_group: the tensor-parallel group, of any size.
-        num_trained: how many tokens have a weight other than 0, where the host knows it: only these (and a few more,
-            to a multiple of KEPT_MULTIPLE) then meet the vocabulary. The same on all ranks of `tp_group`. A number
-            that is too small leaves trained tokens out.
-        chunk_tokens: the most tokens whose logits exist at a time.
+        num_trained: number of tokens with a weight other than 0, if the host knows it: only these (and a few more,
+            to a multiple of KEPT_MULTIPLE) get logits. The same on all ranks of `tp_group`. A number
+            that is too small drops trained tokens.
+        chunk_tokens: maximum number of tokens with logits at a time.
 
     Returns:
-        The sum of token_weights * loss, [], and the loss of every token, [b, s], which carries no gradient and is 0
-        where a token was left out; both in fp32 (fp64 for fp64).
+        The sum of token_weights * loss, [], and the loss of every token, [b, s], which has no gradient and is 0
+        for dropped tokens; both in fp32 (fp64 for fp64).
     """
     if tp_group.size() > 1:
         enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
@@ -124,7 +124,7 @@ def linear_cross_entropy(
 
 
 def _kept(token_weights: Tensor, num_trained: int | None) -> Tensor | None:
-    """Return the places of the tokens with a weight and of some without, in [t]; None for all. No host sync."""
+    """Return the indices in [t] of the tokens with a weight and of some without; None for all. No host sync."""
     num_tokens = token_weights.shape[0]
     if num_trained is None:
         return None
@@ -147,7 +147,7 @@ class _VocabShard:
 class _ChunkResult:
     """losses: [c]; log_p: [c, rows / tp]; index, log_p_target: [c, 1]; is_mine: bool [c, 1], the label is a row here.
 
-    Where the label is another rank's, index is some row of this one.
+    If the label is another rank's, index is an arbitrary row of this one.
     """
 
     losses: Tensor
@@ -179,7 +179,7 @@ class _WeightedLossSum(torch.autograd.Function):
         grad_dtype = losses.dtype if hidden.dtype == torch.float16 else hidden.dtype
         grad_hidden = torch.zeros_like(hidden, dtype=grad_dtype) if wants[0] else None
         grad_weight: Tensor | None = None
-        for place in _places(hidden.shape[0] if kept is None else kept, chunk_tokens):
+        for place in _chunks(hidden.shape[0] if kept is None else kept, chunk_tokens):
             part, part_weights = hidden[place], token_weights[place].unsqueeze(1)
             result = _chunk_losses(part, weight, labels[place], shard)
             _put(losses, place, result.losses)
@@ -190,7 +190,7 @@ class _WeightedLossSum(torch.autograd.Function):
                 if wants[1]:
                     grad_weight = _add_product(grad_weight, grad_logits.t(), part * part_weights.to(part.dtype))
                 del grad_logits
-            del result  # no two chunks' logits at a time
+            del result  # never the logits of two chunks at a time
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = (hidden.dtype, weight.dtype)
         ctx.mark_non_differentiable(losses)
@@ -203,8 +203,8 @@ class _WeightedLossSum(torch.autograd.Function):
         return (*(None if g is None else _scaled(g, grad_total, dtype) for g, dtype in grads), *[None] * 6)
 
 
-def _places(kept: Tensor | int, chunk_tokens: int) -> Iterator[Tensor | slice]:
-    """Cut the places kept, or so many from 0 on, into the fewest chunks, of nearly the same size."""
+def _chunks(kept: Tensor | int, chunk_tokens: int) -> Iterator[Tensor | slice]:
+    """Split the kept indices, or a range from 0, into the fewest chunks of nearly the same size."""
     num_tokens = kept if isinstance(kept, int) else kept.shape[0]
     number = -(-num_tokens // chunk_tokens)
     bounds = [num_tokens * i // number for i in range(number + 1)]
@@ -223,13 +223,13 @@ def _put(target: Tensor, place: Tensor | slice, values: Tensor) -> None:
 def _chunk_losses(hidden: Tensor, weight: Tensor, labels: Tensor, shard: _VocabShard) -> _ChunkResult:
     """Return the losses and log-probabilities of one chunk. hidden: [c, h], labels: [c]."""
     logits = _product(hidden, weight.t())
-    logits[:, shard.num_true :] = torch.finfo(logits.dtype).min  # finite: a rank may hold nothing but padding
+    logits[:, shard.num_true :] = torch.finfo(logits.dtype).min  # finite: a rank may have only padding
     log_p = torch.log_softmax(logits, dim=-1)
     local = (labels - shard.first).unsqueeze(1)
     is_mine = (local >= 0) & (local < shard.num_true)
     index = local.clamp(0, shard.num_rows - 1)
     if shard.group.size() > 1:
-        # The largest logit is the place where the difference loses nothing.
+        # At the largest logit the difference loses no precision.
         local_log_sum = logits.amax(dim=-1) - log_p.amax(dim=-1)
         target = logits.gather(1, index).where(is_mine, 0.0).squeeze(1)
         log_sum, target = _over_vocabulary(local_log_sum, target, shard.group)
@@ -262,7 +262,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in the wide type, unrounded also where a and b are in half precision."""
+    """Return a @ b in the wide type, without rounding even if a and b are in half precision."""
     wide = _wide(a.dtype)
     if a.is_cuda and a.dtype != wide:
         return torch.mm(a, b, out_dtype=wide)

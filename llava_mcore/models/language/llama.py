@@ -1,6 +1,6 @@
 """Llama and everything with its architecture: Llama 2 and 3, Vicuna, llm-jp, SmolLM2.
 
-Mistral too; that its sliding window is not shorter than the training sequence is a rule of the configuration.
+Mistral too; a rule of the configuration requires that its sliding window is not shorter than a sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llava_mcore.models.names import TextNames
 
 
 class Llama(LanguageFamily):
-    """Llama, and what has its architecture."""
+    """Llama, and models with its architecture."""
 
     model_types = ("llama", "mistral")
 
@@ -26,7 +26,7 @@ class Llama(LanguageFamily):
         return transformer_fields(hf)
 
     def shape(self, hf: PretrainedConfig) -> DecoderShape:
-        """Return what TransformerConfig does not say."""
+        """Return settings that TransformerConfig does not have."""
         return DecoderShape(rope_from_hf(hf))
 
     def weight_entries(self, hf: PretrainedConfig, names: TextNames) -> list[Entry]:

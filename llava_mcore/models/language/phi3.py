@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama's decoder whose files hold query, key and value as one tensor, and gate and up too.
+"""Phi-3, Phi-3.5 and Phi-4: Llama's decoder; files have query, key and value as one tensor, and gate and up as another.
 
 Rotary positions may cover a part of each head (partial_rotary_factor).
 """
@@ -41,7 +41,7 @@ class Phi3(LanguageFamily):
         return transformer_fields(hf)
 
     def shape(self, hf: PretrainedConfig) -> DecoderShape:
-        """Return what TransformerConfig does not say."""
+        """Return settings that TransformerConfig does not have."""
         return DecoderShape(rope_from_hf(hf, Phi3RotaryEmbedding), names=_NAMES)
 
     def weight_entries(self, hf: PretrainedConfig, names: TextNames) -> list[Entry]:

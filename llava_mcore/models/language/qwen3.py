@@ -23,7 +23,7 @@ class Qwen3(LanguageFamily):
         return transformer_fields(hf) | {"qk_layernorm": True}
 
     def shape(self, hf: PretrainedConfig) -> DecoderShape:
-        """Return what TransformerConfig does not say."""
+        """Return settings that TransformerConfig does not have."""
         return DecoderShape(rope_from_hf(hf))
 
     def weight_entries(self, hf: PretrainedConfig, names: TextNames) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""The families of language models that are known. A new one is a file and a line here."""
+"""The known families of language models. A new one needs a file and a line here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FAMILIES: tuple[LanguageFamily, ...] = (
 LANGUAGE_FAMILIES: dict[str, LanguageFamily] = {name: family for family in _FAMILIES for name in family.model_types}
 """By model_type."""
 REASONS = {"gemma3": "it is a whole vision-language model; its text model is gemma3_text"}
-"""Why a model_type that people try is not known."""
+"""Hints for unknown model_types that people try."""
 
 
 def texts_of_any_class() -> tuple[str, ...]:
@@ -29,5 +29,5 @@ def texts_of_any_class() -> tuple[str, ...]:
 
 
 def language_family(hf: PretrainedConfig) -> LanguageFamily:
-    """Return the family of a text config. `load_hf_config` has seen that it is known."""
+    """Return the family of a text config. `load_hf_config` has checked that it is known."""
     return LANGUAGE_FAMILIES[hf.model_type]

@@ -1,4 +1,4 @@
-"""What decoder families differ in beyond megatron-core's TransformerConfig."""
+"""Differences between decoder families beyond megatron-core's TransformerConfig."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Rope:
 
         The kernel has no factor for cosines and sines, and megatron-core (0.19.2) drops the factor without a word where
         sequences are packed. Where whole heads are rotated, the factor scales queries and keys alike, so its square
-        becomes part of the softmax's scale. Where only a part of each head is, nothing is fused.
+        becomes part of the softmax's scale. If only a part of each head is rotated, nothing is fused.
 
         Args:
             head_dim: size of an attention head, of which 2 * len(inv_freq) dims are rotated.
@@ -56,7 +56,7 @@ class Rope:
         return {"apply_rope_fusion": True, "softmax_scale": self.scaling**2 / math.sqrt(head_dim)}
 
     def factor(self, *, is_fused: bool) -> float:
-        """Return what cosines and sines are still to be multiplied by (see `fusion_fields`)."""
+        """Return the remaining factor of cosines and sines (see `fusion_fields`)."""
         return 1.0 if is_fused else self.scaling
 
 
@@ -64,7 +64,7 @@ class Rope:
 class DecoderShape:
     """One family's decoder.
 
-    `local_rope`: of the layers that see a window only, where it is another one. `embedding_scale`: the factor of token
+    `local_rope`: rotary settings of the layers with a window, if they differ. `embedding_scale`: the factor of token
     embeddings; image features are not scaled. `attention_softcap`: c, where scores x become c * tanh(x / c).
     `post_norms`: what attention and MLP return is normalized before it is added to the residual. `deepstack`: whether
     features of the tower's inner layers are added after the first layers.
@@ -80,7 +80,7 @@ class DecoderShape:
 
     @property
     def needs_local_layers(self) -> bool:
-        """Whether Transformer Engine's layers, as this project builds them, cannot express it."""
+        """Whether Transformer Engine's layers, as built here, do not support it."""
         return self.post_norms or self.attention_softcap is not None or self.local_rope is not None
 
 
@@ -91,7 +91,7 @@ def rope_from_hf(hf: PretrainedConfig, rotary: type[nn.Module] = LlamaRotaryEmbe
         ConversionError: a scaling whose frequencies depend on the sequence length.
     """
     require_fixed_rope(hf.rope_parameters, "text_config.rope_parameters")
-    with torch.device("cpu"):  # also when the model is built without memory, on the meta device
+    with torch.device("cpu"):  # even if the model is built on the meta device
         embedding = rotary(hf)
     return Rope(embedding.get_buffer("inv_freq").clone(), vars(embedding)["attention_scaling"])
 

@@ -1,1 +1,1 @@
-"""Vision towers: one file a family, on top of the transformer they share."""
+"""Vision towers: one file per family, based on a common transformer."""

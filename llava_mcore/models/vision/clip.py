@@ -38,11 +38,11 @@ class Clip(TileTower):
         return transformer_fields(hf, num_layers)
 
     def shape(self, hf: PretrainedConfig) -> VisionShape:
-        """Return what surrounds the layers."""
+        """Return the parts around the layers."""
         return VisionShape(image_side(hf), patch_side(hf), class_token=True, conv_bias=False, pre_norm=True)
 
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
-        """Return the entries of the layers that are used and of what comes before them."""
+        """Return the entries of the used layers and of everything before them."""
         width = hf.hidden_size
         ends = [
             Entry(
@@ -59,7 +59,7 @@ class Clip(TileTower):
         return ends + layer_entries(hf, megatron=megatron, prefix=prefix + "encoder.layers.", layers=range(num_layers))
 
     def unused(self, hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
-        """Name the tensors that training does not use, with the reason."""
+        """Return the tensors that training does not use, with the reason."""
         rest = range(num_layers, hf.num_hidden_layers)
         after = unused_layers(
             layer_entries(hf, megatron="", prefix=prefix + "encoder.layers.", layers=rest), num_layers

@@ -47,7 +47,7 @@ class Dinov2(TileTower):
     model_types = ("dinov2", "dinov2_with_registers")
 
     def tokens_before_patches(self, hf: PretrainedConfig) -> int:
-        """Return how many tokens stand before the patches: the class token and registers."""
+        """Return the number of tokens before the patches: the class token and registers."""
         return 1 + _num_registers(hf)
 
     def config_from_hf(self, hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
@@ -66,13 +66,13 @@ class Dinov2(TileTower):
         }
 
     def ffn_size(self, hf: PretrainedConfig) -> int:
-        """Return the width inside the MLPs; where they are gated, of the gate alone."""
+        """Return the width inside the MLPs; if they are gated, of the gate alone."""
         width = int(hf.hidden_size * hf.mlp_ratio)
         # DINOv2's rule: two thirds, so that three matrices weigh as much as two, rounded up to a multiple of 8.
         return (int(width * 2 / 3) + 7) // 8 * 8 if hf.use_swiglu_ffn else width
 
     def shape(self, hf: PretrainedConfig) -> VisionShape:
-        """Return what surrounds the layers."""
+        """Return the parts around the layers."""
         return VisionShape(
             image_side(hf),
             patch_side(hf),
@@ -87,14 +87,14 @@ class Dinov2(TileTower):
         )
 
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
-        """Return the entries of the layers that are used and of what comes before them."""
+        """Return the entries of the used layers and of everything before them."""
         ends = embedding_entries(hf, megatron=megatron, prefix=prefix, conv=_CONV)
         if _num_registers(hf):
             ends.append(Entry(megatron + "registers", prefix + "embeddings.register_tokens", REPLICATED))
         return ends + _layer_entries(hf, megatron, prefix, range(num_layers))
 
     def unused(self, hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
-        """Name the tensors that training does not use, with the reason."""
+        """Return the tensors that training does not use, with the reason."""
         rest = _layer_entries(hf, "", prefix, range(num_layers, hf.num_hidden_layers))
         mask = {f"{prefix}embeddings.mask_token": "stands for masked patches in DINOv2's own training"}
         return unused_layers(rest, num_layers) | unused_norm(prefix + "layernorm") | mask

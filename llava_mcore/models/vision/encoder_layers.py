@@ -52,7 +52,7 @@ def encoder_fields(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
 
 
 def require(hf: PretrainedConfig, wanted: Mapping[str, Any]) -> None:
-    """Check what must be so in a tower's config. ConversionError with everything that is not."""
+    """Check required values in a tower's config. ConversionError lists all others."""
     values = hf.to_dict()
     found = [
         f"vision_config.{key} = {values[key]} is not supported; it must be {value}"
@@ -122,7 +122,7 @@ def layer_entries(
 
 
 def scale_entries(*, megatron: str, prefix: str, layers: range, scales: tuple[str, str]) -> list[Entry]:
-    """Return the entries of layer scales, behind attention and behind the MLP."""
+    """Return the entries of layer scales, after attention and after the MLP."""
     m, h = megatron + "decoder.layers.{layer}.", prefix + "{layer}."
     places = zip(("self_attn_bda.scale", "mlp_bda.scale"), scales, strict=True)
     templates = [Entry(m + ours, h + theirs, REPLICATED) for ours, theirs in places]
@@ -130,11 +130,11 @@ def scale_entries(*, megatron: str, prefix: str, layers: range, scales: tuple[st
 
 
 def unused_layers(entries: list[Entry], num_layers: int) -> dict[str, str]:
-    """Name the tensors of layers after the last feature layer, with the reason."""
+    """Return the tensors of layers after the last feature layer, with the reason."""
     reason = f"vision layer after the last feature layer ({num_layers})"
     return {name: reason for entry in entries for name in entry.hf_names}
 
 
 def unused_norm(name: str) -> dict[str, str]:
-    """Name the tower's last norm, with the reason."""
+    """Return the tower's last norm, with the reason."""
     return {f"{name}.{wb}": "norm after the last vision layer" for wb in WEIGHT_BIAS}

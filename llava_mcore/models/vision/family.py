@@ -1,4 +1,4 @@
-"""What the code asks of a vision tower's family: one file beside this one."""
+"""The interface of a vision tower family: one file in this folder."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class TowerWork:
 
 
 class VisionFamily(ABC):
-    """The towers of some model_types of Hugging Face."""
+    """The towers of some Hugging Face model_types."""
 
     model_types: ClassVar[tuple[str, ...]]
     pair: ClassVar[str | None] = None
-    """model_type of folders that hold such a tower beside a text encoder."""
+    """model_type of folders with such a tower and a text encoder."""
     wrapped: ClassVar[bool] = False
     """Whether its tensors have `vision_model.` in their names in llava-hf's checkpoints.
 
@@ -44,7 +44,7 @@ class VisionFamily(ABC):
 
     @abstractmethod
     def config_from_hf(self, hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
-        """Return megatron-core TransformerConfig fields. Raises ConversionError for what cannot be computed."""
+        """Return megatron-core TransformerConfig fields. Raises ConversionError for unsupported settings."""
 
     @abstractmethod
     def build(self, hf: PretrainedConfig, config: TransformerConfig, features: FeatureChoice) -> VisionModule:
@@ -52,11 +52,11 @@ class VisionFamily(ABC):
 
     @abstractmethod
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
-        """Return the entries of the layers that are used and of what comes before them."""
+        """Return the entries of the used layers and of everything before them."""
 
     @abstractmethod
     def unused(self, hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
-        """Name the tensors that training does not use, with the reason."""
+        """Return the tensors that training does not use, with the reason."""
 
     @abstractmethod
     def work(self, hf: PretrainedConfig, media: MediaWork, num_layers: int) -> TowerWork:
@@ -106,11 +106,11 @@ class TileTower(VisionFamily):
         return VisionTransformer(config, self.shape(hf), features)
 
     def num_positions(self, hf: PretrainedConfig) -> int:
-        """Return the features of a tile, class token and registers included."""
+        """Return the features of a tile, including class token and registers."""
         return num_patches(hf) + self.tokens_before_patches(hf)
 
     def has_class_token(self, hf: PretrainedConfig) -> bool:
-        """Tell whether a token for the whole picture stands before its patches."""
+        """Return whether there is a token for the whole picture before its patches."""
         return self.tokens_before_patches(hf) > 0
 
     def work(self, hf: PretrainedConfig, media: MediaWork, num_layers: int) -> TowerWork:

@@ -1,4 +1,4 @@
-"""Which hidden states of the tower a LLaVA uses, and how many tokens a picture becomes.
+"""The hidden states of the tower that LLaVA uses, and the number of tokens per picture.
 
 Hugging Face's rule: hidden_states[0] is the embedding (after CLIP's pre-norm), hidden_states[i] the output of layer
 i, before any post-norm; "default" drops the first token of the result, "full" keeps all.
@@ -15,7 +15,7 @@ from llava_mcore.errors import ConversionError
 
 @dataclass(frozen=True)
 class FeatureChoice:
-    """Layers whose outputs are taken (0: the embedding), counted from the bottom, and the tokens dropped."""
+    """Layers whose outputs are used (0: the embedding), counted from the bottom, and the dropped tokens."""
 
     layers: tuple[int, ...]
     drop_first_token: bool
@@ -30,7 +30,7 @@ def feature_choice(hf: PretrainedConfig) -> FeatureChoice:
     """Read `vision_feature_layer` (an int or a list) and `vision_feature_select_strategy`.
 
     Raises:
-        ConversionError: a layer that the tower does not have, or no layer at all.
+        ConversionError: a layer does not exist in the tower, or no layer is given.
     """
     chosen = hf.vision_feature_layer
     requested = [chosen] if isinstance(chosen, int) else list(chosen)

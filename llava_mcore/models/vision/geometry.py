@@ -1,4 +1,4 @@
-"""What a vision tower's Hugging Face config says about the pictures that it takes."""
+"""The picture size in a vision tower's Hugging Face config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llava_mcore.errors import ConversionError
 
 
 def image_side(vision: PretrainedConfig) -> int:
-    """Return the height and width, in pixels, of the pictures that the tower takes."""
+    """Return the height and width in pixels of the tower's pictures."""
     return _side(vision.image_size, "image_size")
 
 
@@ -18,12 +18,12 @@ def patch_side(vision: PretrainedConfig) -> int:
 
 
 def num_patches(vision: PretrainedConfig) -> int:
-    """Return the patches of a picture; what remains at its right and lower edge is ignored."""
+    """Return the patches of a picture; the rest at its right and lower edge is ignored."""
     return (image_side(vision) // patch_side(vision)) ** 2
 
 
 def _side(value: object, key: str) -> int:
-    """Read a number, or the two equal ones that some families write.
+    """Read a number, or two equal ones, as some families have.
 
     Raises:
         ConversionError: height and width differ.

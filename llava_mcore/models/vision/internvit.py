@@ -30,7 +30,7 @@ _NAMES = LayerNames(
     into=("mlp.fc1",),
     out_of="mlp.fc2",
 )
-# What each key must be: InternViT-6B normalizes queries and keys over all heads, which tensor parallelism cuts apart,
+# What each key must be: InternViT-6B normalizes queries and keys over all heads, which tensor parallelism splits,
 # and megatron-core gives either all matrices biases or none but query, key and value.
 _REQUIRED = {
     "norm_type": "layer_norm",
@@ -61,7 +61,7 @@ class InternVit(TileTower):
         return transformer_fields(hf, num_layers)
 
     def shape(self, hf: PretrainedConfig) -> VisionShape:
-        """Return what surrounds the layers."""
+        """Return the parts around the layers."""
         return VisionShape(
             image_side(hf),
             patch_side(hf),
@@ -75,12 +75,12 @@ class InternVit(TileTower):
         )
 
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
-        """Return the entries of the layers that are used and of what comes before them."""
+        """Return the entries of the used layers and of everything before them."""
         ends = embedding_entries(hf, megatron=megatron, prefix=prefix, conv=_CONV)
         return ends + _layer_entries(hf, megatron, prefix, range(num_layers))
 
     def unused(self, hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
-        """Name the tensors that training does not use, with the reason."""
+        """Return the tensors that training does not use, with the reason."""
         rest = _layer_entries(hf, "", prefix, range(num_layers, hf.num_hidden_layers))
         mask = {f"{prefix}embeddings.mask_token": "stands for masked patches in InternViT's own training"}
         return unused_layers(rest, num_layers) | unused_norm(prefix + "layernorm") | mask

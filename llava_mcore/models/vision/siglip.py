@@ -46,11 +46,11 @@ class Siglip(TileTower):
         return transformer_fields(hf, num_layers)
 
     def shape(self, hf: PretrainedConfig) -> VisionShape:
-        """Return what surrounds the layers."""
+        """Return the parts around the layers."""
         return VisionShape(image_side(hf), patch_side(hf), class_token=False, conv_bias=True, pre_norm=False)
 
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
-        """Return the entries of the layers that are used and of what comes before them."""
+        """Return the entries of the used layers and of everything before them."""
         conv = Entry(megatron + "conv1.{wb}", prefix + "embeddings.patch_embedding.{wb}", REPLICATED)
         positions = Entry(
             megatron + "position_embeddings.weight", prefix + "embeddings.position_embedding.weight", REPLICATED
@@ -59,7 +59,7 @@ class Siglip(TileTower):
         return [*conv.expand(wb=WEIGHT_BIAS), positions, *layers]
 
     def unused(self, hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
-        """Name the tensors that training does not use, with the reason."""
+        """Return the tensors that training does not use, with the reason."""
         rest = range(num_layers, hf.num_hidden_layers)
         after = unused_layers(
             layer_entries(hf, megatron="", prefix=prefix + "encoder.layers.", layers=rest), num_layers

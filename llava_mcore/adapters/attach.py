@@ -114,7 +114,7 @@ def _hook(module: Any, adapters: Sequence[LinearAdapter]) -> None:
         if not fused_norm:
             output, bias = result
             return change(inputs[0], output), bias
-        # Transformer Engine puts the norm's output last, and megatron-core a missing bias behind it.
+        # Transformer Engine puts the norm's output last, and megatron-core a missing bias after it.
         output, *bias_and_norm = (*result[0], result[1]) if isinstance(result[0], tuple) else (*result[::2], result[1])
         normed, bias = bias_and_norm
         return change(normed, output), bias

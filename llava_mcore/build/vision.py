@@ -135,7 +135,7 @@ def _feature_layers(num_layers: int, layers: tuple[int, ...], *, expand: bool) -
         raise ConfigError("--expand-projector adds a second layer by itself: give only one --vision-feature-layer")
     depth = layers[0] % states
     if depth < 2:
-        raise ConfigError(f"--expand-projector: no layer lies halfway to --vision-feature-layer {layers[0]}")
+        raise ConfigError(f"--expand-projector: no layer is halfway to --vision-feature-layer {layers[0]}")
     half = depth // 2
     return (layers[0], half if layers[0] >= 0 else half - states)
 

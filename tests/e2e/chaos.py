@@ -1,4 +1,4 @@
-"""Disturb training runs on the CPU at random, resume them, and compare them with unbroken ones.
+"""Disturb training runs on the CPU at random, resume them, and compare them with uninterrupted ones.
 
     python -m tests.e2e.chaos --rounds 100 --processes 5 --markdown table.md
 
@@ -6,7 +6,7 @@ A round is one disturbance: a process is killed or stopped, a signal comes, byte
 the disk is full (a small one of the run's own where this user may mount, else files may not grow). Several rounds meet
 one run, one after the other; some come while it starts, some during a step, some during a save. After each:
 the exit code and the last line are right, no process is left after 5 seconds, no port, and what has been trained so far
-is bitwise that of an unbroken run. What a run has trained in the end is the same as without any round.
+is bitwise that of an uninterrupted run. What a run has trained in the end is the same as without any round.
 The exit code is 1 if something is not so; the table says what.
 """
 
@@ -110,7 +110,7 @@ class Disturbed:
             outcome.wrong.append(f"ports {busy} are still open")
 
     def _check_start(self, running: Running, outcome: Outcome) -> None:
-        """See that it did not go on from what was flipped, and that it trains what the unbroken run does."""
+        """See that it did not go on from what was flipped, and that it trains what the uninterrupted run does."""
         place = running.resumed_at()
         outcome.resumed_at = 0 if place is None else place[0]
         if self.flipped is not None and "first iteration done" in running.text():
@@ -156,7 +156,7 @@ class Disturbed:
         return True
 
     def _has_ended(self, running: Running, outcome: Outcome) -> None:
-        """See that it has ended well, and has trained what the unbroken run has."""
+        """See that it has ended well, and has trained what the uninterrupted run has."""
         self.finished = True
         code, outcome.output = running.process.wait(), running.text()
         self._check_start(running, outcome)

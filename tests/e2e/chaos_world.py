@@ -1,4 +1,4 @@
-"""What chaos is made with: layouts of a small model on the CPU, each with the losses of an unbroken run."""
+"""What chaos is made with: layouts of a small model on the CPU, each with the losses of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ LAYOUTS = (
 
 
 class World:
-    """A model, data, and what an unbroken run of them at one layout has written."""
+    """A model, data, and what an uninterrupted run of them at one layout has written."""
 
     def __init__(self, material: Path, root: Path, layout: Layout) -> None:
-        """Train the unbroken run.
+        """Train the uninterrupted run.
 
         Args:
             material: folder that `make_material` has filled.

@@ -1,4 +1,4 @@
-"""One run that meets much: it is asked to stop, then a rank is killed during a save. It ends as if unbroken.
+"""One run that meets much: it is asked to stop, then a rank is killed during a save. It ends as if uninterrupted.
 
 `python -m tests.e2e.chaos` does it at random, as often as asked for.
 """

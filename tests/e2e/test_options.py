@@ -42,7 +42,7 @@ def losses(root: Path, name: str, *flags: object) -> list[float]:
 def test_deterministic_runs_from_random_weights_are_equal(root: Path) -> None:
     first = losses(root, "a", "--init", "--deterministic", "--tp", 2, "--save", "--chat-template", "plain")
     assert losses(root, "b", "--init", "--deterministic", "--tp", 2, "--chat-template", "plain") == first
-    assert 5.0 < first[0] < 8.0  # about ln(401): nothing has been learnt
+    assert 5.0 < first[0] < 8.0  # about ln(401): nothing has been trained
     export_hf(root / "save" / "a", root / "exported")
     _, info = LlavaForConditionalGeneration.from_pretrained(root / "exported", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

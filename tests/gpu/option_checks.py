@@ -83,12 +83,15 @@ def save_and_resume(
         train_steps(groups, trainer, run, loader)
         state = None if loader is None else loader.state()
         Saver(trainer, Path(hf)).save(Progress(STEPS, STEPS * GLOBAL_BATCH), state, persistent="disk" not in name)
-        unbroken = train_steps(groups, trainer, run, loader)
+        uninterrupted = train_steps(groups, trainer, run, loader)
         again = run_config(tp, pp, checkpoint, save_dir, **common, **{"checkpoint.load_optim": True})
         trainer, start = make_trainer(groups, again), start_point(again)
         assert start.kind == "resume" and start.checkpoint is not None
         resume(trainer, start.checkpoint)
-        found[name] = (unbroken, train_steps(groups, trainer, again, open_fake_loader(groups, trainer, again, STEPS)))
+        found[name] = (
+            uninterrupted,
+            train_steps(groups, trainer, again, open_fake_loader(groups, trainer, again, STEPS)),
+        )
     return found
 
 

@@ -43,7 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_equal_runs_give_equal_bits(root: Path, case: str) -> None:
     first, second = (curve(root, case, number) for number in (1, 2))
     assert len(first) == ITERATIONS and all(map(math.isfinite, (x for pair in first for x in pair)))
-    assert first[-1][0] < first[0][0], "it has learnt something, so the updates are in what is compared"
+    assert first[-1][0] < first[0][0], "it has trained something, so the updates are in what is compared"
     assert first == second, [i + 1 for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
 
 

@@ -58,9 +58,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     if check == FROZEN:
         expected, told = found.pop("one rank's problem")
         assert told == expected
-    for name, (unbroken, resumed) in found.items():
-        print((tp, pp, dp), name, json.dumps([unbroken, resumed]))
-        assert resumed == unbroken, (name, "bitwise")
+    for name, (uninterrupted, resumed) in found.items():
+        print((tp, pp, dp), name, json.dumps([uninterrupted, resumed]))
+        assert resumed == uninterrupted, (name, "bitwise")
 
 
 def test_the_host_does_not_wait_in_forward_and_backward(checkpoint: Path, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def lines_in_blend(*lines: str, later: str = "") -> Callable[[Path], Path]:
 
 
 def refused(write: Callable[[Path], Any]) -> Callable[[Path], Path]:
-    """Shards that energon does not prepare: it leaves half of .nv-meta behind."""
+    """Shards that energon does not prepare: it leaves half of .nv-meta."""
 
     def make(folder: Path) -> Path:
         good(folder)

@@ -79,7 +79,7 @@ class FakeLoader:
         self.hf, self.size, self.rank, self.dp, self.text_only = hf, micro_batch_size, dp_rank, dp_size, text_only
         self.count = 0
 
-    def __next__(self) -> FakeBatch:  # 16 samples over and over: they can be learnt
+    def __next__(self) -> FakeBatch:  # 16 samples over and over: they can be trained
         first = (self.count * self.dp + self.rank) * self.size
         self.count += 1
         return micro_batch(self.hf, [i % 16 for i in range(first, first + self.size)], self.text_only)
@@ -92,7 +92,7 @@ class FakeLoader:
 
 
 class PackedLoader(FakeLoader):
-    """The samples of FakeLoader, each up to its last trained token, one behind the other in a single row."""
+    """The samples of FakeLoader, each up to its last trained token, one after the other in a single row."""
 
     def __next__(self) -> FakeBatch:
         padded = super().__next__()

@@ -66,7 +66,7 @@ def _measure(queue: Any, function: Callable[..., None], arguments: tuple[Any, ..
     import llava_mcore.convert.export_hf
     import llava_mcore.convert.import_hf  # noqa: F401  what importing takes is not counted
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     before = status("VmRSS")
     function(*arguments)
     queue.put(status("VmHWM") - before)

@@ -68,7 +68,7 @@ def open_peft(hf: Path, folders: Mapping[str, Path]) -> Any:
 
 def used_linears(hf: Path, parts: Sequence[str]) -> list[str]:
     """Return the linear layers of some parts of the model that take part in its outputs."""
-    model, vision_layers = open_hf(hf), 3  # of 4: the last one is behind the feature layer
+    model, vision_layers = open_hf(hf), 3  # of 4: the last one is after the feature layer
     names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith(tuple(parts))]
     return [n for n in names if not (n.startswith(TOWER) and f"layers.{vision_layers}." in n)]
 

@@ -50,7 +50,7 @@ NO_UPDATE = "no update yet"  # as when the first steps overflow: the optimizer h
 def save_and_resume(
     tp: int, pp: int, checkpoint: str, save_dir: str, hf: str, fused: bool = False
 ) -> dict[str, tuple[Any, Any]]:
-    """Return for each kind the losses behind a checkpoint, of the run that saved it and of one that resumed.
+    """Return for each kind the losses after a checkpoint, of the run that saved it and of one that resumed.
 
     Args:
         fused: with an optimizer that keeps its state as Transformer Engine's does.
@@ -70,7 +70,7 @@ def save_and_resume(
 def _resumed(
     groups: Groups, checkpoint: str, save_dir: str, hf: str, name: str, flags: dict[str, Any]
 ) -> tuple[list[float], list[float]]:
-    """Return the losses behind a checkpoint, of the run that saved it and of one that resumed."""
+    """Return the losses after a checkpoint, of the run that saved it and of one that resumed."""
     saving = {"checkpoint.save": True, "checkpoint.save_optim": True, "checkpoint.load_optim": True}
     run = run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, name=name, **saving, **flags)
     trainer = make_trainer(groups, run)
@@ -80,11 +80,11 @@ def _resumed(
         train_steps(groups, trainer, run, loader)
     progress = Progress(steps_before, steps_before * GLOBAL_BATCH)
     save_checkpoint(trainer, progress, Path(hf), None if loader is None else loader.state())
-    unbroken = train_steps(groups, trainer, run, loader)
+    uninterrupted = train_steps(groups, trainer, run, loader)
     again = make_trainer(groups, run)
     resume(again, latest_checkpoint(run.run_dir)[0])
     loader = open_fake_loader(groups, again, run, steps_before)
-    return unbroken, train_steps(groups, again, run, loader)
+    return uninterrupted, train_steps(groups, again, run, loader)
 
 
 def _one_rank_asks_for_more(groups: Groups, run_dir: Path) -> str:

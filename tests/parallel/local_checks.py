@@ -46,7 +46,7 @@ def saved_on_own_disks(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str
         progress = Progress(2 * STEPS, 2 * STEPS * GLOBAL_BATCH)
         state = None if loader is None else loader.state()
         saver.save(progress, state, background=True, persistent=False)
-        unbroken = train_steps(groups, trainer, run, loader)
+        uninterrupted = train_steps(groups, trainer, run, loader)
         saver.finish(progress.iteration)
         again = with_own_disk(configure(name, tp, pp, checkpoint, save_dir, "local", resumes=True), disk)
         start = find_start(again, groups)
@@ -59,7 +59,7 @@ def saved_on_own_disks(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str
         saver.save(Progress(3 * STEPS), state, persistent=False)
         dist.barrier(groups.control)  # every rank has deleted its older file
         found[name] = {
-            "unbroken": unbroken,
+            "uninterrupted": uninterrupted,
             "resumed": (start.iteration, resumed),
             "elsewhere": elsewhere,
             "message": message,

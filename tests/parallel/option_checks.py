@@ -122,7 +122,7 @@ def stage_options() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def resume_elsewhere(checkpoint: str, save_dir: str, hf: str) -> dict[str, tuple[list[float], list[float]]]:
-    """Save from an interleaved pipeline, go on with uneven stages; return those losses and an unbroken plain run's."""
+    """Save from an interleaved pipeline, go on with uneven stages; return those losses and an uninterrupted plain run's."""
     groups = join(1, 2)
     found = {}
     for kind, distributed in (("plain", False), ("distributed", True)):
@@ -133,7 +133,7 @@ def resume_elsewhere(checkpoint: str, save_dir: str, hf: str) -> dict[str, tuple
         }
         losses = {}
         for name, more in {
-            "unbroken": {"name": f"{kind}-unbroken"},
+            "uninterrupted": {"name": f"{kind}-uninterrupted"},
             "saved": {"name": kind, "parallel.num_layers_per_virtual_pipeline_stage": 1},
             "resumed": {"name": kind, FIRST: 1, "checkpoint.load_optim": True},
         }.items():
@@ -145,7 +145,7 @@ def resume_elsewhere(checkpoint: str, save_dir: str, hf: str) -> dict[str, tuple
             if name == "saved":
                 state = None if loader is None else loader.state()
                 save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
-            if name == "unbroken":
+            if name == "uninterrupted":
                 losses[name] += train_steps(groups, trainer, run, loader)
-        found[kind] = (losses["saved"] + losses["resumed"], losses["unbroken"])
+        found[kind] = (losses["saved"] + losses["resumed"], losses["uninterrupted"])
     return found

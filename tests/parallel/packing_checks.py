@@ -78,7 +78,7 @@ def spans(batch: Batch) -> list[tuple[str, int, int, int]]:
 
 
 def sample_losses(tp: int, pp: int, checkpoint: str, data: str) -> dict[str, dict[str, Any]]:
-    """Return what this rank knows: on the loading rank where each sample lies, on the last stage the token losses."""
+    """Return what this rank knows: on the loading rank where each sample is, on the last stage the token losses."""
     groups = join(tp, pp)
     path = latest_checkpoint(Path(checkpoint))[0]
     model = load_model(groups, path)

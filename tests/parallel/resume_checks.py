@@ -43,7 +43,7 @@ def train_steps(groups: Groups, trainer: Trainer, run: RunConfig, loader: FakeLo
 
 
 def open_fake_loader(groups: Groups, trainer: Trainer, run: RunConfig, steps_taken: int) -> FakeLoader | None:
-    """Return the loader behind so many steps, on ranks that load data."""
+    """Return the loader after so many steps, on ranks that load data."""
     if not groups.loads_data:
         return None
     size = run.training.micro_batch_size

@@ -21,7 +21,7 @@ def test_a_run_goes_on_from_the_nodes_own_disks(tmp_path: Path, tp: int, pp: int
     results = run_world(4, "tests.parallel.local_checks:saved_on_own_disks", **layout, **arguments)
     for rank, result in enumerate(results):
         for name, found in result.items():
-            assert found["resumed"] == (8, found["unbroken"]), (rank, name)
+            assert found["resumed"] == (8, found["uninterrupted"]), (rank, name)
             assert f"tp, pp, dp = ({tp}, {pp}, 2); this run has ({tp + 1}, {pp}, 2)" in found["elsewhere"]
             assert "could not be written" in found["message"] and "rank_00003.pt" in found["message"]
             node = (0, 1) if rank < 2 else (2, 3)

@@ -76,5 +76,5 @@ def test_a_checkpoint_does_not_know_how_the_layers_were_divided(checkpoints: dic
     arguments = {"checkpoint": checkpoints["llama"], "save_dir": str(tmp_path), "hf": hf}
     ranks = run_world(2, "tests.parallel.option_checks:resume_elsewhere", **arguments)
     assert ranks[0] == ranks[1] and ranks[0].keys() == {"plain", "distributed"}
-    for broken, unbroken in ranks[0].values():
-        assert broken == pytest.approx(unbroken, rel=1e-5)
+    for broken, uninterrupted in ranks[0].values():
+        assert broken == pytest.approx(uninterrupted, rel=1e-5)

@@ -28,5 +28,5 @@ def test_frozen_parts_are_saved_and_resumed(tmp_path: Path, tp: int, pp: int, dp
     }
     ranks = run_world(tp * pp * dp, "tests.parallel.frozen_checks:save_and_resume", tp=tp, pp=pp, **arguments)
     for rank in ranks:
-        for name, (unbroken, resumed) in rank.items():
-            assert resumed == unbroken, name
+        for name, (uninterrupted, resumed) in rank.items():
+            assert resumed == uninterrupted, name

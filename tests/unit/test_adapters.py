@@ -57,7 +57,7 @@ def test_every_linear_layer_that_is_used_can_be_adapted(tmp_path: Path, case: Ca
         return  # its modules have other names than its tensors in files, so they cannot be adapted
     last = "layers.3." if "layers.3." in str(not_used) else "layer.3."
     tower = [name for name in not_used if name != "lm_head" and ".head." not in name]
-    assert all(last in name or "layers.2." in name for name in tower), "behind the last feature layer"
+    assert all(last in name or "layers.2." in name for name in tower), "after the last feature layer"
 
 
 def test_ranks_by_part_and_names_as_in_peft(layers: ModelLayers) -> None:
@@ -128,7 +128,7 @@ def test_files_of_other_adapters_are_refused_by_name(tmp_path: Path, hf: Path, l
     folder = make_peft_folder(hf, tmp_path / "lora", r=2, target_modules=["q_proj", "lm_head"])
     with pytest.raises(ConversionError) as error:
         plan_of_folder(folder, "x", layers, is_trained=True)
-    assert "layers.3.self_attn.q_proj, which is no linear layer" in str(error.value), "behind the feature layer"
+    assert "layers.3.self_attn.q_proj, which is no linear layer" in str(error.value), "after the feature layer"
     assert "adapts lm_head" in str(error.value)
     for key, value, message in (
         ("peft_type", "IA3", "expected 'LORA'"),

@@ -97,7 +97,7 @@ OPTION_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nothing halfway": (
         {"vision_feature_layers": (1,), "expand_projector": True},
-        "no layer lies halfway",
+        "no layer is halfway",
     ),
     "a connector that no class has": (
         {"connector": "q_former"},

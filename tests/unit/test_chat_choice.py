@@ -184,7 +184,7 @@ def test_prompts_are_spread_evenly_and_stay_the_same() -> None:
     chosen = [choose_prompt("ocr", "en", f"{i:06d}", 7) for i in range(6000)]
     assert all(850 < chosen.count(prompt) < 1150 for prompt in POOLS["ocr"]["en"])
     assert chosen != [choose_prompt("ocr", "en", f"{i:06d}", 8) for i in range(6000)]
-    # Fixed for ever: a resumed run must ask what the killed one would have asked.
+    # Fixed forever: a resumed run must ask what the killed one would have asked.
     places = [POOLS["ocr"]["en"].index(prompt) for prompt in chosen[:12]]
     assert places == [3, 4, 5, 4, 0, 1, 4, 3, 4, 0, 5, 0]
 

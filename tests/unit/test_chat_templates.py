@@ -1,4 +1,4 @@
-"""The named chat templates: their families' published texts, Hugging Face's masks, and only answers learnt."""
+"""The named chat templates: their families' published texts, Hugging Face's masks, and only answers trained."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VICUNA = (
 )
 LLM_JP = "以下は、タスクを説明する指示です。要求を適切に満たす応答を書きなさい。"
 
-# template: (with SYSTEM, without a system prompt, what serving adds behind a question, what is learnt of "No.")
+# template: (with SYSTEM, without a system prompt, what serving adds after a question, what is trained of "No.")
 PUBLISHED: dict[str, tuple[str, str, str, str]] = {
     "vicuna": (
         "Be brief. USER: Hi ASSISTANT: Yes.</s>USER: And? ASSISTANT: No.</s>",
@@ -120,12 +120,12 @@ def num_images(turns: list[Turn]) -> int:
     return sum(turn.text.count(IMAGE_MARK) for turn in turns)
 
 
-def learnt(tokenizer: PreTrainedTokenizerFast, tokens: ChatTokens) -> str:
+def trained(tokenizer: PreTrainedTokenizerFast, tokens: ChatTokens) -> str:
     return tokenizer.decode(tokens.input_ids[tokens.trained].tolist(), clean_up_tokenization_spaces=False)
 
 
 def answers(name: str, turns: list[Turn], eos: str) -> str:
-    """What is to be learnt of a conversation; the template's own end of an answer stands before another EOS."""
+    """What is to be trained of a conversation; the template's own end of an answer stands before another EOS."""
     pattern = PUBLISHED[name][3]
     own = EOS.get(name, "</s>")
     end = pattern.partition("No.")[2].replace(own, own + eos if name in EOS and eos != own else eos)
@@ -193,7 +193,7 @@ def test_masks_are_hugging_faces(name: str, kind: str) -> None:
         assert_hugging_faces(tokenizer, format_, turns)
         tokens = encoded(format_, turns, num_images=num_images(turns))
         if kind == "its own tokens":
-            assert learnt(tokenizer, tokens) == answers(name, turns, tokenizer.eos_token)
+            assert trained(tokenizer, tokens) == answers(name, turns, tokenizer.eos_token)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -202,7 +202,7 @@ def test_masks_of_trimmed_offsets(name: str) -> None:
     tokenizer, format_ = chat_format(name, "trimmed")
     for turns in CONVERSATIONS.values():
         tokens = encoded(format_, turns, num_images=num_images(turns))
-        assert learnt(tokenizer, tokens) == answers(name, turns, "</s>")
+        assert trained(tokenizer, tokens) == answers(name, turns, "</s>")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -231,7 +231,7 @@ def assert_real(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     format_ = make_format(tokenizer, name)
     for turns in CONVERSATIONS.values():
         assert_hugging_faces(tokenizer, format_, turns)
-        text = learnt(tokenizer, encoded(format_, turns, num_images=num_images(turns)))
+        text = trained(tokenizer, encoded(format_, turns, num_images=num_images(turns)))
         # SentencePiece's decoding drops the space before a text's first word.
         assert text.removeprefix(" ") == answers(name, turns, tokenizer.eos_token).removeprefix(" ")
 
@@ -259,13 +259,13 @@ PIECES = st.lists(st.one_of(TEXT, st.just(IMAGE_MARK)), min_size=1, max_size=4).
 def test_answers_and_eos_are_learnt_and_nothing_else(
     name: str, kind: str, system: str | None, exchanges: list[tuple[str, str]]
 ) -> None:
-    """Whatever is said: the learnt tokens are the answers, in their order, each with EOS; the rest holds no answer."""
+    """Whatever is said: the trained tokens are the answers, in their order, each with EOS; the rest holds no answer."""
     tokenizer, format_ = chat_format(name, kind)
     turns = [] if system is None else [Turn("system", f"s{system}")]
     for i, (question, answer) in enumerate(exchanges):
         turns += [Turn("user", question), Turn("assistant", f"≪{i}{answer}{i}≫")]
     tokens = encoded(format_, turns, num_images=num_images(turns))
-    assert learnt(tokenizer, tokens) == answers(name, turns, tokenizer.eos_token)
+    assert trained(tokenizer, tokens) == answers(name, turns, tokenizer.eos_token)
     rest = tokenizer.decode(tokens.input_ids[~tokens.trained].tolist())
     assert not any(turn.text in rest for turn in turns if turn.role == "assistant")
     placeholders = tokens.input_ids == format_.image_token_id
@@ -282,7 +282,7 @@ def test_another_eos_follows_the_formats_own_end(name: str) -> None:
     tokenizer = tiny(name)
     tokenizer.eos_token = "</s>"
     format_ = make_format(tokenizer, name)
-    assert learnt(tokenizer, encoded(format_, TWO_TURNS, num_images=0)) == f"Yes.{EOS[name]}</s>No.{EOS[name]}</s>"
+    assert trained(tokenizer, encoded(format_, TWO_TURNS, num_images=0)) == f"Yes.{EOS[name]}</s>No.{EOS[name]}</s>"
     assert_hugging_faces(tokenizer, format_, TWO_TURNS)
 
 

@@ -53,7 +53,7 @@ def test_load_strategy_is_still_needed() -> None:
 
 
 def test_metadata_of_a_newer_torch_are_read() -> None:
-    """torch 2.15 pickles a tensor's strides behind what torch 2.14 does."""
+    """torch 2.15 pickles a tensor's strides after what torch 2.14 does."""
     accept_newer_metadata()
     state = TensorProperties(dtype=torch.bfloat16, pin_memory=True).__getstate__()[:NUM_STATE]
     for more in ((), ((4, 1),)):

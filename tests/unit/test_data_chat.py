@@ -1,4 +1,4 @@
-"""Chat templates of every kind: ids as Hugging Face's processor makes them, and exactly the answer and EOS learnt."""
+"""Chat templates of every kind: ids as Hugging Face's processor makes them, and exactly the answer and EOS trained."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LIST, STRING, MIXED = ("list", "list"), ("string", "string"), ("list", "string")
 class Case:
     template: str
     formats: tuple[str, str]
-    learnt: str
-    """What is learnt of the answer ANSWER, EOS shown as </s>."""
+    trained: str
+    """What is trained of the answer ANSWER, EOS shown as </s>."""
     eos: str = "</s>"
 
 
@@ -43,7 +43,7 @@ CASES = {
         "{% else %}{{ p.text + ' ' }}{% endif %}{% endfor %}{% endfor %}"
         "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
         LIST,
-        " ANSWER</s>",  # the space lies before the mark, but in one token with the answer's first letters
+        " ANSWER</s>",  # the space is before the mark, but in one token with the answer's first letters
     ),
     "marks before EOS": Case(
         "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -52,7 +52,7 @@ CASES = {
         STRING,
         "ANSWER</s>",
     ),
-    "marks that end behind EOS": Case(
+    "marks that end after EOS": Case(
         "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
         "{{ ' ' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}",
@@ -142,7 +142,7 @@ def served(processor: LlavaProcessor, formats: tuple[str, str], turns: list[Turn
     return processor(images=images or None, text=text, **keep)["input_ids"][0]
 
 
-def learnt(format_: ChatFormat, tokens: ChatTokens, tokenizer: PreTrainedTokenizerFast) -> str:
+def trained(format_: ChatFormat, tokens: ChatTokens, tokenizer: PreTrainedTokenizerFast) -> str:
     return tokenizer.decode(tokens.input_ids[tokens.trained].tolist(), clean_up_tokenization_spaces=False)
 
 
@@ -157,8 +157,8 @@ def test_ids_and_mask_of_every_template(case_name: str, tokenizer_name: str, ima
     turns = vqa("What is this?", answer, image=image)
     tokens = encoded(format_, turns, num_images=int(image))
 
-    text = learnt(format_, tokens, processor.tokenizer)
-    expected = case.learnt.replace("ANSWER", answer)
+    text = trained(format_, tokens, processor.tokenizer)
+    expected = case.trained.replace("ANSWER", answer)
     # A tokenizer that puts ▁ before each piece of text makes one more space; it belongs to the answer's first token.
     spaced = tokenizer_name in ("prepend", "metaspace")
     assert text == expected or (spaced and text.lstrip().replace("</s> ", "</s>") == expected.lstrip())
@@ -195,19 +195,19 @@ def test_mask_is_hugging_faces(tokenizer_name: str) -> None:
 @settings(max_examples=40)
 @given(question=st.text(min_size=1), answer=st.text(min_size=1))
 def test_any_text(case_name: str, question: str, answer: str) -> None:
-    """Whatever is asked and answered, the learnt tokens are the answer and EOS, byte for byte."""
+    """Whatever is asked and answered, the trained tokens are the answer and EOS, byte for byte."""
     question, answer = "q" + question.replace(IMAGE_MARK, ""), "a" + answer.rstrip() + "z"
     processor, format_ = processor_and_format("byte level", case_name)
     tokens = encoded(format_, vqa(question, answer, image=True), num_images=1)
-    assert learnt(format_, tokens, processor.tokenizer) == CASES[case_name].learnt.replace("ANSWER", answer)
+    assert trained(format_, tokens, processor.tokenizer) == CASES[case_name].trained.replace("ANSWER", answer)
 
 
 def test_answer_with_the_eos_text_in_it_is_learnt_whole() -> None:
     for case_name in ("chatml of plain text", "instructions with BOS", "headings, nothing after"):
         processor, format_ = processor_and_format("byte level", case_name)
         answer = f"one{format_.eos_token}two"
-        text = learnt(format_, encoded(format_, vqa("q", answer, image=False), num_images=0), processor.tokenizer)
-        assert text == CASES[case_name].learnt.replace("ANSWER", answer)
+        text = trained(format_, encoded(format_, vqa("q", answer, image=False), num_images=0), processor.tokenizer)
+        assert text == CASES[case_name].trained.replace("ANSWER", answer)
 
 
 def test_every_turn_and_every_picture() -> None:
@@ -219,12 +219,12 @@ def test_every_turn_and_every_picture() -> None:
         Turn("assistant", "second"),
     ]
     tokens = encoded(format_, turns, num_images=3)
-    assert learnt(format_, tokens, processor.tokenizer) == " first</s> second</s>"
+    assert trained(format_, tokens, processor.tokenizer) == " first</s> second</s>"
     assert len(image_positions(tokens)) == 3 * N
     for case_name in ("chatml of plain text", "headings, nothing after"):
         processor, format_ = processor_and_format("byte level", case_name)
-        text = learnt(format_, encoded(format_, turns, num_images=3), processor.tokenizer)
-        assert text == "".join(CASES[case_name].learnt.replace("ANSWER", t) for t in ("first", "second"))
+        text = trained(format_, encoded(format_, turns, num_images=3), processor.tokenizer)
+        assert text == "".join(CASES[case_name].trained.replace("ANSWER", t) for t in ("first", "second"))
 
 
 @pytest.mark.parametrize(("text", "num_images"), [("none", 1), (f"{IMAGE_MARK} {IMAGE_MARK}", 1), (IMAGE_MARK, 0)])
@@ -241,7 +241,7 @@ def test_marks_must_match_pictures(text: str, num_images: int) -> None:
         ("{{ raise_exception('no roles') }}", "no roles"),
         ("{% for m in messages %}", "Unexpected end of template"),
         ("{% if add_generation_prompt %}>>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}", "its prompt"),
-        ("{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}", "does not hold"),
+        ("{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}", "does not contain"),
     ],
 )
 def test_templates_that_cannot_be_trained_with(template: str, message: str) -> None:
@@ -268,7 +268,7 @@ LAST_ONLY = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% else %}{{ eos_token }}{% endif %}"
 )
-"""The EOS behind the last answer only, as Phi-3's."""
+"""The EOS after the last answer only, as Phi-3's."""
 
 
 def test_templates_that_know_one_question_only_say_so() -> None:
@@ -278,7 +278,7 @@ def test_templates_that_know_one_question_only_say_so() -> None:
     assert format_of(CHAT_TEMPLATE).several_turns is None
     assert "does not start a conversation with its prompt" in (format_of(LAST_ONLY).several_turns or "")
     assert (
-        learnt(
+        trained(
             format_of(LAST_ONLY),
             encoded(format_of(LAST_ONLY), vqa("q", "a", image=False), num_images=0),
             make_tokenizer(),
@@ -323,4 +323,4 @@ def test_eos_that_is_no_token_is_refused() -> None:
     tokenizer.add_special_tokens({"eos_token": "</s>"})
     format_ = ChatFormat(tokenizer, template, image_token="<image>")
     tokens = encoded(format_, vqa("q", "a", image=False), num_images=0)
-    assert learnt(format_, tokens, tokenizer) == " a<end></s>"
+    assert trained(format_, tokens, tokenizer) == " a<end></s>"

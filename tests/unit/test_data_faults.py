@@ -44,7 +44,7 @@ def question(text: str) -> dict[str, Any]:
 
 def mistyped_exif() -> bytes:
     """A JPEG to be turned, whose resolution is bytes instead of a fraction: Pillow raises TypeError."""
-    orientation, resolution = (0x0112, 3, 1, 6), (0x011A, 7, 8, 38)  # the second one's value lies behind the list
+    orientation, resolution = (0x0112, 3, 1, 6), (0x011A, 7, 8, 38)  # the second one's value is after the list
     tags = b"".join(struct.pack("<HHII", *tag) for tag in (orientation, resolution))
     exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + tags + bytes(4) + b"abcdefgh"
     out = BytesIO()
@@ -84,7 +84,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A good sample before and behind each fault, in shards of one fault each, prepared without complaint."""
+    """A good sample before and after each fault, in shards of one fault each, prepared without complaint."""
     root = tmp_path_factory.mktemp("faulty")
     for number, (parts, _) in enumerate(FAULTS.values()):
         samples = [vqa_sample(100 + number), vqa_sample(number, **parts), vqa_sample(200 + number)]

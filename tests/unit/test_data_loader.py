@@ -91,9 +91,9 @@ def check_batch(batch: Batch, assets: Assets) -> None:
     for number, span in enumerate(spans):
         positions = batch.position_ids.flatten()[span]
         assert torch.equal(positions, torch.arange(len(positions)))
-        learnt = batch.labels.flatten()[span][trained.flatten()[span]]
-        if number < len(batch.sample_keys):  # behind them comes padding
-            assert learnt[-1] == assets.eos_token_id and (learnt == assets.eos_token_id).sum() == 1
+        targets = batch.labels.flatten()[span][trained.flatten()[span]]
+        if number < len(batch.sample_keys):  # after them comes padding
+            assert targets[-1] == assets.eos_token_id and (targets == assets.eos_token_id).sum() == 1
         assert not trained.flatten()[span][-1]
 
 
@@ -167,7 +167,7 @@ for workers in (0, 2):
 
 
 def test_resume_in_a_new_process(dataset: Path, assets: Assets, folder: Path, tmp_path: Path) -> None:
-    """13 batches, state, new process, 20 batches: the tensors of the unbroken stream, over an epoch's end."""
+    """13 batches, state, new process, 20 batches: the tensors of the uninterrupted stream, over an epoch's end."""
     expected = {}
     for workers in (0, 2):
         loader = open_loader(dataset, assets, workers=workers)
@@ -181,7 +181,7 @@ def test_resume_in_a_new_process(dataset: Path, assets: Assets, folder: Path, tm
 
 
 def test_stopped_at_random_and_resumed_on_other_ranks(dataset: Path, assets: Assets) -> None:
-    """Twenty stops, each time another number of ranks and loader processes: the unbroken run's batches.
+    """Twenty stops, each time another number of ranks and loader processes: the uninterrupted run's batches.
 
     Steps have 4 micro-batches, and every number of ranks divides them and the streams.
     """
@@ -201,17 +201,17 @@ def test_stopped_at_random_and_resumed_on_other_ranks(dataset: Path, assets: Ass
         saved = [rank.state() for rank in ranks]
         for rank in ranks:
             rank.close()
-    unbroken = open_loader(dataset, assets, **options)
+    uninterrupted = open_loader(dataset, assets, **options)
     assert len(found) > 60
-    assert_equal(found, take(unbroken, len(found)))
+    assert_equal(found, take(uninterrupted, len(found)))
 
 
 def test_ranks_that_do_not_divide_the_streams_lose_nothing(dataset: Path, assets: Assets) -> None:
     """8 streams of 6 samples on 1, 3 and 5 ranks: other steps, but each stream's samples in its own order."""
     options: dict[str, Any] = {"num_streams": 8, "micro_batch_size": 1}
     per_stream: dict[int, list[str]] = {n: [] for n in range(8)}
-    unbroken = open_loader(dataset, assets, **options)
-    for number, batch in enumerate(take(unbroken, 96)):
+    uninterrupted = open_loader(dataset, assets, **options)
+    for number, batch in enumerate(take(uninterrupted, 96)):
         per_stream[number % 8] += batch.sample_keys
     stream_of = {key: n for n, keys_ in per_stream.items() for key in keys_}
     seen: dict[int, list[str]] = {n: [] for n in range(8)}
@@ -248,9 +248,9 @@ def test_epoch_is_seen_exactly_once_whatever_the_ranks(dataset: Path, assets: As
 def test_smaller_micro_batches_lose_nothing(dataset: Path, assets: Assets, packing: bool) -> None:
     """As after an out-of-memory error: each of 2 streams goes on with its very next sample."""
     options: dict[str, Any] = {"num_streams": 2, "packing": packing, "packing_buffer_size": 5}
-    unbroken = open_loader(dataset, assets, micro_batch_size=1, **options)
+    uninterrupted = open_loader(dataset, assets, micro_batch_size=1, **options)
     per_stream: dict[int, list[str]] = {0: [], 1: []}
-    for number, batch in enumerate(take(unbroken, 120)):
+    for number, batch in enumerate(take(uninterrupted, 120)):
         per_stream[number % 2] += batch.sample_keys
     stream_of = {key: n for n, keys_ in per_stream.items() for key in keys_}
     seen: dict[int, list[str]] = {0: [], 1: []}

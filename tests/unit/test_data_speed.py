@@ -136,9 +136,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stopped_anywhere_between_places(
     dataset: Path, assets: Assets, every: int, packing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six stops at random on varying ranks: the unbroken run's batches, however rarely a place is taken."""
+    """Six stops at random on varying ranks: the uninterrupted run's batches, however rarely a place is taken."""
     options: dict[str, Any] = {"num_streams": 4, "packing": packing, "packing_buffer_size": 5}
-    unbroken = take(open_loader(dataset, assets, **options), 6 * 5 * 4)
+    uninterrupted = take(open_loader(dataset, assets, **options), 6 * 5 * 4)
     monkeypatch.setattr(streams, "PLACE_EVERY", every)
     random, found, saved = Random(every), list[Batch](), None
     for _ in range(6):
@@ -154,7 +154,7 @@ def test_stopped_anywhere_between_places(
     places = [place for state in saved for place in state["streams"].values()]
     assert all(place["further"] < every for place in places)
     assert all((place["dataset"] is None) == (len(found) // 4 < every) for place in places)
-    assert_equal(found, unbroken[: len(found)])
+    assert_equal(found, uninterrupted[: len(found)])
 
 
 def test_open_shards_keep_no_record_of_what_was_read(dataset: Path, assets: Assets) -> None:

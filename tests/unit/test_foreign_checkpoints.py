@@ -56,7 +56,7 @@ PLACES: list[tuple[Callable[[Path, Path], None], bool]] = [
     (exploits.in_common_file, False),
     (exploits.in_a_tensor, True),
 ]
-"""Where a pickle lies, and whether an export comes there."""
+"""Where a pickle is, and whether an export comes there."""
 
 
 @pytest.mark.parametrize(("put", "exported"), PLACES)
@@ -105,7 +105,7 @@ def test_entries_that_are_no_tensors_are_not_run(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_may_name_its_own_classes(tmp_path: Path) -> None:
-    """As megatron-core's does that lies on the host, in every group of parameters."""
+    """As megatron-core's does that is on the host, in every group of parameters."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     from llava_mcore.checkpoint.dist import save_state
@@ -118,7 +118,7 @@ def test_an_optimizer_may_name_its_own_classes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mmap", [False, True])
 def test_files_of_torch_save(tmp_path: Path, mmap: bool) -> None:
-    """The place in the data, and what lies on a node's own disk."""
+    """The place in the data, and what is on a node's own disk."""
     path = tmp_path / "dp_00000.pt"
     torch.save({"x": [1, "two", torch.ones(3)]}, path)
     assert load_tensors(path, mmap=mmap)["x"][:2] == [1, "two"]

@@ -1,4 +1,4 @@
-"""Data that would take all memory or time, or wait for ever: a counted skip or one message each, and soon."""
+"""Data that would take all memory or time, or wait forever: a counted skip or one message each, and soon."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_padding_shifts_labels_and_places_pictures() -> None:
     samples = [encoded(conversation(3, trained_from=1)), encoded(conversation(5, images=1, width=2, trained_from=2))]
     batch = collate(samples, seq_length=5, pad_token_id=0, packed=False)
     assert batch.input_ids.tolist() == [[10, 11, 12, 0, 0], [4, 4, 12, 13, 14]]
-    # The first text token after a picture is learnt like any other of the answer.
+    # The first text token after a picture is trained like any other of the answer.
     assert batch.labels.tolist() == [[11, 12, 0, 0, 0], [0, 12, 13, 14, 0]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 0], [0, 1, 1, 1, 0]]
     assert batch.media["feature_positions"].tolist() == [5, 6]

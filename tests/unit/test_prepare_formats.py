@@ -128,7 +128,7 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=4
 
 @st.composite
 def conversations(draw: st.DrawFn) -> Case:
-    """Any text, with marks before, within and behind it, also in answers."""
+    """Any text, with marks before, within and after it, also in answers."""
     turns, number = [], 0
     if draw(st.booleans()):
         turns.append(("system", draw(TEXT)))
@@ -199,7 +199,7 @@ def test_json_lists_are_cut_at_the_right_bytes(
 )
 def test_broken_lists_are_refused_with_the_byte(text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(text)
-    with pytest.raises(DataError, match=r"list\.json is not a JSON list of objects:  byte \d+: ") as caught:
+    with pytest.raises(DataError, match=r"list\.json is not a JSON list of objects: byte \d+: ") as caught:
         make(tmp_path / "list.json", tmp_path / "out")
     assert told in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -237,7 +237,7 @@ def test_sources_that_cannot_be_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         find_files(tmp_path / "none.json", Opening())
     (tmp_path / "a.csv").write_text("a")
-    with pytest.raises(DataError, match=r"a\.csv has an unknown format;  allowed are"):
+    with pytest.raises(DataError, match=r"a\.csv has an unknown format; supported are"):
         find_files(tmp_path / "a.csv", Opening())
     (tmp_path / "one.json").write_text('{\n"a": 1}')
     with pytest.raises(DataError, match="neither a list of objects nor JSON lines"):

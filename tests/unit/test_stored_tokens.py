@@ -72,10 +72,10 @@ def test_taken_over_are_the_tokens_that_would_be_made(assets: Assets, talk: list
     images = (b"",) * sum(number for _, number, _ in talk)
     stored = to_json(assets.chat.text_tokens(turns, num_images=len(images)), assets.chat.fingerprint)
     found = stored_tokens(Conversation(turns, images, json.loads(json.dumps(stored))), assets)
-    anew = assets.chat.text_tokens(turns, num_images=len(images))
+    again = assets.chat.text_tokens(turns, num_images=len(images))
     assert found is not None
     for name in ("ids", "trained"):
-        one, other = getattr(found, name), getattr(anew, name)
+        one, other = getattr(found, name), getattr(again, name)
         assert one.dtype == other.dtype and np.array_equal(one, other)
 
 
@@ -151,7 +151,7 @@ def test_damaged_tokens(change: dict[str, Any], message: str, assets: Assets) ->
 
 
 def edited(source: Path, folder: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
-    """The first shard of a prepared dataset, the json of its first sample changed and indexed anew."""
+    """The first shard of a prepared dataset, the json of its first sample changed and indexed again."""
     samples: dict[str, dict[str, Any]] = {}
     with tarfile.open(source / "000000.tar") as tar:
         for member in tar:

@@ -55,7 +55,7 @@ def add(tar: tarfile.TarFile, name: str, data: bytes = b"", kind: bytes = tarfil
 
 
 def linked(folder: Path, kind: bytes, target: str, *, first: bool, form: int = tarfile.GNU_FORMAT) -> Path:
-    """Four samples, of which the third has a link for its picture, before or behind its json."""
+    """Four samples, of which the third has a link for its picture, before or after its json."""
     folder.mkdir(exist_ok=True)
     with tarfile.open(folder / "000000.tar", "w", format=form) as tar:
         for number in range(4):

@@ -70,11 +70,11 @@ def test_typed_ones_are_text(name: str, kind: str) -> None:
     assert special_ids(format_, tokenizer, talk("What is </s> here?", f"a {TYPED} z")) == special_ids(
         format_, tokenizer, plain
     )
-    learnt = tokenizer.decode(found.input_ids[found.trained])
+    trained = tokenizer.decode(found.input_ids[found.trained])
     ending = tokenizer.decode(
         encoded(format_, plain, num_images=1).input_ids[encoded(format_, plain, num_images=1).trained]
     )
-    assert learnt.replace(f"a {TYPED} z", "a z") == ending
+    assert trained.replace(f"a {TYPED} z", "a z") == ending
     assert "</s>" in found.typed and IMAGE_MARK not in found.typed
 
 
@@ -91,7 +91,7 @@ def test_ids_are_those_of_the_text_alone(kind: str) -> None:
     start, end = backend.token_to_id("<|im_start|>"), backend.token_to_id("<|im_end|>")
     last = ids[len(ids) - 1 - ids[::-1].index(start) + 1 :]
     backend.encode_special_tokens = True
-    # A prefix that the tokenizer gives only the beginning of a whole text is not part of what stands behind a token.
+    # A prefix that the tokenizer gives only the beginning of a whole text is not part of what stands after a token.
     expected = backend.encode(f"assistant\n{TYPED}", add_special_tokens=False).ids
     if kind == "metaspace":
         expected = backend.encode(f"xassistant\n{TYPED}", add_special_tokens=False).ids[2:]

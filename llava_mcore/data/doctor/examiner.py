@@ -144,10 +144,10 @@ def _differing(chat: ChatSample, assets: Assets) -> list[str]:
         stored = stored_tokens(conversation, assets)
         if stored is None:
             continue
-        anew = assets.chat.text_tokens(
+        computed = assets.chat.text_tokens(
             conversation.turns, num_images=len(conversation.images), num_videos=len(conversation.videos)
         )
-        if not np.array_equal(stored.ids, anew.ids) or not np.array_equal(stored.trained, anew.trained):
+        if not np.array_equal(stored.ids, computed.ids) or not np.array_equal(stored.trained, computed.trained):
             return [f"its {TOKENS_KEY} differ from the tokens of its text; prepare the data again"]
     return []
 

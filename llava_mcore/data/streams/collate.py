@@ -119,10 +119,10 @@ def _batch(
     labels = np.zeros(shape, dtype=np.int64)
     loss_mask = np.zeros(shape, dtype=np.float32)
     for conversation, (row, start) in zip(conversations, places, strict=True):
-        end, learnt = start + len(conversation), conversation.trained[1:]
+        end, trained = start + len(conversation), conversation.trained[1:]
         input_ids[row, start:end] = conversation.input_ids
-        np.multiply(conversation.input_ids[1:], learnt, out=labels[row, start : end - 1])
-        loss_mask[row, start : end - 1] = learnt
+        np.multiply(conversation.input_ids[1:], trained, out=labels[row, start : end - 1])
+        loss_mask[row, start : end - 1] = trained
     starts = [row * shape[1] + start for row, start in places]
     return Batch(
         __key__=[sample.__key__ for sample in samples],

@@ -1,4 +1,4 @@
-"""A learnt factor for each feature of what attention and MLP add to the residual (DINOv2, InternViT)."""
+"""A trained factor per feature of the outputs of attention and MLP (DINOv2, InternViT)."""
 
 from __future__ import annotations
 

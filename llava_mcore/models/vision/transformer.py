@@ -35,8 +35,8 @@ from llava_mcore.models.vision.te_layers import te_layer_spec, use_fewer_kernels
 class VisionShape:
     """What the families differ in, beside TransformerConfig.
 
-    `post_norm`: the features are those behind the tower's last norm.
-    `num_registers`: learnt tokens between the class token and the patches, without positions. `names`, `conv_name` and
+    `post_norm`: the features are those after the tower's last norm.
+    `num_registers`: trained tokens between the class token and the patches, without positions. `names`, `conv_name` and
     `layers_name`: Hugging Face's, of the modules in a layer, the patch embedding and the list of layers.
     """
 

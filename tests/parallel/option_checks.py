@@ -122,7 +122,7 @@ def stage_options() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def resume_elsewhere(checkpoint: str, save_dir: str, hf: str) -> dict[str, tuple[list[float], list[float]]]:
-    """Save from an interleaved pipeline, go on with uneven stages; return those losses and an uninterrupted plain run's."""
+    """Save from an interleaved pipeline, resume with uneven stages; return the losses and an uninterrupted run's."""
     groups = join(1, 2)
     found = {}
     for kind, distributed in (("plain", False), ("distributed", True)):

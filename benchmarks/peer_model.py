@@ -171,7 +171,7 @@ def shard(peer: Peer, stack: Stack, device: torch.device) -> None:
 
 
 def keep_gathered(peer: FSDPModule, stack: Stack, *, is_last: bool) -> None:
-    """Say before a micro-batch whether its step goes on after it."""
+    """Say before a micro-batch whether its step continues after it."""
     if stack.reshard == "step":
         peer.set_requires_gradient_sync(is_last)
         peer.set_reshard_after_backward(is_last)

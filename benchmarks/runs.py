@@ -38,6 +38,6 @@ def run_command(
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a file of JSON lines, none where there is no file."""
+    """Return the complete lines of a file of JSON lines, none if the file does not exist."""
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]

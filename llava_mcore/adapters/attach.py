@@ -123,14 +123,14 @@ def _hook(module: Any, adapters: Sequence[LinearAdapter]) -> None:
 
 
 def _hook_before_norm(module: NormedRowParallelLinear, change: Any) -> None:
-    """The layer normalises its output inside: what adapters add comes before that."""
+    """The layer normalizes its output inside: what adapters add comes before that."""
     read: list[Tensor] = []
     module.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
     module.post_layernorm.register_forward_pre_hook(lambda _, inputs: (change(read.pop(), inputs[0]),))
 
 
 def _has_fused_norm(module: nn.Module) -> bool:
-    """Tell whether a layer of Transformer Engine normalises its input itself."""
+    """Return whether a layer of Transformer Engine normalizes its input itself."""
     return "return_layernorm_output" in vars(module)
 
 

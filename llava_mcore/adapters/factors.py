@@ -47,7 +47,7 @@ class Adapters(nn.Module):
 
 
 def is_adapter(parameter: str) -> bool:
-    """Tell whether a parameter, by its name in the model, belongs to an adapter."""
+    """Return whether a parameter, by its name in the model, belongs to an adapter."""
     return parameter.split(".")[1:2] == [CHILD]
 
 
@@ -96,7 +96,7 @@ def _mark(parameter: Parameter, dim: int | None, division: Division) -> None:
     """Note the dim along which ranks divide a parameter, None: each has all of it.
 
     With sequence parallelism a rank's gradient of the latter is what its own tokens give, a share of a sum. This mark
-    is how megatron-core's gradient finalisation finds it; without it every rank would train a copy of its own.
+    is how megatron-core's gradient finalization finds it; without it every rank would train a copy of its own.
     """
     set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
     vars(parameter)["sequence_parallel"] = division.sequence_parallel and dim is None

@@ -144,7 +144,7 @@ def _entries(hf: PretrainedConfig, names: HfNames) -> dict[str, Entry]:
 
 
 def _may_be_linear(entry: Entry) -> bool:
-    """Tell whether an entry is the weight of a divided linear layer, other than the output layer."""
+    """Return whether an entry is the weight of a divided linear layer, other than the output layer."""
     is_matrix = entry.megatron.endswith(WEIGHT) and entry.shard.dim is not None
     return is_matrix and isinstance(entry.layout, Copy | Concat | FuseQKV | Regroup)
 

@@ -53,7 +53,7 @@ class Base:
 
 
 def holds_adapters(checkpoint: Path) -> bool:
-    """Tell whether a checkpoint holds adapters instead of a model."""
+    """Return whether a checkpoint holds adapters instead of a model."""
     return (checkpoint / FILE).is_file()
 
 

@@ -44,7 +44,7 @@ def iterations(root: Path) -> list[int]:
 
 
 def newest_complete(root: Path, damaged: Mapping[Path, str] = MappingProxyType({})) -> Choice | None:
-    """Return the checkpoint to start from, or None if there are no checkpoints.
+    """Return the checkpoint to start from, or None without any checkpoint.
 
     That is the newest complete one up to the iteration in the tracker. A missing or unreadable tracker sets no
     limit.

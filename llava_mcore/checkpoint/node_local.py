@@ -57,7 +57,7 @@ class LocalWrite:
         Args:
             folder: the iteration's folder, which rank 0 has created, under its temporary name.
             root: this run's folder on the node's disk.
-            copy: own every tensor, so that training may go on while `write` runs.
+            copy: copy every tensor, so that training can continue while `write` runs.
         """
         box = [uuid.uuid4().hex[:8]]  # an abandoned attempt may have left a file of the same iteration
         dist.broadcast_object_list(box, src=0, group=groups.control)

@@ -110,7 +110,7 @@ class Disturbed:
             outcome.wrong.append(f"ports {busy} are still open")
 
     def _check_start(self, running: Running, outcome: Outcome) -> None:
-        """See that it did not go on from what was flipped, and that it trains what the uninterrupted run does."""
+        """Check that it did not resume from damaged files, and that it trains what the uninterrupted run does."""
         place = running.resumed_at()
         outcome.resumed_at = 0 if place is None else place[0]
         if self.flipped is not None and "first iteration done" in running.text():

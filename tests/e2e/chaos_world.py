@@ -26,7 +26,7 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLI
 @dataclass(frozen=True)
 class Layout:
     """tp, dp: sizes. loaders: loader processes of a data-parallel rank. on_node: tensors of checkpoints that are not
-    kept lie in a folder of the node's own."""
+    kept are in a folder of the node's own."""
 
     tp: int
     dp: int

@@ -1,4 +1,4 @@
-"""A run as a cluster ends it: SIGTERM to every process, in the middle of its work. What it leaves, and goes on from."""
+"""A run as a cluster ends it: SIGTERM to every process, in the middle of its work. What it leaves, and resumes from."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_killed_rank_with_loader_processes_ends_the_run_within_seconds(ended: 
         assert sorted(ranks) == [0, 1] and len(loaders) == 4
         text = run("train/run.py", *flags(folder.parent), expect=2)
         assert f"{folder} is in use by process {running.process.pid} on" in text and len(text.splitlines()) <= 2
-        assert read_metrics(folder)[-1]["iteration"] > last, "the first one goes on"
+        assert read_metrics(folder)[-1]["iteration"] > last, "the first one continues"
         ranks[0].kill()
         assert running.wait_for_end(20) < 5
         assert running.process.wait() == 137 and still_open(ports, seconds=1) == []

@@ -71,7 +71,7 @@ GOOD: Parts = {"json": messages(ASKED, ANSWERED), "0.jpg": picture()}
 
 
 def write_tar(path: Path, samples: Mapping[str, Parts]) -> Path:
-    """Write key -> parts; a part that is None is left out, one that is no text or bytes becomes JSON."""
+    """Write key -> parts; a part that is None is omitted, one that is neither text nor bytes becomes JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for key, parts in samples.items():

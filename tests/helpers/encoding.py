@@ -1,4 +1,4 @@
-"""Tokens with pictures of a fixed number of tokens, as a LLaVA-1.5 has them."""
+"""Tokens with pictures of a fixed number of tokens, as in LLaVA-1.5."""
 
 from __future__ import annotations
 

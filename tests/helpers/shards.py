@@ -57,7 +57,7 @@ def prepare(folder: Path, *, sample_type: str = "VQASample") -> None:
         "--num-workers",
         "1",
     ]
-    energon = [sys.executable, "-m", "megatron.energon.cli.main"]  # the script `energon` may lie anywhere on PATH
+    energon = [sys.executable, "-m", "megatron.energon.cli.main"]  # the script `energon` may be anywhere on PATH
     subprocess.run([*energon, *command, "--sample-type", sample_type, *field_map], check=True, capture_output=True)
     assert (folder / ".nv-meta" / "dataset.yaml").is_file()
 

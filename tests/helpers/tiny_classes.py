@@ -55,7 +55,7 @@ def make_hf_internvl(
     text_overrides: dict[str, Any] | None = None,
     **options: Any,
 ) -> InternVLForConditionalGeneration:
-    """Write a whole InternVL folder (4 x 4 patches, 2 x 2 features a tile) and return the model."""
+    """Write a whole InternVL folder (4 x 4 patches, 2 x 2 features per tile) and return the model."""
     processor = internvl_processor(max_patches=4)
     config = InternVLConfig(
         vision_config=vision_config(vision, **(vision_overrides or {})),
@@ -100,7 +100,7 @@ def make_hf_idefics3(
     vision_overrides: dict[str, Any] | None = None,
     text_overrides: dict[str, Any] | None = None,
 ) -> Idefics3ForConditionalGeneration:
-    """Write a whole Idefics3 folder (4 x 4 patches, 2 x 2 features a tile) and return the model."""
+    """Write a whole Idefics3 folder (4 x 4 patches, 2 x 2 features per tile) and return the model."""
     assert vision == "siglip", "the only tower of the class"
     processor = idefics3_processor(marks=marks)
     config = Idefics3Config(

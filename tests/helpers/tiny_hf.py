@@ -102,7 +102,7 @@ def make_tokenizer(
 
 
 def vision_config(kind: str, **overrides: Any) -> Any:
-    """4 layers, 64 wide; SigLIP's picture (60) is no multiple of the patch (14), as in so400m-patch14-384."""
+    """4 layers, 64 wide; SigLIP's picture (60) is not a multiple of the patch (14), as in so400m-patch14-384."""
     base: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 128,

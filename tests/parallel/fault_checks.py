@@ -37,7 +37,7 @@ NOT_FINITE_AT = 3
 
 
 class BrokenLoader(FakeLoader):
-    """From data-parallel rank 1, the second micro-batch of iteration NOT_FINITE_AT has a pixel that is no number."""
+    """From data-parallel rank 1, the second micro-batch of iteration NOT_FINITE_AT has a pixel that is NaN."""
 
     def __next__(self) -> FakeBatch:
         batch = super().__next__()

@@ -31,7 +31,7 @@ def with_own_disk(run: RunConfig, disk: Path) -> RunConfig:
 
 
 def saved_on_own_disks(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str) -> dict[str, dict[str, Any]]:
-    """Save one that is kept and one on the own disks, go on from the latter, lose a disk, go on from the former."""
+    """Save a kept and a node-local checkpoint, resume from the latter, lose a disk, resume from the former."""
     groups = join(tp, pp)
     disk = Path(save_dir) / f"node{groups.rank // 2}"
     found = {}

@@ -99,7 +99,7 @@ def recompute_options() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def stage_options() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return runs whose four layers are divided unevenly, or into two chunks a stage."""
+    """Return runs whose four layers are divided unevenly, or into two chunks per stage."""
     first, last = {FIRST: 1}, {LAST: 1}
     interleaved = {"parallel.num_layers_per_virtual_pipeline_stage": 1}
     return {

@@ -76,7 +76,7 @@ def test_two_nodes_train_and_a_requeued_job_resumes(slurm: Cluster, root: Path) 
     assert "layout: tp 1 x pp 1 x dp 2 on cpu" in text
     before, after = text.split("requeued 1 times")
     first = [int(re.findall(r"step (\d+)/", part)[0]) for part in (before, after)]
-    assert first[0] == 1 < first[1], "the second start goes on after a checkpoint"
+    assert first[0] == 1 < first[1], "the second start continues after a checkpoint"
     long = read_metrics(run_dir)
     assert [m["iteration"] for m in long] == list(range(1, ITERATIONS + 1))
     assert [m["loss"] for m in long[:3]] == [m["loss"] for m in read_metrics(root / "save" / "short")]

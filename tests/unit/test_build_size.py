@@ -71,7 +71,7 @@ def test_with_a_pixel_shuffle(build_tiny: Any, tiny_parts: Any, tmp_path: Path) 
 
 
 def test_the_towers_own_size(build_tiny: Any, tiny_parts: Any, tmp_path: Path) -> None:
-    """SigLIP's 60 px are no multiple of 14: its own size is taken, and 56 px have as many patches."""
+    """SigLIP's 60 px are not a multiple of 14: its own size is taken, and 56 px have as many patches."""
     source = tiny_parts("siglip")
     usual, own, less = (build_tiny(vision=source, image_size=size) for size in (None, 60, 56))
     tensors = [tensors_of(folder, "") for folder in (usual, own, less)]

@@ -1,4 +1,4 @@
-"""Which tokens of a text lie in a span of it, against the definition over the offsets of all tokens."""
+"""The tokens in a span of a text, against the definition over the offsets of all tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and which are deleted."""
+"""Which checkpoint a run resumes from, and which are deleted."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ exit_now(3)
 
 
 def start(save_dir: Path, *more: str) -> StartPoint:
-    """Return where a run of the name `run` goes on from; it needs no load folder while it has checkpoints."""
+    """Return where a run of the name `run` resumes from; it needs no load folder while it has checkpoints."""
     overrides = [f"checkpoint.save_dir={save_dir}", "checkpoint.load_optim=true", *more]
     return start_point(load_run_config(None, overrides))
 

@@ -246,7 +246,7 @@ def test_epoch_is_seen_exactly_once_whatever_the_ranks(dataset: Path, assets: As
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_smaller_micro_batches_lose_nothing(dataset: Path, assets: Assets, packing: bool) -> None:
-    """As after an out-of-memory error: each of 2 streams goes on with its very next sample."""
+    """As after an out-of-memory error: each of 2 streams continues with its very next sample."""
     options: dict[str, Any] = {"num_streams": 2, "packing": packing, "packing_buffer_size": 5}
     uninterrupted = open_loader(dataset, assets, micro_batch_size=1, **options)
     per_stream: dict[int, list[str]] = {0: [], 1: []}

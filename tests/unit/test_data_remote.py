@@ -191,7 +191,7 @@ def test_forked_process_shares_no_connection(store: ObjectStore, configure: Conf
     forked.join()
     assert forked.exitcode == 0 and store.clients and not store.clients & parents
     split.size()
-    assert store.clients & parents, "the parent goes on with its own"
+    assert store.clients & parents, "the parent continues with its own"
 
 
 def test_loader_process_that_hangs_longer_than_allowed(
@@ -243,7 +243,7 @@ def test_incomplete_upload(bucket: Path, store: ObjectStore, configure: Configur
 
 
 def make_lazy(root: Path, store: str, *, spoil: bool = False) -> Path:
-    """A jsonl whose samples name pictures, half with two of them, and the blend that says where these lie."""
+    """A jsonl whose samples name pictures, half with two of them, and the blend that says where these are."""
     (root / "pictures" / "sub").mkdir(parents=True)
     lines = []
     for number in range(16):

@@ -70,7 +70,7 @@ def setting(part: str, key: str, value: object) -> Change:
 
 
 def put(name: str, make: Callable[[Path], object]) -> Change:
-    """Put something that is no file in the place of one."""
+    """Replace a file with something else."""
 
     def change(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)

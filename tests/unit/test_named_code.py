@@ -55,7 +55,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], None]:
-    """Writes a text in which MARK is the file that must not appear; Python files lie wherever they could be found."""
+    """Writes a text in which MARK is the file that must not appear; Python files are wherever they could be found."""
     for folder in (tmp_path, tmp_path / "good", tmp_path / "good" / ".nv-meta"):
         folder.mkdir(exist_ok=True)
     good(tmp_path / "good")

@@ -42,7 +42,7 @@ def check_adapter(run: RunConfig) -> Iterator[str]:
 
 
 def trains_tower(run: RunConfig) -> bool:
-    """Tell whether something of the vision tower may be trained, so that options for that have an effect."""
+    """Return whether something of the vision tower may be trained, so that options for that have an effect."""
     adapter, model = run.adapter, run.model
     if adapter.is_on:
         return bool(adapter.vision_r or adapter.load or adapter.modules_to_save or adapter.bias == "all")

@@ -46,7 +46,7 @@ class ListedSource(BaseModel):
     """Passed on to energon's blend."""
 
     def source(self, root: Path) -> Source:
-        """Return what is to be prepared."""
+        """Return the source to prepare."""
         keys = Keys(self.image_key, self.question_key, self.answer_key, self.captions, self.video_key)
         image_dir = None if self.image_dir is None else root / self.image_dir
         return Source((root / self.path,), Opening(self.format, image_dir, self.source_split, keys))

@@ -18,7 +18,7 @@ from llava_mcore.data.prepare.sources.detect import Opening, find_files
 from llava_mcore.errors import DataError
 
 FORMAT = 4
-"""Raised when other shards would be written for the same rows."""
+"""Incremented when other shards would be written for the same rows."""
 
 
 @dataclass(frozen=True, slots=True)

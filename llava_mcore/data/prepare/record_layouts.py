@@ -1,4 +1,4 @@
-"""A row's dictionary -> who says what and where pictures and videos are. Nothing is opened here.
+"""A row's dictionary -> turns and references to pictures and videos. No file is opened here.
 
 Known layouts, distinguished by their keys: `conversations` or `messages` (lists of turns, `from`/`value` or
 `role`/`content`, content as text or in typed parts), `texts` (lists of user/assistant pairs), and question with answer.
@@ -31,7 +31,7 @@ PART_KEYS = {
     IMAGE_MARK: ("image_url", "image", "url", "path"),
     VIDEO_MARK: ("video_url", "video", "url", "path", FRAMES_KEY),
 }
-"""Where a typed part may say which picture or video it is."""
+"""Keys of a typed part that may refer to its picture or video."""
 NAMES = {IMAGE_MARK: "picture", VIDEO_MARK: "video"}
 
 
@@ -41,7 +41,7 @@ class _MediaPart:
 
     mark: str
     source: Any
-    """What the part says of it; None: the next one that the row lists."""
+    """The part's reference to it; None: the next one that the row lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Keys:
     question: str | None = None
     answer: str | None = None
     captions: bool = False
-    """Answers may come without a question: the picture is all of it."""
+    """Answers may have no question: the picture is the question."""
     video: str | None = None
 
     @property
@@ -62,7 +62,7 @@ class Keys:
 
     @property
     def videos(self) -> tuple[str, ...]:
-        """Fields that may hold videos."""
+        """Fields that may contain videos."""
         return ("video", "videos") if self.video is None else (self.video,)
 
     @property
@@ -81,7 +81,7 @@ class Keys:
 
 
 def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None) -> Draft:
-    """Return the turns, pictures and videos of a row, `<image>` or `<video>` standing where one goes.
+    """Return the turns, pictures and videos of a row, with `<image>` and `<video>` in their positions.
 
     layout: "conversations" or "messages" to accept no other. Raises BadSample.
     """
@@ -99,7 +99,7 @@ def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None) -> Draf
         question = ""
     if question is None:
         wanted = ", ".join((*TURN_KEYS, "texts", *keys.questions))
-        raise BadSample(Reason.NO_CONVERSATION, f"none of {wanted} is there, found the keys {sorted(row)}")
+        raise BadSample(Reason.NO_CONVERSATION, f"none of {wanted} exists, found the keys {sorted(row)}")
     return Draft(_from_answer(question, answer), images, videos)
 
 
@@ -122,7 +122,7 @@ def place_marks(draft: Draft) -> Draft:
         return draft
     place = next((i for i, turn in enumerate(draft.turns) if turn.role == "user"), None)
     if place is None:
-        raise BadSample(Reason.ROLE_ORDER, "there are pictures or videos, but no question to which they could belong")
+        raise BadSample(Reason.ROLE_ORDER, "there are pictures or videos, but no question for them")
     first = Turn("user", (missing + draft.turns[place].text).removesuffix("\n"))
     return replace(draft, turns=(*draft.turns[:place], first, *draft.turns[place + 1 :]))
 
@@ -156,7 +156,7 @@ def check_turns(turns: Sequence[Turn]) -> None:
 
 
 def _listed(row: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
-    """Return what the row itself lists as pictures or videos, None and empty text meaning that there is none."""
+    """Return the pictures or videos that the row lists; None and empty text mean that there is none."""
     found = _first(row, names)
     if found is None or found == "":
         return ()
@@ -164,7 +164,7 @@ def _listed(row: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
 
 
 def _from_turns(items: Any, key: str, listed: Mapping[str, tuple[Any, ...]]) -> Draft:
-    """Media come in the order of their marks: those that a part names, else the next that the row lists.
+    """Return turns and media in the order of their marks: the part's own reference, else the next one of the row.
 
     listed: by their mark.
     """
@@ -223,7 +223,7 @@ def _piece(part: Any, where: str) -> str | _MediaPart:
 
 
 def _join(pieces: Iterable[str | _MediaPart]) -> str:
-    """Return one text, pictures and videos as marks on lines of their own."""
+    """Return one text, with pictures and videos as marks on their own lines."""
     text, after_media = "", False
     for piece in pieces:
         is_media = isinstance(piece, _MediaPart)

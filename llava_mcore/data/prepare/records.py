@@ -26,7 +26,7 @@ class Reason(StrEnum):
     IMAGE_MISSING = "picture missing"
     IMAGE_REMOTE = "picture not on disk"
     IMAGE_BROKEN = "picture cannot be decoded"
-    IMAGE_FORMAT = "picture format unknown to training"
+    IMAGE_FORMAT = "picture format not supported"
     VIDEO_MISSING = "video missing"
     VIDEO_REMOTE = "video not on disk"
     VIDEO_BROKEN = "video cannot be decoded"
@@ -75,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A row whose layout is understood: who says what, and where media are (paths, URIs, bytes, lists)."""
+    """A parsed row: its turns, and references to its media (paths, URIs, bytes, lists)."""
 
     turns: tuple[Turn, ...]
     images: tuple[Any, ...]
@@ -114,7 +114,7 @@ class Conversation:
     source: Mapping[str, Any]
     """file, index, id"""
     typed: tuple[str, ...] = ()
-    """Special tokens that stand in the text of its turns."""
+    """Special tokens in the text of its turns."""
     videos: tuple[Clip, ...] = ()
 
 

@@ -196,7 +196,7 @@ def _is_used(part: str) -> bool:
 
 
 def _sample(stem: str, texts: Mapping[str, bytes], found_pictures: Mapping[str, Any]) -> dict[str, Any] | BadSample:
-    """Return a row with question, answer, pictures and videos; messages stay what they are.
+    """Return a row with question, answer, pictures and videos; messages are unchanged.
 
     found_pictures: bytes or path of each picture part, by its name; frames are the parts that "videos" lists.
     """

@@ -1,7 +1,7 @@
 """Matrices in fewer bits: NF4 with double quantization (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), and FP8.
 
 NF4's codes are those that bitsandbytes gives each Hugging Face matrix, bit for bit, at every tensor-parallel size:
-blocks of 64 numbers lie in a row, and the blocks of 256 scales are those of the whole matrix, which ranks put together.
+blocks of 64 numbers are in a row, and the blocks of 256 scales are those of the whole matrix, which ranks put together.
 
 o: outputs of a megatron-core layer on this rank, h: its inputs on this rank, n: blocks of a row on this rank.
 """
@@ -179,7 +179,7 @@ def check_block(weight: Tensor, linear: Linear, block: int, tp_size: int) -> Non
         size = weight.shape[1] * (tp_size if linear.is_row_parallel else 1)
         where = f" on each of {tp_size} tensor-parallel ranks" if linear.is_row_parallel and tp_size > 1 else ""
         raise ConfigError(
-            f"--lora-quantize: the {size} inputs of {name} are no whole number of blocks of {block}{where}: use "
+            f"--lora-quantize: the {size} inputs of {name} are not a whole number of blocks of {block}{where}: use "
             f"{'a smaller --tp, or ' if where else ''}another format, or omit it"
         )
 

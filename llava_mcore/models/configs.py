@@ -91,9 +91,9 @@ class Stages:
 class ModelOptions:
     """Options for building a model, besides its Hugging Face config.
 
-    `initialize` False leaves the weights as allocated: they are about to be loaded. `on_cpu` allocates nothing on a
-    GPU even where there is one. `transformer_impl`: whose layers the decoder and the encoder are made of; checkpoints
-    are the same. `plain_linears`: the decoder's linear layers are megatron-core's own also among Transformer Engine's.
+    `initialize` False does not initialize weights, which will be loaded. `on_cpu` allocates nothing on a GPU even if
+    there is one. `transformer_impl`: implementation of the layers of decoder and encoder; checkpoints are the same.
+    `plain_linears`: the decoder's linear layers are megatron-core's own, even with Transformer Engine's other layers.
     """
 
     params_dtype: torch.dtype = torch.float32

@@ -81,7 +81,7 @@ def test_a_pack_keeps_to_the_budget_of_patches(dataset: Path, assets: Assets) ->
     reasons = {skip.reason for batch in tight for skip in batch.skipped}
     assert reasons == {
         f"its pictures and frames have {6 * PATCHES} patches, but data.max_media_tokens is {5 * PATCHES}; raise that, "
-        "or leave such samples out"
+        "or remove such samples"
     }
 
 
@@ -114,7 +114,7 @@ def test_frames_that_are_only_named(assets: Assets, tmp_path: Path) -> None:
     assert all(torch.equal(batch.media[PIXEL_VALUES], expected) for batch in batches)
     assert {skip.reason for batch in batches for skip in batch.skipped} == {
         f"the picture '9.png' is not in {tmp_path / 'frames'}",
-        "the picture '../0.png' lies outside of its store; names must be relative to it",
+        "the picture '../0.png' is outside of its store; names must be relative to it",
     }
 
 

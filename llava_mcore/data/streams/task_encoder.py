@@ -91,7 +91,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         if most is not None and num_patches > most:
             raise TooLongError(
                 f"its pictures and frames have {num_patches} patches, but data.max_media_tokens is {most}; raise that, "
-                "or leave such samples out"
+                "or remove such samples"
             )
         if tokens.num_tokens > self.data.seq_length:
             raise DataError(

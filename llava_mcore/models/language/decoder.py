@@ -49,7 +49,7 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_model_parall
 def block_spec(
     config: TransformerConfig, shape: DecoderShape, vp_stage: int | None, *, plain_linears: bool = False
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return what a stage's layers are made of: Transformer Engine's, or torch's for a machine without it.
+    """Return the spec of a stage's layers: Transformer Engine's, or torch's for a machine without it.
 
     Args:
         plain_linears: megatron-core's own linear layers, with norms before them, also among Transformer Engine's.

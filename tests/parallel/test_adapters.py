@@ -43,7 +43,7 @@ CLASSES = [
     Case("clip", "gemma2", {"tie": True}),
     Case("siglip", "llama", architecture="idefics3"),
 ]
-"""Files with fused matrices, norms behind matrices, a matrix whose divided outputs are gathered."""
+"""Files with fused matrices, norms after matrices, a matrix whose divided outputs are gathered."""
 KINDS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 DECAY, TEXT_ONLY = 0.01, {1, 3, 4, 5}
 

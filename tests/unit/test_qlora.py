@@ -126,5 +126,5 @@ def logits(folder: Path, layers: ModelLayers, kind: str | None, inputs: dict[str
 @pytest.mark.parametrize("quantizer", [to_nf4, to_fp8])
 def test_blocks_do_not_cross_ranks(layers: ModelLayers, quantizer: Any) -> None:
     row = next(linear for linear in language(layers) if linear.is_row_parallel)
-    with pytest.raises(ConfigError, match=r"no whole number of blocks of .* on each of 4 tensor-parallel ranks"):
+    with pytest.raises(ConfigError, match=r"not a whole number of blocks of .* on each of 4 tensor-parallel ranks"):
         quantizer(torch.randn(128, 32), row, 4, 0, lambda x: [x] * 4)

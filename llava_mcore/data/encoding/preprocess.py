@@ -44,7 +44,7 @@ class ImagePreprocessor:
 
         Args:
             pixel_shape: of a tile [3, height, width], or of a patch.
-            videos: None if no conversation may have videos. One that does not suit the tower is not used.
+            videos: None if no conversation may have videos. One that does not fit the tower is not used.
         """
         self.most_pixels = most_pixels
         self.processor, self.videos = processor, videos
@@ -74,7 +74,7 @@ class ImagePreprocessor:
 
     @property
     def num_bytes(self) -> int:
-        """Of a tile's or patch's pixels."""
+        """Bytes of a tile's or patch's pixels."""
         return math.prod(self.pixel_shape) * (1 if len(self.pixel_scale) else 4)
 
     @property
@@ -127,7 +127,7 @@ class ImagePreprocessor:
         return pixels.dtype == torch.uint8 and torch.equal(normalize(pixels, self.pixel_scale), expected)
 
     def _resizes_and_crops_only(self) -> bool:
-        """Tell whether the processor's two steps give what all of it gives, for pictures of every proportion."""
+        """Return whether the processor's two steps give the result of all steps, for pictures of all proportions."""
         side = self.pixel_shape[-1]
         sizes = [(side + 17, side // 2 + 5), (side // 2 + 5, 2 * side + 1), (side, side), (side // 3 + 1, side // 3)]
         probes = [noise(*size) for size in sizes]

@@ -32,9 +32,9 @@ def collate(
     Only `trained` tokens are labels; the last position of a conversation and padding predict nothing.
 
     Args:
-        multiple: lengths are rounded up to this: fewer shapes, and matrix units like or even need it.
-        pixel_scale: that of the image processor.
-        fields: of the pictures.
+        multiple: lengths are rounded up to a multiple of this, for fewer shapes and faster matrix products.
+        pixel_scale: the scale of the image processor.
+        fields: the fields of the media.
         num_axes: of a position.
     """
     make = _pack if packed else _pad
@@ -93,7 +93,7 @@ def _pack(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_
     ends = np.cumsum([0, *map(len, conversations)])
     length = _rounded(int(ends[-1]), multiple, seq_length * len(samples))
     bounds = ends if ends[-1] == length else np.append(ends, length)
-    # Positions begin anew with each conversation, and with the padding.
+    # Positions restart with each conversation, and with the padding.
     plain = np.arange(length) - np.repeat(bounds[:-1], np.diff(bounds))
     places = [(0, int(start)) for start in ends[:-1]]
     batch = _batch(samples, conversations, places, plain[None], pad_token_id, media)
@@ -113,7 +113,7 @@ def _batch(
     pad_token_id: int,
     media: _Media,
 ) -> Batch:
-    """Write conversations into rows, each from its place (row, column) on. `plain`: positions [b, s] of text alone."""
+    """Write conversations into rows, each starting at its (row, column). `plain`: positions [b, s] of text alone."""
     shape = plain.shape
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     labels = np.zeros(shape, dtype=np.int64)

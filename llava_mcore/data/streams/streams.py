@@ -131,7 +131,7 @@ class Delivery:
         fields |= {name: torch.from_numpy(fields[name]) for name in state["arrays"]}
         media = {name: torch.from_numpy(value) for name, value in state["media"].items()}
         media[PIXEL_VALUES] = as_used(media[PIXEL_VALUES])
-        self.stream, self.place, self.buffered = state["stream"], state["place"], state["buffered"]
+        self.stream, self.position, self.buffered = state["stream"], state["position"], state["buffered"]
         self.batch = Batch(**fields, media=media)
 
 

@@ -33,9 +33,9 @@ class Architecture(ABC):
     takes_videos: ClassVar[bool] = False
     """Whether its `MediaPlan` has a `video_token_id` and tokens for videos."""
     towers: ClassVar[tuple[str, ...]] = ()
-    """model_types of the towers that transformers reads in it; empty: of all that are no part of one class alone."""
+    """model_types of its towers in transformers; empty: all towers that do not belong to a single class."""
     texts: ClassVar[tuple[str, ...]] = ()
-    """model_types of the language models that transformers reads in it; empty: of all that are no part of one class."""
+    """model_types of its language models in transformers; empty: all that do not belong to a single class."""
 
     @property
     def has_newline(self) -> bool:
@@ -125,7 +125,7 @@ class TileArchitecture(Architecture):
         ]
 
     def tower_features_per_tile(self, hf: PretrainedConfig) -> int:
-        """Return how many features of a tile the tower hands to the connector."""
+        """Return the number of features per tile that the tower passes to the connector."""
         positions = tile_tower(hf.vision_config).num_positions(hf.vision_config)
         return positions - int(self.features(hf).drop_first_token)
 

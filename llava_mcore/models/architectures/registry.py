@@ -33,7 +33,7 @@ def tile_architecture(hf: PretrainedConfig) -> TileArchitecture:
 
 
 def features_per_tile(hf: PretrainedConfig) -> int:
-    """Return how many features of a tile reach the language model."""
+    """Return the number of features per tile that reach the language model."""
     return tile_architecture(hf).features_per_tile(hf)
 
 

@@ -1,4 +1,4 @@
-"""Parts of decoder layers that megatron-core's lack.
+"""Parts of decoder layers that are missing in megatron-core.
 
 s: tokens, b: samples, h: hidden size, d: rotated dims of a head.
 """

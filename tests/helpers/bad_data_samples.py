@@ -176,7 +176,12 @@ FORMS = [
     BadData("pictures without numbers", one_sample({"b.jpg": picture()}), "skip", "several pictures must be numbered"),
     BadData("number twice", one_sample({"0.png": picture("PNG")}), "skip", "several pictures must be numbered"),
     BadData("a number left out", one_sample({"json": TWO, "2.jpg": picture()}), "fine"),
-    BadData("video", one_sample(FILM), "skip", "it has a video, but LlavaForCond.* takes no videos; classes that do: "),
+    BadData(
+        "video",
+        one_sample(FILM),
+        "skip",
+        "it has a video, but LlavaForCond.* does not support videos; classes that do: ",
+    ),
     BadData("video mark alone", said(("user", "<video>"), ANSWERED), "skip", "1 <video> in the .*, but 0 videos"),
     BadData(
         "video file", one_sample(FILM | {"json": CLIP | {"videos": ["a.mp4"]}}), "skip", "a shard holds the frames"

@@ -146,7 +146,7 @@ def refusal_of_other_model(folders: Folders, rest: list[str], capsys: pytest.Cap
 
 def test_validation_needs_a_part_of_the_data(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(folders.flags("--eval-interval", "2"), capsys)
-    assert "has no validation part: make one (prepare --val-ratio 0.05" in message and "(1 problem)" in message
+    assert "has no validation part: create one (prepare --val-ratio 0.05" in message and "(1 problem)" in message
 
 
 def test_from_random_weights(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:

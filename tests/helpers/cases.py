@@ -293,7 +293,8 @@ def make_sharp_case(case: Case, folder: Path) -> LlavaForConditionalGeneration:
     """
     model = make_case(case, folder)
     with torch.no_grad():
-        for name, p in model.model.language_model.named_parameters():
+        parts = dict(model.model.named_children())
+        for name, p in parts.get("language_model", parts.get("text_model")).named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight", "q_proj.weight", "k_proj.weight")):
                 p *= 4.0
             if name.endswith("qkv_proj.weight"):

@@ -57,14 +57,15 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
     shut_down()
 
 
-_TOKENS = ("input_ids", "position_ids")
-
-
 def _gather(groups: Groups, x: Tensor) -> Tensor:
     """Concatenate the features [..., f / tp] of the tensor-parallel ranks."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(groups.tp_size)]
     dist.all_gather(parts, x.contiguous(), group=groups.tensor_parallel)
     return torch.cat(parts, dim=-1)
+
+
+_TOKENS = ("input_ids", "position_ids")
+"""What of a forward pass's inputs is not media."""
 
 
 def given_media(inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ from llava_mcore.models.media import VideoShape
 from llava_mcore.models.patch_plan import PatchPlan
 from llava_mcore.models.rotary import rotate
 from llava_mcore.models.table import detect_names, mapping_table
-from llava_mcore.parallel.batch import longest_media
+from llava_mcore.parallel.batch import MicroBatch, longest, longest_media
 from llava_mcore.parallel.groups import single_process
 from llava_mcore.pixels import normalize
 from tests.helpers.photos import CHINA
@@ -228,8 +228,6 @@ def test_logits_and_gradients_are_hugging_faces(folders: dict[str, Path], name: 
 
 def params_of(batch: Batch) -> Any:
     """Return megatron-core's description of a pack; None for padded rows."""
-    from llava_mcore.parallel.batch import MicroBatch, longest
-
     return MicroBatch(
         batch.input_ids,
         batch.labels,

@@ -19,6 +19,10 @@ NAME = "packed_flash"
 """For `attn_implementation`. Qwen's vision tower hands over its windows as one pack only to what is called flash."""
 
 
+SHORT = 256
+"""Packs of shorter sequences, a tower's windows, go to torch's kernel: for many of them cuDNN's takes far longer."""
+
+
 class Packs(NamedTuple):
     """Where the samples of the only row begin, int32 [samples + 1] on its device, and the tokens of the longest."""
 
@@ -57,6 +61,8 @@ def _attention(
     assert packs is not None and attention_mask is None
     causal = bool(module.is_causal) if is_causal is None else is_causal
     _, kernel = chosen(query.device.type)
+    if query.device.type == "cuda" and packs.max_seqlen <= SHORT:
+        kernel = _torch_varlen
     rows = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
     return kernel(*rows, packs, scaling, causal).view(1, query.shape[2], query.shape[1], -1), None
 

@@ -155,7 +155,8 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
         rope = language_family(text).shape(text).rope
         pipeline |= {"use_te_activation_func": language["activation_func"] is F.silu}
         language |= rope.fusion_fields(language["kv_channels"])
-        vision |= {"apply_rope_fusion": tower.uses_rope}
+        is_swiglu = vision["activation_func"] is F.silu and vision.get("gated_linear_unit", False)
+        vision |= {"apply_rope_fusion": tower.uses_rope, "use_te_activation_func": is_swiglu}
     return PartConfigs(
         language=TransformerConfig(**(common | pipeline | language)),
         vision=TransformerConfig(**(common | vision)),

@@ -39,8 +39,32 @@ def bf16_logits(cases: list[dict[str, Any]]) -> list[dict[str, dict[str, torch.T
         for impl in ("local", "transformer_engine"):
             model = load_model(groups, checkpoint, params_dtype=torch.bfloat16, transformer_impl=impl).bfloat16()
             inputs = case["inputs"] | {"pixel_values": case["inputs"]["pixel_values"].bfloat16()}
-            both[impl] = {"padded": logits(groups, model, inputs), "packed": packed_logits(model, inputs)}
+            with torch.no_grad():
+                both[impl] = {"padded": logits(groups, model, inputs), "packed": packed_logits(model, inputs).cpu()}
         found.append(both)
+    return found
+
+
+def tower_gradients(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Return for each case how far a tower's gradients are from torch's layers' in fp32, relative, of one pack.
+
+    By the kind of layers, in bf16.
+    """
+    groups = join(1, 1)
+    kinds = (("truth", "local", torch.float32), *((x, x, torch.bfloat16) for x in ("local", "transformer_engine")))
+    found = []
+    for case in cases:
+        checkpoint = latest_checkpoint(Path(case["megatron"]))[0]
+        gradients = {}
+        for kind, impl, dtype in kinds:
+            model = load_model(groups, checkpoint, params_dtype=dtype, transformer_impl=impl).to(dtype)
+            inputs = case["inputs"] | {"pixel_values": case["inputs"]["pixel_values"].to(dtype)}
+            packed_logits(model, inputs).float().square().mean().backward()
+            named = sorted(whole_names(model).items())
+            parts = [p.grad.float().flatten() for name, p in named if p.grad is not None and "vision" in name]
+            gradients[kind] = torch.cat(parts)
+        truth = gradients.pop("truth")
+        found.append({kind: ((x - truth).norm() / truth.norm()).item() for kind, x in gradients.items()})
     return found
 
 
@@ -55,9 +79,8 @@ def packed_logits(model: VisionLanguageModel, inputs: dict[str, torch.Tensor]) -
     positions = positions.reshape(*positions.shape[:-2], 1, -1)
     media = {name: x.to(device) for name, x in given_media(inputs).items()}
     most = longest_media(media)
-    with torch.no_grad():
-        out = model(ids.reshape(1, -1), positions, media, packed_seq_params=params, max_media_seqlen=most)
-    return out.view(*ids.shape, -1).cpu()
+    out = model(ids.reshape(1, -1), positions, media, packed_seq_params=params, max_media_seqlen=most)
+    return out.view(*ids.shape, -1)
 
 
 def with_and_without_validation(material: dict[str, str], save_dir: str) -> dict[str, tuple[list[Any], list[Any]]]:

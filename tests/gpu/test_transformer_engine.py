@@ -51,6 +51,22 @@ def test_bf16_logits_are_as_near_to_hugging_face_as_torchs(tmp_path: Path) -> No
     assert not wrong
 
 
+def test_gradients_of_towers_for_packed_patches(tmp_path: Path) -> None:
+    """Their kernels for windows, rotation and rows of an odd size are others than torch's."""
+    cases = [case for case in CASES if case.architecture.startswith("qwen")]
+    assert cases
+    given = []
+    for case in cases:
+        root = tmp_path / case.name
+        model = make_sharp_case(case, root / "hf")
+        import_hf(root / "hf", root / "megatron")
+        given.append({"megatron": str(root / "megatron"), "inputs": case_inputs(case, model, root / "hf")})
+    found = run_world(1, "tests.gpu.te_checks:tower_gradients", cases=given)[0]
+    for case, off in zip(cases, found, strict=True):
+        print(f"{case.name}: relative differences from fp32 {off}")
+    assert all(off["transformer_engine"] < 1.3 * off["local"] for off in found)
+
+
 @pytest.fixture(scope="module")
 def torchs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
     """A checkpoint, and the losses of training it on one GPU with torch's layers."""

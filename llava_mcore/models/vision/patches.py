@@ -16,10 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.vision_module.vision_module import VisionModule
-from megatron.core.models.vision.vit_layer_specs import (
-    get_vit_layer_with_local_spec,
-    get_vit_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -36,11 +33,12 @@ from llava_mcore.batch_fields import (
     WINDOW_SEQLENS,
 )
 from llava_mcore.mapping.fused_norms import FUSED_NORMS
-from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.attention import ManyShortAttention, SDPAttention
 from llava_mcore.models.names import LayerNames
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import PatchRopeSelfAttention
 from llava_mcore.models.vision.features import FeatureChoice
+from llava_mcore.models.vision.te_layers import te_layer_spec, use_fewer_kernels
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,8 @@ class PatchLayer(TransformerLayer):
     def __init__(self, *given: Any, full_attention: frozenset[int] | None, **named: Any) -> None:
         super().__init__(*given, **named)
         self.sees_windows = full_attention is not None and self.layer_number - 1 not in full_attention
+        if self.sees_windows and self.config.transformer_impl == "transformer_engine":
+            self.self_attention.core_attention = ManyShortAttention(self.config)
 
     def forward(self, *given: Any, packed_seq_params: TowerSeqParams, **named: Any) -> Any:
         """Run the layer on [n, 1, h]."""
@@ -88,7 +88,7 @@ class PatchLayer(TransformerLayer):
 def layer_spec(config: TransformerConfig, shape: PatchShape) -> ModuleSpec:
     """Return the encoder layer: Transformer Engine's, or torch's for a machine without it."""
     if config.transformer_impl == "transformer_engine":
-        spec = get_vit_layer_with_transformer_engine_spec()
+        spec = te_layer_spec(config)
     else:
         spec = get_vit_layer_with_local_spec()
         layer = spec.submodules
@@ -111,6 +111,8 @@ class PatchTransformer(VisionModule):
         if shape.num_positions:
             self.position_embeddings = nn.Embedding(shape.num_positions, hidden, dtype=dtype)
         self.decoder = TransformerBlock(config, layer_spec(config, shape), post_layer_norm=False, post_process=False)
+        if config.transformer_impl == "transformer_engine":
+            use_fewer_kernels(self.decoder)
 
     def blank(self, pixels: Tensor, media: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor], int]:
         """Return the arguments of a forward pass on one blank square of patches.

@@ -12,19 +12,23 @@ from typing import Any
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_transformer_engine_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from llava_mcore.compat.aligned_linears import ALIGNED, AlignedRowParallelLinear
 from llava_mcore.compat.megatron_layers import split_gradients_without_copy
 from llava_mcore.models.activations import StatelessActivation, quick_gelu
 
 
-def te_layer_spec() -> ModuleSpec:
+def te_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """Return the encoder layer whose products add their biases and sum up the gradients of these."""
     spec = get_vit_layer_with_transformer_engine_spec()
     layer = spec.submodules
     attention_layer, mlp = layer.self_attention.submodules, layer.mlp.keywords["submodules"]
     attention_layer.linear_proj = _adding_its_bias(attention_layer.linear_proj)
-    mlp.linear_fc1, mlp.linear_fc2 = _adding_its_bias(mlp.linear_fc1), _adding_its_bias(mlp.linear_fc2)
+    inner = config.ffn_hidden_size // config.tensor_model_parallel_size
+    out_of = mlp.linear_fc2 if inner % ALIGNED == 0 else AlignedRowParallelLinear
+    mlp.linear_fc1, mlp.linear_fc2 = _adding_its_bias(mlp.linear_fc1), _adding_its_bias(out_of)
     return spec
 
 
@@ -39,12 +43,16 @@ def _adding_its_bias(linear: Callable[..., nn.Module]) -> Callable[..., nn.Modul
 
 def use_fewer_kernels(encoder: TransformerBlock) -> None:
     """Let one kernel do what several do in an encoder of `te_layer_spec`."""
-    from transformer_engine.pytorch.ops import QGELU  # on GPUs only
+    from transformer_engine.pytorch.ops import QGELU, SwiGLU  # on GPUs only
 
+    config = encoder.config
     split_gradients_without_copy()
     for layer in encoder.layers:
         for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
             # Set for every row-parallel layer, but only a sum over ranks must come between product and bias.
-            linear.gemm_bias_unfused_add = linear.tp_size > 1
-        if encoder.config.activation_func is quick_gelu:
+            if not isinstance(linear, AlignedRowParallelLinear):
+                linear.gemm_bias_unfused_add = linear.tp_size > 1
+        if config.activation_func is quick_gelu:
             layer.mlp.activation_func = StatelessActivation(QGELU())
+        elif config.use_te_activation_func:
+            layer.mlp.activation_func = StatelessActivation(SwiGLU())

@@ -14,6 +14,7 @@ from llava_mcore.adapters.factors import new_factors, part_adapters
 from llava_mcore.adapters.layers import WEIGHT, Linear, ModelLayers
 from llava_mcore.adapters.lora import Division, Factors, LinearAdapter
 from llava_mcore.adapters.plan import LoraPlan
+from llava_mcore.adapters.products import SharedMatrices
 from llava_mcore.compat.frozen_linears import FrozenProduct
 from llava_mcore.models.language.layers import NormedRowParallelLinear
 from llava_mcore.models.multimodal import VisionLanguageModel
@@ -35,12 +36,13 @@ def attach_adapters(
     on the meta device adapters are the only ones that have memory.
     """
     here = linear_modules(model)
+    memory = SharedMatrices()
     for linear in layers.linears:
         chosen = [plan for plan in plans if any(member.name in plan.ranks for member in linear.members)]
         if chosen and linear.name in here:
             module = here[linear.name]
             division = _division(module, linear, tp_size, tp_rank)
-            adapters = [_new_adapter(model, module, plan, linear, division, seed) for plan in chosen]
+            adapters = [_new_adapter(model, module, plan, linear, division, seed, memory) for plan in chosen]
             _hook(module, adapters)
 
 
@@ -61,7 +63,13 @@ def _division(module: Any, linear: Linear, tp_size: int, tp_rank: int) -> Divisi
 
 
 def _new_adapter(
-    model: VisionLanguageModel, module: Any, plan: LoraPlan, linear: Linear, division: Division, seed: int
+    model: VisionLanguageModel,
+    module: Any,
+    plan: LoraPlan,
+    linear: Linear,
+    division: Division,
+    seed: int,
+    memory: SharedMatrices,
 ) -> LinearAdapter:
     """Add one adapter's factors on a layer to the model."""
     weight = _matrix(module)
@@ -83,7 +91,7 @@ def _new_adapter(
         )
         factors.requires_grad_(plan.is_trained)
         part_adapters(model.get_submodule(member.part)).add(plan.name, member.key, factors)
-    return LinearAdapter(plan, linear, division, found, rows)
+    return LinearAdapter(plan, linear, division, found, rows, memory)
 
 
 def _row_norms(weight: Tensor, division: Division) -> Tensor:

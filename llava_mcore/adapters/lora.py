@@ -26,6 +26,7 @@ from torch.nn import Parameter
 
 from llava_mcore.adapters.layers import Linear
 from llava_mcore.adapters.plan import LoraPlan
+from llava_mcore.adapters.products import AddUp, BlockMatrix, Down, SharedMatrices, block_matrix
 
 
 class Factors(nn.Module):
@@ -60,18 +61,38 @@ class LinearAdapter:
     """One adapter on one of megatron-core's linear layers. The model owns the factors; this only uses them."""
 
     def __init__(
-        self, plan: LoraPlan, linear: Linear, division: Division, factors: Mapping[int, Factors], rows: Sequence[int]
+        self,
+        plan: LoraPlan,
+        linear: Linear,
+        division: Division,
+        factors: Mapping[int, Factors],
+        rows: Sequence[int],
+        memory: SharedMatrices,
     ) -> None:
         """
         Args:
             factors: by the number of the member in `linear`, for those that have an adapter.
             rows: of every block of the layer (see `Linear.blocks`).
+            memory: for matrices of all B, shared by all layers of a model.
         """
         self.division, self.dora, self.dropout, self.rows = division, plan.dora, plan.dropout, rows
         self.layout, self.members = linear.blocks(division.tp_size)
         self.factors = dict(sorted(factors.items()))
         self.scaling = {i: plan.scaling(linear.members[i].name) for i in self.factors}
         self.base_squares: Tensor | None = None
+        self._common_scaling, self._matrix = self._block_matrix(memory)
+
+    def _block_matrix(self, memory: SharedMatrices) -> tuple[float, BlockMatrix]:
+        """Return the factor of all members (1 if they differ) and the matrix of all B."""
+        values = set(self.scaling.values())
+        common = values.pop() if len(values) == 1 else 1.0
+        spans, start = {}, 0
+        for member, one in self.factors.items():
+            spans[member] = (start, start + one.lora_A.shape[0])
+            start = spans[member][1]
+        columns = [spans.get(member) for member in self.members]
+        factors = [self.scaling.get(member, common) / common for member in self.members]
+        return common, block_matrix(self.layout, self.rows, columns, factors, memory)
 
     def __call__(
         self, x: Tensor, output: Tensor, bias: Tensor | None, weight: Callable[[], Tensor], *, training: bool
@@ -84,8 +105,14 @@ class LinearAdapter:
             bias: [o], if it is a part of `output`.
             weight: returns the layer's matrix [o, h].
         """
+        a = self._low_rank(x, training=training)
+        if not (self.dora or self.division.gathers):
+            of_blocks = self._by_block([one.lora_B for one in self.factors.values()])
+            B = [x for _, _, x in of_blocks if x is not None]
+            result: Tensor = AddUp.apply(output, a, self._matrix, self._common_scaling, *B)
+            return result
         all_B = self.all_B()
-        added = F.linear(self._low_rank(x, training=training), all_B)
+        added = F.linear(a, all_B)
         if self.division.gathers:
             added = tensor_parallel.gather_from_tensor_model_parallel_region(added)
         if not self.dora:
@@ -100,7 +127,7 @@ class LinearAdapter:
         if self.dropout and training:
             a = torch.cat([F.linear(self._dropped(x), one.lora_A) for one in self.factors.values()], dim=-1)
         else:
-            a = F.linear(x, self._all_A())
+            a = Down.apply(x, *(one.lora_A for one in self.factors.values()))
         division = self.division
         if division.tp_size == 1:
             return a

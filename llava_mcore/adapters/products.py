@@ -1,0 +1,154 @@
+"""The two products of LoRA as one operation each: a model has hundreds of them, and the host must start every kernel.
+
+Adapters of layers that are one layer here share one product: their A below each other, their B as blocks of a matrix
+that is zero elsewhere. These matrices are put together when they are needed and not kept.
+
+s: tokens, h: inputs, o: outputs, r: sum of the ranks of the layers that have an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llava_mcore.mapping.layouts import Layout
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where one B [rows, rank] is in the matrix of all: its rows, columns from `start` to `stop`, and its factor."""
+
+    rows: Tensor
+    start: int
+    stop: int
+    factor: float
+
+
+class SharedMatrices:
+    """Memory for matrices of zeros and blocks, which layers of one form take turns to use."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._matrices: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+    def number(self, shape: tuple[int, int], blocks: Sequence[Block]) -> int:
+        """Return the number of a form: which elements of a matrix belong to blocks."""
+        form = (shape, *((x.start, x.stop, x.rows.numpy().tobytes()) for x in blocks))
+        return self._numbers.setdefault(form, len(self._numbers))
+
+    def matrix(self, number: int, shape: tuple[int, int], like: Tensor) -> Tensor:
+        """Return the matrix of a form, of the dtype and on the device of a tensor."""
+        key = (number, like.dtype, like.device)
+        if key not in self._matrices:
+            self._matrices[key] = like.new_zeros(shape)
+        return self._matrices[key]
+
+
+class BlockMatrix:
+    """All B of a layer, [o, r], of parameters that belong to blocks of rows."""
+
+    def __init__(self, blocks: Sequence[Block], shape: tuple[int, int], memory: SharedMatrices) -> None:
+        self.blocks, self.shape, self._memory = blocks, shape, memory
+        self._form = memory.number(shape, blocks)
+        self.is_single = len(blocks) == 1 and len(blocks[0].rows) == shape[0] and blocks[0].factor == 1.0
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return [o, r] of the parameters of all blocks; overwritten by the next use of a layer of the same form."""
+        if self.is_single:
+            return parts[0]
+        first = parts[0]
+        whole = self._memory.matrix(self._form, self.shape, first)
+        for block, part in zip(self._on(first.device), parts, strict=True):
+            scaled = part if block.factor == 1.0 else part * block.factor
+            whole[:, block.start : block.stop].index_copy_(0, block.rows, scaled)
+        return whole
+
+    def parts(self, whole: Tensor) -> list[Tensor]:
+        """Return the gradients of the parameters of all blocks, of the gradient [o, r]."""
+        if self.is_single:
+            return [whole]
+        found = [whole[:, x.start : x.stop].index_select(0, x.rows) for x in self._on(whole.device)]
+        return [x if block.factor == 1.0 else x.mul_(block.factor) for block, x in zip(self.blocks, found, strict=True)]
+
+    def _on(self, device: torch.device) -> Sequence[Block]:
+        """Return the blocks with rows on a device, where they stay."""
+        if self.blocks[0].rows.device != device:
+            self.blocks = [Block(x.rows.to(device), x.start, x.stop, x.factor) for x in self.blocks]
+        return self.blocks
+
+
+def block_matrix(
+    layout: Layout,
+    rows: Sequence[int],
+    columns: Sequence[tuple[int, int] | None],
+    factors: Sequence[float],
+    memory: SharedMatrices,
+) -> BlockMatrix:
+    """Return the matrix of all B of a layer.
+
+    Args:
+        layout: how the layer's rows are put together of blocks.
+        rows: of every block.
+        columns: of every block, where they begin and end; None: the block has no adapter.
+        factors: of every block.
+        memory: shared by the layers of a model.
+    """
+    first = torch.tensor([0, *rows]).cumsum(0).tolist()
+    origin = layout.to_megatron(*(torch.arange(a, a + n)[:, None] for a, n in zip(first, rows, strict=False)))
+    place = torch.empty(len(origin), dtype=torch.int64)
+    place[origin[:, 0]] = torch.arange(len(origin))  # row of the layer, by the number of the row in the blocks
+    given = zip(first, rows, columns, factors, strict=False)
+    blocks = [Block(place[a : a + n], *span, factor) for a, n, span, factor in given if span is not None]
+    return BlockMatrix(blocks, (len(origin), max(block.stop for block in blocks)), memory)
+
+
+class Down(torch.autograd.Function):
+    """A x of all members side by side, [..., r], of x [..., h] and every A [rank, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *A: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *A)
+        return F.linear(x, _below_each_other(A))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        x, *A = ctx.saved_tensors
+        of_x = gradient @ _below_each_other(A) if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[1:]):
+            return of_x, *(None for _ in A)
+        of_A = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        return of_x, *of_A.split([len(one) for one in A])
+
+
+class AddUp(torch.autograd.Function):
+    """output + scaling * B a, [..., o], of a [..., r] and the B of all blocks."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, a: Tensor, matrix: BlockMatrix, scaling: float, *B: Tensor) -> Tensor:
+        ctx.matrix, ctx.scaling = matrix, scaling
+        ctx.save_for_backward(a, *B)
+        flat = torch.addmm(output.flatten(0, -2), a.flatten(0, -2), matrix.whole(B).t(), alpha=scaling)
+        return flat.view(output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        a, *B = ctx.saved_tensors
+        of_a = None
+        if ctx.needs_input_grad[1]:
+            of_a = (gradient @ ctx.matrix.whole(B)).mul_(ctx.scaling)
+        if not any(ctx.needs_input_grad[4:]):
+            return gradient, of_a, None, None, *(None for _ in B)
+        of_B = (gradient.flatten(0, -2).t() @ a.flatten(0, -2)).mul_(ctx.scaling)
+        return gradient, of_a, None, None, *ctx.matrix.parts(of_B)
+
+
+def _below_each_other(A: Sequence[Tensor]) -> Tensor:
+    """Return the members' A as one, [r, h]."""
+    return A[0] if len(A) == 1 else torch.cat(list(A))

@@ -65,7 +65,7 @@ WINDOW_ORDER, WINDOW_SEQLENS = "window_order", "window_seqlens"
 """For layers that see windows: the squares of patches in the order of the windows, and the patches of each window.
 The connector returns features in this order, and FEATURE_POSITIONS are in it too."""
 POSITION_ROWS, POSITION_WEIGHTS = "position_rows", "position_weights"
-"""The position embedding of a patch is a weighted sum of four rows of the tower's table."""
+"""The position embedding of a patch is a weighted sum of four rows of the tower's table; without weights, one row."""
 
 PICTURE_FIELDS: Fields = {
     PIXEL_VALUES: Field((torch.uint8, torch.float32), (3, None, None)),
@@ -83,6 +83,11 @@ PATCH_FIELDS: Fields = {
     MEDIA_SEQLENS: Field((torch.int32,)),
 }
 """Packed patches [patches, 3 * frames * height * width] of pictures of any size, and what their tower needs to know."""
+TABLE_PATCH_FIELDS: Fields = {
+    **{name: field for name, field in PATCH_FIELDS.items() if name != PATCH_POSITIONS},
+    POSITION_ROWS: Field((torch.int64,)),
+}
+"""The same for a tower that looks up the position of a patch in its table."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +95,15 @@ class MediaWork:
     """What a step's pictures are, from the shapes of their fields.
 
     `num_tiles`: pictures of the tower's size, of towers that take those; the others are of towers for packed patches:
-    `num_pairs` and `num_window_pairs` are (query, key) pairs, in a layer that sees whole pictures and in one that sees
-    windows.
+    `num_sequences` counts MEDIA_SEQLENS, `num_pairs` and `num_window_pairs` are (query, key) pairs, in a layer that
+    sees whole pictures and in one that sees windows.
     """
 
     num_tiles: int = 0
     num_patches: int = 0
     num_pairs: int = 0
     num_window_pairs: int = 0
+    num_sequences: int = 0
 
 
 def media_work(media: Mapping[str, Tensor]) -> MediaWork:
@@ -110,6 +116,7 @@ def media_work(media: Mapping[str, Tensor]) -> MediaWork:
         num_patches=len(pixels),
         num_pairs=_sum_of_squares(media[MEDIA_SEQLENS]),
         num_window_pairs=0 if windows is None else _sum_of_squares(windows),
+        num_sequences=len(media[MEDIA_SEQLENS]),
     )
 
 

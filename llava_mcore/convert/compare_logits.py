@@ -143,6 +143,8 @@ def _inputs(hf: PretrainedConfig, hf_dir: Path, picture: Path) -> tuple[dict[str
     if processor.chat_template is not None:
         content = [{"type": "image"}, {"type": "text", "text": _PROMPT}]
         text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    if architecture_of(hf).pads_pictures:
+        processor.image_processor.do_image_splitting = False
     made = processor(images=image, text=text, return_tensors="pt")
     theirs = {name: x for name, x in made.items() if name != "attention_mask"}
     try:

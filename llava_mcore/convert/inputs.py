@@ -85,7 +85,9 @@ def processed_media(
             by_row[number] += zip(begins, of_row, strict=True)
             items += of_row
             starts += [number * rows.shape[1] + start for start in begins]
-    own = {PIXEL_VALUES: _pixels(inputs, pictures, architecture.pixel_shape(hf)), PIXEL_SCALE: NO_SCALE}
+    row_shape = architecture.pixel_shape(hf)
+    pixels = plan.processed_pixels(inputs, pictures, row_shape) if any(pictures) else torch.empty(0, *row_shape)
+    own = {PIXEL_VALUES: pixels, PIXEL_SCALE: NO_SCALE}
     if any(clips):
         made = inputs["pixel_values_videos"]
         parts = [made] if made[0].ndim < own[PIXEL_VALUES].ndim else made
@@ -125,22 +127,3 @@ def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens], what: str) -> 
             )
         yield start
         start += len(item)
-
-
-def _pixels(inputs: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]) -> Tensor:
-    """Return the tiles [tiles, 3, side, side] or patches [patches, f] of pictures.
-
-    Some processors pad every picture to the same number of tiles, some every row.
-
-    Args:
-        row_shape: of a tile or a patch.
-    """
-    numbers = [item.num_tiles for row in rows for item in row]
-    if not numbers:
-        return torch.empty(0, *row_shape)
-    pixels = inputs["pixel_values"]
-    if pixels.ndim == 1 + len(row_shape):
-        return pixels
-    if len(pixels) != len(numbers):
-        numbers = [sum(item.num_tiles for item in row) for row in rows]
-    return torch.cat([tiles[:number] for tiles, number in zip(pixels, numbers, strict=True)])

@@ -30,7 +30,8 @@ def sees_window(config: TransformerConfig, layer_number: int) -> bool:
 class SDPAttention(MegatronModule):
     """Causal or full attention with grouped queries; packed sequences attend within themselves only.
 
-    Layers with a window in the configuration see no further back. `softcap`: see DecoderShape.
+    Layers with a window in the configuration see no further back. `softcap`: see DecoderShape. Cross-attention may have
+    other lengths of keys than of queries, also packed.
 
     Drop-in for megatron-core's DotProductAttention. s: sequence, b: batch, t: packed tokens, n: heads,
     g: query groups, d: head size.
@@ -83,11 +84,14 @@ class SDPAttention(MegatronModule):
         return contextlib.nullcontext()
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
-        padded = params.cu_seqlens_q_padded
-        bounds = (params.cu_seqlens_q if padded is None else padded).tolist()
-        spans = [slice(a, b) for a, b in pairwise(bounds) if b > a]
-        parts = [self._attend(query[x, None], key[x, None], value[x, None]).squeeze(1) for x in spans]
-        tail = query.shape[0] - bounds[-1]  # padding outside every sample
+        asking = _spans(params.cu_seqlens_q, params.cu_seqlens_q_padded)
+        seen = _spans(params.cu_seqlens_kv, params.cu_seqlens_kv_padded)
+        parts = [
+            self._attend(query[x, None], key[y, None], value[y, None]).squeeze(1)
+            for x, y in zip(asking, seen, strict=True)
+            if x.stop > x.start
+        ]
+        tail = query.shape[0] - asking[-1].stop  # padding outside every sample
         if tail:
             parts.append(query.new_zeros(tail, query.shape[1] * query.shape[2]))
         return torch.cat(parts)
@@ -154,3 +158,8 @@ class ManyShortAttention(MegatronModule):
         out = varlen_attn(query, key, value, bounds, bounds, longest, longest)
         assert isinstance(out, Tensor)
         return out.flatten(1)
+
+
+def _spans(bounds: Tensor, padded: Tensor | None) -> list[slice]:
+    """Return the tokens of each packed sequence. `padded`: bounds that count padding between sequences, if any."""
+    return [slice(a, b) for a, b in pairwise((bounds if padded is None else padded).tolist())]

@@ -122,13 +122,14 @@ def model_flops(hf: PretrainedConfig, workload: Workload, trained: TrainedParts)
         _linear(product, weight=trained.vision_projection, inputs=into_language if i else into_projection)
         for i, product in enumerate(architecture_of(hf).connector_products(hf, workload.media))
     ]
+    scores = _attention(architecture_of(hf).connector_attention(hf, workload.media), flows=into_language)
     language = trained.language_model
     flows = language or trained.language_adapter > 0 or into_language
     layers = 2 * workload.num_tokens * text.num_hidden_layers * _decoder_layer_weights(hf)
     attention = 4 * workload.num_pairs * text.num_hidden_layers * text.num_attention_heads * head_dim(text)
     return ModelFlops(
         **vision,
-        projection=Flops(sum(x.forward for x in products), sum(x.backward for x in products)),
+        projection=_sum([*products, scores]),
         language_layers=_linear(layers, weight=language, inputs=flows),
         language_attention=_attention(attention, flows=flows),
         head=_linear(2 * workload.num_predicted * text.hidden_size * text.vocab_size, weight=language, inputs=flows),
@@ -151,6 +152,10 @@ def _adapter_products(hf: PretrainedConfig, workload: Workload, trained: Trained
 
 def _linear(forward: int, *, weight: bool, inputs: bool) -> Flops:
     return Flops(forward, forward * (weight + inputs))
+
+
+def _sum(parts: Sequence[Flops]) -> Flops:
+    return Flops(sum(x.forward for x in parts), sum(x.backward for x in parts))
 
 
 def _attention(forward: int, *, flows: bool) -> Flops:

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
@@ -43,6 +44,21 @@ class Processing:
     images: BaseImageProcessor
     settings: Mapping[str, Any]
     videos: BaseVideoProcessor | None = None
+
+
+@dataclass(frozen=True)
+class AroundMedia:
+    """How a class's processor rewrites a rendered text around its pictures before it tokenizes it.
+
+    `rules`: regular expressions and what replaces each of their matches, in this order. `marks`: tokens that it puts
+    around pictures; they are never trained.
+    """
+
+    rules: tuple[tuple[str, str], ...] = ()
+    marks: tuple[str, ...] = ()
+
+
+NOTHING_AROUND = AroundMedia()
 
 
 @dataclass(frozen=True)
@@ -120,6 +136,8 @@ class MediaPlan(ABC):
     """Of PIXEL_VALUES."""
     tokens_per_tile: int
     """Approximate number of tokens per tile; if it varies, rarely fewer. Determines the size of pixel buffers."""
+    around_media: AroundMedia = NOTHING_AROUND
+    """What is rewritten in the text; the tokens of a picture are only what replaces its placeholder."""
 
     def pixels(
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
@@ -132,6 +150,25 @@ class MediaPlan(ABC):
             options: of the call of the processor.
         """
         return processor(images=list(pictures), return_tensors="pt", **options)["pixel_values"]
+
+    def processed_pixels(
+        self, made: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]
+    ) -> Tensor:
+        """Return the tiles [tiles, 3, side, side] or patches [patches, f] in the output of a folder's own processor.
+
+        Some processors pad every picture to the same number of tiles, some every row.
+
+        Args:
+            made: of the pictures of a batch.
+            rows: the tokens of the pictures of each row; there is at least one.
+            row_shape: of a tile or a patch.
+        """
+        pixels, numbers = made["pixel_values"], [item.num_tiles for row in rows for item in row]
+        if pixels.ndim == 1 + len(row_shape):
+            return pixels
+        if len(pixels) != len(numbers):
+            numbers = [sum(item.num_tiles for item in row) for row in rows]
+        return torch.cat([tiles[:number] for tiles, number in zip(pixels, numbers, strict=True)])
 
     def video_pixels(
         self, processor: BaseVideoProcessor, frames: Tensor, tokens: MediaTokens, **options: Any

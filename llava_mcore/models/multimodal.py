@@ -179,7 +179,7 @@ class VisionLanguageModel(MegatronModule):
         trained = any(p.requires_grad for p in self.vision_model.parameters())
         with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
             hidden = self.vision_model(pixels.to(self.config.params_dtype), media, max_media_seqlen)
-        features = self.vision_projection(hidden).flatten(0, -2)
+        features = self.connector.run(self.vision_projection, hidden, media, max_media_seqlen).flatten(0, -2)
         return features[:0] + 0.0 * features.sum() if is_blank else features
 
     def _needs_input_gradient(self) -> bool:

@@ -114,6 +114,8 @@ def _watch_vision(recorder: Recorder, model: VisionLanguageModel, names: HfNames
         recorder.watch(output.module, partial(_connector_output, p + name, gather if output.divided else None))
     if isinstance(tower, PatchTransformer):
         recorder.watch(tower.conv1, lambda out: {v + tower.shape.conv_name: out[None]})
+        if tower.shape.post_norm:
+            recorder.watch(tower.ln_post, lambda out: {v + "post_layernorm": out[None]})
     else:
         _watch_ends(recorder, tower, v)
 

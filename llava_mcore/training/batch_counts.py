@@ -44,11 +44,14 @@ class Counts:
     """Pairs of patches in attention to whole pictures."""
     num_window_pairs: int = 0
     """Pairs of patches in attention to windows."""
+    num_patch_sequences: int = 0
+    """Pictures and frames within which patches see each other."""
 
     @property
     def media(self) -> MediaWork:
         """What the vision tower computes on."""
-        return MediaWork(self.num_tiles, self.num_patches, self.num_patch_pairs, self.num_window_pairs)
+        pairs = (self.num_patch_pairs, self.num_window_pairs)
+        return MediaWork(self.num_tiles, self.num_patches, *pairs, self.num_patch_sequences)
 
 
 def count(batches: Sequence[LoadedBatch]) -> Counts:
@@ -65,6 +68,7 @@ def count(batches: Sequence[LoadedBatch]) -> Counts:
         num_patches=sum(work.num_patches for work in works),
         num_patch_pairs=sum(work.num_pairs for work in works),
         num_window_pairs=sum(work.num_window_pairs for work in works),
+        num_patch_sequences=sum(work.num_sequences for work in works),
     )
 
 

@@ -14,18 +14,19 @@ from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlavaForConditionalGeneration, PreTrainedModel
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_VALUES
+from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.encoding.media import media_tokens
 from llava_mcore.data.samples import EncodedSample, MediaSpan, TokenConversation, Video
 from llava_mcore.data.streams.collate import collate
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
-from llava_mcore.models.media import MediaPlan, MediaTokens, Processing, VideoShape
+from llava_mcore.models.media import MediaPlan, MediaTokens, Processing, VideoShape, index_values
 from llava_mcore.models.patch_plan import PatchPlan
 from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.pixels import normalize
 from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_idefics2 import hf_pictures, make_hf_idefics2
 from tests.helpers.tiny_qwen import KINDS, ROPE, make_hf_qwen
 
 LLAMA3_ROPE = {
@@ -91,6 +92,8 @@ CASES = [
     Case("internvit", "llama", {"vision_feature_layer": -2}, ONE_PROCESS + BOTH_AXES, "internvl"),
     Case("siglip", "llama", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "idefics3"),
     Case("siglip", "llama", {"tie": True, "marks": False}, ONE_PROCESS + BOTH_AXES, "smolvlm"),
+    Case("siglip", "mistral", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "idefics2"),
+    Case("siglip", "llama", {"tie": True, "splits": True}, ONE_PROCESS + BOTH_AXES, "idefics2"),
     Case("qwen2_vl", "qwen2", {"tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen2_vl"),
     Case(
         "qwen2_5_vl",
@@ -106,8 +109,9 @@ CASES = [
 def make_case(case: Case, folder: Path) -> Any:
     """Write the case's Hugging Face folder and return its model."""
     options = {"vision": case.vision, "text": case.text, "seed": len(case.name), **case.options}
-    if case.architecture in MAKERS:
-        return MAKERS[case.architecture](folder, **options)
+    makers = MAKERS | {"idefics2": make_hf_idefics2}
+    if case.architecture in makers:
+        return makers[case.architecture](folder, **options)
     if case.architecture in KINDS:
         return make_hf_qwen(folder, case.architecture, **case.options)
     return make_hf_llava(folder, architecture=case.architecture, **options)
@@ -119,7 +123,9 @@ def case_inputs(case: Case, model: PreTrainedModel, folder: Path) -> dict[str, t
         plan = load_assets(folder).plan
         assert isinstance(plan, PatchPlan)
         return patch_inputs(plan)
-    return pictures_of_sizes(folder) if case.architecture in MAKERS else make_inputs(model)
+    if case.architecture in MAKERS or case.architecture == "idefics2":
+        return pictures_of_sizes(folder)
+    return make_inputs(model)
 
 
 PICTURE_SIZES = ((100, 40), (56, 56), (30, 210))
@@ -131,23 +137,28 @@ def pictures_of_sizes(folder: Path, *, sizes: Sequence[tuple[int, int]] = PICTUR
     assets = load_assets(folder)
     data = [_noise(*size) for size in sizes]
     generator = torch.Generator().manual_seed(seed)
-    rows, media, positions = [], [], []
+    rows, media, places = [], [], []
     for row, pictures in enumerate((data, data[-1:], [])):
         parts, length = [], 0
         for item, picture in zip(media_tokens(pictures, assets.plan, 10**6), pictures, strict=True):
             text = torch.randint(300, 400, (3,), generator=generator)
             parts += [text, torch.from_numpy(item.ids)]
             media.append(MediaSpan(picture, length + 3, item))
-            positions.append((row, length + 3 + item.values[FEATURE_POSITIONS]))
+            places.append((row, length + 3))
             length += 3 + len(item)
         rows.append(torch.cat([*parts, torch.randint(300, 400, (5,), generator=generator)]))
     length = -(-max(map(len, rows)) // 8) * 8
     pixels = torch.cat([assets.images.tiles([item]) for item in media])
-    return {
+    starts = [row * length + start for row, start in places]
+    found = {
         "input_ids": torch.stack([torch.cat([x, x.new_full((length - len(x),), assets.pad_token_id)]) for x in rows]),
         PIXEL_VALUES: normalize(pixels, assets.images.pixel_scale),
-        FEATURE_POSITIONS: torch.from_numpy(np.concatenate([row * length + where for row, where in positions])),
+        **index_values(assets.plan.fields, [item.tokens for item in media], starts),
     }
+    if MEDIA_SEQLENS in assets.plan.fields:
+        theirs = hf_pictures(folder, [item.data for item in media if isinstance(item.data, bytes)])
+        found |= {THEIRS + name: x for name, x in theirs.items()}
+    return found
 
 
 def _noise(height: int, width: int) -> bytes:
@@ -182,7 +193,7 @@ def hf_logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         theirs = {name.removeprefix(THEIRS): x for name, x in inputs.items() if name.startswith(THEIRS)}
         return model(
-            input_ids=inputs["input_ids"], **(theirs or {PIXEL_VALUES: hf_pixels(model, inputs[PIXEL_VALUES])})
+            input_ids=inputs["input_ids"], **(theirs or {PIXEL_VALUES: hf_pixels(model.config, inputs[PIXEL_VALUES])})
         ).logits
 
 
@@ -281,9 +292,9 @@ def _conversation(
     return TokenConversation(key, ids, np.ones(length, dtype=np.bool_), tuple(media), truncated=False)
 
 
-def hf_pixels(model: Any, tiles: torch.Tensor) -> torch.Tensor:
+def hf_pixels(hf: Any, tiles: torch.Tensor) -> torch.Tensor:
     """Return tiles [k, 3, h, w] as the class takes them: some as those of one sample, [1, k, 3, h, w]."""
-    return tiles[None] if model.config.model_type in ("idefics3", "smolvlm") else tiles
+    return tiles[None] if hf.model_type in ("idefics3", "smolvlm") else tiles
 
 
 def make_sharp_case(case: Case, folder: Path) -> LlavaForConditionalGeneration:

@@ -104,7 +104,7 @@ def make_hf_idefics3(
     assert vision == "siglip", "the only tower of the class"
     processor = idefics3_processor(marks=marks)
     config = Idefics3Config(
-        vision_config=_without_type(vision_config(vision, image_size=56, **(vision_overrides or {}))),
+        vision_config=without_type(vision_config(vision, image_size=56, **(vision_overrides or {}))),
         text_config=text_config(text, tie_word_embeddings=tie, **(text_overrides or {})),
         image_token_id=processor.image_token_id,
         pad_token_id=3,
@@ -126,7 +126,8 @@ def make_hf_smolvlm(folder: Path, **options: Any) -> SmolVLMForConditionalGenera
     return SmolVLMForConditionalGeneration.from_pretrained(folder).eval()
 
 
-def _without_type(config: Any) -> dict[str, Any]:
+def without_type(config: Any) -> dict[str, Any]:
+    """Return a tower's values for a class that gives it a name of its own."""
     return {key: value for key, value in config.to_dict().items() if key != "model_type"}
 
 

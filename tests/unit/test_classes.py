@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoProcessor, Idefics3Config
 from transformers.image_utils import SizeDict
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
@@ -26,11 +24,11 @@ from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.idefics3 import Idefics3
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
-from llava_mcore.models.flops import TrainedParts, Workload, model_flops
 from llava_mcore.models.media import Processing, Size
 from llava_mcore.models.vision.idefics import is_plain_grid
 from llava_mcore.pixels import normalize
 from tests.helpers.cases import PICTURE_SIZES, hf_pixels
+from tests.helpers.class_checks import assert_torch_counts_the_same, edited
 from tests.helpers.class_tokens import assert_same_ids
 from tests.helpers.encoding import tiles
 from tests.helpers.photos import CHINA
@@ -102,17 +100,11 @@ def test_the_tiles_are_the_processors(folders: dict[str, Path], name: str) -> No
 @pytest.mark.parametrize("name", MAKERS)
 def test_torch_counts_the_same_flops_over_hugging_face(folders: dict[str, Path], name: str) -> None:
     hf = load_hf_config(folders[name])
-    model = architecture_of(hf).model_class.from_pretrained(folders[name], attn_implementation="eager")
     n, num_tiles, side = features_per_tile(hf), 3, 56
     ids = torch.randint(300, 400, (1, num_tiles * n + 5))
     ids[:, 1 : 1 + num_tiles * n] = hf.image_token_id
-    work = Workload(num_tokens=ids.shape[1], num_pairs=ids.shape[1] ** 2, media=MediaWork(num_tiles))
-    pixels = hf_pixels(model, torch.randn(num_tiles, 3, side, side))
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, pixel_values=pixels, use_cache=False).logits.sum().backward()
-    by_module = {key: sum(flops.values()) for key, flops in counter.get_flop_counts().items()}
-    rotary = sum(x for key, x in by_module.items() if key.endswith(".rotary_emb"))
-    assert counter.get_total_flops() - rotary == model_flops(hf, work, TrainedParts(True, True, True)).total
+    pixels = hf_pixels(hf, torch.randn(num_tiles, 3, side, side))
+    assert_torch_counts_the_same(folders[name], {"input_ids": ids, "pixel_values": pixels}, MediaWork(num_tiles))
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -159,17 +151,6 @@ def test_inspect_shows_the_class_and_its_layers(
     said = capsys.readouterr().out
     assert architecture_of(load_hf_config(folders[name])).model_class.__name__ in said
     assert "56 x 56 pixels in patches of 14, features of layer 4" in said
-
-
-def edited(folder: Path, target: Path, file: str, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Copy a folder and change one of its files."""
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    values = json.loads((target / file).read_text())
-    change(values)
-    (target / file).write_text(json.dumps(values))
-    return target
 
 
 CONFIG, PROCESSOR, TOKENIZER = "config.json", "processor_config.json", "tokenizer_config.json"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import pickle
 import random
 from pathlib import Path
@@ -14,8 +12,6 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb
@@ -26,27 +22,21 @@ from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.cli import import_hf as import_command
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.encode import tokenize
-from llava_mcore.data.samples import Batch, Conversation, EncodedSample, Turn, Video
-from llava_mcore.data.streams.collate import collate
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.samples import Conversation, Turn, Video
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.flops import TrainedParts, Workload, model_flops
 from llava_mcore.models.language.mrope import MultimodalRope
 from llava_mcore.models.language.shape import mrope_from_hf
 from llava_mcore.models.media import VideoShape
 from llava_mcore.models.patch_plan import PatchPlan
 from llava_mcore.models.rotary import rotate
-from llava_mcore.models.table import detect_names, mapping_table
-from llava_mcore.parallel.batch import MicroBatch, longest, longest_media
-from llava_mcore.parallel.groups import single_process
 from llava_mcore.pixels import normalize
+from tests.helpers.class_checks import assert_logits_and_gradients, assert_torch_counts_the_same, batch_of, edited
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_qwen import KINDS, ROPE, make_hf_qwen
 from tests.helpers.videos import as_arrays, noise, video
-from tests.parallel.checks import load_model
 
 NUM_SIZES = 10_000
 PICTURE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
@@ -78,26 +68,6 @@ CONVERSATIONS = [
         videos=(VIDEOS[1],),
     ),
 ]
-
-
-def batch_of(assets: Assets, conversations: list[Conversation], *, packed: bool) -> Batch:
-    """Return what the loader makes of conversations."""
-    samples = []
-    for number, conversation in enumerate(conversations):
-        tokens = tokenize(conversation, assets, str(number))
-        pixels = assets.images.tiles(tokens.media)
-        samples.append(
-            EncodedSample(__key__=str(number), __restore_key__=(), conversations=[tokens], pixel_values=pixels)
-        )
-    return collate(
-        samples,
-        seq_length=512,
-        pad_token_id=assets.pad_token_id,
-        packed=packed,
-        pixel_scale=assets.images.pixel_scale,
-        fields=assets.plan.fields,
-        num_axes=assets.plan.num_axes,
-    )
 
 
 def theirs_of(folder: Path, conversation: Conversation) -> Any:
@@ -184,73 +154,14 @@ def test_video_shapes_have_the_processors_tokens(folders: dict[str, Path]) -> No
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_and_gradients_are_hugging_faces(folders: dict[str, Path], name: str, tmp_path: Path) -> None:
     """Pictures, videos and text in one pack: every conversation's logits are those of transformers for it alone."""
-    hf = load_hf_config(folders[name])
-    checkpoint = import_hf(folders[name], tmp_path / "m")
-    assets = load_assets(folders[name])
-    packed, padded = (batch_of(assets, CONVERSATIONS, packed=x) for x in (True, False))
-    model = architecture_of(hf).model_class.from_pretrained(folders[name])
-    expected, total = [], torch.zeros(())
-    for row, conversation in enumerate(CONVERSATIONS):
-        theirs = theirs_of(folders[name], conversation)
-        logits = model(**theirs).logits[0]
-        expected.append(logits.detach())
-        mask, labels = padded.loss_mask[row, : len(logits)], padded.labels[row, : len(logits)]
-        total = total + (F.cross_entropy(logits, labels, reduction="none") * mask).sum()
-    total.backward()
-    gradients = {x: p.grad for x, p in model.named_parameters() if p.grad is not None}
-    with single_process() as groups:
-        ours = load_model(groups, checkpoint)
-        assert model.state_dict().keys()
-        found = {}
-        for kind, batch in (("packed", packed), ("padded", padded)):
-            given = (batch.input_ids, batch.position_ids, batch.media)
-            params = {"packed_seq_params": params_of(batch), "max_media_seqlen": longest_media(batch.media)}
-            with torch.no_grad():
-                out = ours(*given, **params)
-            bounds = batch.cu_seqlens.tolist()
-            rows = [out[0, a:b] for a, b in itertools.pairwise(bounds)] if kind == "packed" else list(out)
-            found[kind] = [x[: len(y)] for x, y in zip(rows, expected, strict=False)]
-            assert all((x - y).abs().max() <= 1e-5 for x, y in zip(found[kind], expected, strict=True)), kind
-        assert all((x - y).abs().max() <= 1e-6 * 3 for x, y in zip(*found.values(), strict=True))
-        ours(*given, labels=padded.labels, loss_mask=padded.loss_mask, **params).backward()
-        names = detect_names(hf, model.state_dict(), source="the model")
-        rows = ours.language_model.embedding.word_embeddings.weight.shape[0]
-        table = mapping_table(hf, names, hf_tensors=(), padded_vocab_size=rows)
-        compared = 0
-        for key, p in ours.named_parameters():
-            assert p.grad is not None, key
-            for hf_name, gradient in table.entries[key].to_hf(p.grad).items():
-                largest = gradients[hf_name].abs().max()
-                assert (gradient - gradients[hf_name]).abs().max() <= 1e-5 * largest + 1e-6, hf_name
-                compared += 1
-        assert compared == len(gradients)
-
-
-def params_of(batch: Batch) -> Any:
-    """Return megatron-core's description of a pack; None for padded rows."""
-    return MicroBatch(
-        batch.input_ids,
-        batch.labels,
-        batch.loss_mask,
-        batch.position_ids,
-        batch.media,
-        batch.cu_seqlens,
-        longest(batch.cu_seqlens),
-    ).packed_seq_params
+    assert_logits_and_gradients(folders[name], CONVERSATIONS, theirs_of, tmp_path / "m")
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_torch_counts_the_same_flops_over_hugging_face(folders: dict[str, Path], name: str) -> None:
-    hf, assets = load_hf_config(folders[name]), load_assets(folders[name])
-    model = architecture_of(hf).model_class.from_pretrained(folders[name], attn_implementation="eager")
-    batch, theirs = batch_of(assets, CONVERSATIONS[:1], packed=True), theirs_of(folders[name], CONVERSATIONS[0])
-    n = theirs["input_ids"].shape[1]
-    work = Workload(num_tokens=n, num_pairs=n * n, media=media_work(batch.media))
-    with FlopCounterMode(display=False) as counter:
-        model(**theirs, use_cache=False).logits.sum().backward()
-    by_module = {key: sum(flops.values()) for key, flops in counter.get_flop_counts().items()}
-    rotary = sum(x for key, x in by_module.items() if key.endswith(".rotary_emb"))
-    assert counter.get_total_flops() - rotary == model_flops(hf, work, TrainedParts(True, True, True)).total
+    batch = batch_of(load_assets(folders[name]), CONVERSATIONS[:1], packed=True)
+    theirs = theirs_of(folders[name], CONVERSATIONS[0])
+    assert_torch_counts_the_same(folders[name], theirs, media_work(batch.media))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -299,17 +210,6 @@ def test_a_plan_can_be_pickled(folders: dict[str, Path]) -> None:
     plan = load_assets(folders["qwen3_vl"]).plan
     copy = pickle.loads(pickle.dumps(plan))
     assert np.array_equal(copy.tokens([(40, 50)])[0].ids, plan.tokens([(40, 50)])[0].ids)
-
-
-def edited(folder: Path, target: Path, file: str, change: Any) -> Path:
-    """Copy a folder and change one of its files."""
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    values = json.loads((target / file).read_text())
-    change(values)
-    (target / file).write_text(json.dumps(values))
-    return target
 
 
 REFUSALS: dict[str, tuple[str, str, Any, str]] = {

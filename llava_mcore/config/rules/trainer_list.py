@@ -47,6 +47,7 @@ MODEL_CLASSES = (
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",

@@ -111,6 +111,7 @@ def load_assets(
             image_token=image_token,
             video_token=videos.token,
             special_tokens_in_text=special_tokens_in_text,
+            around_media=plan.around_media,
         )
     except DataError as error:
         raise DataError(problems(f"{hf_dir} cannot prepare data for training", [str(error)])) from error

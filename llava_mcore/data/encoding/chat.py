@@ -11,13 +11,14 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import Handling
+from llava_mcore.data.encoding.around_media import rewritten
 from llava_mcore.data.encoding.chat_probe import ANSWER, QUESTION, find_content_format, probe, why_no_videos
 from llava_mcore.data.encoding.chat_render import CONTENT_FORMATS, FLATTENED, render_turns
 from llava_mcore.data.encoding.chat_tokens import TextTokens
@@ -26,6 +27,7 @@ from llava_mcore.data.encoding.token_spans import Span, tokens_in_span
 from llava_mcore.data.encoding.typed_tokens import TypedTokens
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
+from llava_mcore.models.media import NOTHING_AROUND, AroundMedia
 from llava_mcore.templates import fixed_date
 from llava_mcore.templates.named import flatten_parts
 
@@ -57,11 +59,13 @@ class ChatFormat:
         image_token: str,
         video_token: str | None = None,
         special_tokens_in_text: Handling = "text",
+        around_media: AroundMedia = NOTHING_AROUND,
     ):
         """`image_token` and `video_token` are the tokenizer's placeholders for a picture and a video.
 
         video_token: None if no conversation may have videos.
         special_tokens_in_text: how special tokens such as `<|im_end|>` in the text of a turn are read.
+        around_media: what the class's processor rewrites in a rendered text.
 
         Raises DataError for a template whose answers cannot be distinguished from its prompts.
         """
@@ -70,6 +74,8 @@ class ChatFormat:
         self._media_tokens = {IMAGE_MARK: image_token} | ({VIDEO_MARK: video_token} if video_token else {})
         self.image_token_id = int(tokenizer.convert_tokens_to_ids(image_token))
         self._video_token_id = int(tokenizer.convert_tokens_to_ids(video_token)) if video_token else None
+        self._around_media = around_media
+        self._mark_ids = tokenizer.convert_tokens_to_ids(list(around_media.marks))
         self.eos_token = str(tokenizer.eos_token)
         self._bos_token = tokenizer.bos_token
         self._variables = tokenizer.special_tokens_map
@@ -235,7 +241,7 @@ class ChatFormat:
         hidden = bool(typed) and self.special_tokens_in_text == "text"
         if hidden:
             turns = [replace(turn, text=self._typed.hide(turn.text)) for turn in turns]
-        text, spans = self.segments(turns)
+        text, spans = rewritten(*self.segments(turns), self._around_media)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -253,7 +259,7 @@ class ChatFormat:
         trained = np.zeros(len(ids), dtype=np.bool_)
         for span in spans:
             trained[tokens_in_span(encoding, span, len(text))] = True
-        return TextTokens(ids, trained & ~(is_image | is_video), typed)
+        return TextTokens(ids, trained & ~(is_image | is_video | np.isin(ids, self._mark_ids)), typed)
 
     def typed_in(self, turns: Sequence[Turn]) -> tuple[str, ...]:
         """Return the special tokens in the text of turns, except marks."""
@@ -269,6 +275,8 @@ class ChatFormat:
         settings = [TOKENS_FORMAT, tokenizer, self.template, self.image_token, self.eos_token, self._variables]
         if self.video_token is not None:
             settings.append(self.video_token)
+        if self._around_media.rules:
+            settings.append(asdict(self._around_media))
         if self.special_tokens_in_text != "text":
             settings.append(self.special_tokens_in_text)
         if fixed_date.asks_for_date(self.template):

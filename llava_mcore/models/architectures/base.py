@@ -30,6 +30,9 @@ class Architecture(ABC):
     """Names of its tensors in files."""
     fields: ClassVar[Fields] = PICTURE_FIELDS
     """Fields of a micro-batch's media."""
+    pads_pictures: ClassVar[bool] = False
+    """Whether transformers' model pads the pictures of a batch to one size, and ours does not. `check` then compares
+    a picture that is not split, of which both have the same patches."""
     takes_videos: ClassVar[bool] = False
     """Whether its `MediaPlan` has a `video_token_id` and tokens for videos."""
     towers: ClassVar[tuple[str, ...]] = ()
@@ -73,6 +76,10 @@ class Architecture(ABC):
     @abstractmethod
     def connector_products(self, hf: PretrainedConfig, work: MediaWork) -> list[int]:
         """Return the FLOPs of the connector's matrix products with weights, in the order of the forward pass."""
+
+    def connector_attention(self, hf: PretrainedConfig, work: MediaWork) -> int:
+        """Return the FLOPs of the connector's products of two activations."""
+        return 0
 
     @abstractmethod
     def connector_rows(self, hf: PretrainedConfig, work: MediaWork) -> int:

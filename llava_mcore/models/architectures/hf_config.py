@@ -39,6 +39,10 @@ _LARGEST = {
     "num_position_embeddings": 1 << 24,
     "out_hidden_size": 1 << 20,
     "window_size": 1 << 15,
+    "resampler_n_latents": 1 << 16,
+    "resampler_depth": 2_000,
+    "resampler_n_heads": 1 << 16,
+    "resampler_head_dim": 1 << 16,
 }
 """Far beyond every existing model."""
 
@@ -66,7 +70,7 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
         hf = ARCHITECTURES[kind].config_class.from_dict(values)
     except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise ConversionError(f"{path}: transformers cannot read it ({error!r})") from error
-    wrong = [*_wrong_sizes("text_config", hf.text_config), *_wrong_sizes("vision_config", hf.vision_config)]
+    wrong = [x for section in hf.sub_configs for x in _wrong_sizes(section, getattr(hf, section))]
     wrong += _wrong_rope("text_config.rope_parameters", hf.text_config.to_dict().get("rope_parameters"))
     if wrong:
         raise ConversionError(problems(f"{path}: invalid values", wrong))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from llava_mcore.models.architectures.base import Architecture, TileArchitecture
+from llava_mcore.models.architectures.idefics2 import Idefics2
 from llava_mcore.models.architectures.idefics3 import Idefics3, SmolVlm
 from llava_mcore.models.architectures.internvl import InternVl
 from llava_mcore.models.architectures.llava import Llava
@@ -13,7 +14,7 @@ from llava_mcore.models.architectures.llava_onevision import LlavaOnevision
 from llava_mcore.models.architectures.qwen_vl import Qwen2Vl, Qwen3Vl, Qwen25Vl
 
 _ALL: tuple[Architecture, ...] = (
-    *(Llava(), LlavaNext(), LlavaOnevision(), InternVl(), Idefics3(), SmolVlm()),
+    *(Llava(), LlavaNext(), LlavaOnevision(), InternVl(), Idefics2(), Idefics3(), SmolVlm()),
     *(Qwen2Vl(), Qwen25Vl(), Qwen3Vl()),
 )
 ARCHITECTURES: dict[str, Architecture] = {x.config_class.model_type: x for x in _ALL}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from llava_mcore.mapping.table import Entry
@@ -35,6 +35,18 @@ class Connector(ABC):
     @abstractmethod
     def build(self, hf: PretrainedConfig, config: TransformerConfig, *, input_size: int) -> nn.Module:
         """Build the module: [tiles, n, w] -> [tiles, m, h]. `input_size`: w."""
+
+    def run(self, module: nn.Module, features: Tensor, media: Mapping[str, Tensor], max_seqlen: int) -> Tensor:
+        """Run the module on the tower's features.
+
+        Args:
+            module: the result of `build`.
+            features: [tiles, n, w], or [n, w] of packed patches.
+            media: the micro-batch's fields (see `batch_fields`).
+            max_seqlen: the largest of MEDIA_SEQLENS, if it has them.
+        """
+        found: Tensor = module(features)
+        return found
 
     @abstractmethod
     def num_features(self, hf: PretrainedConfig, num_features: int) -> int:

@@ -1,29 +1,30 @@
-"""Idefics2's connector: a gated MLP to the language model's width, then latents that read a tile's features.
+"""Idefics2's connector: a gated MLP to the language model's width, then latents that read a picture's features.
 
-The number of outputs is the number of latents, whatever the number of features (perceiver resampler, Alayrac et al.
-2022,
-arXiv 2204.14198). No class of the registry uses it yet: Idefics2's processor returns pictures of any shape with a
-mask, which towers with a fixed tile size do not support.
+A picture becomes as many features as there are latents, whatever its size (perceiver resampler, Alayrac et al. 2022,
+arXiv 2204.14198). The features of all pictures are packed; attention keeps pictures apart by their lengths.
 
-t: tiles, n: features of one, l: latents, w: the tower's width, h: the language model's.
+p: pictures, n: features of all pictures, l: latents of a picture, w: the tower's width, h: the language model's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from llava_mcore.batch_fields import MEDIA_SEQLENS
 from llava_mcore.errors import ConversionError
 from llava_mcore.mapping.layouts import Concat
 from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
@@ -31,6 +32,7 @@ from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
 from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.connectors.connector import Connector, Output
+from llava_mcore.models.norms import TorchNorm
 
 _GATED_WIDTH = 4
 """Width of the MLPs after the latents' attention, in hidden sizes: Idefics2PerceiverLayer has no setting for it."""
@@ -81,6 +83,11 @@ class Perceiver(Connector):
         num_latents = hf.perceiver_config.resampler_n_latents
         return PerceiverResampler(config, projection, input_size=input_size, num_latents=num_latents)
 
+    def run(self, module: nn.Module, features: Tensor, media: Mapping[str, Tensor], max_seqlen: int) -> Tensor:
+        """Return the features [p, l, h] of pictures whose lengths are MEDIA_SEQLENS."""
+        found: Tensor = module(features, media[MEDIA_SEQLENS], max_seqlen)
+        return found
+
     def num_features(self, hf: PretrainedConfig, num_features: int) -> int:
         """Return the number of latents."""
         return int(hf.perceiver_config.resampler_n_latents)
@@ -103,10 +110,17 @@ class Perceiver(Connector):
             Entry(megatron + "norm.weight", resampler + "norm.weight", REPLICATED),
         ]
 
-    def products(self, hf: PretrainedConfig, *, input_size: int, num_features: int) -> list[int]:
-        """Return the FLOPs of all matrices for one tile; products of scores, which have no weights, are excluded."""
+    def products(self, hf: PretrainedConfig, *, input_size: int, num_features: int, num_pictures: int = 1) -> list[int]:
+        """Return the FLOPs of all matrices; products of scores, which have no weights, are `attention`.
+
+        Args:
+            input_size: w.
+            num_features: n.
+            num_pictures: p.
+        """
         text, perceiver = hf.text_config, hf.perceiver_config
-        width, inner, latents = text.hidden_size, text.intermediate_size, perceiver.resampler_n_latents
+        width, inner = text.hidden_size, text.intermediate_size
+        latents = num_pictures * perceiver.resampler_n_latents
         queries = perceiver.resampler_n_heads * perceiver.resampler_head_dim
         keys = perceiver.num_key_value_heads * perceiver.resampler_head_dim
         layer = [
@@ -117,6 +131,16 @@ class Perceiver(Connector):
         ]
         projection = [2 * 2 * num_features * input_size * inner, 2 * num_features * inner * width]
         return projection + perceiver.resampler_depth * layer
+
+    def attention(self, hf: PretrainedConfig, *, num_features: int, num_pictures: int) -> int:
+        """Return the FLOPs of scores and of the sums by them: the latents of a picture see its features and
+        themselves."""
+        perceiver = hf.perceiver_config
+        latents = perceiver.resampler_n_latents
+        num_pairs = latents * (num_features + num_pictures * latents)
+        return int(
+            4 * num_pairs * perceiver.resampler_depth * perceiver.resampler_n_heads * perceiver.resampler_head_dim
+        )
 
     def outputs(self, module: nn.Module) -> Mapping[str, Output]:
         """Return the modules that exist in both models: not gate and value of MLPs, which are fused here."""
@@ -132,6 +156,50 @@ class Perceiver(Connector):
         return {name: Output(module.get_submodule(ours), divided) for name, (ours, divided) in found.items()}
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What the latents read: the features of the first picture, its latents, those of the second, …
+
+    `order`: int64 [n + p * l], indices into all features followed by all latents. `lengths`: where pictures begin,
+    among latents and in what they read.
+    """
+
+    order: Tensor
+    lengths: PackedSeqParams
+
+    @classmethod
+    def of(cls, seqlens: Tensor, num_features: int, num_latents: int, max_seqlen: int) -> Reading:
+        """Build it on the device of seqlens, without waiting for it.
+
+        Args:
+            seqlens: int32 [p].
+            num_features: n.
+            num_latents: l.
+            max_seqlen: the largest of seqlens.
+        """
+        pictures = torch.arange(len(seqlens), device=seqlens.device)
+        owner = pictures.repeat_interleave(seqlens, output_size=num_features)  # of each feature
+        after = seqlens.cumsum(0)[:, None] + torch.arange(num_latents, device=seqlens.device)
+        places = torch.cat(
+            [
+                torch.arange(num_features, device=seqlens.device) + num_latents * owner,
+                (after + num_latents * pictures[:, None]).flatten(),
+            ]
+        )
+        bounds = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+        asking = torch.arange(len(seqlens) + 1, dtype=torch.int32, device=seqlens.device) * num_latents
+        lengths = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=asking,
+            cu_seqlens_kv=bounds + asking,
+            max_seqlen_q=num_latents,
+            max_seqlen_kv=max_seqlen + num_latents,
+        )
+        return cls(
+            torch.empty_like(places).scatter_(0, places, torch.arange(len(places), device=seqlens.device)), lengths
+        )
+
+
 class PerceiverResampler(MegatronModule):
     """The whole connector; latents and norms are the same on every tensor-parallel rank."""
 
@@ -142,16 +210,36 @@ class PerceiverResampler(MegatronModule):
         super().__init__(config=config)
         self.modality_projection = _gated_mlp(projection, input_size)
         self.latents = nn.Parameter(torch.ones(num_latents, config.hidden_size, dtype=config.params_dtype))
-        self.layers = nn.ModuleList(PerceiverLayer(config) for _ in range(config.num_layers))
+        self.layers = PerceiverLayers(config)
         self.norm = _norm(config)
 
-    def forward(self, features: Tensor) -> Tensor:
-        """Return [t, l, h] of features [t, n, w]."""
+    def forward(self, features: Tensor, seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """Return [p, l, h] of features [n, w].
+
+        Args:
+            seqlens: int32 [p], the features of each picture.
+            max_seqlen: the largest of them.
+        """
         context, _ = self.modality_projection(features)
-        latents = self.latents.expand(features.shape[0], -1, -1)
-        for layer in self.layers:
-            latents = layer(latents, context)
-        return self.norm(latents)
+        num_pictures, num_latents = len(seqlens), len(self.latents)
+        reading = Reading.of(seqlens, len(features), num_latents, max_seqlen)
+        latents = self.latents.expand(num_pictures, -1, -1).flatten(0, 1)
+        return self.norm(self.layers(latents, context, reading)).unflatten(0, (num_pictures, num_latents))
+
+
+class PerceiverLayers(MegatronModule):
+    """The layers by their numbers: megatron-core's checkpoints keep no shards of what is in torch's ModuleList."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        for number in range(config.num_layers):
+            self.add_module(str(number), PerceiverLayer(config, number + 1))
+
+    def forward(self, latents: Tensor, context: Tensor, reading: Reading) -> Tensor:
+        """Return the latents [p * l, h] after all layers."""
+        for layer in self.children():
+            latents = layer(latents, context, reading)
+        return latents
 
 
 class PerceiverLayer(MegatronModule):
@@ -160,7 +248,7 @@ class PerceiverLayer(MegatronModule):
     megatron-core's CrossAttention (0.19.2) has no groups of query heads.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int) -> None:
         super().__init__(config=config)
         width, size = config.hidden_size, config.kv_channels
         assert size is not None and config.num_query_groups is not None
@@ -173,7 +261,9 @@ class PerceiverLayer(MegatronModule):
         self.linear_q = _column(config, width, config.num_attention_heads * size)
         self.linear_k = _column(config, width, config.num_query_groups * size)
         self.linear_v = _column(config, width, config.num_query_groups * size)
-        self.core_attention = SDPAttention(config, 1, AttnMaskType.no_mask, "cross")
+        is_local = config.transformer_impl == "local"
+        attention: type[nn.Module] = SDPAttention if is_local else TEDotProductAttention
+        self.core_attention = attention(config, layer_number, AttnMaskType.no_mask, "cross")
         self.linear_proj = RowParallelLinear(
             config.num_attention_heads * size,
             width,
@@ -186,19 +276,20 @@ class PerceiverLayer(MegatronModule):
         self.post_attention_layernorm = _norm(config)
         self.mlp = _gated_mlp(config, width)
 
-    def forward(self, latents: Tensor, context: Tensor) -> Tensor:
-        """Return the latents [t, l, h] after reading the context [t, n, h]."""
+    def forward(self, latents: Tensor, context: Tensor, reading: Reading) -> Tensor:
+        """Return the latents [p * l, h] after reading the context [n, h]."""
         normed = self.input_latents_norm(latents)
-        read = torch.cat([self.input_context_norm(context), normed], dim=1)
+        read = torch.cat([self.input_context_norm(context), normed])[reading.order]
         inputs = ((self.linear_q, normed), (self.linear_k, read), (self.linear_v, read))
-        heads = [linear(x)[0].unflatten(-1, (-1, self.config.kv_channels)).transpose(0, 1) for linear, x in inputs]
-        found = self.core_attention(*heads).transpose(0, 1)
+        heads = [linear(x)[0].unflatten(-1, (-1, self.config.kv_channels)) for linear, x in inputs]  # [t, heads, d]
+        found = self.core_attention(*heads, None, AttnMaskType.no_mask, packed_seq_params=reading.lengths)
         latents = latents + self.linear_proj(found)[0]
         return latents + self.mlp(self.post_attention_layernorm(latents))[0]
 
 
 def _norm(config: TransformerConfig) -> nn.Module:
-    return WrappedTorchNorm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+    norm: nn.Module = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+    return norm
 
 
 def _column(config: TransformerConfig, inputs: int, outputs: int) -> ColumnParallelLinear:

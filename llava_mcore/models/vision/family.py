@@ -10,10 +10,11 @@ from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from llava_mcore.batch_fields import MediaWork
+from llava_mcore.batch_fields import Fields, MediaWork
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
+from llava_mcore.models.vision.patches import PatchShape, PatchTransformer
 from llava_mcore.models.vision.transformer import VisionShape, VisionTransformer
 
 
@@ -122,3 +123,27 @@ class TileTower(VisionFamily):
         """Say which pictures the tower takes."""
         side = image_side(hf)
         return f"{side} x {side} pixels in patches of {patch_side(hf)}"
+
+
+class PatchTower(VisionFamily):
+    """Towers that take pictures of any size as packed patches."""
+
+    part_of_a_class = True
+    fields: ClassVar[Fields]
+    """Of a micro-batch of pictures for this tower."""
+
+    @abstractmethod
+    def shape(self, hf: PretrainedConfig) -> PatchShape:
+        """Return what surrounds the layers."""
+
+    def build(self, hf: PretrainedConfig, config: TransformerConfig, features: FeatureChoice) -> PatchTransformer:
+        """Build the tower's module."""
+        return PatchTransformer(config, self.shape(hf), features)
+
+    def work(self, hf: PretrainedConfig, media: MediaWork, num_layers: int) -> TowerWork:
+        """Return what the layers compute on: every patch of a picture sees every other."""
+        return TowerWork(media.num_patches, media.num_patches, media.num_pairs * num_layers)
+
+    def describe(self, hf: PretrainedConfig) -> str:
+        """Say which pictures the tower takes."""
+        return f"pictures of any size in patches of {patch_side(hf)}"

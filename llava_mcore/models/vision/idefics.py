@@ -1,22 +1,28 @@
-"""The SigLIP towers of Idefics3 and SmolVLM: features after the last norm, positions from the location in the picture.
+"""The SigLIP towers of Idefics2, Idefics3 and SmolVLM: features after the last norm, positions by location.
 
-transformers finds a patch's position by its fraction of the picture's height and width. Tiles have the tower's size
-here, so that the fractions are those of the tower's own grid.
+transformers finds a patch's position by its fraction of the picture's height and width. Tiles of Idefics3 and SmolVLM
+have the tower's size, so that the fractions are those of the tower's own grid. Idefics2's pictures have any size.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, nn
 from transformers import PretrainedConfig
+from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionEmbeddings
 
+from llava_mcore.batch_fields import TABLE_PATCH_FIELDS, Fields
 from llava_mcore.errors import ConversionError
+from llava_mcore.mapping.layouts import Reshape
 from llava_mcore.mapping.sharding import REPLICATED
 from llava_mcore.mapping.table import Entry
-from llava_mcore.models.vision.encoder_layers import WEIGHT_BIAS
-from llava_mcore.models.vision.geometry import image_side, patch_side
+from llava_mcore.models.vision.encoder_layers import USUAL_NAMES, WEIGHT_BIAS, layer_entries, transformer_fields
+from llava_mcore.models.vision.family import PatchTower
+from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
+from llava_mcore.models.vision.patches import PatchShape
 from llava_mcore.models.vision.siglip import Siglip
 from llava_mcore.models.vision.transformer import VisionShape
 
@@ -50,12 +56,79 @@ class IdeficsSiglip(Siglip):
 
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
         """Return the entries of all layers and of everything before and after them."""
-        norm = Entry(megatron + "ln_post.{wb}", prefix + "post_layernorm.{wb}", REPLICATED).expand(wb=WEIGHT_BIAS)
-        return [*super().weight_entries(hf, megatron=megatron, prefix=prefix, num_layers=num_layers), *norm]
+        entries = super().weight_entries(hf, megatron=megatron, prefix=prefix, num_layers=num_layers)
+        return [*entries, *_last_norm(megatron, prefix)]
 
     def unused(self, hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
         """Return the tensors that training does not use, with the reason."""
-        return {f"{prefix}embeddings.position_ids": "buffer of older transformers versions"}
+        return _old_buffer(prefix)
+
+
+class Idefics2Siglip(PatchTower):
+    """Files of Idefics2 use the name of the whole model for the tower."""
+
+    model_types = ("idefics2_vision", "idefics2")
+    fields: ClassVar[Fields] = TABLE_PATCH_FIELDS
+
+    def config_from_hf(self, hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
+        """Return megatron-core TransformerConfig fields."""
+        return transformer_fields(hf, num_layers)
+
+    def shape(self, hf: PretrainedConfig) -> PatchShape:
+        """Return what surrounds the layers."""
+        return PatchShape(
+            patch_numbers=self.patch_numbers(hf),
+            merged=1,
+            conv_bias=True,
+            inv_freq=None,
+            names=USUAL_NAMES,
+            num_positions=num_patches(hf),
+            post_norm=True,
+            layers_name="encoder.layers.",
+            conv_name="embeddings.patch_embedding",
+        )
+
+    def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
+        """Return the entries of the layers and of everything before and after them; patches are flat here."""
+        width, side, table = hf.hidden_size, patch_side(hf), "embeddings.position_embedding.weight"
+        flat = Reshape((width, hf.num_channels, side, side), (width, self.patch_numbers(hf)))
+        conv = prefix + "embeddings.patch_embedding."
+        return [
+            Entry(megatron + "conv1.weight", conv + "weight", REPLICATED, flat),
+            Entry(megatron + "conv1.bias", conv + "bias", REPLICATED),
+            Entry(megatron + "position_embeddings.weight", prefix + table, REPLICATED),
+            *layer_entries(hf, megatron=megatron, prefix=prefix + "encoder.layers.", layers=range(num_layers)),
+            *_last_norm(megatron, prefix),
+        ]
+
+    def unused(self, hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
+        """Return the tensors that training does not use, with the reason."""
+        return _old_buffer(prefix)
+
+
+def position_rows(hf: PretrainedConfig, rows: int, columns: int) -> Tensor:
+    """Return the rows [rows * columns], int64, of Idefics2's table of positions for a picture of so many patches.
+
+    transformers' own method is asked, of embeddings without weights: its bounds and roundings decide.
+    """
+    embeddings: Any = object.__new__(Idefics2VisionEmbeddings)
+    nn.Module.__init__(embeddings)
+    embeddings.patch_size = 1
+    embeddings.num_patches_per_side = image_side(hf) // patch_side(hf)
+    embeddings.patch_embedding = lambda pixels: pixels.long()  # of zeros, to which it adds what it looks up
+    embeddings.position_embedding = lambda ids: ids.unsqueeze(-1)
+    with torch.device("cpu"):  # models may be on the meta device
+        found: Tensor = embeddings(torch.zeros(1, 1, rows, columns), torch.ones(1, rows, columns, dtype=torch.bool))
+    return found[0, :, 0]
+
+
+def _last_norm(megatron: str, prefix: str) -> list[Entry]:
+    norm = Entry(megatron + "ln_post.{wb}", prefix + "post_layernorm.{wb}", REPLICATED)
+    return list(norm.expand(wb=WEIGHT_BIAS))
+
+
+def _old_buffer(prefix: str) -> dict[str, str]:
+    return {f"{prefix}embeddings.position_ids": "buffer of older transformers versions"}
 
 
 def is_plain_grid(side: int) -> bool:

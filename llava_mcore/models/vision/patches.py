@@ -1,4 +1,4 @@
-"""The vision transformer for packed patches of pictures of any size (Qwen2-VL and what came after it).
+"""The vision transformer for packed patches of pictures of any size (Idefics2, Qwen2-VL and what came after them).
 
 Patches of all pictures of a micro-batch are one sequence, in which attention keeps pictures (frames, windows) apart by
 their lengths: nothing is padded. Everything that depends on the pictures' sizes comes as tensors from the host.
@@ -46,19 +46,21 @@ class PatchShape:
     """What the families differ in, beside TransformerConfig.
 
     `patch_numbers`: f. `merged`: m, which are next to each other. `inv_freq`: float32 [head size / 4], of rows and of
-    columns. `num_positions`: rows of the table of position embeddings; 0: there is none. `full_attention`: layers from
-    0 that see whole pictures, where the others see windows of `window_patches` at most; None: all see whole pictures.
-    `names`, `layers_name`: Hugging Face's, of the modules in a layer and of the list of layers.
+    columns; None: nothing is rotated. `num_positions`: rows of the table of position embeddings; 0: there is none.
+    `full_attention`: layers from 0 that see whole pictures, where the others see windows of `window_patches` at most;
+    None: all see whole pictures. `post_norm`: the features are those after the tower's last norm. `names`,
+    `layers_name`, `conv_name`: Hugging Face's, of the modules in a layer, the list of layers and the patch embedding.
     """
 
     patch_numbers: int
     merged: int
     conv_bias: bool
-    inv_freq: Tensor
+    inv_freq: Tensor | None
     names: LayerNames
     num_positions: int = 0
     full_attention: frozenset[int] | None = None
     window_patches: int = 0
+    post_norm: bool = False
     layers_name: str = "blocks."
     conv_name: str = "patch_embed"
 
@@ -113,6 +115,8 @@ class PatchTransformer(VisionModule):
         self.decoder = TransformerBlock(config, layer_spec(config, shape), post_layer_norm=False, post_process=False)
         if config.transformer_impl == "transformer_engine":
             use_fewer_kernels(self.decoder)
+        if shape.post_norm:
+            self.ln_post: nn.Module = TorchNorm(config, hidden, config.layernorm_epsilon)
 
     def blank(self, pixels: Tensor, media: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor], int]:
         """Return the arguments of a forward pass on one blank square of patches.
@@ -139,17 +143,28 @@ class PatchTransformer(VisionModule):
         """
         x = self.conv1(patches)  # [n, h]
         if self.shape.num_positions:
-            table = self.position_embeddings(media[POSITION_ROWS])  # [n, 4, h]
-            x = x + (table * media[POSITION_WEIGHTS].unsqueeze(-1)).sum(1).to(x.dtype)
-        angles = self._angles(media[PATCH_POSITIONS])
+            table = self.position_embeddings(media[POSITION_ROWS])  # [n, h] or [n, 4, h]
+            if POSITION_WEIGHTS in media:
+                table = (table * media[POSITION_WEIGHTS].unsqueeze(-1)).sum(1).to(x.dtype)
+            x = x + table
+        angles = self._angles(media)
         if WINDOW_ORDER in media:
-            order = media[WINDOW_ORDER]
-            x, angles = (y.unflatten(0, (-1, self.shape.merged))[order].flatten(0, 1) for y in (x, angles))
-        taken = self._hidden_states(x[:, None], angles[:, None, None], self._packed(media, max_seqlen))
-        return torch.cat([state.squeeze(1) for state in taken], dim=-1)
+            x = self._by_window(x, media[WINDOW_ORDER])
+            angles = None if angles is None else self._by_window(angles, media[WINDOW_ORDER])
+        angles = None if angles is None else angles[:, None, None]
+        taken = self._hidden_states(x[:, None], angles, self._packed(media, max_seqlen))
+        out = torch.cat([state.squeeze(1) for state in taken], dim=-1)
+        return self.ln_post(out) if self.shape.post_norm else out
 
-    def _angles(self, positions: Tensor) -> Tensor:
-        """Return rotary angles [n, head size] of rows and columns [n, 2]."""
+    def _by_window(self, x: Tensor, order: Tensor) -> Tensor:
+        """Return what patches have [n, …] in the order of the windows."""
+        return x.unflatten(0, (-1, self.shape.merged))[order].flatten(0, 1)
+
+    def _angles(self, media: Mapping[str, Tensor]) -> Tensor | None:
+        """Return rotary angles [n, head size] of the rows and columns of patches; None if nothing is rotated."""
+        if self.inv_freq is None:
+            return None
+        positions = media[PATCH_POSITIONS]  # [n, 2]
         if self.inv_freq.device != positions.device:
             self.inv_freq = self.inv_freq.to(positions.device)
         angles = (positions.unsqueeze(-1).float() * self.inv_freq).flatten(1)  # [n, head size / 2]
@@ -162,7 +177,7 @@ class PatchTransformer(VisionModule):
             windows = PackedSeqParams(**_bounds(media[WINDOW_SEQLENS], self.shape.window_patches))
         return TowerSeqParams(**_bounds(media[MEDIA_SEQLENS], max_seqlen), windows=windows)
 
-    def _hidden_states(self, x: Tensor, angles: Tensor, packed: TowerSeqParams) -> list[Tensor]:
+    def _hidden_states(self, x: Tensor, angles: Tensor | None, packed: TowerSeqParams) -> list[Tensor]:
         """Return the chosen hidden states [n, 1, h], in the order of the choice."""
         last = self.features.num_layers
         inner = {i - 1 for i in self.features.layers if i < last}

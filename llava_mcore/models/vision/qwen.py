@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -40,10 +39,9 @@ from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
 from llava_mcore.models.names import LayerNames
 from llava_mcore.models.vision.encoder_layers import layer_entries
-from llava_mcore.models.vision.family import TowerWork, VisionFamily
-from llava_mcore.models.vision.features import FeatureChoice
+from llava_mcore.models.vision.family import PatchTower, TowerWork
 from llava_mcore.models.vision.geometry import patch_side
-from llava_mcore.models.vision.patches import PatchShape, PatchTransformer
+from llava_mcore.models.vision.patches import PatchShape
 
 Grid = tuple[int, int, int]
 """Patches of a picture or video: steps of time, rows, columns."""
@@ -59,13 +57,11 @@ _NAMES = LayerNames(
 )
 
 
-class QwenTower(VisionFamily):
+class QwenTower(PatchTower):
     """What the three towers share."""
 
-    part_of_a_class = True
     uses_rope = True
     fields: ClassVar[Fields] = PATCH_FIELDS
-    """Of a micro-batch of pictures for this tower."""
     names: ClassVar[LayerNames] = _NAMES
     rotary: ClassVar[type[nn.Module]]
     conv_bias: ClassVar[bool] = False
@@ -110,10 +106,6 @@ class QwenTower(VisionFamily):
             inv_freq: Tensor = self.rotary(hf).get_buffer("inv_freq").clone()
         return PatchShape(self.patch_numbers(hf), self.merged(hf), self.conv_bias, inv_freq, self.names)
 
-    def build(self, hf: PretrainedConfig, config: TransformerConfig, features: FeatureChoice) -> PatchTransformer:
-        """Build the tower's module."""
-        return PatchTransformer(config, self.shape(hf), features)
-
     def values(self, hf: PretrainedConfig, grid: Grid) -> dict[str, NDArray[Any]]:
         """Return the fields of one picture or video, beside its pixels, by transformers' own functions."""
         frames, height, width = grid
@@ -137,14 +129,6 @@ class QwenTower(VisionFamily):
     def unused(self, hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
         """Return nothing: all layers are used."""
         return {}
-
-    def work(self, hf: PretrainedConfig, media: MediaWork, num_layers: int) -> TowerWork:
-        """Return what the layers compute on."""
-        return TowerWork(media.num_patches, media.num_patches, media.num_pairs * num_layers)
-
-    def describe(self, hf: PretrainedConfig) -> str:
-        """Say which pictures the tower takes."""
-        return f"pictures of any size in patches of {patch_side(hf)}"
 
 
 class Qwen2VlTower(QwenTower):

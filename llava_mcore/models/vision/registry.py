@@ -7,14 +7,14 @@ from transformers import PretrainedConfig
 from llava_mcore.models.vision.clip import Clip
 from llava_mcore.models.vision.dinov2 import Dinov2
 from llava_mcore.models.vision.family import TileTower, VisionFamily
-from llava_mcore.models.vision.idefics import IdeficsSiglip
+from llava_mcore.models.vision.idefics import Idefics2Siglip, IdeficsSiglip
 from llava_mcore.models.vision.internvit import InternVit
 from llava_mcore.models.vision.qwen import Qwen2VlTower, Qwen3VlTower, Qwen25VlTower, QwenTower
 from llava_mcore.models.vision.siglip import Siglip
 
 _FAMILIES: tuple[VisionFamily, ...] = (
     *(Clip(), Dinov2(), IdeficsSiglip(), InternVit(), Siglip()),
-    *(Qwen2VlTower(), Qwen25VlTower(), Qwen3VlTower()),
+    *(Idefics2Siglip(), Qwen2VlTower(), Qwen25VlTower(), Qwen3VlTower()),
 )
 VISION_FAMILIES: dict[str, VisionFamily] = {name: family for family in _FAMILIES for name in family.model_types}
 """By model_type."""

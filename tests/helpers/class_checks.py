@@ -1,0 +1,158 @@
+"""A class beside its own model in transformers: the loader's batches, logits, gradients, FLOPs; edited folders."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+from llava_mcore.batch_fields import MediaWork
+from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.encode import tokenize
+from llava_mcore.data.samples import Batch, Conversation, EncodedSample
+from llava_mcore.data.streams.collate import collate
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.flops import TrainedParts, Workload, model_flops
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.table import detect_names, mapping_table
+from llava_mcore.parallel.batch import MicroBatch, longest, longest_media
+from llava_mcore.parallel.groups import single_process
+from tests.parallel.checks import load_model
+
+TheirInputs = Callable[[Path, Conversation], Any]
+"""What a folder's own processor makes of a conversation."""
+
+
+def batch_of(assets: Assets, conversations: Sequence[Conversation], *, packed: bool) -> Batch:
+    """Return what the loader makes of conversations."""
+    samples = []
+    for number, conversation in enumerate(conversations):
+        tokens = tokenize(conversation, assets, str(number))
+        pixels = assets.images.tiles(tokens.media)
+        samples.append(
+            EncodedSample(__key__=str(number), __restore_key__=(), conversations=[tokens], pixel_values=pixels)
+        )
+    return collate(
+        samples,
+        seq_length=512,
+        pad_token_id=assets.pad_token_id,
+        packed=packed,
+        pixel_scale=assets.images.pixel_scale,
+        fields=assets.plan.fields,
+        num_axes=assets.plan.num_axes,
+    )
+
+
+def packed_params(batch: Batch) -> PackedSeqParams | None:
+    """Return megatron-core's description of a pack; None for padded rows."""
+    tokens = (batch.input_ids, batch.labels, batch.loss_mask, batch.position_ids)
+    return MicroBatch(*tokens, batch.media, batch.cu_seqlens, longest(batch.cu_seqlens)).packed_seq_params
+
+
+def hf_model(folder: Path, **options: Any) -> PreTrainedModel:
+    """Return a folder's model in transformers."""
+    return architecture_of(load_hf_config(folder)).model_class.from_pretrained(folder, **options)
+
+
+def assert_logits_and_gradients(
+    folder: Path, conversations: Sequence[Conversation], theirs_of: TheirInputs, target: Path
+) -> None:
+    """Compare conversations, packed and padded, with transformers' model on each of them alone.
+
+    Logits within 1e-5, packed and padded within 3e-6 of each other, every gradient within 1e-5 of its largest value.
+    """
+    checkpoint, assets = import_hf(folder, target), load_assets(folder)
+    packed, padded = (batch_of(assets, conversations, packed=x) for x in (True, False))
+    model = hf_model(folder)
+    expected = _train_theirs(model, [theirs_of(folder, x) for x in conversations], padded)
+    with single_process() as groups:
+        ours = load_model(groups, checkpoint)
+        found = {}
+        for kind, batch in (("packed", packed), ("padded", padded)):
+            out = _logits(ours, batch)
+            rows = [out[0, a:b] for a, b in itertools.pairwise(batch.cu_seqlens.tolist())] or list(out)
+            found[kind] = [x[: len(y)] for x, y in zip(rows, expected, strict=False)]
+            assert all((x - y).abs().max() <= 1e-5 for x, y in zip(found[kind], expected, strict=True)), kind
+        assert all((x - y).abs().max() <= 3e-6 for x, y in zip(*found.values(), strict=True))
+        given = (padded.input_ids, padded.position_ids, padded.media)
+        most = longest_media(padded.media)
+        ours(*given, labels=padded.labels, loss_mask=padded.loss_mask, max_media_seqlen=most).backward()
+        _assert_same_gradients(ours, model)
+
+
+def _train_theirs(model: PreTrainedModel, inputs: Sequence[Any], padded: Batch) -> list[Tensor]:
+    """Return the logits of each conversation; the model then has the gradients of their trained tokens' loss."""
+    expected, total = [], torch.zeros(())
+    for row, given in enumerate(inputs):
+        logits = model(**given).logits[0]
+        expected.append(logits.detach())
+        mask, labels = padded.loss_mask[row, : len(logits)], padded.labels[row, : len(logits)]
+        total = total + (F.cross_entropy(logits, labels, reduction="none") * mask).sum()
+    total.backward()
+    return expected
+
+
+def _logits(ours: VisionLanguageModel, batch: Batch) -> Tensor:
+    given = (batch.input_ids, batch.position_ids, batch.media)
+    with torch.no_grad():
+        found: Tensor = ours(
+            *given, packed_seq_params=packed_params(batch), max_media_seqlen=longest_media(batch.media)
+        )
+    return found
+
+
+def _assert_same_gradients(ours: VisionLanguageModel, model: PreTrainedModel) -> None:
+    gradients = {x: p.grad for x, p in model.named_parameters() if p.grad is not None}
+    names = detect_names(ours.hf, model.state_dict(), source="the model")
+    rows = ours.language_model.embedding.word_embeddings.weight.shape[0]
+    table = mapping_table(ours.hf, names, hf_tensors=(), padded_vocab_size=rows)
+    compared = 0
+    for key, p in ours.named_parameters():
+        assert p.grad is not None, key
+        for hf_name, gradient in table.entries[key].to_hf(p.grad).items():
+            largest = gradients[hf_name].abs().max()
+            assert (gradient - gradients[hf_name]).abs().max() <= 1e-5 * largest + 1e-6, hf_name
+            compared += 1
+    assert compared == len(gradients)
+
+
+def assert_torch_counts_the_same(folder: Path, inputs: dict[str, Any], media: MediaWork) -> None:
+    """Compare our FLOPs of a step on one sample with what torch counts over transformers' model.
+
+    Args:
+        inputs: of transformers' model, with input_ids [1, s].
+        media: what the tower computes on.
+    """
+    n = inputs["input_ids"].shape[1]
+    work = Workload(num_tokens=n, num_pairs=n * n, media=media)
+    model = hf_model(folder, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs, use_cache=False).logits.sum().backward()
+    by_module = {key: sum(flops.values()) for key, flops in counter.get_flop_counts().items()}
+    rotary = sum(x for key, x in by_module.items() if key.endswith(".rotary_emb"))
+    expected = model_flops(load_hf_config(folder), work, TrainedParts(True, True, True)).total
+    assert counter.get_total_flops() - rotary == expected
+
+
+def edited(folder: Path, target: Path, file: str, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Copy a folder and change one of its files."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    values = json.loads((target / file).read_text())
+    change(values)
+    (target / file).write_text(json.dumps(values))
+    return target

@@ -246,6 +246,11 @@ REFUSALS: dict[str, tuple[str, Any, str]] = {
         lambda c: c["perceiver_config"].update(num_key_value_heads=3),
         "resampler_n_heads 4 a multiple of num_key_value_heads 3",
     ),
+    "a decoder whose activation has another name": (
+        CONFIG,
+        lambda c: (c["text_config"].update(model_type="gemma2"), c["text_config"].pop("hidden_act")),
+        "text_config has no hidden_act, from which .*: gemma2 cannot be its language model",
+    ),
     "tokens of a picture": (
         PROCESSOR,
         lambda c: c.pop("image_seq_len"),

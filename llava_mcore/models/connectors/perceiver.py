@@ -47,7 +47,8 @@ class Perceiver(Connector):
         """Return megatron-core TransformerConfig fields of the resampler; its hidden size is the language model's.
 
         Raises:
-            ConversionError: the perceiver has another width, or its key/value heads do not divide its heads.
+            ConversionError: the perceiver has another width, its key/value heads do not divide its heads, or the
+                language model's config has no `hidden_act`.
         """
         perceiver, width = hf.perceiver_config, hf.text_config.hidden_size
         heads, groups = perceiver.resampler_n_heads, perceiver.num_key_value_heads
@@ -55,6 +56,11 @@ class Perceiver(Connector):
             raise ConversionError(
                 f"perceiver_config: hidden_size {perceiver.hidden_size} must be the language model's {width}, and "
                 f"resampler_n_heads {heads} a multiple of num_key_value_heads {groups}"
+            )
+        if "hidden_act" not in hf.text_config.to_dict():
+            raise ConversionError(
+                f"text_config has no hidden_act, from which transformers' Idefics2 takes its connector's activation: "
+                f"{hf.text_config.model_type} cannot be its language model; take Mistral, Llama or Qwen, for example"
             )
         return {
             "num_layers": perceiver.resampler_depth,

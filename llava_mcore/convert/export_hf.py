@@ -6,6 +6,8 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -77,42 +79,81 @@ def export_hf(
     Raises:
         CheckpointError, ConversionError, ConfigError: nothing was written, or it was removed again.
     """
-    megatron_dir, hf_dir = Path(megatron_dir), Path(hf_dir)
-    hf_files.require_absent(hf_dir, what="the export")
-    checkpoint, iteration = layout.latest_readable(megatron_dir)
-    adapters = None
+    hf_files.require_absent(Path(hf_dir), what="the export")
+    checkpoint, iteration = layout.latest_readable(Path(megatron_dir))
     check_adapter_options(checkpoint, merge=merge, adapter=adapter, base_dir=base_dir, base_model=base_model)
+    how = _Export(tensor_parallel, pipeline_parallel, hf_config, tokenizer_dir, dtype, max_shard_size, workers, verify)
+    verified = partial(_say_undamaged, say) if verify_checkpoint else _not_verified
+    peft = None if merge else PeftFolder(adapter, base_model, tokenizer_dir, dtype)
+    _export(checkpoint, Path(hf_dir), how, peft, base_dir, verified, is_import=iteration == 0)
+    return iteration
+
+
+@dataclass(frozen=True)
+class _Export:
+    """How a folder is written (see `export_hf`)."""
+
+    tp: int
+    pp: int
+    hf_config: Path | None
+    tokenizer_dir: Path | None
+    dtype: torch.dtype | None
+    max_shard_size: str | None
+    workers: int
+    verify: bool
+
+
+def _say_undamaged(say: Callable[[str], None], checkpoint: Path) -> None:
+    say(require_undamaged(checkpoint))
+
+
+def _not_verified(checkpoint: Path) -> None:
+    """Do not compare a checkpoint with its checksums."""
+
+
+def _export(
+    checkpoint: Path,
+    hf_dir: Path,
+    how: _Export,
+    peft: PeftFolder | None,
+    base_dir: Path | None,
+    verified: Callable[[Path], None],
+    *,
+    is_import: bool,
+) -> None:
+    """Write one iteration's checkpoint, or its adapters alone.
+
+    Args:
+        peft: what becomes of adapters; None: they go into the model's weights.
+        verified: compares a checkpoint with its checksums.
+        is_import: whether the checkpoint was imported, not trained.
+    """
+    adapters, base, companions = None, checkpoint, None
     if holds_adapters(checkpoint):
-        if verify_checkpoint:
-            say(require_undamaged(checkpoint))
+        verified(checkpoint)
         adapters = CheckpointAdapters.open(checkpoint)
-    if adapters is not None and not merge:
-        options = PeftFolder(adapter, base_model, tokenizer_dir, dtype)
-        write_peft_folder(adapters, checkpoint, hf_dir, options, verify=verify)
-        return iteration
-    companions = None if adapters is None else layout.hf_folder(checkpoint)
-    if adapters is not None:
-        checkpoint = adapters.base.found_at(base_dir)
-    side = _hf_side(checkpoint, hf_config, tp=tensor_parallel, pp=pipeline_parallel)
-    replaced = () if tokenizer_dir is None else _replaced(tokenizer_dir)
+        if peft is not None:
+            write_peft_folder(adapters, checkpoint, hf_dir, peft, verify=how.verify)
+            return
+        base, companions = adapters.base.found_at(base_dir), layout.hf_folder(checkpoint)
+    side = _hf_side(base, how.hf_config, tp=how.tp, pp=how.pp)
+    replaced = () if how.tokenizer_dir is None else _replaced(how.tokenizer_dir)
     with single_process():
-        weights = CheckpointWeights(side, checkpoint, tensor_parallel)
-    files = planned_files(weights, dtype, max_shard_size)
+        weights = CheckpointWeights(side, base, how.tp)
+    files = planned_files(weights, how.dtype, how.max_shard_size)
     room = sum(x.size for x in files.values()) + sum(x.stat().st_size for x in hf_files.companion_files(side.files))
-    if verify_checkpoint:
-        say(require_undamaged(checkpoint))
-    with hf_files.written_beside(hf_dir, num_bytes=room, what="the export") as partial:
-        digests = _write_weights(weights, files, partial, dtype=dtype, hashed=verify, workers=workers)
+    verified(base)
+    with hf_files.written_beside(hf_dir, num_bytes=room, what="the export") as target:
+        digests = _write_weights(weights, files, target, how)
         if adapters is not None:
-            digests |= write_merged(adapters, weights.table, partial, hashed=verify)
-        if verify:
-            _verify(partial, digests, workers=workers)
-            if iteration == 0 and dtype is None and adapters is None:
+            digests |= write_merged(adapters, weights.table, target, hashed=how.verify)
+        if how.verify:
+            _verify(target, digests, workers=how.workers)
+            if is_import and how.dtype is None and adapters is None:
                 _compare_with_import(side.files, digests)
         trained = weights.trained_names()
-        dtypes = {x for name, x in weights.dtypes(dtype).items() if name in trained}
-        _write_companions(companions or side.files, tokenizer_dir, replaced, partial, dtypes)
-    return iteration
+        dtypes = {x for name, x in weights.dtypes(how.dtype).items() if name in trained}
+        _write_companions(companions or side.files, how.tokenizer_dir, replaced, target, dtypes)
 
 
 def _hf_side(checkpoint: Path, hf_config: Path | None, *, tp: int, pp: int) -> HfSide:
@@ -162,24 +203,21 @@ def _write_weights(
     weights: CheckpointWeights,
     files: dict[str, PlannedFile],
     target: Path,
-    *,
-    dtype: torch.dtype | None,
-    hashed: bool,
-    workers: int,
+    how: _Export,
 ) -> dict[str, str]:
-    """Write all weight files and the index; return the SHA-256 of every tensor, if `hashed`."""
+    """Write all weight files and the index; return the SHA-256 of every tensor if they are to be verified."""
     placed = {file: plan.moved_to(target / file) for file, plan in files.items()}
     for plan in placed.values():
         plan.create()
     targets = {name: at for plan in placed.values() for name, at in plan.tensors.items()}
-    digests = export_all("export", weights.reads(dtype, targets), hashed=hashed, workers=workers)
+    digests = export_all("export", weights.reads(how.dtype, targets), hashed=how.verify, workers=how.workers)
     with Writer() as writer:
         for name in weights.table.unused:
             data = weights.unused.get(name)
             writer.write(targets[name].path, targets[name].offset, as_bytes(data))
-            if hashed:
+            if how.verify:
                 digests[name] = sha256(data)
-    if hashed:
+    if how.verify:
         digests |= {copy: digests[original] for copy, original in weights.table.copies.items()}
     if set(files) != {hf_files.SINGLE}:
         names = {name: file for file, plan in files.items() for name in plan.tensors}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,40 +93,45 @@ def load_assets(
     if tokenizer is not None:
         choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
     choice = _choose_template(tokenizer, folders, chat_template, lang, found)
-    processor = _load_processor(folders, found)
     videos = Videos()
     if config is not None and tokenizer is not None:
         videos = choose_videos(folders, config, tokenizer, LOAD_ERRORS)
-    plan = None if config is None else _plan(folders, config, tokenizer, processor, videos, found)
-    images = _check_images(processor, config, plan, videos, limits, found)
+    images = _load_images(folders, config, tokenizer, videos, limits, found)
     image_token = None if tokenizer is None else check_tokenizer(tokenizer, config, found)
     if found:
         raise DataError(problems(f"{hf_dir} cannot prepare data for training", found))
-    assert tokenizer is not None and choice is not None and images is not None
-    assert plan is not None and image_token is not None
-    try:
-        chat = ChatFormat(
-            tokenizer,
-            choice.text,
-            image_token=image_token,
-            video_token=videos.token,
-            special_tokens_in_text=special_tokens_in_text,
-            around_media=plan.around_media,
-        )
-    except DataError as error:
-        raise DataError(problems(f"{hf_dir} cannot prepare data for training", [str(error)])) from error
-    _log_choice(choice, chat)
+    assert tokenizer is not None and choice is not None and images is not None and image_token is not None
+    tokens = {"image_token": image_token, "video_token": videos.token}
+    chat = _chat_format(hf_dir, tokenizer, choice, images.plan, special_tokens_in_text, tokens)
     return Assets(
         tokenizer=tokenizer,
         chat=chat,
         images=images,
-        plan=plan,
+        plan=images.plan,
         pad_token_id=int(tokenizer.pad_token_id),
         eos_token_id=int(tokenizer.eos_token_id),
         lang=choice.lang,
         limits=limits,
         no_videos=videos.reason or images.no_videos or chat.no_videos,
     )
+
+
+def _chat_format(
+    hf_dir: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    choice: TemplateChoice,
+    plan: MediaPlan,
+    special_tokens_in_text: Handling,
+    tokens: Mapping[str, Any],
+) -> ChatFormat:
+    """Return how conversations are tokenized. `tokens`: the placeholders' names."""
+    how: dict[str, Any] = {"special_tokens_in_text": special_tokens_in_text, "around_media": plan.around_media}
+    try:
+        chat = ChatFormat(tokenizer, choice.text, **tokens, **how)
+    except DataError as error:
+        raise DataError(problems(f"{hf_dir} cannot prepare data for training", [str(error)])) from error
+    _log_choice(choice, chat)
+    return chat
 
 
 def _choose_template(
@@ -214,14 +219,17 @@ def _load_processor(folders: list[Path], found: list[str]) -> BaseImageProcessor
         return None
 
 
-def _check_images(
-    processor: BaseImageProcessor | None,
+def _load_images(
+    folders: list[Path],
     config: PretrainedConfig | None,
-    plan: MediaPlan | None,
+    tokenizer: PreTrainedTokenizerBase | None,
     videos: Videos,
     limits: Limits,
     found: list[str],
 ) -> ImagePreprocessor | None:
+    """Load the image processor and plan how pictures and videos become tokens and pixels."""
+    processor = _load_processor(folders, found)
+    plan = None if config is None else _plan(folders, config, tokenizer, processor, videos, found)
     if processor is None or config is None or plan is None:
         return None
     try:

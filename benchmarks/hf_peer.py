@@ -25,7 +25,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from benchmarks.peer_attention import Packs
 from benchmarks.peer_classes import CLASSES, to_device
-from benchmarks.peer_model import Inputs, Reshard, Stack, after_update, build, keep_gathered
+from benchmarks.peer_model import Inputs, Peer, Reshard, Stack, after_update, build, keep_gathered
 from llava_mcore.batch_fields import PIXEL_VALUES, Field
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import load_assets
@@ -61,45 +61,41 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf", type=Path, required=True, help="Hugging Face folder of the shape")
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="file for the steps, a JSON object per line")
+    add_flags(parser)
     parser.add_argument("--padded", action="store_true")
-    parser.add_argument("--recompute", action="store_true", help="decoder layers")
     parser.add_argument("--reshard", choices=get_args(Reshard), default="backward", help="give up gathered weights")
     parser.add_argument("--fp8", action="store_true", help="float8 in the decoder layers; needs torchao")
     parser.add_argument("--compile", action="store_true", help="decoder layers; with --fp8 they always are")
     parser.add_argument("--train-vision", action="store_true")
-    parser.add_argument("--seq-length", type=int, required=True)
-    parser.add_argument("--micro-batch-size", type=int, required=True, help="packs; with --padded samples")
-    parser.add_argument("--global-batch-size", type=int, required=True)
-    parser.add_argument("--iters", type=int, required=True)
-    parser.add_argument("--lr", type=float, required=True)
     return parser.parse_args()
 
 
-def train(args: argparse.Namespace, stack: Stack, device: torch.device) -> list[dict[str, float]]:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of every peer."""
+    parser.add_argument("--hf", type=Path, required=True, help="Hugging Face folder of the shape")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="file for the steps, a JSON object per line")
+    parser.add_argument("--recompute", action="store_true", help="decoder layers")
+    parser.add_argument("--seq-length", type=int, required=True)
+    parser.add_argument("--micro-batch-size", type=int, required=True, help="packs; samples where they are padded")
+    parser.add_argument("--global-batch-size", type=int, required=True)
+    parser.add_argument("--iters", type=int, required=True)
+    parser.add_argument("--lr", type=float, required=True)
+
+
+def train(args: argparse.Namespace, stack: Stack, device: torch.device) -> list[dict[str, Any]]:
     """Return what each step took and what it trained on, over all ranks."""
     config = AutoConfig.from_pretrained(args.hf)
-    peer = build(config, stack, device)
+    return run_steps(args, build(config, stack, device), stack, device)
+
+
+def run_steps(args: argparse.Namespace, peer: Peer, stack: Stack, device: torch.device) -> list[dict[str, Any]]:
+    """Train a peer; return what each step took and what it trained on, over all ranks."""
+    config = AutoConfig.from_pretrained(args.hf)
     trained = [p for p in peer.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0, fused=True)
     num_micro = args.global_batch_size // (args.micro_batch_size * dist.get_world_size())
-    data = DataConfig(
-        path=args.data,
-        seq_length=args.seq_length,
-        num_workers=LOADERS if device.type == "cuda" else 0,
-        packing=stack.packed,
-    )
-    loader = TrainLoader(
-        data.model_copy(update={"shuffle_buffer_size": 0}),
-        CLASSES[config.model_type].assets(load_assets(args.hf)),
-        micro_batch_size=args.micro_batch_size,
-        dp_rank=dist.get_rank(),
-        dp_size=dist.get_world_size(),
-        seed=1234,
-        num_micro_batches=num_micro,
-    )
+    loader = open_loader(args, config, stack, device, num_micro)
     whole = args.micro_batch_size * args.seq_length if stack.packed and stack.compiles else None
     steps = []
     for _ in range(args.iters):
@@ -121,6 +117,28 @@ def train(args: argparse.Namespace, stack: Stack, device: torch.device) -> list[
         steps.append(report(time.perf_counter() - start, counts, total, device))
     loader.close()
     return steps
+
+
+def open_loader(
+    args: argparse.Namespace, config: PretrainedConfig, stack: Stack, device: torch.device, num_micro: int
+) -> TrainLoader:
+    """Open this rank's loader, as of our own runs. `num_micro`: micro-batches of a step."""
+    data = DataConfig(
+        path=args.data,
+        seq_length=args.seq_length,
+        num_workers=LOADERS if device.type == "cuda" else 0,
+        packing=stack.packed,
+        shuffle_buffer_size=0,
+    )
+    return TrainLoader(
+        data,
+        CLASSES[config.model_type].assets(load_assets(args.hf)),
+        micro_batch_size=args.micro_batch_size,
+        dp_rank=dist.get_rank(),
+        dp_size=dist.get_world_size(),
+        seed=1234,
+        num_micro_batches=num_micro,
+    )
 
 
 def wait(device: torch.device) -> None:

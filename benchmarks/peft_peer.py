@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
-from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, BitsAndBytesConfig
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
-from benchmarks.hf_peer import LOADERS, counted, report, to_hugging_face, wait
+from benchmarks.hf_peer import add_flags, run_steps
 from benchmarks.peer_attention import NAME, register
 from benchmarks.peer_classes import CLASSES
 from benchmarks.peer_model import Peer, Stack
-from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.loading.loader import TrainLoader
 
 NOT_QUANTIZED = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
 
@@ -38,7 +31,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # torchrun's, of one process
     stack = Stack(recompute=args.recompute)
     peer = build(args, stack, device)
-    steps = train(args, peer, device)
+    steps = run_steps(args, peer, stack, device)
     dist.destroy_process_group()
     liger = "Liger's layers and loss" if stack.uses_liger(device) else "transformers' layers, loss in chunks"
     described = f"PEFT; {'NF4 by bitsandbytes' if args.nf4 else 'bf16'}; {liger}"
@@ -49,18 +42,10 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf", type=Path, required=True, help="Hugging Face folder with weights")
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="file for the steps, a JSON object per line")
+    add_flags(parser)
     parser.add_argument("--lora-r", type=int, required=True)
     parser.add_argument("--nf4", action="store_true")
     parser.add_argument("--dora", action="store_true")
-    parser.add_argument("--recompute", action="store_true", help="decoder layers")
-    parser.add_argument("--seq-length", type=int, required=True)
-    parser.add_argument("--micro-batch-size", type=int, required=True, help="packs")
-    parser.add_argument("--global-batch-size", type=int, required=True)
-    parser.add_argument("--iters", type=int, required=True)
-    parser.add_argument("--lr", type=float, required=True)
     return parser.parse_args()
 
 
@@ -98,39 +83,6 @@ def build(args: argparse.Namespace, stack: Stack, device: torch.device) -> Peer:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return Peer(model, liger=liger).train()
-
-
-def train(args: argparse.Namespace, peer: Peer, device: torch.device) -> list[dict[str, Any]]:
-    """Return what each step took and what it trained on."""
-    config = AutoConfig.from_pretrained(args.hf)
-    trained = [p for p in peer.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0, fused=True)
-    num_micro = args.global_batch_size // args.micro_batch_size
-    workers = LOADERS if device.type == "cuda" else 0
-    data = DataConfig(
-        path=args.data, seq_length=args.seq_length, num_workers=workers, packing=True, shuffle_buffer_size=0
-    )
-    assets = CLASSES[config.model_type].assets(load_assets(args.hf))
-    options: dict[str, Any] = {"dp_rank": 0, "dp_size": 1, "seed": 1234, "num_micro_batches": num_micro}
-    loader = TrainLoader(data, assets, micro_batch_size=args.micro_batch_size, **options)
-    steps = []
-    for _ in range(args.iters):
-        wait(device)
-        start, counts, total = time.perf_counter(), Counter[str](), torch.zeros((), device=device)
-        for _ in range(num_micro):
-            batch = next(loader)
-            counts.update(counted(batch))
-            inputs = to_hugging_face(config, batch, device)
-            loss = peer(inputs) / (len(inputs.rows) * num_micro)
-            loss.backward()
-            total += loss.detach()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        wait(device)
-        steps.append(report(time.perf_counter() - start, counts, total, device))
-    loader.close()
-    return steps
 
 
 if __name__ == "__main__":

@@ -271,6 +271,12 @@ def make_hf_llava(
     return _saved(folder, model, processor)
 
 
+def make_onevision(folder: Path) -> Path:
+    """Write the LLaVA-OneVision folder that the tests of videos share, and return it."""
+    make_hf_llava(folder, architecture="llava_onevision", vision="siglip", text="qwen2", feature_layer=-1)
+    return folder
+
+
 def _saved(folder: Path, model: Any, processor: Any) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)

@@ -30,7 +30,7 @@ from llava_mcore.data.prepare.video_files import NO_PYAV, decode_video, select_f
 from llava_mcore.data.samples import ChatSample
 from llava_mcore.errors import DataError
 from tests.helpers.prepare_cases import make, shard_bytes
-from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_hf import make_hf_llava, make_onevision
 from tests.helpers.videos import greys, noise, turned, video_file
 
 Q, A = {"role": "user", "content": "<video>\nWhy?"}, {"role": "assistant", "content": "So."}
@@ -38,9 +38,7 @@ Q, A = {"role": "user", "content": "<video>\nWhy?"}, {"role": "assistant", "cont
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("onevision")
-    make_hf_llava(folder, architecture="llava_onevision", vision="siglip", text="qwen2", feature_layer=-1)
-    return folder
+    return make_onevision(tmp_path_factory.mktemp("onevision"))
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.media import MediaTokens, Processing, VideoShape
 from llava_mcore.pixels import normalize
 from tests.helpers.cases import media_plan
-from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
+from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava, make_onevision
 from tests.helpers.videos import as_arrays, noise, video
 
 NUM_SHAPES = 10_000
@@ -39,9 +39,7 @@ NEWLINE = -1.0
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("onevision")
-    make_hf_llava(folder, architecture="llava_onevision", vision="siglip", text="qwen2", feature_layer=-1)
-    return folder
+    return make_onevision(tmp_path_factory.mktemp("onevision"))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.samples import MediaSpan
 from llava_mcore.models.media import VideoShape
 from tests.helpers.bad_data_makers import Parts, index, messages, write_tar
-from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_hf import make_onevision
 from tests.helpers.videos import noise, video
 from tests.unit.test_data_loader import open_loader, take
 
@@ -28,9 +28,7 @@ POSITIONS = ("feature_positions", "newline_positions", "resized_positions")
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("onevision")
-    make_hf_llava(folder, architecture="llava_onevision", vision="siglip", text="qwen2", feature_layer=-1)
-    return folder
+    return make_onevision(tmp_path_factory.mktemp("onevision"))
 
 
 @pytest.fixture(scope="module")

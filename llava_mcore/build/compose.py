@@ -7,11 +7,14 @@ import math
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.idefics2.modeling_idefics2 import Idefics2PerceiverResampler, Idefics2RMSNorm
 
 from llava_mcore.build.classes.base import FolderClass
 from llava_mcore.build.language import TokenIds, settle_ids
 from llava_mcore.build.vision import FeaturePlan
 from llava_mcore.models.architectures.registry import architecture_of
+
+_LATENT_STD = 0.02
 
 
 def whole_config(
@@ -33,10 +36,8 @@ def compose(
     """Return the whole model. It shares the language and vision parameters of the arguments."""
     with torch.device("meta"):
         model = kind.model_class(config)
-    model.model.language_model = language.model
-    model.lm_head = language.lm_head
-    model.model.vision_tower = vision
-    projector = model.model.multi_modal_projector.to_empty(device="cpu")
+    kind.place(model, language, vision)
+    projector = kind.projector(model).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
     init_projector(projector, generator)
     projector.to(language.dtype)
@@ -47,16 +48,24 @@ def compose(
 
 
 def init_projector(projector: nn.Module, generator: torch.Generator) -> None:
-    """Initialize the projector in place, equally on every machine: linears uniform ±1/√inputs, biases zero, norms
-    one."""
+    """Initialize the projector in place, equally on every machine.
+
+    Linears uniform ±1/√inputs, biases zero, norms one, latents normal with standard deviation 0.02: transformers' class
+    starts with latents that are all alike.
+    """
     with torch.no_grad():
         for linear in (module for module in projector.modules() if isinstance(module, nn.Linear)):
             bound = 1 / math.sqrt(linear.in_features)
             linear.weight.uniform_(-bound, bound, generator=generator)
             if linear.bias is not None:
                 linear.bias.zero_()
-    for norm in (module for module in projector.modules() if isinstance(module, nn.LayerNorm)):
-        norm.reset_parameters()
+    for module in projector.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        elif isinstance(module, Idefics2RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, Idefics2PerceiverResampler):
+            nn.init.normal_(module.latents, std=_LATENT_STD, generator=generator)
 
 
 def new_newline(width: int, dtype: torch.dtype, generator: torch.Generator) -> nn.Parameter:

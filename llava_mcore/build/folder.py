@@ -30,10 +30,9 @@ from llava_mcore.build.compose import compose, whole_config
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import Source, find_source
-from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_folder import locked, partial_sibling, publish, require_absent
-from llava_mcore.models.architectures.registry import ARCHITECTURES, tile_architecture
+from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
 from llava_mcore.models.media import Processing, Size, VideoShape
 from llava_mcore.models.vision.geometry import image_side
 
@@ -87,7 +86,8 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     text_config = language.load_language_config(sources.text)
     own_config = vision.load_vision_config(sources.vision)
     kind.require_tower(own_config, options)
-    asked_config = vision.asked_size(own_config, options.image_size, text_config.max_position_embeddings)
+    positions = None if kind.resamples else text_config.max_position_embeddings
+    asked_config = vision.asked_size(own_config, options.image_size, positions)
     image_processor, side = vision.load_image_processor(sources.image_processor, asked_config, options)
     vision_config = vision.resized(asked_config, side)
     plan = vision.plan_features(vision_config, options, kind.layers)
@@ -95,7 +95,7 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     ids = language.add_special_tokens(tokenizer, kind.named_tokens.values())
     with features_for(kind.connector):
         sketch = kind.config(text_config, vision_config, plan, ids)
-        tile_architecture(sketch).features_per_tile(sketch)
+        kind.tokens_per_tile(sketch)
     template = tokenizer.chat_template = choose_template(
         tokenizer, options.chat_template, say, videos=ARCHITECTURES[kind.architecture].takes_videos
     )
@@ -115,8 +115,8 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     model = compose(kind, text, tower, config, seed=options.seed)
     model.generation_config = generation
     _say_features(kind, plan, model, processor, options, say)
-    write_folder(model, processor, options)
-    return summary(model, sources, options)
+    write_folder(kind, model, processor, options)
+    return summary(kind, model, sources, options)
 
 
 def fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, *, pad: bool, say: Say) -> None:
@@ -131,7 +131,7 @@ def fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, *, pad: bool,
     say(f"  vocabulary: {before} rows -> {rows}, {used} used; new rows are the mean of the others")
 
 
-def write_folder(model: PreTrainedModel, processor: ProcessorMixin, options: BuildOptions) -> None:
+def write_folder(kind: FolderClass, model: PreTrainedModel, processor: ProcessorMixin, options: BuildOptions) -> None:
     """Write everything next to the target, check it, and rename it; leave nothing after a failure.
 
     Raises:
@@ -144,14 +144,16 @@ def write_folder(model: PreTrainedModel, processor: ProcessorMixin, options: Bui
             partial = partial_sibling(options.save_dir)
         except OSError as error:
             raise ConversionError(f"{options.save_dir}: its folder cannot be created: {error}") from error
-        _write_into(partial, model, processor, options)
+        _write_into(partial, kind, model, processor, options)
 
 
-def _write_into(partial: Path, model: PreTrainedModel, processor: ProcessorMixin, options: BuildOptions) -> None:
+def _write_into(
+    partial: Path, kind: FolderClass, model: PreTrainedModel, processor: ProcessorMixin, options: BuildOptions
+) -> None:
     try:
         model.save_pretrained(
             partial,
-            state_dict=tensors_to_write(model),
+            state_dict=kind.tensors(model),
             save_original_format=False,  # which would rename again
             max_shard_size=options.max_shard_size,
         )
@@ -180,9 +182,10 @@ def check_folder(folder: Path, config: PretrainedConfig, processor: ProcessorMix
     """
     found = []
     read_config = type(config).from_pretrained(folder)
+    written, read = config.to_dict(), read_config.to_dict()
     for key in ("image_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings", "vision_feature_layer"):
-        if getattr(read_config, key) != getattr(config, key):
-            found.append(f"config.json: {key} is {getattr(read_config, key)}, was {getattr(config, key)}")
+        if read.get(key) != written.get(key):
+            found.append(f"config.json: {key} is {read.get(key)}, was {written.get(key)}")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if language.token_ids(tokenizer) != language.token_ids(processor.tokenizer):
         found.append(f"tokenizer: {language.token_ids(tokenizer)}, was {language.token_ids(processor.tokenizer)}")
@@ -199,7 +202,7 @@ def check_folder(folder: Path, config: PretrainedConfig, processor: ProcessorMix
         found.append(
             f"processor: {placeholders} placeholders for a picture, but the model computes {num_features} features"
         )
-    if tile_architecture(read_config).takes_videos:
+    if architecture_of(read_config).takes_videos:
         found += _video_problems(read_config, read_processor, (picture.height, picture.width))
     if found:
         raise ConversionError(problems("the folder differs from what was written", found))
@@ -219,41 +222,41 @@ def _video_problems(config: PretrainedConfig, processor: ProcessorMixin, size: S
 def _video_placeholders(config: PretrainedConfig, processor: ProcessorMixin, shape: VideoShape) -> int:
     """Return the number of placeholders that the model needs for a video."""
     how = Processing(processor.tokenizer, processor.image_processor, {}, processor.video_processor)
-    (tokens,) = tile_architecture(config).media(config, how).video_tokens([shape])
+    (tokens,) = architecture_of(config).media(config, how).video_tokens([shape])
     return int((tokens.ids == config.video_token_id).sum())
 
 
 def placeholders_of(config: PretrainedConfig, processor: ProcessorMixin, size: Size) -> int:
     """Return the number of placeholders that the model needs for a picture of this height and width."""
-    plan = tile_architecture(config).media(config, Processing(processor.tokenizer, processor.image_processor, {}))
+    plan = architecture_of(config).media(config, Processing(processor.tokenizer, processor.image_processor, {}))
     return int((plan.tokens([size])[0].ids == config.image_token_id).sum())
 
 
-def summary(model: PreTrainedModel, sources: Sources, options: BuildOptions) -> list[Part]:
+def summary(kind: FolderClass, model: PreTrainedModel, sources: Sources, options: BuildOptions) -> list[Part]:
     """Return one row per part; tied weights are counted once."""
     config = model.config
-    text, tower = config.text_config, config.vision_config
+    text, tower, names = config.text_config, config.vision_config, kind.parts
     tied = "tied" if config.tie_word_embeddings else "untied"
-    projector = model.model.multi_modal_projector
-    widths = f"{projector.linear_1.in_features} -> {text.hidden_size} -> {text.hidden_size}"
+    projector = kind.projector(model)
+    widths = " -> ".join(map(str, kind.widths(projector, text.hidden_size)))
     newline = []
-    if tile_architecture(config).has_newline:
+    if architecture_of(config).has_newline:
         newline.append(Part("image_newline", f"new, seed {options.seed}", str(text.hidden_size), text.hidden_size))
     head = 0 if config.tie_word_embeddings else model.lm_head.weight.numel()
     return [
         Part(
-            "vision_tower",
+            names[0],
             str(sources.vision),
             f"{tower.model_type}: {tower.num_hidden_layers} layers x {tower.hidden_size}, {image_side(tower)} px",
-            _count(model.model.vision_tower),
+            _count(model.get_submodule(f"model.{names[0]}")),
         ),
-        Part("multi_modal_projector", f"new, seed {options.seed}", widths, _count(projector)),
+        Part(names[1], f"new, seed {options.seed}", widths, _count(projector)),
         *newline,
         Part(
-            "language_model",
+            names[2],
             str(sources.text),
             f"{text.model_type}: {text.num_hidden_layers} layers x {text.hidden_size}, vocabulary {text.vocab_size}",
-            _count(model.model.language_model),
+            _count(model.get_submodule(f"model.{names[2]}")),
         ),
         Part("lm_head", str(sources.text), tied, head),
     ]
@@ -281,14 +284,15 @@ def _say_features(
     say: Say,
 ) -> None:
     """Print what the projector reads, because it determines how pictures become tokens."""
-    config, input_width = model.config, model.model.multi_modal_projector.linear_1.in_features
+    config, projector = model.config, kind.projector(model)
+    input_width = kind.widths(projector, config.text_config.hidden_size)[0]
     layers = " and ".join(str(layer) for layer in plan.layers)
     expanded = " (--expand-projector)" if options.expand_projector else ""
-    tokens = f"{tile_architecture(config).features_per_tile(config)} tokens per {kind.tile}"
+    tokens = f"{kind.tokens_per_tile(config)} tokens per {kind.tile}"
     if pinpoints := kind.pinpoints(config.vision_config):
         most = max(placeholders_of(config, processor, (height, width)) for height, width in pinpoints)
         tokens += f", about {most} for a picture with the largest grid"
-    if tile_architecture(config).takes_videos:
+    if architecture_of(config).takes_videos:
         one, two = (_video_placeholders(config, processor, VideoShape(n, 64, 64)) for n in (1, 2))
         tokens += f", {two - one} per frame of a video"
     say(f"  features: hidden state {layers}{expanded}, strategy {plan.strategy}: {tokens}")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 DEFAULT_VISION_MODEL = "openai/clip-vit-large-patch14-336"
-CONNECTORS = ("mlp", "pixel_shuffle")
-ARCHITECTURES = ("llava", "llava_next", "llava_onevision", "internvl")
+CONNECTORS = ("mlp", "pixel_shuffle", "perceiver")
+ARCHITECTURES = ("llava", "llava_next", "llava_onevision", "internvl", "idefics2")
 """A class is chosen by its connector, its model_type, or both."""
 VOCAB_MULTIPLE = 128
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")

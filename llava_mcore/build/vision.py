@@ -140,11 +140,11 @@ def _feature_layers(num_layers: int, layers: tuple[int, ...], *, expand: bool) -
     return (layers[0], half if layers[0] >= 0 else half - states)
 
 
-def asked_size(config: PreTrainedConfig, size: int | None, positions: int) -> PreTrainedConfig:
+def asked_size(config: PreTrainedConfig, size: int | None, positions: int | None) -> PreTrainedConfig:
     """Return the tower's configuration for pictures of --image-size; unchanged if that is not given.
 
     Args:
-        positions: number of positions of the language model.
+        positions: number of positions of the language model; None: a picture takes the same number at any size.
 
     Raises:
         ConfigError: the size is not a multiple of the tower's patches, or too large for the positions.
@@ -158,7 +158,7 @@ def asked_size(config: PreTrainedConfig, size: int | None, positions: int) -> Pr
         raise ConfigError(f"--image-size {size}: expected a multiple of the tower's patches of {patch} px; {nearest}")
     found = resized(config, size)
     tokens = tile_tower(config).num_positions(found)
-    if tokens >= positions:
+    if positions is not None and tokens >= positions:
         raise ConfigError(
             f"--image-size {size}: a picture would take {tokens:,} tokens, but the language model has {positions:,} "
             "positions (max_position_embeddings); take a smaller size"

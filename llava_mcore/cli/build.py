@@ -17,8 +17,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="build_llava_jp.py",
         allow_abbrev=False,
-        description="Compose a complete Hugging Face folder of LLaVA or InternVL (config, weights, tokenizer with "
-        "<image> and a pad token, image processor, chat template) from a language model and a vision tower (see "
+        description="Compose a complete Hugging Face folder of LLaVA, InternVL or Idefics2 (config, weights, tokenizer "
+        "with <image> and a pad token, image processor, chat template) from a language model and a vision tower (see "
         "docs/build.md). Only the projector is new. Nothing is downloaded when folders are given.",
     )
     _add_parts(p.add_argument_group("parts"))
@@ -65,13 +65,15 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         "--connector",
         choices=CONNECTORS,
         help="connects tower and language model, and determines the class of the folder: mlp for LLaVA, pixel_shuffle "
-        "for InternVL, which splits pictures into tiles (default: that of the architecture)",
+        "for InternVL, which splits pictures into tiles, perceiver for Idefics2, which keeps their proportions "
+        "(default: that of the architecture)",
     )
     group.add_argument(
         "--architecture",
         choices=ARCHITECTURES,
         help="Hugging Face class of the folder: llava (1.5) uses one tile per picture, llava_next (1.6) and "
-        "llava_onevision a base view and a grid of tiles (default: llava; internvl with pixel_shuffle)",
+        "llava_onevision a base view and a grid of tiles (default: llava; internvl with pixel_shuffle, idefics2 with "
+        "perceiver)",
     )
     group.add_argument(
         "--vocab-size-padding",
@@ -97,7 +99,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         metavar="N",
         help="hidden state of the tower that becomes the picture's tokens: 0 is its embedding, -1 its last layer; "
-        "several are concatenated (default: -2; -1 with pixel_shuffle)",
+        "several are concatenated (default: -2; -1 with pixel_shuffle and perceiver)",
     )
     group.add_argument(
         "--vision-feature-select-strategy",

@@ -7,16 +7,23 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from torch import Tensor
 from transformers import (
     AutoImageProcessor,
+    AutoProcessor,
     Idefics2Config,
     Idefics2ForConditionalGeneration,
     Idefics2ImageProcessor,
     Idefics2Processor,
 )
 
+from llava_mcore.batch_fields import MEDIA_SEQLENS
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.media import expand
+from llava_mcore.data.samples import Conversation, Turn
+from llava_mcore.models.media import Size
 from tests.helpers.tiny_classes import without_type, write
 from tests.helpers.tiny_hf import PATCH, make_tokenizer, text_config, vision_config
 
@@ -85,4 +92,44 @@ def hf_pictures(folder: Path, pictures: Sequence[bytes]) -> dict[str, Tensor]:
     It looks at no rows, only at the order of the pictures.
     """
     images = AutoImageProcessor.from_pretrained(folder)
-    return dict(images([[Image.open(BytesIO(data)) for data in pictures]], return_tensors="pt"))
+    return dict(images([[Image.fromarray(pixels_of(data)) for data in pictures]], return_tensors="pt"))
+
+
+def pixels_of(picture: bytes) -> Any:
+    """Return a picture as an array [height, width, 3]."""
+    return np.asarray(Image.open(BytesIO(picture)).convert("RGB"))
+
+
+def theirs_of(folder: Path, conversation: Conversation) -> Any:
+    """Return what the folder's own processor makes of a conversation, by its own chat template."""
+    processor = AutoProcessor.from_pretrained(folder)
+    text = load_assets(folder).chat.render(conversation.turns)
+    pictures = [Image.fromarray(pixels_of(x)) for x in conversation.images]
+    return processor(images=pictures or None, text=text, add_special_tokens=False, return_tensors="pt")
+
+
+TEXTS = (
+    *("<image> <image>\n<image>", "<image><image><image>"),
+    *("a<image>b <image><image><", "What?\n<image>\n<image>! <image>"),
+)
+"""Of three pictures."""
+
+
+def assert_the_processors_tokens(folder: Path, assets: Assets, sizes: Sequence[Size], patch: int = PATCH) -> None:
+    """Compare ids, patches and their numbers with those of the folder's processor, three pictures at a time."""
+    processor = AutoProcessor.from_pretrained(folder)
+    parts = 5 if processor.image_processor.do_image_splitting else 1
+    for number in range(0, len(sizes), 3):
+        some = sizes[number : number + 3]
+        turns = [Turn("user", TEXTS[number // 3 % len(TEXTS)]), Turn("assistant", "This.")]
+        tokens = assets.plan.tokens(some)
+        found = expand(assets.chat.text_tokens(turns, num_images=3), assets.plan.placeholders, tokens)
+        pictures = [Image.new("RGB", (width, height)) for height, width in some]
+        text = assets.chat.render(turns)
+        expected = processor(images=pictures, text=text, add_special_tokens=False, return_tensors="pt")
+        assert found.input_ids.tolist() == expected["input_ids"][0].tolist(), some
+        masks = expected["pixel_attention_mask"][0]
+        rows, columns = masks[:, :, 0].sum(1) // patch, masks[:, 0].sum(1) // patch
+        lengths = np.concatenate([item.values[MEDIA_SEQLENS] for item in tokens])
+        assert lengths.tolist() == (rows * columns).tolist(), some
+        assert [item.num_features for item in tokens] == [parts * processor.image_seq_len] * 3

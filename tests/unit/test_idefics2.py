@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from transformers import AutoProcessor
 from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
 from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionEmbeddings
 
-from llava_mcore.batch_fields import MEDIA_SEQLENS, PIXEL_SCALE, PIXEL_VALUES, media_work
+from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
 from llava_mcore.cli import import_hf as import_command
 from llava_mcore.cli import inspect_folder
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.around_media import rewritten
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.media import expand
+from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.models.media import AroundMedia, Size
@@ -33,7 +31,15 @@ from llava_mcore.pixels import normalize
 from tests.helpers.class_checks import assert_logits_and_gradients, assert_torch_counts_the_same, batch_of, edited
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import PATCH
-from tests.helpers.tiny_idefics2 import FAKE, LATENTS, NAMED, make_hf_idefics2
+from tests.helpers.tiny_idefics2 import (
+    FAKE,
+    LATENTS,
+    NAMED,
+    assert_the_processors_tokens,
+    make_hf_idefics2,
+    pixels_of,
+    theirs_of,
+)
 from tests.helpers.videos import noise
 
 KINDS = ("whole", "split")
@@ -60,19 +66,6 @@ CONVERSATIONS = [
     Conversation((Turn("user", "Is it even?"), Turn("assistant", "no.")), ()),
     Conversation((Turn("user", "Is it <image>?"), Turn("assistant", "yes.")), (PICTURES[2],)),
 ]
-
-
-def pixels_of(picture: bytes) -> Any:
-    """Return a picture as an array [height, width, 3]."""
-    return np.asarray(Image.open(BytesIO(picture)).convert("RGB"))
-
-
-def theirs_of(folder: Path, conversation: Conversation) -> Any:
-    """Return what the folder's own processor makes of a conversation, by its own chat template."""
-    processor = AutoProcessor.from_pretrained(folder)
-    text = load_assets(folder).chat.render(conversation.turns)
-    pictures = [Image.fromarray(pixels_of(x)) for x in conversation.images]
-    return processor(images=pictures or None, text=text, add_special_tokens=False, return_tensors="pt")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -111,33 +104,6 @@ def random_sizes(number: int, longest: int, seed: int) -> list[Size]:
     choose = random.Random(seed)
     sides = [2 + round(longest ** choose.random()) for _ in range(2 * number)]
     return [(a, choose.choice([a, b, b])) for a, b in zip(sides[::2], sides[1::2], strict=True)]
-
-
-TEXTS = (
-    *("<image> <image>\n<image>", "<image><image><image>"),
-    *("a<image>b <image><image><", "What?\n<image>\n<image>! <image>"),
-)
-"""Of three pictures."""
-
-
-def assert_the_processors_tokens(folder: Path, assets: Assets, sizes: list[Size]) -> None:
-    """Compare ids, patches and their numbers with those of the folder's processor, three pictures at a time."""
-    processor = AutoProcessor.from_pretrained(folder)
-    parts = 5 if processor.image_processor.do_image_splitting else 1
-    for number in range(0, len(sizes), 3):
-        some = sizes[number : number + 3]
-        turns = [Turn("user", TEXTS[number // 3 % len(TEXTS)]), Turn("assistant", "This.")]
-        tokens = assets.plan.tokens(some)
-        found = expand(assets.chat.text_tokens(turns, num_images=3), assets.plan.placeholders, tokens)
-        pictures = [Image.new("RGB", (width, height)) for height, width in some]
-        text = assets.chat.render(turns)
-        expected = processor(images=pictures, text=text, add_special_tokens=False, return_tensors="pt")
-        assert found.input_ids.tolist() == expected["input_ids"][0].tolist(), some
-        masks = expected["pixel_attention_mask"][0]
-        rows, columns = masks[:, :, 0].sum(1) // PATCH, masks[:, 0].sum(1) // PATCH
-        lengths = np.concatenate([item.values[MEDIA_SEQLENS] for item in tokens])
-        assert lengths.tolist() == (rows * columns).tolist(), some
-        assert [item.num_features for item in tokens] == [parts * LATENTS] * 3
 
 
 @pytest.mark.parametrize("name", KINDS)

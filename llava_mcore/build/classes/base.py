@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from torch import Tensor, nn
 from transformers import (
     PretrainedConfig,
     PreTrainedModel,
@@ -15,9 +16,10 @@ from transformers import (
 
 from llava_mcore.build.language import TokenIds
 from llava_mcore.build.options import BuildOptions
+from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.build.vision import FeaturePlan
 from llava_mcore.errors import ConfigError
-from llava_mcore.models.architectures.registry import ARCHITECTURES
+from llava_mcore.models.architectures.registry import ARCHITECTURES, tile_architecture
 from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.models.vision.registry import towers_of_any_class
 
@@ -35,6 +37,10 @@ class FolderClass(ABC):
     """Default vision_feature_layer."""
     tile: ClassVar[str] = "tile"
     """Name of one input of the tower, for messages."""
+    parts: ClassVar[tuple[str, str, str]] = ("vision_tower", "multi_modal_projector", "language_model")
+    """Names of tower, connector and language model in the model."""
+    resamples: ClassVar[bool] = False
+    """Whether a picture becomes the same number of tokens whatever its size."""
     named_tokens: ClassVar[Mapping[str, str]] = {}
     """Special tokens by the names under which the class's processor asks the tokenizer for them."""
 
@@ -51,6 +57,32 @@ class FolderClass(ABC):
                 f"--connector {self.connector} builds {self.model_class.__name__}, whose tower is "
                 f"{' or '.join(towers)} in transformers; --vision-model {options.vision_model} is {vision.model_type!r}"
             )
+
+    def tokens_per_tile(self, config: PretrainedConfig) -> int:
+        """Return the number of features of one input of the tower that reach the language model.
+
+        Raises:
+            ConversionError: the connector does not support the tower's features.
+        """
+        return tile_architecture(config).features_per_tile(config)
+
+    def projector(self, model: PreTrainedModel) -> nn.Module:
+        """Return the connector."""
+        return model.get_submodule(f"model.{self.parts[1]}")
+
+    def place(self, model: PreTrainedModel, language: PreTrainedModel, vision: PreTrainedModel) -> None:
+        """Put the source's modules into a model without memory. Both share their parameters then."""
+        model.model.language_model = language.model
+        model.lm_head = language.lm_head
+        model.model.vision_tower = vision
+
+    def tensors(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """Return the model's tensors by their names in files; a tied lm_head is omitted."""
+        return tensors_to_write(model)
+
+    def widths(self, projector: nn.Module, hidden_size: int) -> list[int]:
+        """Return the widths of a feature on its way through the projector. `hidden_size`: the language model's."""
+        return [projector.get_submodule("linear_1").get_parameter("weight").shape[1], hidden_size, hidden_size]
 
     def pinpoints(self, vision: PretrainedConfig) -> list[list[int]]:
         """Return height and width in pixels of the grids of tiles, if config.json lists them."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from llava_mcore.build.classes.base import FolderClass
 from llava_mcore.build.classes.grids import NextFolder, OnevisionFolder
+from llava_mcore.build.classes.idefics2 import Idefics2Folder
 from llava_mcore.build.classes.internvl import InternVlFolder
 from llava_mcore.build.classes.llava import LlavaFolder
 from llava_mcore.build.options import CONNECTORS, BuildOptions
 from llava_mcore.errors import ConfigError
 
-_CLASSES: tuple[FolderClass, ...] = (LlavaFolder(), NextFolder(), OnevisionFolder(), InternVlFolder())
+_CLASSES: tuple[FolderClass, ...] = (
+    *(LlavaFolder(), NextFolder(), OnevisionFolder()),
+    *(InternVlFolder(), Idefics2Folder()),
+)
 
 
 def folder_class(options: BuildOptions) -> FolderClass:

@@ -27,6 +27,7 @@ from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.models.media import AroundMedia, Size
 from llava_mcore.models.vision.idefics import position_rows
+from llava_mcore.parallel.groups import single_process
 from llava_mcore.pixels import normalize
 from tests.helpers.class_checks import assert_logits_and_gradients, assert_torch_counts_the_same, batch_of, edited
 from tests.helpers.photos import CHINA
@@ -41,6 +42,7 @@ from tests.helpers.tiny_idefics2 import (
     theirs_of,
 )
 from tests.helpers.videos import noise
+from tests.parallel.checks import load_model
 
 KINDS = ("whole", "split")
 """Folders whose pictures stay whole, and are split into quarters."""
@@ -145,6 +147,20 @@ def test_positions_are_transformers_own(side: int) -> None:
 def test_logits_and_gradients_are_hugging_faces(folders: dict[str, Path], name: str, tmp_path: Path) -> None:
     """Pictures of several sizes and text alone in one pack: every conversation as transformers computes it alone."""
     assert_logits_and_gradients(folders[name], CONVERSATIONS, theirs_of, tmp_path / "m")
+
+
+def test_a_batch_without_pictures(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Every parameter has a gradient, so that ranks with pictures and without agree; those of pictures are zero."""
+    checkpoint, assets = import_hf(folders["split"], tmp_path / "m"), load_assets(folders["split"])
+    batch = batch_of(assets, CONVERSATIONS[1:2], packed=False)
+    assert not len(batch.media[PIXEL_VALUES])
+    with single_process() as groups:
+        model = load_model(groups, checkpoint)
+        given = (batch.input_ids, batch.position_ids, batch.media)
+        model(*given, labels=batch.labels, loss_mask=batch.loss_mask).backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        assert p.grad.any() == name.startswith("language_model."), name
 
 
 @pytest.mark.parametrize("name", KINDS)

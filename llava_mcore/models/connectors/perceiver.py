@@ -289,7 +289,7 @@ class PerceiverLayer(MegatronModule):
         inputs = ((self.linear_q, normed), (self.linear_k, read), (self.linear_v, read))
         heads = [linear(x)[0].unflatten(-1, (-1, self.config.kv_channels)) for linear, x in inputs]  # [t, heads, d]
         found = self.core_attention(*heads, None, AttnMaskType.no_mask, packed_seq_params=reading.lengths)
-        latents = latents + self.linear_proj(found)[0]
+        latents = latents + self.linear_proj(found.flatten(1))[0]
         return latents + self.mlp(self.post_attention_layernorm(latents))[0]
 
 

@@ -22,7 +22,7 @@ from llava_mcore.convert.adapters import CheckpointAdapters
 from llava_mcore.convert.export_adapter import PeftFolder, check_adapter_options, write_merged, write_peft_folder
 from llava_mcore.convert.jobs import compare_digests, export_all, hash_files
 from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
-from llava_mcore.data.encoding import chat_template_file as chat_template
+from llava_mcore.data.encoding.text import template_file as chat_template
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.direct_writer import Writer

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.choose_start import StartPoint
-from llava_mcore.data.encoding.chat_template_file import write_chat_template
+from llava_mcore.data.encoding.text.template_file import write_chat_template
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of

@@ -17,7 +17,7 @@ from llava_mcore.config.rules.all_rules import pad_multiple
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.data.doctor.show import in_words
 from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.chat_template_file import require_same_template
+from llava_mcore.data.encoding.text.template_file import require_same_template
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.loading.source import noticing_killed_loaders
 from llava_mcore.data.loading.validation_data import ValidationData

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from llava_mcore.data.encoding.chat import ChatFormat
-from llava_mcore.data.encoding.chat_tokens import ChatTokens
+from llava_mcore.data.encoding.text.tokens import ChatTokens
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.templates.named import NAMES, SPECIAL_TOKENS, missing_tokens, named_template

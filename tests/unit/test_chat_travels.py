@@ -15,7 +15,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.encoding.chat_template_file import require_same_template, write_chat_template
+from llava_mcore.data.encoding.text.template_file import require_same_template, write_chat_template
 from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import single_process
 from llava_mcore.parallel.random import seed_everything

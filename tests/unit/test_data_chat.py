@@ -15,7 +15,7 @@ from tokenizers import processors
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
 from llava_mcore.data.encoding.chat import ChatFormat
-from llava_mcore.data.encoding.chat_tokens import ChatTokens
+from llava_mcore.data.encoding.text.tokens import ChatTokens
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
 from tests.helpers.chat_cases import sentencepiece_like, trimmed_byte_level

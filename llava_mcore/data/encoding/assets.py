@@ -15,7 +15,7 @@ from llava_mcore.config.sections.data import LIMITS, Handling, Limits
 from llava_mcore.data.encoding.chat import ChatFormat
 from llava_mcore.data.encoding.preprocess import ImagePreprocessor, load_image_processor
 from llava_mcore.data.encoding.special_tokens import check_tokenizer, choose_tokens
-from llava_mcore.data.encoding.template_choice import Lang, TemplateChoice, choose_template
+from llava_mcore.data.encoding.text.template_choice import Lang, TemplateChoice, choose_template
 from llava_mcore.data.encoding.videos import VIDEO_FILE, Videos, choose_videos
 from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError, problems
 from llava_mcore.files.json_files import read_object

@@ -18,13 +18,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import Handling
-from llava_mcore.data.encoding.around_media import rewritten
 from llava_mcore.data.encoding.chat_probe import ANSWER, QUESTION, find_content_format, probe, why_no_videos
-from llava_mcore.data.encoding.chat_render import CONTENT_FORMATS, FLATTENED, render_turns
-from llava_mcore.data.encoding.chat_tokens import TextTokens
 from llava_mcore.data.encoding.marks import check_marks, count_marks
-from llava_mcore.data.encoding.token_spans import Span, tokens_in_span
-from llava_mcore.data.encoding.typed_tokens import TypedTokens
+from llava_mcore.data.encoding.text.around_media import rewritten
+from llava_mcore.data.encoding.text.render import CONTENT_FORMATS, FLATTENED, render_turns
+from llava_mcore.data.encoding.text.spans import Span, tokens_in_span
+from llava_mcore.data.encoding.text.tokens import TextTokens
+from llava_mcore.data.encoding.text.typed_tokens import TypedTokens
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import NOTHING_AROUND, AroundMedia

@@ -9,7 +9,7 @@ from llava_mcore.errors import DataError
 
 QUESTION, ANSWER, SYSTEM = "probe-question-q7", "probe-answer-a7", "probe-system-s7"
 Render = Callable[[Sequence[Turn], dict[str, str]], str]
-"""Turns and the content format of each role (see `chat_render.CONTENT_FORMATS`) -> text."""
+"""Turns and the content format of each role (see `text.render.CONTENT_FORMATS`) -> text."""
 
 
 def probe(mark: str = IMAGE_MARK) -> list[Turn]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.encoding.chat_tokens import TextTokens
 from llava_mcore.data.encoding.media import expand, in_order, media_tokens, video_tokens
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, from_json, is_by
+from llava_mcore.data.encoding.text.tokens import TextTokens
 from llava_mcore.data.samples import Conversation, MediaSpan, TokenConversation, Turn, Video
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import MediaTokens

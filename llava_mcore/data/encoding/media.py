@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encoding.chat_tokens import ChatTokens, TextTokens
 from llava_mcore.data.encoding.images import picture_size
+from llava_mcore.data.encoding.text.tokens import ChatTokens, TextTokens
 from llava_mcore.data.samples import Video
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import MediaPlan, MediaTokens, Size, VideoShape

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from megatron.energon.epathlib import EPath
 
-from llava_mcore.data.encoding.chat_tokens import TextTokens
+from llava_mcore.data.encoding.text.tokens import TextTokens
 from llava_mcore.errors import DataError
 
 TOKENS_KEY = "prepared_tokens"

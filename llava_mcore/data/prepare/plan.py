@@ -10,7 +10,7 @@ from typing import Any
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits
 from llava_mcore.data.encoding.assets import ASSET_FILES, Assets, load_assets
-from llava_mcore.data.encoding.template_choice import Lang
+from llava_mcore.data.encoding.text.template_choice import Lang
 from llava_mcore.data.prepare.records import Segment
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.prepare.sources.base import Cuts, SourceFile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from llava_mcore.data.encoding.token_spans import Span
+from llava_mcore.data.encoding.text.spans import Span
 from llava_mcore.models.media import AroundMedia
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from llava_mcore.data.encoding.marks import MARK_WITH_NEWLINES, TYPES
-from llava_mcore.data.encoding.token_spans import Span
+from llava_mcore.data.encoding.text.spans import Span
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import DataError
 from llava_mcore.templates import fixed_date

@@ -1,0 +1,1 @@
+"""A conversation's text: which template renders it, and which tokens its characters become."""

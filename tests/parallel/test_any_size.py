@@ -39,7 +39,8 @@ def filmed(index: int) -> dict[str, Any]:
 def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root: Path = tmp_path_factory.mktemp("any_size")
     cases = {}
-    for case in (case for case in CASES if case.architecture.startswith(("llava_", "idefics2", "qwen"))):
+    of_any_size = [x for x in CASES if x.architecture.startswith(("llava_", "qwen")) or x.options.get("splits")]
+    for case in of_any_size:
         make_case(case, root / case.name / "hf")
         import_hf(root / case.name / "hf", root / case.name / "megatron")
         takes_videos = ARCHITECTURES[case.architecture].takes_videos

@@ -1,0 +1,102 @@
+"""Classes with packed patches train as transformers' own class with torch's AdamW, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.samples import Conversation
+from tests.helpers.class_checks import batch_of, hf_model
+from tests.helpers.tiny_idefics2 import make_hf_idefics2
+from tests.helpers.tiny_qwen import KINDS, make_hf_qwen
+from tests.helpers.world import run_world
+from tests.unit import test_idefics2, test_qwen
+
+NUM_STEPS = 20
+LAYOUTS = [(1, 1), (2, 2)]
+NAMES = (*KINDS, "idefics2")
+
+
+def conversations_of(name: str) -> tuple[Sequence[Conversation], Callable[[Path, Conversation], Any]]:
+    """Return conversations with pictures, videos where there can be any, and neither; and a processor's inputs."""
+    module = test_qwen if name in KINDS else test_idefics2
+    return module.CONVERSATIONS, module.theirs_of
+
+
+def steps_of(name: str) -> list[list[Conversation]]:
+    """Return what each step trains on: two conversations, others in the next step."""
+    given, _ = conversations_of(name)
+    return [[given[i % len(given)], given[(i + 1) % len(given)]] for i in range(NUM_STEPS)]
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    root = tmp_path_factory.mktemp("curves")
+    cases = {}
+    for name in NAMES:
+        make_hf_qwen(root / name, name) if name in KINDS else make_hf_idefics2(root / name)
+        import_hf(root / name, root / f"{name}-megatron")
+        cases[name] = {
+            "hf": str(root / name),
+            "checkpoint": str(root / f"{name}-megatron"),
+            "steps": steps_of(name),
+            "interleaves": name != "qwen3_vl",  # its first stage must have the first two layers
+        }
+    arguments = {"cases": cases, "save_dir": str(root / "runs")}
+    found: dict[Any, Any] = {"root": root}
+    for tp, pp in LAYOUTS:
+        found[tp, pp] = run_world(tp * pp, "tests.parallel.class_curve_checks:train", tp=tp, pp=pp, **arguments)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_twenty_steps_are_those_of_transformers_and_adamw(curves: dict[Any, Any], name: str) -> None:
+    folder = curves["root"] / name
+    losses, norms = their_curve(folder, name, curves[1, 1][name]["lr"])
+    for layout in LAYOUTS:
+        ours = curves[layout][name]
+        assert ours["loss"] == pytest.approx(losses, rel=1e-5), layout
+        assert ours["grad_norm"][0] == pytest.approx(norms[0], rel=1e-5), layout
+        assert ours["grad_norm"] == pytest.approx(norms, rel=1e-3), layout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recomputed_interleaved_and_sequence_parallel(curves: dict[Any, Any], name: str) -> None:
+    expected, found = (curves[layout][f"{name}, options"] for layout in LAYOUTS)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def their_curve(folder: Path, name: str, rates: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return losses and gradient norms of plain transformers on the same conversations, each by itself."""
+    model, assets = hf_model(folder).train(), load_assets(folder)
+    _, theirs_of = conversations_of(name)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    losses, norms = [], []
+    for rate, conversations in zip(rates, steps_of(name), strict=True):
+        padded = batch_of(assets, conversations, packed=False)
+        total: Tensor = torch.zeros(())
+        for row, conversation in enumerate(conversations):
+            logits = model(**theirs_of(folder, conversation)).logits[0]
+            mask, labels = padded.loss_mask[row, : len(logits)], padded.labels[row, : len(logits)]
+            total = total + (F.cross_entropy(logits, labels, reduction="none") * mask).sum()
+        loss = total / padded.loss_mask.sum()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms

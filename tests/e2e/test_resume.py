@@ -14,6 +14,8 @@ from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.commands import read_metrics, run, run_and_kill
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_qwen import make_hf_qwen
+from tests.parallel.test_any_size import filmed, resized
 
 ITERATIONS = 12
 
@@ -24,6 +26,10 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, dropout in (("exact", 0.0), ("dropout", 0.1)):
         make_hf_llava(root / f"hf-{name}", text_overrides={"attention_dropout": dropout})
         import_hf(root / f"hf-{name}", root / name, tensor_parallel=2)
+    make_hf_qwen(root / "hf-qwen", "qwen2_5_vl")
+    import_hf(root / "hf-qwen", root / "qwen", tensor_parallel=2)
+    sizes = {i: {"jpg": None, "png": resized(i)} | (filmed(i) if i % 3 == 0 else {}) for i in range(60)}
+    make_dataset(root / "films", num_samples=60, replace=sizes, sample_type="CrudeWebdataset")
     data = make_dataset(root / "data", num_samples=60, num_shards=3)
     split = "split_parts: {train: [000000.tar, 000001.tar], val: [000002.tar], test: []}\nexclude: []\n"
     (data / ".nv-meta" / "split.yaml").write_text(split)
@@ -55,19 +61,27 @@ RAMP = ("--rampup-batch-size", "4,4,32", "--train-samples", 8 * 4 + 4 * 8 + 6, "
 WSD = ("--lr-decay-style", "WSD", "--lr-wsd-decay-style", "linear", "--lr-wsd-decay-iters", 8)
 CASES: dict[str, Any] = {
     "dropout": ((2, 1, 1), None, "dropout", [*WHOLE, "--lr-decay-style", "linear"]),
+    "qwen": ((2, 1, 1), (1, 2, 1), "qwen", ["--train-iters", ITERATIONS, "--packing"]),
     "distributed": ((1, 1, 2), (1, 2, 1), "exact", [*RAMP, *WSD, "--dist-optim", "optimizer.vision_lr=2e-3"]),
 }
 
 
-@pytest.mark.parametrize("case", ["distributed", pytest.param("dropout", marks=pytest.mark.long)])
+def flags_of(material: dict[str, Path], case: str, name: str, layout: tuple[int, int, int]) -> list[Any]:
+    """Return the command of a case at a layout."""
+    _, _, model, more = CASES[case]
+    films = ("--data-path", material["root"] / "films", "--seq-length", 192) if model == "qwen" else ()
+    return flags(material, name, model, *layout, *films, *more)
+
+
+@pytest.mark.parametrize("case", ["distributed", *(pytest.param(x, marks=pytest.mark.long) for x in ("dropout", "qwen"))])
 def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], case: str) -> None:
-    layout, other, model, more = CASES[case]
+    layout, other, _, _ = CASES[case]
     save = material["root"] / "save"
-    run("train/run.py", *flags(material, f"{case}-whole", model, *layout, *more))
+    run("train/run.py", *flags_of(material, case, f"{case}-whole", layout))
     whole = read_metrics(save / f"{case}-whole")
     assert [m["iteration"] for m in whole] == list(range(1, ITERATIONS + 1))
 
-    again = flags(material, f"{case}-broken", model, *layout, *more)
+    again = flags_of(material, case, f"{case}-broken", layout)
     run_and_kill(save / f"{case}-broken", 8, "train/run.py", *again)
     run("train/run.py", *again)
     broken = read_metrics(save / f"{case}-broken")
@@ -80,7 +94,7 @@ def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], case: str
     if case == "dropout":
         found = validations(save / f"{case}-whole")
         assert [line["iteration"] for line in found] == [4, 8, 12] and found[0]["loss"] > found[-1]["loss"]
-    else:
+    elif case == "distributed":
         assert [m["consumed_samples"] for m in whole[6:]] == [28, 32, 40, 48, 56, 64]
         rates = [m["lr_by_part"] for m in whole if m["lr_by_part"]]
         assert all(rate["vision_model"] == pytest.approx(2 * rate["language_model"]) for rate in rates)
@@ -92,7 +106,7 @@ def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], case: str
     moved.mkdir()
     shutil.copytree(save / f"{case}-whole" / "iter_0000006", moved / "iter_0000006")
     write_tracker(moved, 6)
-    run("train/run.py", *flags(material, f"{case}-moved", model, *other, *more))
+    run("train/run.py", *flags_of(material, case, f"{case}-moved", other))
     for here, there in zip(read_metrics(moved), whole[6:], strict=True):
         assert here["consumed_samples"] == there["consumed_samples"]
         assert (here["loss"] is None) == (there["loss"] is None)

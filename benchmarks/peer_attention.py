@@ -76,7 +76,7 @@ def chosen(device_type: str) -> tuple[str, Kernel]:
         import transformer_engine.pytorch as te
     except ImportError:
         return "torch's varlen_attn", _torch_varlen
-    return "cuDNN's for packs, by Transformer Engine", _TransformerEngine(te)
+    return "cuDNN's for packs, by Transformer Engine (of windows: torch's varlen_attn)", _TransformerEngine(te)
 
 
 class _TransformerEngine:

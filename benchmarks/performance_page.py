@@ -12,7 +12,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
-LEFT_OUT = ("loss", "error", "steps", "stack")
+LEFT_OUT = ("loss", "losses", "error", "steps", "stack")
 HEADINGS = {"what": "FP8 recipe or peer", "wait %": "data wait %"}
 INTRODUCTION = """# Performance
 
@@ -51,7 +51,7 @@ def page(results: Sequence[Path]) -> str:
 
 def section(result: dict[str, Any]) -> str:
     """Return a heading, a table, and what it was made with."""
-    about, rows = result["about"], [row for row in result["rows"] if "error" not in row]
+    about, rows = result["about"], [row for row in result["rows"] if not row.get("error")]
     columns = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in LEFT_OUT]
     lines = [
         f"## {about['title']}",

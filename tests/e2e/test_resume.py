@@ -73,7 +73,10 @@ def flags_of(material: dict[str, Path], case: str, name: str, layout: tuple[int,
     return flags(material, name, model, *layout, *films, *more)
 
 
-@pytest.mark.parametrize("case", ["distributed", *(pytest.param(x, marks=pytest.mark.long) for x in ("dropout", "qwen"))])
+LONG = [pytest.param(case, marks=pytest.mark.long) for case in ("dropout", "qwen")]
+
+
+@pytest.mark.parametrize("case", ["distributed", *LONG])
 def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], case: str) -> None:
     layout, other, _, _ = CASES[case]
     save = material["root"] / "save"

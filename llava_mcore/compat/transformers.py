@@ -1,9 +1,10 @@
-"""Names of transformers' modules in checkpoint files."""
+"""Names of transformers' modules in checkpoint files, and which of its attentions to choose."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 _DINOV2 = ("dinov2", "dinov2_with_registers")
 _RENAMED = {
@@ -15,6 +16,14 @@ _RENAMED = {
 }
 """DINOv2's modules since transformers 5.18, which still reads and writes files with the old names."""
 _GATE, _UP, _FUSED = "mlp.gate_proj", "mlp.up_proj", "mlp.weights_in"
+
+
+def exact_attention(text: PretrainedConfig) -> str:
+    """Return the attention with which transformers computes what a language model's config says.
+
+    Its default, "sdpa", ignores Gemma 2's cap of attention scores without a word.
+    """
+    return "eager" if "attn_logit_softcapping" in text.to_dict() else "sdpa"
 
 
 def tower_names_in_files(outputs: dict[str, Tensor], prefix: str, tower: str, *, dim: int = -1) -> dict[str, Tensor]:

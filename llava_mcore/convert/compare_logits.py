@@ -25,7 +25,7 @@ from transformers import AutoProcessor, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from llava_mcore.checkpoint import layout
-from llava_mcore.compat.transformers import tower_names_in_files
+from llava_mcore.compat.transformers import exact_attention, tower_names_in_files
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
 from llava_mcore.errors import CheckpointError, ConversionError, problems
@@ -41,7 +41,6 @@ TOLERANCE = 1e-4
 """Relative to the largest value of a module's output: fp32 sums in another order differ by less."""
 _PROMPT = "Describe this picture."
 _PROCESS_BYTES = 1_000_000_000  # Python with torch, transformers and megatron-core, and activations
-_ATTENTION, _CAPPED_ATTENTION = "sdpa", "eager"  # "sdpa" ignores Gemma 2's cap of attention scores
 
 
 @dataclass(frozen=True)
@@ -159,9 +158,8 @@ def _hugging_face(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return logits [1, s, vocabulary] and the modules' outputs; the model is freed."""
     disable_progress_bar()
-    capped = "attn_logit_softcapping" in hf.text_config.to_dict()
     model = architecture_of(hf).model_class.from_pretrained(
-        hf_dir, dtype=torch.float32, attn_implementation=_CAPPED_ATTENTION if capped else _ATTENTION
+        hf_dir, dtype=torch.float32, attn_implementation=exact_attention(hf.text_config)
     )
     recorder = Recorder()
     names = detect_names(hf, model.state_dict(), source=str(hf_dir))

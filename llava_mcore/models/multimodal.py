@@ -116,14 +116,7 @@ class VisionLanguageModel(MegatronModule):
         """
         decoder_input, deepstack = None, None
         if self.pre_process:
-            embeddings = self.language_model.embed(input_ids, position_ids)  # [s, b, h]
-            decoder_input, deepstack = self._with_features(embeddings, media, max_media_seqlen)
-            if torch.is_grad_enabled() and not decoder_input.requires_grad and self._needs_input_gradient():
-                decoder_input.requires_grad_()
-            if self.config.sequence_parallel:  # each rank continues with its part of the tokens, [s / tp, b, h]
-                decoder_input = tensor_parallel.scatter_to_sequence_parallel_region(decoder_input)
-                if deepstack is not None:
-                    deepstack = _scatter_each(deepstack)
+            decoder_input, deepstack = self.decoder_input(input_ids, position_ids, media, max_media_seqlen)
         return self.language_model(
             input_ids,
             position_ids,
@@ -136,6 +129,25 @@ class VisionLanguageModel(MegatronModule):
             output_processor=self.language_model.loss_or_logits,
             output_processor_context=num_trained,
         )
+
+    def decoder_input(
+        self, input_ids: Tensor, position_ids: Tensor, media: Mapping[str, Tensor], max_media_seqlen: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what the first stage's decoder layers take; the arguments are those of `forward`.
+
+        Returns:
+            Embeddings with features [s, b, h], and what is added after the first layers [k, s, b, h], where the
+            architecture has such features; with sequence parallelism this rank's part of the tokens.
+        """
+        embeddings = self.language_model.embed(input_ids, position_ids)
+        decoder_input, deepstack = self._with_features(embeddings, media, max_media_seqlen)
+        if torch.is_grad_enabled() and not decoder_input.requires_grad and self._needs_input_gradient():
+            decoder_input.requires_grad_()
+        if self.config.sequence_parallel:  # each rank continues with its part of the tokens, [s / tp, b, h]
+            decoder_input = tensor_parallel.scatter_to_sequence_parallel_region(decoder_input)
+            if deepstack is not None:
+                deepstack = _scatter_each(deepstack)
+        return decoder_input, deepstack
 
     def _with_features(
         self, embeddings: Tensor, media: Mapping[str, Tensor], max_media_seqlen: int

@@ -37,6 +37,7 @@ class Groups:
     control_replica: ControlGroup
     data_parallel: dist.ProcessGroup
     tensor_parallel: dist.ProcessGroup
+    pipeline_parallel: dist.ProcessGroup
     model_parallel: dist.ProcessGroup
     model_parallel_source: int
 
@@ -108,6 +109,7 @@ def _groups(device: torch.device, control: ControlGroup, control_replica: Contro
         control_replica=control_replica,
         data_parallel=parallel_state.get_data_parallel_group(with_context_parallel=True),
         tensor_parallel=parallel_state.get_tensor_model_parallel_group(),
+        pipeline_parallel=parallel_state.get_pipeline_model_parallel_group(),
         model_parallel=model_parallel,
         model_parallel_source=dist.get_process_group_ranks(model_parallel)[0],
     )

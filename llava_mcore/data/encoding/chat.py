@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import Handling
@@ -242,6 +244,46 @@ class ChatFormat:
         if hidden:
             turns = [replace(turn, text=self._typed.hide(turn.text)) for turn in turns]
         text, spans = rewritten(*self.segments(turns), self._around_media)
+        encoding, ids, is_media = self._encoded(text, num_images, num_videos, hidden=hidden)
+        trained = np.zeros(len(ids), dtype=np.bool_)
+        for span in spans:
+            trained[tokens_in_span(encoding, span, len(text))] = True
+        return TextTokens(ids, trained & ~is_media, typed)
+
+    def prompt_text(self, turns: Sequence[Turn]) -> str:
+        """Return the text that is answered next: turns that end with a question, then the header of its answer.
+
+        Answers before have the EOS that training has seen. Raises DataError if the template cannot render the turns.
+        """
+        text = self.render(turns, add_generation_prompt=True)
+        answers = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
+        if self._closing.has_eos or not answers:
+            return text
+        answered = turns[: answers[-1] + 1]
+        plain = self.render(answered)
+        if not text.startswith(plain):
+            raise DataError(f"the chat template does not start a prompt with the answers before: {text!r}")
+        return self.segments(answered)[0] + text[len(plain) :]
+
+    def prompt_tokens(self, turns: Sequence[Turn], *, num_images: int, num_videos: int = 0) -> TextTokens:
+        """Tokenize `prompt_text` as `text_tokens` does a conversation; nothing is trained. DataError as there."""
+        check_marks(count_marks(turns, IMAGE_MARK), num_images, count_marks(turns, VIDEO_MARK), num_videos)
+        typed = self.typed_in(turns)
+        hidden = bool(typed) and self.special_tokens_in_text == "text"
+        if hidden:
+            turns = [replace(turn, text=self._typed.hide(turn.text)) for turn in turns]
+        text, _ = rewritten(self.prompt_text(turns), [], self._around_media)
+        _, ids, _ = self._encoded(text, num_images, num_videos, hidden=hidden)
+        return TextTokens(ids, np.zeros(len(ids), dtype=np.bool_), typed)
+
+    def _encoded(
+        self, text: str, num_images: int, num_videos: int, *, hidden: bool
+    ) -> tuple[Encoding, NDArray[np.int64], NDArray[np.bool_]]:
+        """Return a rendered text's encoding, its ids, and which of them are placeholders.
+
+        Args:
+            hidden: whether the special tokens that were typed in the turns are hidden in the text.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -256,10 +298,7 @@ class ChatFormat:
         ):
             if left != number:
                 raise DataError(f"the chat template leaves {left} of {number} {token}: {text!r:.2000}")
-        trained = np.zeros(len(ids), dtype=np.bool_)
-        for span in spans:
-            trained[tokens_in_span(encoding, span, len(text))] = True
-        return TextTokens(ids, trained & ~(is_image | is_video | np.isin(ids, self._mark_ids)), typed)
+        return encoding, ids, is_image | is_video | np.isin(ids, self._mark_ids)
 
     def typed_in(self, turns: Sequence[Turn]) -> tuple[str, ...]:
         """Return the special tokens in the text of turns, except marks."""

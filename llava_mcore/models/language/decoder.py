@@ -171,6 +171,14 @@ class LanguageModel(GPTModel):
         scale = self.shape.embedding_scale
         return embeddings if scale is None else embeddings * embeddings.new_tensor(scale)
 
+    def local_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return this rank's part of the logits [s, b, rows / tp] of [s, b, h] ([s / tp, b, h] with sequence
+        parallelism); those of padding rows are the lowest number."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden_states, weight)
+        self._mask_padding(logits)
+        return logits
+
     def loss_or_logits(self, hidden_states: Tensor, **given: Any) -> Tensor:
         """GPTModel's output processor.
 

@@ -38,12 +38,14 @@ class TwoRopeSelfAttention(SelfAttention):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.local_rope: RotaryEmbedding | None = None
+        self.local_angles: Tensor | None = None
+        """Angles [s, 1, 1, d] of tokens whose positions are not 0, 1, …, by the layer's own frequencies."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **given: Any) -> Any:
         """Take `rotary_pos_emb` [s, 1, 1, d] from the layer's own frequencies if it has them."""
         shared = given.pop("rotary_pos_emb", None)
         if self.local_rope is not None and isinstance(shared, torch.Tensor):
-            shared = self.local_rope(shared.shape[0])
+            shared = self.local_rope(shared.shape[0]) if self.local_angles is None else self.local_angles
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=shared, **given)
 
 

@@ -1,0 +1,153 @@
+"""Answers of a Hugging Face folder's model, by transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoProcessor, BitsAndBytesConfig, PreTrainedModel, ProcessorMixin, TextIteratorStreamer
+from transformers.utils.logging import disable_progress_bar
+from transformers.video_utils import VideoMetadata
+
+from llava_mcore.compat.transformers import exact_attention
+from llava_mcore.data.encoding.assets import LOAD_ERRORS, Assets, load_assets
+from llava_mcore.data.encoding.encode import check_length, check_media, expanded
+from llava_mcore.data.encoding.images import decode_image, decode_pixels
+from llava_mcore.data.samples import Conversation, Video
+from llava_mcore.errors import ConfigError, ConversionError
+from llava_mcore.files.hf_folder import HfFolder
+from llava_mcore.files.torch_files import why_not_loaded
+from llava_mcore.generation.settings import Settings
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.patch_plan import DEFAULT_FPS
+
+Quantization = Literal["4bit", "8bit"]
+NO_BITSANDBYTES = "needs the packages bitsandbytes and accelerate: pip install 'llava-mcore[qlora]' accelerate"
+IMAGE, VIDEO = 1, 2
+"""Of transformers' mm_token_type_ids, in which text is 0."""
+
+
+class HfModel:
+    """A folder's model, its processor, and the assets with which training reads conversations."""
+
+    def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, assets: Assets) -> None:
+        self.model, self.processor, self.assets = model, processor, assets
+        # Of the two kinds of image processors, the one that training uses.
+        processor.image_processor = assets.images.processor
+
+    @classmethod
+    def load(cls, hf_dir: Path, *, quantization: Quantization | None = None) -> HfModel:
+        """Load a folder, on the GPU if there is one.
+
+        Raises:
+            ConversionError, DataError: it is incomplete or not of a supported class.
+            ConfigError: packages for the quantization are missing.
+        """
+        load_hf_config(hf_dir)
+        HfFolder.open(hf_dir)  # transformers would report a damaged file by a traceback, or a missing one by a warning
+        assets = load_assets(hf_dir)
+        return cls(_load_model(hf_dir, quantization), _load_processor(hf_dir), assets)
+
+    def inputs(self, conversation: Conversation) -> dict[str, Tensor]:
+        """Return what `generate` takes for a conversation that ends with a question.
+
+        Ids are those of training: transformers' processor reads special tokens in a question as tokens.
+
+        Raises:
+            DataError: a picture cannot be read, a limit is exceeded, or the template cannot render the turns.
+        """
+        assets = self.assets
+        check_length(conversation.turns, assets.limits)
+        check_media(conversation, assets)
+        numbers = {"num_images": len(conversation.images), "num_videos": len(conversation.videos)}
+        tokens = expanded(assets.chat.prompt_tokens(conversation.turns, **numbers), conversation, assets, "prompt")
+        most = assets.limits.picture_pixels
+        media: dict[str, Any] = {}
+        if conversation.images:
+            media["images"] = [[decode_image(data, most) for data in conversation.images]]
+        videos = conversation.videos
+        if videos:
+            clips = [torch.stack([decode_pixels(x, most) for x in video.frames]) for video in videos]
+            media |= {"videos": [clips], "do_sample_frames": False, "video_metadata": [list(map(_about, videos))]}
+        text = assets.chat.prompt_text(conversation.turns)
+        made = dict(self.processor(text=[text], return_tensors="pt", **media))
+        return {name: x.to(self.model.device) for name, x in self._with_ids(made, tokens.input_ids).items()}
+
+    def _with_ids(self, made: dict[str, Any], array: Any) -> dict[str, Tensor]:
+        ids = torch.from_numpy(array)[None]
+        made |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if "mm_token_type_ids" in made:
+            kinds = IMAGE * (ids == self.assets.plan.image_token_id)
+            made["mm_token_type_ids"] = (kinds + VIDEO * (ids == self.assets.plan.video_token_id)).int()
+        floats = {name: x.to(self.model.dtype) for name, x in made.items() if x.is_floating_point()}
+        return made | floats
+
+    def answer(self, conversation: Conversation, settings: Settings) -> list[int]:
+        """Return the tokens of the answer. DataError as of `inputs`."""
+        inputs = self.inputs(conversation)
+        with torch.no_grad():
+            out = self.model.generate(**inputs, generation_config=settings.config)
+        return list(out[0, inputs["input_ids"].shape[1] :].tolist())
+
+    def stream(self, conversation: Conversation, settings: Settings) -> Iterator[str]:
+        """Yield the text of the answer while it is computed. DataError as of `inputs`."""
+        inputs = self.inputs(conversation)
+        options = {"skip_prompt": True, "skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        streamer = TextIteratorStreamer(self.assets.tokenizer, **options)
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                with torch.no_grad():
+                    self.model.generate(**inputs, generation_config=settings.config, streamer=streamer)
+            except BaseException as error:  # raised below, in the thread that reads
+                failures.append(error)
+                streamer.end()
+
+        thread = Thread(target=work, daemon=True)
+        thread.start()
+        yield from streamer
+        thread.join()
+        if failures:
+            raise failures[0]
+
+
+def _about(video: Video) -> VideoMetadata:
+    """Return what the processors of some classes write into the text: when each frame is shown."""
+    number = len(video.frames)
+    return VideoMetadata(total_num_frames=number, fps=video.fps or DEFAULT_FPS, frames_indices=list(range(number)))
+
+
+def _load_model(hf_dir: Path, quantization: Quantization | None) -> PreTrainedModel:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    hf = load_hf_config(hf_dir)
+    options: dict[str, Any] = {"dtype": "auto", "local_files_only": True}
+    options["attn_implementation"] = exact_attention(hf.text_config)
+    if quantization is not None:
+        if any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "accelerate")):
+            raise ConfigError(f"--load-in-{quantization} {NO_BITSANDBYTES}")
+        # As the Hugging Face documentation has it for inference; products in bfloat16.
+        in_4_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+        config = BitsAndBytesConfig(load_in_8bit=True) if quantization == "8bit" else None
+        options["quantization_config"] = config or BitsAndBytesConfig(load_in_4bit=True, **in_4_bits)
+        options["device_map"] = {"": device}
+    disable_progress_bar()
+    try:
+        model = architecture_of(hf).model_class.from_pretrained(hf_dir, **options)
+    except (*LOAD_ERRORS, SafetensorError) as error:
+        raise ConversionError(f"the model in {hf_dir} cannot be loaded: {why_not_loaded(error)}") from error
+    return (model if quantization is not None else model.to(device)).eval()
+
+
+def _load_processor(hf_dir: Path) -> ProcessorMixin:
+    try:
+        return AutoProcessor.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
+    except LOAD_ERRORS as error:
+        raise ConversionError(f"the processor in {hf_dir} cannot be loaded: {why_not_loaded(error)}") from error

@@ -1,0 +1,1 @@
+"""Answers of a model on megatron-core at tp x pp, with a key/value cache."""

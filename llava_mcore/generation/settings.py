@@ -1,0 +1,173 @@
+"""How tokens are chosen and when an answer ends: what `generate` of transformers would do with the folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from llava_mcore.errors import ConfigError, ConversionError
+from llava_mcore.files.torch_files import why_not_loaded
+
+FILE = "generation_config.json"
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "guidance_scale": (None, 1, 1.0),
+    "sequence_bias": (None,),
+    "bad_words_ids": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "watermarking_config": (None,),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "top_h": (None,),
+}
+"""Settings of transformers that the core does not know, and the values that leave them off."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; without `temperature` the most probable one is taken.
+
+    `seed`: draws depend on it and on the number of the prompt alone.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values outside their ranges."""
+        found = []
+        if self.temperature is None and (self.top_p is not None or self.top_k is not None):
+            found.append("--top-p and --top-k need --temperature: without it the best token is taken")
+        if self.temperature is not None and not 0 < self.temperature < float("inf"):
+            found.append(
+                f"--temperature must be above 0, found {self.temperature}; omit it for the most probable token"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            found.append(f"--top-p must be above 0 and at most 1, found {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            found.append(f"--top-k must be at least 1, found {self.top_k}")
+        if found:
+            raise ConfigError("; ".join(found))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`config`: transformers' settings. `seed`: of the draws, where tokens are drawn."""
+
+    config: GenerationConfig
+    max_new_tokens: int
+    end_ids: frozenset[int]
+    seed: int = 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn, not the most probable ones."""
+        return bool(self.config.do_sample)
+
+    def processors(self, prompt_length: int, device: torch.device) -> LogitsProcessorList:
+        """Return what changes the logits before a token is chosen, in transformers' order.
+
+        Args:
+            prompt_length: tokens of the prompt, media included.
+        """
+        config, ends, place = self.config, sorted(self.end_ids), str(device)
+        found: list[LogitsProcessor] = []
+        if config.repetition_penalty not in (None, 1.0):
+            found.append(RepetitionPenaltyLogitsProcessor(penalty=config.repetition_penalty))
+        if config.no_repeat_ngram_size:
+            found.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+        if config.min_new_tokens and ends:
+            found.append(MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, ends, device=place))
+        if config.suppress_tokens is not None:
+            found.append(SuppressTokensLogitsProcessor(config.suppress_tokens, device=place))
+        if config.begin_suppress_tokens is not None:
+            found.append(
+                SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, prompt_length, device=place)
+            )
+        if self.draws:
+            found += self._warpers()
+        return LogitsProcessorList(found)
+
+    def _warpers(self) -> list[LogitsProcessor]:
+        config, found = self.config, []
+        if config.temperature not in (None, 1.0):
+            found.append(TemperatureLogitsWarper(config.temperature))
+        if config.top_k:
+            found.append(TopKLogitsWarper(top_k=config.top_k))
+        if config.top_p is not None and config.top_p < 1.0:
+            found.append(TopPLogitsWarper(top_p=config.top_p))
+        if config.min_p is not None:
+            found.append(MinPLogitsWarper(min_p=config.min_p))
+        return found
+
+
+def read_settings(
+    hf_dir: Path,
+    hf: PretrainedConfig,
+    tokenizer_eos: int | None,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+) -> Settings:
+    """Return the settings of a Hugging Face folder; answers end at its EOS ids, else at the tokenizer's.
+
+    Raises:
+        ConversionError: its generation_config.json cannot be read.
+    """
+    config = _config(hf_dir, hf)
+    config.do_sample = sampling.temperature is not None
+    config.max_new_tokens, config.max_length = max_new_tokens, None
+    if config.do_sample:
+        # The folder's own top_p and top_k would limit what the flags ask for.
+        config.temperature, config.top_p, config.top_k = sampling.temperature, sampling.top_p, sampling.top_k or 0
+        config.min_p = None
+    else:
+        config.temperature = config.top_p = config.top_k = config.min_p = None
+    if config.eos_token_id is None:
+        config.eos_token_id = tokenizer_eos
+    ends = config.eos_token_id
+    ids = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return Settings(config, max_new_tokens, frozenset(ids), sampling.seed)
+
+
+def _config(hf_dir: Path, hf: PretrainedConfig) -> GenerationConfig:
+    if not (hf_dir / FILE).is_file():
+        return GenerationConfig.from_model_config(hf)
+    try:
+        return GenerationConfig.from_pretrained(hf_dir, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise ConversionError(f"{hf_dir / FILE} cannot be used: {why_not_loaded(error)}") from error
+
+
+def require_known(settings: Settings, source: Path) -> None:
+    """Raise ConfigError for settings of transformers that generation at tp x pp does not know."""
+    values = {name: settings.config.to_dict().get(name) for name in UNSUPPORTED}
+    found = [f"{name} = {value}" for name, value in values.items() if value not in UNSUPPORTED[name]]
+    if found:
+        raise ConfigError(
+            f"{source / FILE} sets {', '.join(found)}, which only transformers knows: remove it, or export the "
+            "checkpoint and answer with --hf-dir"
+        )

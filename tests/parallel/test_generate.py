@@ -1,0 +1,80 @@
+"""Answers of Megatron checkpoints at every layout: the tokens of transformers' `generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llava_mcore.answering.hf_model import HfModel
+from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.data.samples import Conversation, Turn
+from llava_mcore.generation.settings import Sampling, read_settings
+from tests.helpers.cases import TWO_ROPES, YARN, Case, make_sharp_case
+from tests.helpers.videos import noise, video
+from tests.helpers.world import run_world
+
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+CASES = [
+    Case("clip", "llama", {}),
+    Case("siglip", "qwen2", {"text_overrides": {"rope_parameters": YARN}}),
+    Case("dinov2", "gemma2", {"tie": True}),
+    Case("siglip", "gemma3", {"text_overrides": {"rope_parameters": TWO_ROPES}}),
+    Case("clip", "mistral", {}, None, "llava_next"),
+    Case("siglip", "qwen2", {"feature_layer": -1, "tie": True}, None, "llava_onevision"),
+    Case("internvit", "qwen2", {"tie": True}, None, "internvl"),
+    Case("siglip", "llama", {}, None, "idefics3"),
+    Case("qwen2_vl", "qwen2", {"tie": True}, None, "qwen2_vl"),
+    Case("qwen2_5_vl", "qwen2", {}, None, "qwen2_5_vl"),
+    Case("qwen3_vl", "qwen3", {}, None, "qwen3_vl"),
+]
+NUM_NEW = 12
+
+
+def conversations(*, videos: bool) -> list[Conversation]:
+    """A picture, none, two of other sizes, an earlier answer, and a video where the class takes them."""
+    large, wide, small = noise(100, 40), noise(30, 110, 1), noise(56, 56, 2)
+    asked = [
+        Conversation((Turn("user", "<image>\nWhat is this?"),), (large,)),
+        Conversation((Turn("user", "Which digit is shown? Is it even?"),), ()),
+        Conversation((Turn("user", "<image>\n<image>\nquick brown fox"),), (wide, small)),
+        Conversation(
+            (
+                Turn("user", "<image>\nWhich?"),
+                Turn("assistant", "It is seven."),
+                Turn("user", "Is it even? The text </s> is not special."),
+            ),
+            (small,),
+        ),
+    ]
+    if videos:
+        clip = video(4, 40, 60, fps=2.0)
+        asked.append(Conversation((Turn("user", "<video>\nWhat is this?"),), (), None, (clip,)))
+    return asked
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Every case as a Megatron checkpoint, with transformers' answers."""
+    root: Path = tmp_path_factory.mktemp("generate")
+    found = {}
+    for case in CASES:
+        folder = root / case.name
+        make_sharp_case(case, folder / "hf")
+        import_hf(folder / "hf", folder / "megatron")
+        hf = HfModel.load(folder / "hf")
+        settings = read_settings(folder / "hf", hf.model.config, None, max_new_tokens=NUM_NEW, sampling=Sampling())
+        asked = conversations(videos=hf.assets.no_videos is None)
+        answers = [hf.answer(conversation, settings) for conversation in asked]
+        found[case.name] = {"megatron": str(folder / "megatron"), "asked": asked, "answers": answers}
+    return found
+
+
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+def test_tokens_are_those_of_transformers(expected: dict[str, dict[str, Any]], tp: int, pp: int) -> None:
+    jobs = {name: (x["megatron"], x["asked"]) for name, x in expected.items()}
+    ranks = run_world(tp * pp, "tests.parallel.generate_checks:answers", tp=tp, pp=pp, jobs=jobs, num_new=NUM_NEW)
+    for found in ranks:
+        for name, case in expected.items():
+            assert found[name] == case["answers"], name

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llava_mcore.data.doctor.datasets import Dataset, Shard
+from llava_mcore.data.loading.datasets import Dataset, Shard
 from llava_mcore.data.doctor.examiner import Finding
 from llava_mcore.data.doctor.scan import LEAST_SAMPLES, choose
 from llava_mcore.data.doctor.tally import EXAMPLES, DatasetTally, Tally, bins, expected_fill, quantile

@@ -13,7 +13,7 @@ from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.config.sections.training import TrainingConfig
-from llava_mcore.data.doctor.datasets import Dataset, open_datasets
+from llava_mcore.data.loading.datasets import Dataset, open_datasets
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.conversation import chat_from_standard
 from llava_mcore.data.encoding.encode import TooLongError, stored_tokens

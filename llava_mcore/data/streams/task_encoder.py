@@ -80,7 +80,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         keys = [chat.__key__ if single else f"{chat.__key__}#{i}" for i in range(len(chat.conversations))]
         truncate = self.data.on_too_long == "truncate"
         found = [
-            fit(tokenize(self._prompted(chat, conversation, key), self.assets, key), self.data.seq_length, truncate)
+            fit(tokenize(self.prompted(chat, conversation, key), self.assets, key), self.data.seq_length, truncate)
             for key, conversation in zip(keys, chat.conversations, strict=True)
         ]
         num_patches = sum(conversation.num_patches for conversation in found)
@@ -100,7 +100,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             )
         return tokens
 
-    def _prompted(self, chat: ChatSample, conversation: Conversation, key: str) -> Conversation:
+    def prompted(self, chat: ChatSample, conversation: Conversation, key: str) -> Conversation:
         """Return the conversation with a question from its dataset's prompt pool, if that has one."""
         pool = (chat.__subflavors__ or {}).get(POOL_KEY)
         if pool is None:

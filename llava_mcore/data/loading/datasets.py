@@ -22,6 +22,7 @@ from llava_mcore.compat.energon_memory import forget_read_members
 from llava_mcore.compat.energon_names import NamedCodeError, refuse_named_code
 from llava_mcore.data.storage.dataset_path import SPLIT, refuse_endless
 from llava_mcore.data.storage.open_shards import OPEN_SHARDS
+from llava_mcore.data.storage.remote import locate
 from llava_mcore.data.storage.shard_reader import read_shards_directly
 from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError
@@ -94,10 +95,13 @@ class Dataset:
         return self.source.restore_sample((type(self.source).__name__, 0, "Webdataset", number))
 
 
-def open_datasets(path: Path, encoder: ChatTaskEncoder, on_error: ErrorHandler) -> list[Dataset]:
+def open_datasets(
+    path: Path | str, encoder: ChatTaskEncoder, on_error: ErrorHandler, *, split: str = SPLIT
+) -> list[Dataset]:
     """Open every dataset of a prepared folder or a blend.
 
     Args:
+        split: the part of the data.
         on_error: called with errors of decoding a sample's parts; must raise.
 
     Raises:
@@ -111,8 +115,8 @@ def open_datasets(path: Path, encoder: ChatTaskEncoder, on_error: ErrorHandler) 
     skip_nested_lines()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # energon prints a line for each .jsonl
-            loaded = load_dataset(path).get_datasets(
-                training=False, split_part=SPLIT, worker_config=workers, decoder=encoder.decoder
+            loaded = load_dataset(path if isinstance(path, Path) else locate(path)).get_datasets(
+                training=False, split_part=split, worker_config=workers, decoder=encoder.decoder
             )
             return [_open(one, encoder, workers) for one in loaded.datasets]
     except NamedCodeError as error:

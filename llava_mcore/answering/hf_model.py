@@ -15,8 +15,10 @@ from transformers import AutoProcessor, BitsAndBytesConfig, PreTrainedModel, Pro
 from transformers.utils.logging import disable_progress_bar
 from transformers.video_utils import VideoMetadata
 
+from llava_mcore.answering.job import Dtype, Reading
 from llava_mcore.compat.transformers import exact_attention
-from llava_mcore.data.encoding.assets import LOAD_ERRORS, Assets, load_assets
+from llava_mcore.convert.jobs import DTYPES
+from llava_mcore.data.encoding.assets import LOAD_ERRORS, Assets
 from llava_mcore.data.encoding.encode import check_length, check_media, expanded
 from llava_mcore.data.encoding.images import decode_image, decode_pixels
 from llava_mcore.data.samples import Conversation, Video
@@ -30,6 +32,7 @@ from llava_mcore.models.patch_plan import DEFAULT_FPS
 
 Quantization = Literal["4bit", "8bit"]
 NO_BITSANDBYTES = "needs the packages bitsandbytes and accelerate: pip install 'llava-mcore[qlora]' accelerate"
+READING = Reading()
 IMAGE, VIDEO = 1, 2
 """Of transformers' mm_token_type_ids, in which text is 0."""
 
@@ -43,8 +46,18 @@ class HfModel:
         processor.image_processor = assets.images.processor
 
     @classmethod
-    def load(cls, hf_dir: Path, *, quantization: Quantization | None = None) -> HfModel:
+    def load(
+        cls,
+        hf_dir: Path,
+        reading: Reading = READING,
+        *,
+        dtype: Dtype | None = None,
+        quantization: Quantization | None = None,
+    ) -> HfModel:
         """Load a folder, on the GPU if there is one.
+
+        Args:
+            dtype: of the weights in memory; None: that of the folder.
 
         Raises:
             ConversionError, DataError: it is incomplete or not of a supported class.
@@ -52,8 +65,8 @@ class HfModel:
         """
         load_hf_config(hf_dir)
         HfFolder.open(hf_dir)  # transformers would report a damaged file by a traceback, or a missing one by a warning
-        assets = load_assets(hf_dir)
-        return cls(_load_model(hf_dir, quantization), _load_processor(hf_dir), assets)
+        assets = reading.assets(hf_dir)
+        return cls(_load_model(hf_dir, dtype, quantization), _load_processor(hf_dir), assets)
 
     def inputs(self, conversation: Conversation) -> dict[str, Tensor]:
         """Return what `generate` takes for a conversation that ends with a question.
@@ -125,10 +138,10 @@ def _about(video: Video) -> VideoMetadata:
     return VideoMetadata(total_num_frames=number, fps=video.fps or DEFAULT_FPS, frames_indices=list(range(number)))
 
 
-def _load_model(hf_dir: Path, quantization: Quantization | None) -> PreTrainedModel:
+def _load_model(hf_dir: Path, dtype: Dtype | None, quantization: Quantization | None) -> PreTrainedModel:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hf = load_hf_config(hf_dir)
-    options: dict[str, Any] = {"dtype": "auto", "local_files_only": True}
+    options: dict[str, Any] = {"dtype": "auto" if dtype is None else DTYPES[dtype], "local_files_only": True}
     options["attn_implementation"] = exact_attention(hf.text_config)
     if quantization is not None:
         if any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "accelerate")):

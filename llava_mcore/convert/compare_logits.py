@@ -7,7 +7,6 @@ first module with a different output is reported.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ import psutil
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torch.distributed import TCPStore
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 from transformers import AutoProcessor, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -28,7 +25,7 @@ from llava_mcore.checkpoint import layout
 from llava_mcore.compat.transformers import exact_attention, tower_names_in_files
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
-from llava_mcore.errors import CheckpointError, ConversionError, problems
+from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.hf_config import load_hf_config
@@ -36,6 +33,7 @@ from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_hf
 from llava_mcore.models.table import detect_names
+from llava_mcore.parallel.local_world import run_world
 
 TOLERANCE = 1e-4
 """Relative to the largest value of a module's output: fp32 sums in another order differ by less."""
@@ -98,7 +96,7 @@ def compare_logits(hf_dir: Path, checkpoint: Path, picture: Path, *, tp: int, pp
         torch.save(
             {"checkpoint": str(checkpoint), "tp": tp, "pp": pp, "inputs": inputs, "names": names}, job / "job.pt"
         )
-        _run_world(job, tp * pp)
+        run_world(run_rank, tp * pp, job)
         stages: list[dict[str, Any]] = [torch.load(job / f"stage{i}.pt", weights_only=True) for i in range(pp)]
     found = {key: x for stage in stages for key, x in stage["modules"].items()}
     shared = [key for key in found if key in modules]
@@ -168,17 +166,6 @@ def _hugging_face(
         logits = model(**inputs).logits.float()
     modules = tower_names_in_files(recorder.found, shown_as.vision, model.config.vision_config.model_type)
     return logits, modules
-
-
-def _run_world(job: Path, num_processes: int) -> None:
-    # Modules that all processes need are imported once.
-    multiprocessing.set_forkserver_preload(["llava_mcore.run.preload", run_rank.__module__])
-    # Open while they need it, so that no other program can take the port.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    try:
-        start_processes(run_rank, (num_processes, store.port, job), nprocs=num_processes, start_method="forkserver")
-    except (ProcessRaisedException, ProcessExitedException) as error:
-        raise CheckpointError(f"the parallel model could not run: {error}") from error
 
 
 def _differences(keys: Iterable[str], found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[tuple[str, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_ours
 from llava_mcore.parallel.batch import longest_media
 from llava_mcore.parallel.groups import Groups, initialize, shut_down
+from llava_mcore.parallel.local_world import enter
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.pixels import NO_SCALE
 
@@ -33,11 +33,8 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
     Args:
         port: port of a store on this machine, through which the processes find each other.
     """
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    # torch's setting for an existing store, like torchrun's; rank 0 does not open one.
-    os.environ |= {"WORLD_SIZE": str(num_processes), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    enter(rank, num_processes, port)
     log.set_up(rank)
-    torch.set_num_threads(max(len(os.sched_getaffinity(0)) // num_processes, 1))
     with torch.serialization.safe_globals([HfNames]):
         given = torch.load(job / "job.pt", weights_only=True)
     groups = initialize(

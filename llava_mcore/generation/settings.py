@@ -45,7 +45,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Sampling:
+class TokenSampling:
     """How tokens are drawn; without `temperature` the most probable one is taken.
 
     `seed`: draws depend on it and on the number of the prompt alone.
@@ -130,7 +130,7 @@ def read_settings(
     tokenizer_eos: int | None,
     *,
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: TokenSampling,
 ) -> Settings:
     """Return the settings of a Hugging Face folder; answers end at its EOS ids, else at the tokenizer's.
 

@@ -10,7 +10,7 @@ import pytest
 from llava_mcore.answering.hf_model import HfModel
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.samples import Conversation, Turn
-from llava_mcore.generation.settings import Sampling, read_settings
+from llava_mcore.generation.settings import TokenSampling, read_settings
 from tests.helpers.cases import TWO_ROPES, YARN, Case, make_sharp_case
 from tests.helpers.videos import noise, video
 from tests.helpers.world import run_world
@@ -55,26 +55,46 @@ def conversations(*, videos: bool) -> list[Conversation]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every case as a Megatron checkpoint, with transformers' answers."""
     root: Path = tmp_path_factory.mktemp("generate")
-    found = {}
+    found: dict[str, Any] = {}
     for case in CASES:
         folder = root / case.name
         make_sharp_case(case, folder / "hf")
         import_hf(folder / "hf", folder / "megatron")
         hf = HfModel.load(folder / "hf")
-        settings = read_settings(folder / "hf", hf.model.config, None, max_new_tokens=NUM_NEW, sampling=Sampling())
+        settings = read_settings(folder / "hf", hf.model.config, None, max_new_tokens=NUM_NEW, sampling=TokenSampling())
         asked = conversations(videos=hf.assets.no_videos is None)
         answers = [hf.answer(conversation, settings) for conversation in asked]
+        if case is CASES[0]:
+            settings.config.update(repetition_penalty=1.5, no_repeat_ngram_size=2)
+            found["penalty"] = [hf.answer(conversation, settings) for conversation in asked]
         found[case.name] = {"megatron": str(folder / "megatron"), "asked": asked, "answers": answers}
     return found
 
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
-def test_tokens_are_those_of_transformers(expected: dict[str, dict[str, Any]], tp: int, pp: int) -> None:
-    jobs = {name: (x["megatron"], x["asked"]) for name, x in expected.items()}
+def test_tokens_are_those_of_transformers(expected: dict[str, Any], tp: int, pp: int) -> None:
+    cases = {case.name: expected[case.name] for case in CASES}
+    jobs = {name: (x["megatron"], x["asked"]) for name, x in cases.items()}
     ranks = run_world(tp * pp, "tests.parallel.generate_checks:answers", tp=tp, pp=pp, jobs=jobs, num_new=NUM_NEW)
     for found in ranks:
-        for name, case in expected.items():
+        for name, case in cases.items():
             assert found[name] == case["answers"], name
+
+
+def test_other_settings_and_layouts(expected: dict[str, Any]) -> None:
+    """Draws, penalties, numbers of rows, sequence parallelism, interleaved stages; and the cache itself."""
+    case = expected[CASES[0].name]
+    given = {"root": case["megatron"], "asked": case["asked"], "num_new": NUM_NEW}
+    drawn = None
+    for tp, pp in LAYOUTS:
+        for found in run_world(tp * pp, "tests.parallel.generate_checks:with_options", tp=tp, pp=pp, **given):
+            assert found.pop("penalty") == expected["penalty"] != case["answers"]
+            draws = [found.pop(name) for name in ("drawn", "drawn, other rows", "other draws")]
+            drawn = drawn or draws[0]
+            assert draws[0] == draws[1] == drawn, "the same at every layout"
+            assert case["answers"] != drawn != draws[2]
+            for name, tokens in found.items():
+                assert tokens == case["answers"], (name, tp, pp)

@@ -220,7 +220,7 @@ def test_tokenizers_and_processors_that_cannot_be_read(name: str, data: bytes, h
     try:
         load_assets(hf)
     except DataError as error:
-        assert "cannot prepare data for training" in str(error)
+        assert "cannot prepare conversations for the model" in str(error)
 
 
 def test_pipes_are_not_carried(hf: Path, tmp_path: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from pathlib import Path
 
-from llava_mcore.cli.flags.samples import add_sample_flags
+from llava_mcore.cli.flags.samples import add_frame_flags, add_sample_flags, positive
 from llava_mcore.data.prepare.formats import FORMATS
-from llava_mcore.data.prepare.sampling import Sampling
 
 EPILOG = """\
 formats (detected, or set with --format):
@@ -60,8 +58,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--chat-template", help="template to count with, a name or a .jinja file (default: that of T)")
     p.add_argument("--lang", choices=("jp", "en"), help="selects the template if T has none")
-    p.add_argument("--pack-to", type=_positive, metavar="N", help="pack conversations offline into samples of N tokens")
-    p.add_argument("--samples-per-shard", type=_positive, default=1000, metavar="N", help="source rows (default 1000)")
+    p.add_argument("--pack-to", type=positive, metavar="N", help="pack conversations offline into samples of N tokens")
+    p.add_argument("--samples-per-shard", type=positive, default=1000, metavar="N", help="source rows (default 1000)")
     p.add_argument(
         "--val-ratio", type=_ratio, default=0.0, metavar="R", help="fraction of the shards for validation (0)"
     )
@@ -80,34 +78,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_video_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument("--video-key", help="field with the videos (default: video or videos)")
-    p.add_argument(
-        "--video-fps",
-        type=_above_zero,
-        default=Sampling().fps,
-        metavar="FPS",
-        help="frames per second to keep of a video file (default 2)",
-    )
-    p.add_argument(
-        "--video-max-frames",
-        type=_positive,
-        default=Sampling().max_frames,
-        metavar="N",
-        help="most frames to keep of a video file; a longer one is sampled at a lower rate (default 128)",
-    )
-
-
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
+    add_frame_flags(p)
 
 
 def _ratio(text: str) -> float:

@@ -1,12 +1,14 @@
-"""Flags for samples, shared by `prepare` and `check`. Training has keys of the same names under `data`."""
+"""Flags for samples, shared by commands. Training has keys of the same names under `data`."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import fields
 from typing import get_args
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits
+from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.errors import ConfigError
 
 MEANINGS = {
@@ -33,6 +35,40 @@ def add_sample_flags(parser: argparse._ActionsContainer) -> None:
             metavar="N",
             help=f"maximum {MEANINGS[field.name]}; larger ones are skipped (default {field.default})",
         )
+
+
+def add_frame_flags(parser: argparse._ActionsContainer) -> None:
+    """Add how video files are sampled."""
+    parser.add_argument(
+        "--video-fps",
+        type=above_zero,
+        default=Sampling().fps,
+        metavar="FPS",
+        help="frames per second to keep of a video file (default 2)",
+    )
+    parser.add_argument(
+        "--video-max-frames",
+        type=positive,
+        default=Sampling().max_frames,
+        metavar="N",
+        help="most frames to keep of a video file; a longer one is sampled at a lower rate (default 128)",
+    )
+
+
+def above_zero(text: str) -> float:
+    """Parse a finite number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
 
 
 def limits_of(args: argparse.Namespace) -> Limits:

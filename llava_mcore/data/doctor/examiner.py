@@ -13,11 +13,11 @@ from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.config.sections.training import TrainingConfig
-from llava_mcore.data.loading.datasets import Dataset, open_datasets
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.conversation import chat_from_standard
 from llava_mcore.data.encoding.encode import TooLongError, stored_tokens
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
+from llava_mcore.data.loading.datasets import Dataset, open_datasets
 from llava_mcore.data.samples import ChatSample, EncodedSample, TokenConversation, Video
 from llava_mcore.data.streams.skips import DATA_ERRORS, Skips
 from llava_mcore.data.streams.task_encoder import ChatTaskEncoder

@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from llava_mcore.data.loading.datasets import Dataset
 from llava_mcore.data.doctor.examiner import Examiner, Finding
+from llava_mcore.data.loading.datasets import Dataset
 from llava_mcore.data.loading.loader_process import loader_process_init
 from llava_mcore.errors import DataError
 

@@ -99,7 +99,7 @@ def load_assets(
     images = _load_images(folders, config, tokenizer, videos, limits, found)
     image_token = None if tokenizer is None else check_tokenizer(tokenizer, config, found)
     if found:
-        raise DataError(problems(f"{hf_dir} cannot prepare data for training", found))
+        raise DataError(problems(f"{hf_dir} cannot prepare conversations for the model", found))
     assert tokenizer is not None and choice is not None and images is not None and image_token is not None
     tokens = {"image_token": image_token, "video_token": videos.token}
     chat = _chat_format(hf_dir, tokenizer, choice, images.plan, special_tokens_in_text, tokens)
@@ -129,7 +129,7 @@ def _chat_format(
     try:
         chat = ChatFormat(tokenizer, choice.text, **tokens, **how)
     except DataError as error:
-        raise DataError(problems(f"{hf_dir} cannot prepare data for training", [str(error)])) from error
+        raise DataError(problems(f"{hf_dir} cannot prepare conversations for the model", [str(error)])) from error
     _log_choice(choice, chat)
     return chat
 
@@ -161,7 +161,7 @@ def refuse_odd_files(folders: Sequence[Path]) -> None:
         elif file.stat().st_size > MOST_BYTES:
             found.append(f"{file} has {file.stat().st_size} bytes; the limit is {MOST_BYTES}")
     if found:
-        raise DataError(problems(f"{folders[0]} cannot prepare data for training", found))
+        raise DataError(problems(f"{folders[0]} cannot prepare conversations for the model", found))
 
 
 def _log_choice(choice: TemplateChoice, chat: ChatFormat) -> None:

@@ -1,0 +1,50 @@
+"""Answers of a Hugging Face folder, one question after another, by transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from llava_mcore.answering.hf_model import HfModel, Quantization
+from llava_mcore.answering.job import Job
+from llava_mcore.answering.progress import shown_progress
+from llava_mcore.data.samples import Skip
+from llava_mcore.errors import DataError
+from llava_mcore.generation.prompt import decoded
+from llava_mcore.generation.records import Record
+from llava_mcore.generation.settings import read_settings
+
+
+def answer_folder(hf_dir: Path, job: Job, *, quantization: Quantization | None = None) -> list[Record]:
+    """Return a record of every question, in the order of the data.
+
+    Raises:
+        LlavaMcoreError: the folder cannot be used, or the data cannot be read.
+    """
+    model = HfModel.load(hf_dir, job.reading, dtype=job.dtype, quantization=quantization)
+    settings = read_settings(
+        hf_dir,
+        model.model.config,
+        model.assets.eos_token_id,
+        max_new_tokens=job.max_new_tokens,
+        sampling=job.sampling,
+    )
+    total, questions = job.questions(model.assets)
+    records: list[Record] = []
+    torch.manual_seed(job.sampling.seed)
+    with shown_progress(total) as show:
+        for question in questions:
+            if isinstance(question, Skip):
+                records.append(Record(question.where, "", None, problem=question.reason))
+                continue
+            record = Record(question.key, question.text, question.reference, place=question.place)
+            try:
+                tokens = model.answer(question.conversation, settings)
+                record = replace(record, answer=decoded(model.assets, tokens), num_tokens=len(tokens))
+            except DataError as error:
+                record = replace(record, problem=str(error))
+            records.append(record)
+            show(len(records))
+    return records

@@ -1,0 +1,68 @@
+"""What is asked of which model: the arguments of `generate` after they were checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from llava_mcore.config.sections.data import LIMITS, Handling, Limits
+from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.samples import Conversation, Skip
+from llava_mcore.generation.questions import Question, Questions
+from llava_mcore.generation.settings import TokenSampling
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How conversations are read. `chat_template`: instead of the folder's."""
+
+    chat_template: str | None = None
+    special_tokens_in_text: Handling = "text"
+    limits: Limits = LIMITS
+
+    def assets(self, hf_dir: Path) -> Assets:
+        """Load a folder's tokenizer, template and processors. DataError lists what is missing."""
+        return load_assets(
+            hf_dir,
+            chat_template=self.chat_template,
+            special_tokens_in_text=self.special_tokens_in_text,
+            limits=self.limits,
+        )
+
+
+@dataclass(frozen=True)
+class DataJob:
+    """Questions of a prepared dataset; the fields are those of `Questions`."""
+
+    path: Path | str
+    split: str
+    most_samples: int | None = None
+    every_answer: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """`asked`: one conversation that ends with a question, or a dataset."""
+
+    asked: Conversation | DataJob
+    reading: Reading
+    sampling: TokenSampling
+    max_new_tokens: int
+    dtype: Dtype | None = None
+
+    def questions(self, assets: Assets) -> tuple[int | None, Iterator[Question | Skip]]:
+        """Return the number of questions, if it is known, and the questions. DataError if the data cannot be opened."""
+        if isinstance(self.asked, Conversation):
+            return 1, iter([Question((0, 0, 0), "question", self.asked, "")])
+        data = Questions(
+            self.asked.path,
+            assets,
+            split=self.asked.split,
+            most_samples=self.asked.most_samples,
+            every_answer=self.asked.every_answer,
+        )
+        return None if self.asked.every_answer else len(data.numbers), data.read(data.numbers)

@@ -1,0 +1,65 @@
+"""Answers of a Megatron checkpoint, by processes at tp x pp: on GPUs if there are any, else over gloo."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llava_mcore.answering.job import Job
+from llava_mcore.answering.megatron_worker import ANSWERS, PROBLEM, run_rank
+from llava_mcore.checkpoint.layout import hf_folder, is_iteration, latest_checkpoint
+from llava_mcore.config.rules.all_rules import check_layout
+from llava_mcore.errors import CheckpointError, ConfigError, LlavaMcoreError, problems
+from llava_mcore.generation.records import Record
+from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
+from llava_mcore.parallel.local_world import run_here, run_world
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`num_rows`: prompts that are answered at the same time."""
+
+    tp: int
+    pp: int
+    num_rows: int
+
+
+def answer_checkpoint(folder: Path, job: Job, layout: Layout) -> list[Record]:
+    """Return a record of every question, in the order of the data.
+
+    Args:
+        folder: folder of checkpoints, of which the newest is used, or of one iteration.
+
+    Raises:
+        LlavaMcoreError: the checkpoint cannot be used at this layout, or the data cannot be read.
+    """
+    checkpoint = folder if is_iteration(folder) else latest_checkpoint(folder)[0]
+    dims = model_dims(load_hf_config(hf_folder(checkpoint)))
+    wrong = check_layout(dims, layout.tp, layout.pp, str(checkpoint))
+    if wrong:
+        raise ConfigError(problems(f"{checkpoint} cannot be split into tp {layout.tp} x pp {layout.pp}", wrong))
+    size, num_gpus = layout.tp * layout.pp, torch.cuda.device_count()
+    if 0 < num_gpus < size:
+        raise ConfigError(
+            f"tp {layout.tp} x pp {layout.pp} needs {size} GPUs, and {num_gpus} can be seen; choose a smaller "
+            "layout, or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
+        )
+    with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
+        results = Path(name)
+        arguments = (checkpoint, job, layout.tp, layout.pp, layout.num_rows, results)
+        try:
+            if size == 1:
+                run_here(run_rank, *arguments)
+            else:
+                run_world(run_rank, size, *arguments, on_gpus=num_gpus > 0)
+        except CheckpointError as error:
+            problem = results / PROBLEM
+            if size > 1 and problem.is_file():
+                raise LlavaMcoreError(problem.read_text(encoding="utf-8")) from error
+            raise
+        lines = (results / ANSWERS).read_text(encoding="utf-8").splitlines()
+    return [Record(**json.loads(line)) for line in lines]

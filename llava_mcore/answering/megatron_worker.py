@@ -1,0 +1,109 @@
+"""One process of `generate --megatron-dir`: a part of the parallel model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+from llava_mcore import log
+from llava_mcore.answering.job import Job
+from llava_mcore.answering.progress import shown_progress
+from llava_mcore.checkpoint.layout import hf_folder
+from llava_mcore.convert.jobs import DTYPES
+from llava_mcore.convert.load_model import load_part
+from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.samples import Skip
+from llava_mcore.errors import LlavaMcoreError
+from llava_mcore.generation.generate import generate
+from llava_mcore.generation.questions import Question
+from llava_mcore.generation.records import Asked, Record
+from llava_mcore.generation.settings import Settings, read_settings, require_known
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.parallel.groups import Groups, gather_to_all, initialize, shut_down
+from llava_mcore.parallel.local_world import enter
+from llava_mcore.parallel.random import seed_everything
+from llava_mcore.parallel.together import together
+
+ANSWERS, PROBLEM = "answers.jsonl", "problem.txt"
+
+
+def run_rank(
+    rank: int, num_processes: int, port: int, checkpoint: Path, job: Job, tp: int, pp: int, num_rows: int, results: Path
+) -> None:
+    """Answer as one rank; the first one writes ANSWERS, or PROBLEM.
+
+    Args:
+        port: see `enter`.
+        checkpoint: folder of one iteration.
+        results: folder for the files.
+
+    Raises:
+        LlavaMcoreError: on all ranks, the text of PROBLEM.
+    """
+    enter(rank, num_processes, port)
+    log.quiet_libraries()
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    groups = initialize(backend=backend, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    seed_everything(0)
+    try:
+        records = _answer(groups, checkpoint, job, num_rows)
+    except LlavaMcoreError as error:
+        if rank == 0:
+            (results / PROBLEM).write_text(str(error), encoding="utf-8")
+        shut_down()
+        raise
+    if groups.loads_data:
+        lines = [json.dumps(asdict(record), ensure_ascii=False) for record in records]
+        (results / ANSWERS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    shut_down()
+
+
+def _answer(groups: Groups, checkpoint: Path, job: Job, num_rows: int) -> list[Record]:
+    """Return the records on the rank that loads data; elsewhere nothing. A collective call."""
+    opened = together(groups, lambda: _open(groups, checkpoint, job))
+    model = together(groups, lambda: _load(groups, checkpoint, job))
+    eos = [found for found in gather_to_all(groups, None if opened is None else opened[0].eos_token_id) if found]
+    settings = together(groups, lambda: _settings(checkpoint, model, job, eos[0] if eos else None))
+    fields = architecture_of(model.hf).fields
+    if opened is None:
+        for _ in generate([model], groups, None, settings, fields, num_rows=num_rows):
+            pass
+        return []
+    assets, total, questions = opened
+    asked = Asked(questions, assets)
+    with shown_progress(total) as show:
+        answers = generate([model], groups, asked.prompts(), settings, fields, num_rows=num_rows)
+        for done, answer in enumerate(answers, 1):
+            asked.answered(answer.number, answer.tokens)
+            show(done)
+    return asked.records
+
+
+def _open(groups: Groups, checkpoint: Path, job: Job) -> tuple[Assets, int | None, Iterator[Question | Skip]] | None:
+    if not groups.loads_data:
+        return None
+    assets = job.reading.assets(hf_folder(checkpoint))
+    return assets, *job.questions(assets)
+
+
+def _load(groups: Groups, checkpoint: Path, job: Job) -> VisionLanguageModel:
+    own: Any = load_hf_config(hf_folder(checkpoint)).dtype
+    dtype = DTYPES[job.dtype] if job.dtype is not None else own or torch.float32
+    model = load_part(groups, checkpoint, dtype=dtype, on_cpu=groups.device.type == "cpu")
+    return model.to(device=groups.device, dtype=dtype)  # megatron-core creates norms in fp32
+
+
+def _settings(checkpoint: Path, model: VisionLanguageModel, job: Job, tokenizer_eos: int | None) -> Settings:
+    folder = hf_folder(checkpoint)
+    found = read_settings(folder, model.hf, tokenizer_eos, max_new_tokens=job.max_new_tokens, sampling=job.sampling)
+    require_known(found, folder)
+    return found

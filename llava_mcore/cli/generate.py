@@ -1,0 +1,127 @@
+"""Answer questions from a Hugging Face folder or a Megatron checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llava_mcore.answering.files import conversation_of_files
+from llava_mcore.answering.hf_folder import answer_folder
+from llava_mcore.answering.hf_model import Quantization
+from llava_mcore.answering.job import DataJob, Job, Reading
+from llava_mcore.answering.megatron import Layout, answer_checkpoint
+from llava_mcore.cli.common import conversion_main
+from llava_mcore.cli.flags.generate import parser
+from llava_mcore.cli.flags.samples import limits_of
+from llava_mcore.data.prepare.sampling import Sampling
+from llava_mcore.data.samples import Conversation
+from llava_mcore.errors import ConfigError, DataError
+from llava_mcore.files.atomic import move, write_synced
+from llava_mcore.generation.records import Record
+from llava_mcore.generation.settings import TokenSampling
+
+SHOWN = 10
+"""Problems of samples that are printed."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer; returns 0."""
+    _check_flags(args)
+    reading = reading_of(args)
+    job = Job(_asked(args, reading), reading, sampling_of(args), args.max_new_tokens, args.dtype)
+    start = time.perf_counter()
+    if args.hf_dir is not None:
+        records = answer_folder(args.hf_dir, job, quantization=quantization_of(args))
+    else:
+        records = answer_checkpoint(args.megatron_dir, job, Layout(args.tp, args.pp, _num_rows(args)))
+    if args.data_path is None:
+        if records[0].problem is not None:
+            raise DataError(records[0].problem)
+        print(records[0].answer)
+        return 0
+    _write(args.out, records)
+    print(_summary(records, args.out, time.perf_counter() - start))
+    return 0
+
+
+def reading_of(args: argparse.Namespace) -> Reading:
+    """Return how conversations are read. ConfigError for an invalid limit."""
+    return Reading(args.chat_template, args.special_tokens_in_text, limits_of(args))
+
+
+def sampling_of(args: argparse.Namespace) -> TokenSampling:
+    """Return how tokens are chosen. ConfigError for values that cannot be used together."""
+    return TokenSampling(args.temperature, args.top_p, args.top_k, args.seed)
+
+
+def quantization_of(args: argparse.Namespace) -> Quantization | None:
+    """Return what the weights are loaded in. ConfigError for both."""
+    if args.load_in_4bit and args.load_in_8bit:
+        raise ConfigError("--load-in-4bit and --load-in-8bit exclude each other")
+    return "4bit" if args.load_in_4bit else "8bit" if args.load_in_8bit else None
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError with everything that does not go together."""
+    found = []
+    if (args.hf_dir is None) == (args.megatron_dir is None):
+        found.append("give one of --hf-dir and --megatron-dir")
+    if (args.question is None) == (args.data_path is None):
+        found.append("give one of --question and --data-path")
+    if (args.data_path is None) != (args.out is None):
+        found.append("--data-path and --out need each other")
+    if args.data_path is not None and (args.image or args.video):
+        found.append("--image and --video belong to --question")
+    if args.hf_dir is not None and args.tp * args.pp > 1:
+        found.append("--tp and --pp are for --megatron-dir: transformers runs a Hugging Face folder in one process")
+    if args.megatron_dir is not None and (args.load_in_4bit or args.load_in_8bit):
+        found.append("--load-in-4bit and --load-in-8bit are for --hf-dir: run export-hf first")
+    if args.out is not None and not args.out.parent.is_dir():
+        found.append(f"--out {args.out}: there is no folder {args.out.parent}; create it first")
+    if args.out is not None and args.out.is_dir():
+        found.append(f"--out {args.out} is a folder: give the name of a file in it")
+    quantization_of(args)
+    if found:
+        raise ConfigError("; ".join(found))
+
+
+def _asked(args: argparse.Namespace, reading: Reading) -> Conversation | DataJob:
+    if args.data_path is None:
+        sampling = Sampling(args.video_fps, args.video_max_frames)
+        return conversation_of_files(args.question, args.image, args.video, reading.limits, sampling)
+    path = args.data_path if "://" in args.data_path else Path(args.data_path)
+    return DataJob(path, args.split, args.num_samples, args.every_answer)
+
+
+def _num_rows(args: argparse.Namespace) -> int:
+    return 1 if args.data_path is None else int(args.batch_size)
+
+
+def _write(path: Path, records: Sequence[Record]) -> None:
+    """Write a line per question, complete or not at all."""
+    text = "".join(json.dumps(record.line(), ensure_ascii=False) + "\n" for record in records)
+    partial = path.with_name(f".{path.name}.partial")
+    write_synced(partial, text.encode("utf-8", "surrogatepass"))
+    move(partial, path)
+
+
+def _summary(records: Sequence[Record], out: Path, seconds: float) -> str:
+    problems = [record for record in records if record.problem is not None]
+    num_tokens = sum(record.num_tokens for record in records)
+    lines = [
+        f"{len(records) - len(problems)} answers with {num_tokens} tokens in {seconds:.1f} s -> {out}"
+        + (f"; {len(problems)} questions could not be asked:" if problems else "")
+    ]
+    lines += [f"  - {record.key}: {record.problem}" for record in problems[:SHOWN]]
+    if len(problems) > SHOWN:
+        lines.append(f"  - … and {len(problems) - SHOWN} more, see the file")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit code."""
+    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))

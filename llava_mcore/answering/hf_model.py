@@ -11,7 +11,15 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoProcessor, BitsAndBytesConfig, PreTrainedModel, ProcessorMixin, TextIteratorStreamer
+from transformers import (
+    AutoProcessor,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    ProcessorMixin,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 from transformers.utils.logging import disable_progress_bar
 from transformers.video_utils import VideoMetadata
 
@@ -115,21 +123,40 @@ class HfModel:
         options = {"skip_prompt": True, "skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         streamer = TextIteratorStreamer(self.assets.tokenizer, **options)
         failures: list[BaseException] = []
+        stop = _Stop()
 
         def work() -> None:
             try:
                 with torch.no_grad():
-                    self.model.generate(**inputs, generation_config=settings.config, streamer=streamer)
+                    self.model.generate(
+                        **inputs,
+                        generation_config=settings.config,
+                        streamer=streamer,
+                        stopping_criteria=StoppingCriteriaList([stop]),
+                    )
             except BaseException as error:  # raised below, in the thread that reads
                 failures.append(error)
                 streamer.end()
 
         thread = Thread(target=work, daemon=True)
         thread.start()
-        yield from streamer
-        thread.join()
+        try:
+            yield from streamer
+        finally:  # also if nobody reads on
+            stop.asked = True
+            thread.join()
         if failures:
             raise failures[0]
+
+
+class _Stop(StoppingCriteria):
+    """Ends an answer that nobody waits for any more."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.full((len(input_ids),), self.asked, dtype=torch.bool, device=input_ids.device)
 
 
 def _about(video: Video) -> VideoMetadata:

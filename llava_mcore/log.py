@@ -13,7 +13,15 @@ from typing import TextIO
 
 from llava_mcore.errors import os_error_text
 
-_NOISE = ("megatron.core", "torch.distributed", "transformers", "nvidia", "torch.utils", "torch.multiprocessing", "bitsandbytes")
+_NOISE = (
+    "megatron.core",
+    "torch.distributed",
+    "transformers",
+    "nvidia",
+    "torch.utils",
+    "torch.multiprocessing",
+    "bitsandbytes",
+)
 
 
 def set_up(rank: int) -> None:

@@ -122,6 +122,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "validation": (
         Flag("validation.eval_interval", ("--eval-interval",)),
         Flag("validation.eval_iters", ("--eval-iters",)),
+        Flag("validation.eval_generate", ("--eval-generate",)),
+        Flag("validation.eval_generate_samples", ("--eval-generate-samples",)),
+        Flag("validation.eval_generate_max_new_tokens", ("--eval-generate-max-new-tokens",)),
     ),
     "faults and limits": (
         Flag("faults.timeout", ("--timeout",)),

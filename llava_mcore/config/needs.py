@@ -95,6 +95,10 @@ NEEDS: dict[str, Condition] = {
     "training.fp8_first_layers_bf16": _FP8,
     "training.fp8_last_layers_bf16": _FP8,
     "validation.eval_iters": _given("validation.eval_interval"),
+    **{
+        f"validation.eval_generate_{name}": _given("validation.eval_generate")
+        for name in ("samples", "max_new_tokens", "batch_size", "examples")
+    },
     "faults.spike_thr": _given("faults.alert_spike"),
 }
 

@@ -13,6 +13,7 @@ from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.rules.schedule import check_schedule
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import LlavaMcoreError, os_error_text
+from llava_mcore.evaluation.libraries import require_libraries
 from llava_mcore.launch.nodes import check_gpu_ids, check_interface
 from llava_mcore.templates.named import absolute_choice, check_choice
 
@@ -61,6 +62,9 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection
     found: list[str] = check_devices(run.launch.num_gpus, gpu_count)
     if run.logging.mlflow and importlib.util.find_spec("mlflow") is None:
         found.append("--mlflow needs the package mlflow-skinny: pip install 'llava-mcore[mlflow]'")
+    if run.validation.eval_generate is not None:
+        with collecting(found):
+            require_libraries()
     found += [*check_gpu_ids(run.launch, gpu_count), *check_interface(run.launch)]
     dims: ModelDims | None = None
     source = ""
@@ -75,7 +79,7 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection
             adaptation_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
     with collecting(found):
         check_dataset(run.data.path)
-        if run.validation.eval_interval is not None:
+        if run.validation.eval_interval is not None or run.validation.eval_generate is not None:
             check_dataset(run.data.path, VALIDATION)
     with collecting(found):
         check_choice(run.data.chat_template)

@@ -21,12 +21,15 @@ from llava_mcore.data.encoding.text.template_file import require_same_template
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.loading.source import noticing_killed_loaders
 from llava_mcore.data.loading.validation_data import ValidationData
+from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
+from llava_mcore.generation.questions import Questions
 from llava_mcore.launch.process import StopSignals
 from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, together
 from llava_mcore.run.carried_folder import write_carried_folder
+from llava_mcore.training.answers.answerer import AnswerData
 from llava_mcore.training.closing import attempt
 from llava_mcore.training.debug import ShowFirst, show_shapes_once
 from llava_mcore.training.determinism import make_deterministic
@@ -82,9 +85,10 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     watchdog.begin("opening the data")
     loader = together(groups, lambda: _open_loader(run, groups, assets, loader_states))
     validation = together(groups, lambda: _open_validation(run, assets))
+    answers = together(groups, lambda: _open_answers(run, assets))
     shown = _show_first_step(trainer, loader, assets) if run.logging.debug else loader
     hf_source = together(groups, lambda: _carried_files(run, groups, start, assets))
-    finished = train(trainer, shown, progress, hf_source, stop, watchdog, validation)
+    finished = train(trainer, shown, progress, hf_source, stop, watchdog, validation, answers)
     if not finished:
         logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
     wait_for_all(groups)  # torchrun ends all ranks soon after the first: none may exit while another closes its logs
@@ -205,6 +209,16 @@ def _open_validation(run: RunConfig, assets: Assets | None) -> ValidationData | 
         pad_multiple=pad_multiple(run),
         most_samples=None if iters is None else iters * run.training.global_batch_size,
     )
+
+
+def _open_answers(run: RunConfig, assets: Assets | None) -> AnswerData | None:
+    """Open the questions of the validation split on ranks that load data, if the run asks them."""
+    if assets is None or run.validation.eval_generate is None:
+        return None
+    assert run.data.path is not None
+    samples = run.validation.eval_generate_samples
+    questions = Questions(run.data.path, assets, split=VALIDATION, seed=run.training.seed, most_samples=samples)
+    return AnswerData(assets, questions)
 
 
 def _show_first_step(trainer: Trainer, loader: TrainLoader | None, assets: Assets | None) -> ShowFirst | None:

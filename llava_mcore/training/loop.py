@@ -13,6 +13,7 @@ from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import wait_for_all
 from llava_mcore.parallel.together import raise_on_all_ranks, together
+from llava_mcore.training.answers.answerer import AnswerData, Answerer
 from llava_mcore.training.closing import attempt
 from llava_mcore.training.faults.not_finite import NotFinite
 from llava_mcore.training.faults.out_of_memory import explain_out_of_memory
@@ -40,6 +41,7 @@ def train(
     stop: StopRules,
     watchdog: Watchdog,
     validation: ValidationData | None = None,
+    answers: AnswerData | None = None,
 ) -> bool:
     """Train until all iterations are done or it is time to stop; a collective call.
 
@@ -47,11 +49,12 @@ def train(
         loader: on ranks that load data.
         hf: folder with the Hugging Face files to copy into checkpoints.
         validation: on ranks that load data, if the run validates.
+        answers: on ranks that load data, if the run asks questions.
 
     Returns:
         Whether the run is complete.
     """
-    loop = _Loop(trainer, loader, progress, hf, watchdog, validation)
+    loop = _Loop(trainer, loader, progress, hf, watchdog, validation, answers)
     try:
         while not loop.is_complete:
             asked_to_stop = loop.iterate(stop)
@@ -78,12 +81,14 @@ class _Loop:
         hf: Path,
         watchdog: Watchdog,
         validation: ValidationData | None,
+        answers: AnswerData | None,
     ) -> None:
         self.run, self.groups = trainer.run, trainer.groups
         self.progress, self.watchdog = progress, watchdog
         self.iteration = _Iteration(trainer, loader, progress)
         self.saver = Saver(trainer, hf)
         self.validator = Validator(trainer, validation, watchdog)
+        self.answerer = together(self.groups, lambda: Answerer(trainer, answers, hf, watchdog))
         self.reporter = together(self.groups, lambda: Reporter(trainer, progress))
         self.profiler = IterationProfiler(self.run, self.groups)
         self.first = progress.iteration + 1
@@ -106,6 +111,8 @@ class _Loop:
             self.raise_log_problem()
         if self.validator.due(number) and (self.is_complete or not asked):
             self.reporter.validation(self.validator.run(number))  # before the save, which a resumed run starts from
+        if self.answerer.due(number) and (self.is_complete or not asked):
+            self.reporter.answers(self.answerer.run(number))
         self._save(number, is_last=self.is_complete or asked, writing=writing)
         return asked
 

@@ -118,6 +118,9 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--lr-wsd-decay-samples 30", "optimizer.lr_wsd_decay_samples", 30),
     ("--eval-interval 3", "validation.eval_interval", 3),
     ("--eval-iters 4", "validation.eval_iters", 4),
+    ("--eval-generate 3", "validation.eval_generate", 3),
+    ("--eval-generate-samples 4", "validation.eval_generate_samples", 4),
+    ("--eval-generate-max-new-tokens 5", "validation.eval_generate_max_new_tokens", 5),
 ]
 
 

@@ -58,6 +58,10 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "training.fp8_first_layers_bf16": ("1", ["training.fp8=true"]),
     "training.fp8_last_layers_bf16": ("1", ["training.fp8=true"]),
     "validation.eval_iters": ("1", ["validation.eval_interval=5"]),
+    "validation.eval_generate_samples": ("1", ["validation.eval_generate=5"]),
+    "validation.eval_generate_max_new_tokens": ("1", ["validation.eval_generate=5"]),
+    "validation.eval_generate_batch_size": ("1", ["validation.eval_generate=5"]),
+    "validation.eval_generate_examples": ("1", ["validation.eval_generate=5"]),
     "faults.spike_thr": ("3", ["faults.alert_spike=true"]),
 }
 OFF = {"optimizer.min_lr": ["optimizer.lr_decay_style=constant"]}

@@ -174,6 +174,8 @@ class Broken:
         self.writes += 1
         raise OSError(errno.ENOSPC, "No space left on device", "/events")
 
+    def show(self, *_: Any) -> None: ...
+
     def close(self) -> None:
         self.closes += 1
         raise RuntimeError("still\nfull")

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from llava_mcore.config.sections.base import Iterations, Section
+from pydantic import Field
+
+from llava_mcore.config.sections.base import Iterations, Section, Size
 
 
 class ValidationConfig(Section):
-    """When the loss on the validation split is measured, and on how much of it."""
+    """When the loss on the validation split is measured and its questions are answered, and on how much of it."""
 
     eval_interval: Iterations | None = None
     """Iterations between two validations, besides the one after the last iteration; not given: none. Training continues
     bitwise as without it."""
     eval_iters: Iterations | None = None
     """Number of global batches in a validation, always the same samples; not given: every sample once."""
+    eval_generate: Iterations | None = None
+    """Iterations between two rounds in which the model answers questions of the validation split, besides the one after
+    the last iteration; not given: none. Training continues bitwise as without it."""
+    eval_generate_samples: Size = 64
+    """Samples of the validation split that are asked in a round, evenly distributed and always the same."""
+    eval_generate_max_new_tokens: Size = 64
+    """Maximum number of tokens of an answer."""
+    eval_generate_batch_size: Size = 8
+    """Questions that a model replica answers at the same time."""
+    eval_generate_examples: int = Field(8, ge=0, le=64)
+    """Answers of a round that are shown with their pictures in answers/ITERATION.png, TensorBoard and Weights & Biases.
+    """

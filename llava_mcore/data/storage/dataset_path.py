@@ -25,7 +25,9 @@ FIELD_MAP = '{"image":"jpg","context":"json[question]","answers":"txt"}'
 META_FILES = ("dataset.yaml", "split.yaml", "index.sqlite", "index.uuid")
 SPLIT = "train"
 VALIDATION = "val"
-NO_VALIDATION = "create one (prepare --val-ratio 0.05, or a val section in a blend), or omit --eval-interval"
+NO_VALIDATION = (
+    "create one (prepare --val-ratio 0.05, or a val section in a blend), or omit --eval-interval and --eval-generate"
+)
 BLEND_ERRORS = (
     AssertionError,
     AttributeError,

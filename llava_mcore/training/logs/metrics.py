@@ -15,6 +15,7 @@ from llava_mcore.files.text_files import naming, read_text
 
 FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
+ANSWERS_FILE = "answers.jsonl"
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,19 @@ class Metrics:
 class JsonLines:
     """Appends objects to a file of JSON lines; after a resume, lines beyond the checkpoint are dropped."""
 
-    def __init__(self, path: Path, *, keep_until: int) -> None:
-        """keep_until: the iteration that the run resumes from. Raises FileError if the file has other contents."""
+    def __init__(self, path: Path, *, keep_until: int, value: str = "loss") -> None:
+        """Drop lines that will be written again.
+
+        Args:
+            keep_until: the iteration that the run resumes from.
+            value: name of a number that every line has, or null.
+
+        Raises:
+            FileError: the file has other contents.
+        """
         self.path = path
-        kept = [record for record in read_lines(path) if record["iteration"] <= keep_until]
-        self.losses: list[float | None] = [record["loss"] for record in kept]
+        kept = [record for record in read_lines(path, value) if record["iteration"] <= keep_until]
+        self.values: list[float | None] = [record[value] for record in kept]
         temporary = self.path.with_suffix(".partial")
         with naming(temporary):
             temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
@@ -107,26 +116,26 @@ def append_line(path: Path, line: str) -> None:
             raise
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, value: str = "loss") -> list[dict[str, Any]]:
     """Return the objects of a run's file of JSON lines; none if the file does not exist.
 
     A last line that a kill or a full disk has truncated is skipped.
 
     Raises:
-        FileError: a line is not an object with an iteration and a loss.
+        FileError: a line is not an object with an iteration and the value.
         OSError: the file cannot be read.
     """
     if not path.exists():
         return []
     lines = read_text(path).split("\n")[:-1]
-    return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    return [_record(line, f"{path}, line {number}", value) for number, line in enumerate(lines, 1)]
 
 
-def _record(line: str, where: str) -> dict[str, Any]:
+def _record(line: str, where: str, value: str) -> dict[str, Any]:
     record = parse_object(line, where)
-    iteration, loss = record.get("iteration"), record.get("loss", "missing")
-    if type(iteration) is not int or not (loss is None or isinstance(loss, int | float)):
-        raise FileError(f"{where}: expected 'iteration' and 'loss', as a run writes them; move the file away")
+    iteration, found = record.get("iteration"), record.get(value, "missing")
+    if type(iteration) is not int or not (found is None or isinstance(found, int | float)):
+        raise FileError(f"{where}: expected 'iteration' and '{value}', as a run writes them; move the file away")
     return record
 
 

@@ -9,11 +9,13 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.load import config_fields
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
+from llava_mcore.training.answers.result import Example
 from llava_mcore.training.logs.outbox import Failed, Outbox, Refused
 from llava_mcore.training.run_ids import read_ids, write_id
 
@@ -96,6 +98,9 @@ class MLflow:
 
         now = int(time.time() * 1000)
         self._outbox.put([Metric(name, value, now, iteration) for name, value in values.items()])
+
+    def show(self, examples: Sequence[Example], picture: Path, iteration: int) -> None:
+        """Do nothing: this sink takes numbers only; the run's folder has the examples."""
 
     def close(self) -> None:
         """Send what is left and mark the run as finished."""

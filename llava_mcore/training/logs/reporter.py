@@ -14,9 +14,12 @@ import torch
 from llava_mcore.errors import os_error_text
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
 from llava_mcore.models.trainable import PARTS
+from llava_mcore.training.answers.result import AnswersResult
+from llava_mcore.training.answers.table import write_answers
 from llava_mcore.training.batch_counts import Counts
+from llava_mcore.training.closing import attempt
 from llava_mcore.training.faults.spikes import SpikeAlert
-from llava_mcore.training.logs.metrics import VALIDATION_FILE, JsonLines, Metrics, MetricsFile
+from llava_mcore.training.logs.metrics import ANSWERS_FILE, VALIDATION_FILE, JsonLines, Metrics, MetricsFile
 from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.state import Progress
@@ -41,6 +44,9 @@ class Reporter:
         self.validations: JsonLines | None = None
         if groups.rank == 0 and run.validation.eval_interval is not None:
             self.validations = JsonLines(run.run_dir / VALIDATION_FILE, keep_until=progress.iteration)
+        self.rounds: JsonLines | None = None
+        if groups.rank == 0 and run.validation.eval_generate is not None:
+            self.rounds = JsonLines(run.run_dir / ANSWERS_FILE, keep_until=progress.iteration, value="exact_match")
         self.sinks = Sinks(run, iteration=progress.iteration) if groups.rank == 0 else None
         self.trained = _trained_parts(trainer)
         self.problem: str | None = None
@@ -49,7 +55,7 @@ class Reporter:
         self.peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
         self.spikes: SpikeAlert | None = None
         if run.faults.alert_spike and self.file is not None:
-            self.spikes = SpikeAlert(run.faults.spike_thr, self.file.losses)
+            self.spikes = SpikeAlert(run.faults.spike_thr, self.file.values)
 
     def step(
         self,
@@ -95,6 +101,20 @@ class Reporter:
         self._write(self.validations, result.record())
         self.sinks.write(result.values(), result.iteration)
         logger.info(result.line())
+
+    def answers(self, result: AnswersResult) -> None:
+        """Report a round of answers, in its own files."""
+        if self.rounds is None or self.sinks is None:
+            return
+        self._write(self.rounds, result.record())
+        self.sinks.write(result.values(), result.iteration)
+        logger.info(result.line())
+        attempt("answers", lambda: self._show(result))
+
+    def _show(self, result: AnswersResult) -> None:
+        picture = write_answers(self.trainer.run.run_dir, result)
+        if self.sinks is not None and result.examples:
+            self.sinks.show(result.examples, picture, result.iteration)
 
     def close(self) -> None:
         """Close the sinks and draw the losses. A second call does nothing."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from PIL import Image
+
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.files.text_files import naming
+from llava_mcore.training.answers.result import Example
 from llava_mcore.training.closing import attempt
 from llava_mcore.training.logs.metrics import FILE, VALIDATION_FILE, Metrics, read_lines
 from llava_mcore.training.logs.mlflow_sink import MLflow
@@ -25,6 +30,8 @@ class Sink(Protocol):
     """Takes numbers by name, at increasing iterations. Raises OSError or RuntimeError if it fails."""
 
     def write(self, values: dict[str, float], iteration: int) -> None: ...
+
+    def show(self, examples: Sequence[Example], picture: Path, iteration: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -59,9 +66,16 @@ class Sinks:
 
     def write(self, values: dict[str, float], iteration: int) -> None:
         """Write other numbers, such as those of a validation."""
+        self._each(iteration, lambda sink: sink.write(values, iteration))
+
+    def show(self, examples: Sequence[Example], picture: Path, iteration: int) -> None:
+        """Write a table of answers. `picture`: a file with all of them."""
+        self._each(iteration, lambda sink: sink.show(examples, picture, iteration))
+
+    def _each(self, iteration: int, action: Callable[[Sink], None]) -> None:
         for name, sink in list(self.sinks.items()):
             try:
-                sink.write(values, iteration)
+                action(sink)
             except (OSError, RuntimeError) as error:
                 logger.warning("no more metrics of this run go to %s: iteration %d failed: %s", name, iteration, error)
                 del self.sinks[name]
@@ -86,8 +100,21 @@ class TensorBoard:
         for name, value in values.items():
             self.writer.add_scalar(name, value, iteration)
 
+    def show(self, examples: Sequence[Example], picture: Path, iteration: int) -> None:
+        with Image.open(picture) as image:
+            self.writer.add_image("answers", np.asarray(image.convert("RGB")), iteration, dataformats="HWC")
+        rows = ["| question | expected | answer |", "|---|---|---|"]
+        rows += [
+            f"| {' | '.join(map(_cell, (x.record.question, x.record.reference, x.record.answer)))} |" for x in examples
+        ]
+        self.writer.add_text("answers", "\n".join(rows), iteration)
+
     def close(self) -> None:
         self.writer.close()
+
+
+def _cell(text: str | None) -> str:
+    return " ".join((text or "").replace("|", "\\|").replace("<", "&lt;").split())
 
 
 def draw_losses(run_dir: Path) -> Path | None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.data.encoding.images import decode_image
 from llava_mcore.errors import ConfigError
+from llava_mcore.training.answers.result import Example
 from llava_mcore.training.run_ids import read_ids, write_id
 
 SERVICE = "wandb"
@@ -51,6 +55,19 @@ class Wandb:
         """Log numbers. Raises RuntimeError if the Weights & Biases process has failed."""
         try:
             self.wandb_run.log(values, step=iteration)
+        except self._error as error:
+            raise RuntimeError(str(error)) from error
+
+    def show(self, examples: Sequence[Example], picture: Path, iteration: int) -> None:
+        """Log a table with the pictures. Raises RuntimeError as `write`."""
+        import wandb
+
+        table = wandb.Table(columns=["picture", "question", "expected", "answer"])
+        for example in examples:
+            shown = None if example.picture is None else wandb.Image(decode_image(example.picture))
+            table.add_data(shown, example.record.question, example.record.reference, example.record.answer)
+        try:
+            self.wandb_run.log({"answers/examples": table}, step=iteration)
         except self._error as error:
             raise RuntimeError(str(error)) from error
 

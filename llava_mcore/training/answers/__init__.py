@@ -1,0 +1,1 @@
+"""Answers to questions of the validation split while a run trains."""

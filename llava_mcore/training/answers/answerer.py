@@ -1,0 +1,138 @@
+"""Lets the model of a run answer questions of the validation split, without any effect on training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from llava_mcore.config.rules.all_rules import pad_multiple
+from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.samples import Skip
+from llava_mcore.errors import DataError, LlavaMcoreError, problems
+from llava_mcore.generation.generate import generate
+from llava_mcore.generation.questions import Question, Questions
+from llava_mcore.generation.records import Asked, Record
+from llava_mcore.generation.settings import Settings, TokenSampling, read_settings, require_known
+from llava_mcore.parallel.groups import agree, gather_to_all
+from llava_mcore.training.answers.result import AnswersResult, Example, scored
+from llava_mcore.training.faults.watchdog import Watchdog
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.validation import without_side_effects
+
+
+class AnswerData(NamedTuple):
+    """What a rank that loads data needs to ask questions."""
+
+    assets: Assets
+    questions: Questions
+
+
+class Answerer:
+    """Asks questions every so many iterations; all methods except `due` are collective calls.
+
+    Replica r of n asks for the samples r, r + n, …, always as many at the same time, so the answers do not depend on
+    the number of replicas.
+    """
+
+    def __init__(self, trainer: Trainer, data: AnswerData | None, hf_dir: Path, watchdog: Watchdog) -> None:
+        """Read the settings of generation.
+
+        Args:
+            data: on ranks that load data, if the run asks questions.
+            hf_dir: folder with generation_config.json.
+
+        Raises:
+            ConversionError, ConfigError: that file cannot be used.
+        """
+        self.trainer, self.data, self.watchdog = trainer, data, watchdog
+        self.config = trainer.run.validation
+        self._settings = self._read_settings(hf_dir) if self.config.eval_generate is not None else None
+
+    def _read_settings(self, hf_dir: Path) -> Settings:
+        eos = None if self.data is None else self.data.assets.eos_token_id
+        found = [x for x in gather_to_all(self.trainer.groups, eos) if x is not None]
+        settings = read_settings(
+            hf_dir,
+            self.trainer.hf,
+            found[0],
+            max_new_tokens=self.config.eval_generate_max_new_tokens,
+            sampling=TokenSampling(),
+        )
+        require_known(settings, hf_dir)
+        return settings
+
+    def due(self, iteration: int) -> bool:
+        """Return whether questions are asked after this iteration."""
+        interval = self.config.eval_generate
+        return interval is not None and (
+            iteration % interval == 0 or iteration == self.trainer.run.training.num_iterations
+        )
+
+    def run(self, iteration: int) -> AnswersResult:
+        """Ask all questions once; the result on rank 0 has the examples.
+
+        Raises:
+            DataError: on all ranks, if any cannot read the data.
+        """
+        start = time.perf_counter()
+        groups = self.trainer.groups
+        problem, asked = None, None
+        try:
+            asked = self._ask(iteration)
+        except LlavaMcoreError as error:
+            problem = str(error)
+        found = agree(groups, problem)
+        if found:
+            raise DataError(problems("questions of the validation split cannot be asked", found), on_all_ranks=True)
+        gathered = gather_to_all(groups, [] if asked is None else asked.records)
+        records = sorted((x for part in gathered for x in part), key=lambda record: (record.place, record.key))
+        num_skipped = sum(record.problem is not None for record in records)
+        return AnswersResult(
+            iteration=iteration,
+            metrics=scored(records) if groups.rank == 0 else {},
+            num_answers=len(records) - num_skipped,
+            num_skipped=num_skipped,
+            seconds=time.perf_counter() - start,
+            records=records,
+            examples=self._examples(records) if groups.rank == 0 else [],
+        )
+
+    def _ask(self, iteration: int) -> Asked | None:
+        """Return what this replica was asked, on the rank that loads its data."""
+        assert self._settings is not None
+        trainer, groups = self.trainer, self.trainer.groups
+        multiple = pad_multiple(trainer.run)
+        asked = None if self.data is None else Asked(self._mine(self.data), self.data.assets, multiple=multiple)
+        with without_side_effects(trainer):
+            answers = generate(
+                trainer.models,
+                groups,
+                None if asked is None else asked.prompts(),
+                self._settings,
+                trainer.fields,
+                num_rows=self.config.eval_generate_batch_size,
+                multiple=multiple,
+            )
+            self.watchdog.begin(f"answers after iteration {iteration}")
+            for answer in answers:
+                self.watchdog.begin(f"answers after iteration {iteration}, after {answer.number}")
+                if asked is not None:
+                    asked.answered(answer.number, answer.tokens)
+        return asked
+
+    def _mine(self, data: AnswerData) -> Iterator[Question | Skip]:
+        groups = self.trainer.groups
+        return data.questions.read(data.questions.numbers[groups.dp_rank :: groups.dp_size])
+
+    def _examples(self, records: list[Record]) -> list[Example]:
+        """Return the first of the records with their pictures, which are read once more."""
+        assert self.data is not None, "rank 0 loads data"
+        by_place = {record.place: record for record in records if record.answer is not None}
+        wanted = list(by_place)[: self.config.eval_generate_examples]
+        numbers = list(dict.fromkeys(place[0] for place in wanted))
+        found = {x.place: x for x in self.data.questions.read(numbers) if isinstance(x, Question)}
+        media = {place: found[place].conversation for place in wanted if place in found}
+        first = {place: [*x.images, *x.frames][:1] for place, x in media.items()}
+        return [Example(by_place[place], pictures[0] if pictures else None) for place, pictures in first.items()]

@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+_STRIDE = 1_000_003
+"""Between the numbers of two seeds; more prompts than that share draws with those of another seed."""
+
 
 def most_probable(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the ids int64 [r] of the largest logits; of equal ones the lowest id, as torch.argmax. A collective call.
@@ -54,7 +57,7 @@ def processed_choice(
 
 def own_generator(seed: int, number: int) -> torch.Generator:
     """Return the generator of one prompt, so that its draws do not depend on what else is answered."""
-    return torch.Generator().manual_seed((seed << 32) + number)
+    return torch.Generator().manual_seed((seed * _STRIDE + number) % 2**32)  # the CPU's takes 32 bits
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -68,7 +68,7 @@ def with_options(tp: int, pp: int, root: str, asked: list[Conversation], num_new
         "one row": tokens_of(*given, plain, num_rows=1),
         "drawn": tokens_of(*given, drawn, num_rows=2),
         "drawn, other rows": tokens_of(*given, drawn, num_rows=4),
-        "other draws": tokens_of(*given, settings(temperature=1.0, seed=4), num_rows=2),
+        "other draws": tokens_of(*given, settings(temperature=1.0, top_p=0.9, seed=4), num_rows=2),
         "penalty": tokens_of(*given, settings(repetition_penalty=1.5, no_repeat_ngram_size=2), num_rows=2),
     }
     if tp * pp == 1:

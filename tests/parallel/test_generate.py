@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from llava_mcore.answering.hf_model import HfModel
 from llava_mcore.convert.import_hf import import_hf
@@ -14,6 +15,7 @@ from llava_mcore.generation.settings import TokenSampling, read_settings
 from tests.helpers.cases import TWO_ROPES, YARN, Case, make_sharp_case
 from tests.helpers.videos import noise, video
 from tests.helpers.world import run_world
+from tests.parallel.validation_checks import make_material
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 CASES = [
@@ -98,3 +100,23 @@ def test_other_settings_and_layouts(expected: dict[str, Any]) -> None:
             assert case["answers"] != drawn != draws[2]
             for name, tokens in found.items():
                 assert tokens == case["answers"], (name, tp, pp)
+
+
+def test_answers_while_training(tmp_path: Path) -> None:
+    """The same answers and metrics at every layout; training goes on bitwise as without them."""
+    material = make_material(tmp_path)  # with dropout, so that later rounds differ between layouts
+    rounds: list[Any] = []
+    for tp, pp, dp in ((1, 1, 1), (2, 2, 1), (1, 1, 2)):
+        given: dict[str, Any] = {"save_dir": str(tmp_path), **material}
+        ranks = run_world(tp * pp * dp, "tests.parallel.answer_checks:with_and_without", tp=tp, pp=pp, **given)
+        for found in ranks:
+            assert found["with"]["losses"] == found["without"]["losses"]
+            assert found["with"]["weights"] == found["without"]["weights"]
+        for name, found in ranks[0].items():
+            rounds = rounds or found["rounds"]
+            assert found["rounds"][:1] in (rounds[:1], []), (name, tp, pp, dp)
+        assert Image.open(tmp_path / "answers" / f"{tp * pp * dp:07d}.png").size == (900, 1400)
+    metrics, records = rounds[0]
+    assert len(records) == 15 and [record.problem is None for record in records].count(False) == 1
+    assert {"exact_match", "rougeL", "bleu", "anls"} <= metrics.keys()
+    assert records != rounds[2][1], "training has changed the answers"

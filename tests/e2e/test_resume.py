@@ -47,9 +47,9 @@ def flags(material: dict[str, Path], name: str, model: str, tp: int, pp: int, dp
     return [*layout, *places, *out, *sizes, *saving, *data, *more]
 
 
-def validations(run_dir: Path) -> list[dict[str, Any]]:
-    """Return validation.jsonl without the times."""
-    file = run_dir / "validation.jsonl"
+def validations(run_dir: Path, name: str = "validation.jsonl") -> list[dict[str, Any]]:
+    """Return a file of JSON lines without the times."""
+    file = run_dir / name
     lines = file.read_text().splitlines() if file.is_file() else []
     return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
 
@@ -59,10 +59,11 @@ WHOLE = ("--train-iters", ITERATIONS, "--eval-interval", 4)
 # 8 iterations of 4 samples, then 4 of 8; 6 samples are no iteration more. It is saved in the middle of both.
 RAMP = ("--rampup-batch-size", "4,4,32", "--train-samples", 8 * 4 + 4 * 8 + 6, "--skip-train-iteration-range", "8-9")
 WSD = ("--lr-decay-style", "WSD", "--lr-wsd-decay-style", "linear", "--lr-wsd-decay-iters", 8)
+ASKS = ("--eval-generate", 4, "--eval-generate-samples", 5, "--eval-generate-max-new-tokens", 4)
 CASES: dict[str, Any] = {
     "dropout": ((2, 1, 1), None, "dropout", [*WHOLE, "--lr-decay-style", "linear"]),
     "qwen": ((2, 1, 1), (1, 2, 1), "qwen", ["--train-iters", ITERATIONS, "--packing"]),
-    "distributed": ((1, 1, 2), (1, 2, 1), "exact", [*RAMP, *WSD, "--dist-optim", "optimizer.vision_lr=2e-3"]),
+    "distributed": ((1, 1, 2), (1, 2, 1), "exact", [*RAMP, *WSD, *ASKS, "--dist-optim", "optimizer.vision_lr=2e-3"]),
 }
 
 
@@ -94,10 +95,13 @@ def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], case: str
     ):
         assert [m[key] for m in broken] == [m[key] for m in whole], key
     assert validations(save / f"{case}-broken") == validations(save / f"{case}-whole")
+    answers = [validations(save / f"{case}-{way}", "answers.jsonl") for way in ("broken", "whole")]
+    assert answers[0] == answers[1]
     if case == "dropout":
         found = validations(save / f"{case}-whole")
         assert [line["iteration"] for line in found] == [4, 8, 12] and found[0]["loss"] > found[-1]["loss"]
     elif case == "distributed":
+        assert [line["iteration"] for line in answers[0]] == [4, 8, 12]
         assert [m["consumed_samples"] for m in whole[6:]] == [28, 32, 40, 48, 56, 64]
         rates = [m["lr_by_part"] for m in whole if m["lr_by_part"]]
         assert all(rate["vision_model"] == pytest.approx(2 * rate["language_model"]) for rate in rates)

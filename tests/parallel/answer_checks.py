@@ -32,11 +32,17 @@ CHUNKED = {"parallel.num_layers_per_virtual_pipeline_stage": 1}
 SPLIT = {"parallel.sequence_parallel": True}
 
 
-def with_and_without(tp: int, pp: int, checkpoint: str, data: str, save_dir: str) -> dict[str, Any]:
-    """Return what each way of training finds: answers before every step and after the last one, losses, weights."""
+def with_and_without(
+    tp: int, pp: int, checkpoint: str, data: str, save_dir: str, more: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what each way of training finds: answers before every step and after the last one, losses, weights.
+
+    `more`: other keys of all runs.
+    """
     groups = join(tp, pp)
     given = (groups, checkpoint, data, save_dir)
-    found = {"with": train_and_ask(*given, ASKED), "without": train_and_ask(*given, {})}
+    more = more or {}
+    found = {"with": train_and_ask(*given, ASKED | more), "without": train_and_ask(*given, more)}
     if pp > 1:
         found["interleaved"] = train_and_ask(*given, ASKED | CHUNKED, steps=0)
     if tp > 1:
@@ -84,5 +90,5 @@ def digest(trainer: Trainer) -> str:
     found = hashlib.sha256()
     for model in trainer.models:
         for _, parameter in sorted(model.named_parameters()):
-            found.update(parameter.detach().cpu().numpy().tobytes())
+            found.update(parameter.detach().float().cpu().numpy().tobytes())
     return found.hexdigest()

@@ -99,14 +99,14 @@ def with_options(tp: int, pp: int, root: str, asked: list[Conversation], num_new
 
 
 def answers(
-    tp: int, pp: int, jobs: dict[str, tuple[str, list[Conversation]]], num_new: int
+    tp: int, pp: int, jobs: dict[str, tuple[str, list[Conversation]]], num_new: int, **options: Any
 ) -> dict[str, list[list[int]]]:
-    """Return the tokens of every answer of every job (checkpoint, conversations)."""
+    """Return the tokens of every answer of every job (checkpoint, conversations). `options`: of the models."""
     groups = join(tp, pp)
     found = {}
     for name, (root, asked) in jobs.items():
         checkpoint, _ = latest_checkpoint(Path(root))
-        model = load_model(groups, checkpoint)
+        model = load_model(groups, checkpoint, **options)
         folder = hf_folder(checkpoint)
         settings = read_settings(folder, model.hf, None, max_new_tokens=num_new, sampling=TokenSampling())
         found[name] = tokens_of(groups, [model], folder, asked, settings, num_rows=3)

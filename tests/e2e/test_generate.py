@@ -1,0 +1,68 @@
+"""`generate` in its own processes: a checkpoint at tp x pp writes the same file as transformers on its folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llava_mcore.convert.import_hf import import_hf
+from tests.helpers.commands import ROOT
+from tests.helpers.shards import make_dataset
+from tests.helpers.tiny_hf import make_hf_llava
+
+NUM_PICTURES = 200
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder, its checkpoint, and a dataset whose first part has as many pictures."""
+    root = tmp_path_factory.mktemp("generate")
+    make_hf_llava(root / "hf")
+    import_hf(root / "hf", root / "megatron")
+    make_dataset(root / "data", num_samples=2 * NUM_PICTURES)
+    split = "split_parts: {train: [000001.tar], val: [000000.tar], test: []}\nexclude: []\n"
+    (root / "data" / ".nv-meta" / "split.yaml").write_text(split)
+    return root
+
+
+def generate(*arguments: object, expect: int = 0) -> str:
+    """Run the command and return its output and errors."""
+    command = [sys.executable, "-m", "llava_mcore", "generate", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=300)
+    assert done.returncode == expect, (done.stdout + done.stderr)[-4000:]
+    return done.stdout + done.stderr
+
+
+def answers(root: Path, name: str, num: int, *model: object) -> bytes:
+    out = root / f"{name}-{num}.jsonl"
+    generate(*model, "--data-path", root / "data", "--num-samples", num, "--max-new-tokens", 8, "--out", out)
+    return out.read_bytes()
+
+
+def test_answers_of_a_checkpoint(root: Path) -> None:
+    expected = answers(root, "hf", 24, "--hf-dir", root / "hf")
+    assert answers(root, "megatron", 24, "--megatron-dir", root / "megatron", "--tp", 2, "--pp", 2) == expected
+    lines = [json.loads(line) for line in expected.splitlines()]
+    assert len(lines) == 24 and len({line["answer"] for line in lines}) > 3
+
+
+@pytest.mark.long
+def test_answers_at_every_layout(root: Path) -> None:
+    expected = answers(root, "hf", NUM_PICTURES, "--hf-dir", root / "hf")
+    assert len(expected.splitlines()) == NUM_PICTURES
+    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        found = answers(root, f"{tp}{pp}", NUM_PICTURES, "--megatron-dir", root / "megatron", "--tp", tp, "--pp", pp)
+        assert found == expected, (tp, pp)
+
+
+def test_what_fails_in_the_processes_is_one_message(root: Path) -> None:
+    start = time.monotonic()
+    given = ("--megatron-dir", root / "megatron", "--tp", 2, "--data-path", root / "no", "--out", root / "x.jsonl")
+    text = generate(*given, expect=2)
+    assert text.count("error:") == 1 and "Traceback" not in text and "does not exist" in text
+    assert len(text.strip().splitlines()) == 1 and time.monotonic() - start < 100

@@ -73,7 +73,7 @@ class Chat:
         self.images, self.videos, self.new_images, self.new_videos = images, videos, [], []
 
     def run(self, lines: Iterator[str]) -> None:
-        """Answer lines until there are no more, or /quit; errors are printed, and the chat goes on."""
+        """Answer lines until there are no more, or /quit; errors are printed, and the chat continues."""
         for line in lines:
             command, _, rest = line.strip().partition(" ")
             if command == "/quit":

@@ -1,4 +1,4 @@
-"""Answers on GPUs: the tokens of transformers' `generate`, also from Transformer Engine's layers and in FP8 training."""
+"""Answers on GPUs: the tokens of transformers' `generate`, also by Transformer Engine; and while training."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ CASES = [
     Case("siglip", "qwen2", {"feature_layer": -1, "tie": True}, None, "llava_onevision"),
     Case("internvit", "qwen2", {"tie": True}, None, "internvl"),
     Case("siglip", "llama", {}, None, "idefics3"),
+    Case("siglip", "mistral", {}, None, "idefics2"),
     Case("qwen2_vl", "qwen2", {"tie": True}, None, "qwen2_vl"),
     Case("qwen2_5_vl", "qwen2", {}, None, "qwen2_5_vl"),
     Case("qwen3_vl", "qwen3", {}, None, "qwen3_vl"),
@@ -103,7 +104,7 @@ def test_other_settings_and_layouts(expected: dict[str, Any]) -> None:
 
 
 def test_answers_while_training(tmp_path: Path) -> None:
-    """The same answers and metrics at every layout; training goes on bitwise as without them."""
+    """The same answers and metrics at every layout; training continues bitwise as without them."""
     material = make_material(tmp_path)  # with dropout, so that later rounds differ between layouts
     rounds: list[Any] = []
     for tp, pp, dp in ((1, 1, 1), (2, 2, 1), (1, 1, 2)):

@@ -227,7 +227,7 @@ def test_a_question_with_marks_of_its_own() -> None:
 
 
 def test_chat(root: Path, assets: Assets) -> None:
-    """Several turns with a picture; whatever is wrong, the chat goes on."""
+    """Several turns with a picture; whatever is wrong, the chat continues."""
     said: list[str] = []
     model = HfModel.load(root / "hf")
     settings = read_settings(root / "hf", model.model.config, 2, max_new_tokens=5, sampling=TokenSampling())

@@ -14,7 +14,18 @@ IMPORTS = (
     "PYTHONPROFILEIMPORTTIME=1 llava-mcore {command} --help 2>&1 | grep -qE '[|] +(torch|transformers)$'; "
     "test ${PIPESTATUS[1]} = 1"
 )
-COMMANDS = ("build", "prepare", "import-hf", "train", "export-hf", "generate", "chat", "check", "inspect", "show-config")
+COMMANDS = (
+    "build",
+    "prepare",
+    "import-hf",
+    "train",
+    "export-hf",
+    "generate",
+    "chat",
+    "check",
+    "inspect",
+    "show-config",
+)
 DATED = "{root}/date=2024-01-01/x"
 
 

@@ -29,9 +29,19 @@ def adapter_flags(tp: int, dp: int, folder: str | None = None) -> dict[str, Any]
 
 
 def curves(
-    tp: int, pp: int, dp: int, checkpoint: str, adapters: dict[str, str], classes: dict[str, str], save_dir: str
+    tp: int,
+    pp: int,
+    dp: int,
+    checkpoint: str,
+    wide: str,
+    adapters: dict[str, str],
+    classes: dict[str, str],
+    save_dir: str,
 ) -> dict[str, Any]:
-    """Train every adapter for 20 steps; a few steps of one packed, recomputed and so on, and of other classes."""
+    """Train every adapter for 20 steps; a few steps of one packed, recomputed and so on, and of other classes.
+
+    `wide`: a checkpoint whose rows are several blocks of 64 numbers on each of two ranks.
+    """
     short, mixed = {"training.train_iters": 4}, {1, 3, 4, 5}
     runs = {name: (checkpoint, mixed, adapter_flags(tp, dp, folder)) for name, folder in adapters.items()}
     some = adapter_flags(tp, dp, adapters["lora"]) | short
@@ -43,6 +53,8 @@ def curves(
     }
     if tp == 1:  # the model's rows are a block long
         runs["nf4"] = (checkpoint, mixed, adapter_flags(tp, dp, adapters["lora"]) | {"adapter.quantize": "nf4"})
+    quantized = adapter_flags(tp, dp) | short | {"adapter.r": 4, "adapter.quantize": "nf4"}
+    runs["nf4, wide"] = (wide, mixed, quantized)
     everywhere = {"adapter.r": 4, "adapter.vision_r": 2, "adapter.projection_r": 3, "adapter.dora": True}
     for name, other in classes.items():
         runs[name] = (other, mixed, adapter_flags(tp, dp) | short | everywhere | {"adapter.bias": "lora_only"})

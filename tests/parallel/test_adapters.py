@@ -54,6 +54,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
     make_hf_llava(root / "hf")
     import_hf(root / "hf", root / "megatron")
+    make_hf_llava(root / "hf-wide", text_overrides={"hidden_size": 128, "intermediate_size": 256})
+    import_hf(root / "hf-wide", root / "wide")
     targets = used_linears(root / "hf", [TOWER, PROJECTOR, TEXT])
     for name, options in KINDS.items():
         make_peft_folder(
@@ -75,7 +77,8 @@ def results(folders: Path) -> Callable[[Any], Any]:
         tp, pp, dp = layout
         ranks = run_world(
             tp * pp * dp, "tests.parallel.adapter_checks:curves", tp=tp, pp=pp, dp=dp,
-            checkpoint=str(folders / "megatron"), adapters={name: str(folders / name) for name in KINDS},
+            checkpoint=str(folders / "megatron"), wide=str(folders / "wide"),
+            adapters={name: str(folders / name) for name in KINDS},
             classes={case.name: str(folders / case.name) for case in CLASSES}, save_dir=str(folders / "save"),
         )  # fmt: skip
         assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
@@ -109,6 +112,13 @@ def test_qlora_trains_as_peft_on_a_model_in_4_bits(results: Any, folders: Path, 
     assert here["loss"] == pytest.approx(reference["loss"], rel=1e-5)
     full = results(layout)["lora"]["loss"]
     assert here["loss"] == pytest.approx(full, rel=0.05) and here["loss"] != pytest.approx(full, rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_qlora_trains_alike_at_every_layout(results: Any, layout: tuple[int, int, int]) -> None:
+    here, reference = results(layout)["nf4, wide"], results((1, 1, 1))["nf4, wide"]
+    assert here["loss"] == pytest.approx(reference["loss"], rel=1e-6)
+    assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

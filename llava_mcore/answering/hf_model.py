@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -122,31 +122,16 @@ class HfModel:
         inputs = self.inputs(conversation)
         options = {"skip_prompt": True, "skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         streamer = TextIteratorStreamer(self.assets.tokenizer, **options)
-        failures: list[BaseException] = []
         stop = _Stop()
-
-        def work() -> None:
+        given = {"generation_config": settings.config, "stopping_criteria": StoppingCriteriaList([stop])}
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(torch.no_grad()(self.model.generate), **inputs, **given, streamer=streamer)
+            answer.add_done_callback(lambda _: streamer.end())  # also after an error
             try:
-                with torch.no_grad():
-                    self.model.generate(
-                        **inputs,
-                        generation_config=settings.config,
-                        streamer=streamer,
-                        stopping_criteria=StoppingCriteriaList([stop]),
-                    )
-            except BaseException as error:  # raised below, in the thread that reads
-                failures.append(error)
-                streamer.end()
-
-        thread = Thread(target=work, daemon=True)
-        thread.start()
-        try:
-            yield from streamer
-        finally:  # also if nobody reads on
-            stop.asked = True
-            thread.join()
-        if failures:
-            raise failures[0]
+                yield from streamer
+            finally:  # also if nobody reads on
+                stop.asked = True
+            answer.result()
 
 
 class _Stop(StoppingCriteria):

@@ -19,11 +19,14 @@ from llava_mcore.cli.flags.generate import parser
 from llava_mcore.cli.flags.samples import limits_of
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import Conversation
+from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.files.atomic import move, write_synced
 from llava_mcore.generation.records import Record
 from llava_mcore.generation.settings import TokenSampling
 
+ROWS = 8
+"""Questions of a dataset that are answered at the same time, unless the user says."""
 SHOWN = 10
 """Problems of samples that are printed."""
 
@@ -76,6 +79,10 @@ def _check_flags(args: argparse.Namespace) -> None:
         found.append("--data-path and --out need each other")
     if args.data_path is not None and (args.image or args.video):
         found.append("--image and --video belong to --question")
+    if args.data_path is None and (args.split is not None or args.num_samples is not None or args.every_answer):
+        found.append("--split, --num-samples and --every-answer belong to --data-path")
+    if args.batch_size is not None and (args.megatron_dir is None or args.data_path is None):
+        found.append("--batch-size is for the questions of --data-path to --megatron-dir")
     if args.hf_dir is not None and args.tp * args.pp > 1:
         found.append("--tp and --pp are for --megatron-dir: transformers runs a Hugging Face folder in one process")
     if args.megatron_dir is not None and (args.load_in_4bit or args.load_in_8bit):
@@ -94,11 +101,11 @@ def _asked(args: argparse.Namespace, reading: Reading) -> Conversation | DataJob
         sampling = Sampling(args.video_fps, args.video_max_frames)
         return conversation_of_files(args.question, args.image, args.video, reading.limits, sampling)
     path = args.data_path if "://" in args.data_path else Path(args.data_path)
-    return DataJob(path, args.split, args.num_samples, args.every_answer)
+    return DataJob(path, args.split or VALIDATION, args.num_samples, args.every_answer)
 
 
 def _num_rows(args: argparse.Namespace) -> int:
-    return 1 if args.data_path is None else int(args.batch_size)
+    return 1 if args.data_path is None else args.batch_size or ROWS
 
 
 def _write(path: Path, records: Sequence[Record]) -> None:

@@ -115,6 +115,8 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "no file": (("--hf-dir", "{hf}", "--data-path", "{data}"), "--data-path and --out need each other"),
     "no folder": (("--hf-dir", "{hf}", "--data-path", "{data}", "--out", "{root}/no/x"), "there is no folder"),
     "a folder": (("--hf-dir", "{hf}", "--data-path", "{data}", "--out", "{root}"), "is a folder: give the name"),
+    "no effect": (("--hf-dir", "{hf}", "--split", "val", *Q), "--every-answer belong to --data-path"),
+    "batch size": (("--hf-dir", "{hf}", "--batch-size", "2", *Q), "--batch-size is for the questions"),
     "layout": (("--hf-dir", "{hf}", "--tp", "2", *Q), "--tp and --pp are for --megatron-dir"),
     "bits": (("--megatron-dir", "{megatron}", "--load-in-4bit", *Q), "are for --hf-dir: run export-hf first"),
     "both bits": (("--hf-dir", "{hf}", "--load-in-4bit", "--load-in-8bit", *Q), "exclude each other"),

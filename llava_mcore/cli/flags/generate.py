@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--tp", type=positive, default=1, metavar="N", help="tensor-parallel size (default 1)")
     model.add_argument("--pp", type=positive, default=1, metavar="N", help="pipeline-parallel size (default 1)")
     model.add_argument(
-        "--batch-size", type=positive, default=8, metavar="N",
+        "--batch-size", type=positive, metavar="N",
         help="questions of a dataset that a Megatron checkpoint answers at the same time (default 8)",
     )  # fmt: skip
     add_loading_flags(model)
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     add_frame_flags(one)
     many = p.add_argument_group("the questions of a dataset")
     many.add_argument("--data-path", help="prepared folder or a blend's .yaml")
-    many.add_argument("--split", choices=SPLITS, default="val", help="its part (default val)")
+    many.add_argument("--split", choices=SPLITS, help="its part (default val)")
     many.add_argument("--num-samples", type=positive, metavar="N", help="ask N of them, evenly distributed (all)")
     many.add_argument(
         "--every-answer", action="store_true",

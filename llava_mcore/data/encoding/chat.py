@@ -307,6 +307,11 @@ class ChatFormat:
             found |= self._typed.found_in(turn.text)
         return tuple(sorted(found))
 
+    def special_in(self, text: str) -> tuple[str, ...]:
+        """Return the special tokens in a text, placeholders of pictures and videos too."""
+        placeholders = [token for token in (self.image_token, self.video_token) if token is not None and token in text]
+        return tuple(sorted({*self._typed.found_in(text), *placeholders}))
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of everything that `text_tokens` depends on except the turns."""

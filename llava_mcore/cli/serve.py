@@ -1,0 +1,92 @@
+"""Serve a Hugging Face folder with OpenAI's interface."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+from llava_mcore.cli.common import conversion_main
+from llava_mcore.cli.flags.serve import ENGINES, parser
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.errors import ConfigError, os_error_text
+from llava_mcore.files.hf_folder import HfFolder
+from llava_mcore.launch.process import run_child
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.serving.engines import Served, engine_command, installed_command
+from llava_mcore.serving.requests import ServedModel
+
+PACKAGES = ("accelerate", "fastapi", "openai", "uvicorn")
+GRACE_SECONDS = 3
+"""After Ctrl-C, until open connections are closed."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal ends it."""
+    check_flags(args)
+    name = args.served_model_name or args.hf_dir.resolve().name
+    served = Served(args.hf_dir, name, args.host, args.port)
+    commands = {engine: engine_command(engine, served) for engine in ENGINES[1:]}
+    if args.dry_run:
+        print("\n".join(shlex.join(command) for command in commands.values()))
+        return 0
+    hf = load_hf_config(args.hf_dir)
+    HfFolder.open(args.hf_dir)  # transformers would report a damaged file by a traceback
+    assets = load_assets(args.hf_dir)
+    if args.engine in commands:
+        command = installed_command(args.engine, served)
+        print(f"running: {shlex.join(command)}", flush=True)
+        return run_child(command)
+    most_tokens = int(hf.get_text_config().max_position_embeddings)
+    return _serve(args, ServedModel(name, most_tokens, assets.chat.special_in))
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that cannot work, or missing packages."""
+    if args.max_request_bytes < 1:
+        raise ConfigError("--max-request-bytes must be at least 1")
+    if "@" in str(args.hf_dir):
+        raise ConfigError(
+            f"--hf-dir {args.hf_dir}: transformers' server takes what is after @ for a revision; rename it"
+        )
+    if args.engine == "transformers" and any(importlib.util.find_spec(package) is None for package in PACKAGES):
+        raise ConfigError('transformers\' server needs more packages: pip install "llava-mcore[serve]"')
+
+
+def _serve(args: argparse.Namespace, model: ServedModel) -> int:
+    import uvicorn
+
+    from llava_mcore.compat.transformers_serving import load_handler
+    from llava_mcore.serving.app import build_app
+
+    with closing(_listening(args.host, args.port)) as sock:
+        disable_progress_bar()
+        set_verbosity_error()  # otherwise it logs every request as a warning
+        handler = load_handler(args.hf_dir, model.name, args.device)
+        app = build_app(handler, model, max_request_bytes=args.max_request_bytes)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
+        print(f"serving {model.name} at http://{args.host}:{sock.getsockname()[1]}/v1; Ctrl-C ends it", flush=True)
+        uvicorn.Server(config).run(sockets=[sock])
+    return 0
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens, before the model is loaded. ConfigError if the address cannot be used."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"{host}:{port} cannot be listened on: {os_error_text(error)}; choose another --host or --port"
+        ) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit code."""
+    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))

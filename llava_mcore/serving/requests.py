@@ -1,0 +1,150 @@
+"""Checks of a chat request before transformers sees it.
+
+transformers' server opens any path and address that a request names as a picture; here a picture is in the request.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from llava_mcore.config.sections.data import LIMITS
+from llava_mcore.data.encoding.images import decode_image
+from llava_mcore.errors import DataError
+
+ROLES = ("system", "user", "assistant")
+REFUSED = ("generation_config", "chat_template_kwargs", "tools")
+"""Fields of transformers' server that reach into generation and templates."""
+USUAL_TOKENS = 1024
+"""Most tokens of an answer if the request does not say; the same as transformers' own."""
+PICTURE_URL = "data:image/"
+HOW_TO_SEND = '"url" must be "data:image/TYPE;base64,DATA"'
+
+
+class RequestError(Exception):
+    """A request that is refused. `status`: the HTTP status of the answer."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What requests are checked against.
+
+    `name`: of the model. `most_tokens`: the longest answer, from the model's number of positions. `special_in`: returns
+    the special tokens in a text; transformers would read them as control tokens and placeholders of pictures.
+    """
+
+    name: str
+    most_tokens: int
+    special_in: Callable[[str], Collection[str]]
+
+
+def check_chat(body: Any, model: ServedModel) -> dict[str, Any]:
+    """Return a request for chat completions as transformers' server takes it.
+
+    Raises:
+        RequestError: with everything that is wrong.
+    """
+    if not isinstance(body, dict):
+        raise RequestError(f"the request must be a JSON object, found {_kind(body)}")
+    if body.get("model") not in (None, model.name):
+        raise RequestError(f'the model {body["model"]!r} is not served here; served is "{model.name}"', 404)
+    found = [f'"{name}" is not allowed' for name in REFUSED if body.get(name) is not None]
+    found += _numbers(body, model)
+    found += _messages(body.get("messages"), model)
+    if found:
+        raise RequestError("; ".join(found))
+    checked = {name: value for name, value in body.items() if name != "max_completion_tokens"}
+    # OpenAI's newer name; transformers 5.17 ignores it.
+    most = body.get("max_completion_tokens", body.get("max_tokens"))
+    return checked | {"max_tokens": min(USUAL_TOKENS, model.most_tokens) if most is None else most}
+
+
+def _numbers(body: dict[str, Any], model: ServedModel) -> list[str]:
+    ranges: dict[str, tuple[type | tuple[type, ...], float, float]] = {
+        "max_tokens": (int, 1, model.most_tokens),
+        "max_completion_tokens": (int, 1, model.most_tokens),
+        "temperature": ((int, float), 0, 100),
+        "top_p": ((int, float), 0, 1),
+        "seed": (int, -(2**63), 2**63 - 1),
+    }
+    return [
+        f'"{name}" must be {"an integer" if kinds is int else "a number"} from {least} to {most}, found {body[name]!r}'
+        for name, (kinds, least, most) in ranges.items()
+        if body.get(name) is not None
+        and (
+            not isinstance(body[name], kinds)
+            or isinstance(body[name], bool)
+            or not math.isfinite(body[name])
+            or not least <= body[name] <= most
+        )
+    ]
+
+
+def _messages(messages: Any, model: ServedModel) -> list[str]:
+    if not isinstance(messages, list) or not messages or not all(isinstance(x, dict) for x in messages):
+        return ['"messages" must be a non-empty list of objects']
+    found = []
+    for number, message in enumerate(messages):
+        if message.get("role") not in ROLES:
+            found.append(f"message {number}: the role is {message.get('role')!r}; allowed: {', '.join(ROLES)}")
+        content = message.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            found.append(f'message {number}: "content" must be a text or a list of parts, found {_kind(content)}')
+            continue
+        found += [f"message {number}: {problem}" for part in parts for problem in _part(part, model)]
+        if number == len(messages) - 1 and not found:
+            found += _question(message["role"], parts)
+    return found
+
+
+def _question(role: str, parts: list[dict[str, Any]]) -> list[str]:
+    if role != "user":
+        return [f"the last message must be the user's, found {role}"]
+    if not any(part["type"] == "text" and part["text"].strip() for part in parts):
+        return ["the question is empty"]
+    return []
+
+
+def _part(part: dict[str, Any], model: ServedModel) -> list[str]:
+    kind = part.get("type")
+    if kind == "image_url":
+        return _picture(part.get(kind))
+    return _text(part.get("text"), model) if kind == "text" else [f"a part of type {kind!r}; allowed: text, image_url"]
+
+
+def _text(text: Any, model: ServedModel) -> list[str]:
+    if not isinstance(text, str):
+        return [f'"text" must be a text, found {_kind(text)}']
+    if len(text) > LIMITS.text_chars:
+        return [f"a text has {len(text)} characters; the limit is {LIMITS.text_chars}"]
+    special = sorted(model.special_in(text))
+    return [f"a text has special tokens of the model, {', '.join(special)}: remove them"] if special else []
+
+
+def _picture(value: Any) -> list[str]:
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str):
+        return [f'"image_url" must be {{"url": …}}, found {_kind(value)}']
+    head, comma, data = url.partition(",")
+    if not head.startswith(PICTURE_URL) or not head.endswith(";base64") or not comma:
+        return [f"a picture must be in the request: {HOW_TO_SEND}, found {url[:60]!r}"]
+    try:
+        decode_image(base64.b64decode(data, validate=True))
+    except binascii.Error as error:
+        return [f"a picture is not valid base64: {error}"]
+    except DataError as error:
+        return [str(error)]
+    return []
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {value!r:.60}"

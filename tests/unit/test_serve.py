@@ -1,0 +1,211 @@
+"""The server answers as transformers does, refuses what is wrong with a message, and continues."""
+
+from __future__ import annotations
+
+import base64
+import signal
+import time
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from PIL import Image
+from transformers import LlavaForConditionalGeneration, LlavaProcessor
+
+from llava_mcore.cli.serve import main
+from llava_mcore.serving.requests import RequestError, ServedModel, check_chat
+from tests.helpers.server import Started, request, serving
+from tests.helpers.shards import jpeg
+from tests.helpers.tiny_hf import make_hf_llava
+
+MODEL = ServedModel("tiny", 64, lambda text: {"<image>"} if "<image>" in text else ())
+MEGABYTE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    make_hf_llava(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Started]:
+    with serving(folder, "--device", "cpu", "--max-request-bytes", MEGABYTE) as server:
+        yield server
+
+
+def greedy(folder: Path, question: str, picture: bytes, tokens: int) -> str:
+    """Answer with plain transformers."""
+    model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
+    processor = LlavaProcessor.from_pretrained(folder)
+    parts = [{"type": "image", "image": Image.open(BytesIO(picture))}, {"type": "text", "text": question}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": parts}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    with torch.no_grad():
+        out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+    return str(processor.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def message(answer: httpx.Response) -> str:
+    """Return the message of an error as OpenAI's clients read it."""
+    return str(answer.json()["error"]["message"])
+
+
+def test_answers_are_those_of_transformers(server: Started, folder: Path) -> None:
+    answers = {}
+    for number in (1, 2):
+        answer = server.chat("Which digit is this?", jpeg(number))
+        assert answer.status_code == 200
+        assert answer.json()["model"] == "tiny"
+        answers[number] = answer.json()["choices"][0]["message"]["content"]
+    wanted = {number: greedy(folder, "Which digit is this?", jpeg(number), 8) for number in (1, 2)}
+    assert answers == wanted
+    assert answers[1] != answers[2], "the picture does not reach the model"
+
+
+def test_a_stream_is_the_same_answer(server: Started) -> None:
+    whole = server.chat("Which digit is this?", jpeg(1)).json()["choices"][0]["message"]["content"]
+    streamed = server.chat("Which digit is this?", jpeg(1), stream=True)
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if '"content"' in line]
+    assert "".join(httpx.Response(200, text=x).json()["choices"][0]["delta"]["content"] for x in events) == whole
+
+
+def test_bad_requests_get_a_message_and_the_server_continues(server: Started) -> None:
+    with_text_file = server.chat("What is it?", b"just a text file")
+    assert with_text_file.status_code == 400
+    assert "cannot be decoded" in message(with_text_file)
+    empty = server.chat(" \n", jpeg(1))
+    assert (empty.status_code, message(empty)) == (400, "the question is empty")
+    start = time.monotonic()
+    large = server.chat("What is it?", bytes(7 * MEGABYTE))
+    assert large.status_code == 413
+    assert "--max-request-bytes" in message(large)
+    assert time.monotonic() - start < 10
+    other = server.chat("What is it?", jpeg(1), model="gpt")
+    assert (other.status_code, message(other)) == (404, "the model 'gpt' is not served here; served is \"tiny\"")
+    unknown = server.chat("What is it?", jpeg(1), colour="red")
+    assert unknown.status_code == 422
+    assert "colour" in message(unknown)
+    broken = httpx.post(f"{server.url}/chat/completions", content=b"{")
+    assert broken.status_code == 400
+    assert "not valid JSON" in message(broken)
+    assert server.chat("What is it?", jpeg(1), model="tiny").status_code == 200
+
+
+def test_nothing_else_is_offered(server: Started) -> None:
+    assert [entry["id"] for entry in httpx.get(f"{server.url}/models").json()["data"]] == ["tiny"]
+    root = server.url.removesuffix("/v1")
+    assert httpx.get(f"{root}/health").json() == {"status": "ok"}
+    for path in ("/load_model", "/reset", "/v1/responses", "/v1/completions"):
+        assert httpx.post(root + path, json={"model": "x"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"messages": []}, '"messages" must be a non-empty list'),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "the role is 'tool'; allowed: system, user, assistant"),
+        ({"messages": [{"role": "user", "content": 3}]}, "a text or a list of parts, found int 3"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message must be the user's"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "allowed: text, image_url"),
+        (request("one <image> more"), "special tokens of the model, <image>"),
+        (request("x" * 1_000_001), "1000001 characters; the limit is 1000000"),
+        ({"max_tokens": 0}, '"max_tokens" must be an integer from 1 to 64, found 0'),
+        ({"max_tokens": True}, '"max_tokens" must be an integer'),
+        ({"temperature": "hot", "top_p": 2}, '"temperature" must be a number'),
+        ({"temperature": float("nan")}, '"temperature" must be a number'),
+        ({"generation_config": "{}"}, '"generation_config" is not allowed'),
+    ],
+)
+def test_checks_of_a_request(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError) as found:
+        check_chat(request("What is it?", jpeg(1)) | change, MODEL)
+    assert words in str(found.value)
+    assert found.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://example.org/cat.jpg", "must be in the request"),
+        ("file:///etc/hostname", "must be in the request"),
+        ("/etc/hostname", "must be in the request"),
+        ("data:text/plain;base64,aGk=", "must be in the request"),
+        ("data:image/png;base64,#", "not valid base64"),
+        ("data:image/png;base64," + base64.b64encode(jpeg(1)[:200]).decode(), "cannot be decoded"),
+        (None, '"image_url" must be'),
+    ],
+)
+def test_no_file_and_no_address_is_opened(url: Any, words: str) -> None:
+    body = request("What is it?")
+    body["messages"][0]["content"].insert(0, {"type": "image_url", "image_url": {"url": url}})
+    with pytest.raises(RequestError, match=words):
+        check_chat(body, MODEL)
+
+
+def test_a_checked_request_has_a_limit_for_its_answer() -> None:
+    body = request("What is it?", jpeg(1))
+    assert check_chat(body, MODEL) == body
+    del body["max_tokens"]
+    assert check_chat(body, MODEL)["max_tokens"] == 64
+    newer = check_chat(body | {"max_completion_tokens": 5}, MODEL)
+    assert newer["max_tokens"] == 5
+    assert "max_completion_tokens" not in newer
+
+
+def test_ctrl_c_ends_it(folder: Path) -> None:
+    with serving(folder, "--device", "cpu", "--served-model-name", "named") as server:
+        assert server.chat("What is it?", model="named").status_code == 200
+        start = time.monotonic()
+        assert server.stop(signal.SIGINT) == 130
+        assert time.monotonic() - start < 10
+        assert server.output == "interrupted\n"
+
+
+def test_what_cannot_be_served_is_one_message(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def says(*arguments: object) -> str:
+        assert main([*map(str, arguments)]) == 2
+        return capsys.readouterr().err
+
+    incomplete = tmp_path / "incomplete"
+    incomplete.mkdir()
+    (incomplete / "config.json").write_text((folder / "config.json").read_text())
+    assert "model.safetensors" in says("--hf-dir", incomplete)
+    assert "no-such" in says("--hf-dir", tmp_path / "no-such")
+    assert "revision" in says("--hf-dir", tmp_path / "a@b")
+    assert "--max-request-bytes must be at least 1" in says("--hf-dir", folder, "--max-request-bytes", 0)
+    assert "choose another --host or --port" in says("--hf-dir", folder, "--host", "no.such.host.invalid")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for engine in ("vllm", "sglang"):
+        assert f"{engine} is not installed here" in says("--hf-dir", folder, "--engine", engine)
+
+
+def test_commands_of_other_engines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--hf-dir", str(folder), "--port", "8001", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"vllm serve {folder} --host localhost --port 8001 --served-model-name tiny",
+        f"python -m sglang.launch_server --model-path {folder} --host localhost --port 8001 --served-model-name tiny",
+    ]
+
+
+def test_an_installed_engine_is_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program called vllm on PATH, it gets the command, and its exit code is ours."""
+    program = tmp_path / "vllm"
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path / "got"}\nexit 7\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert main(["--hf-dir", str(folder), "--engine", "vllm"]) == 7
+    assert (tmp_path / "got").read_text().startswith(f"serve {folder} --host localhost --port 8000")

@@ -4,6 +4,7 @@
 
 PYTHON := .venv/bin/python
 NEWEST := .venv-newest
+PAGE := .venv-page
 INPUTS := pyproject.toml environments/test-models.txt scripts/setup_venv.sh
 # Tests wait for processes of their own half of the time: a third worker fills two cores.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
@@ -11,7 +12,7 @@ USUAL := 'not gpu and not cluster and not long'
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-long test-newest test-cluster test-all lint format lock lock-newest clean
+.PHONY: help venv quickstart page test test-long test-newest test-cluster test-all lint format lock lock-newest clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -20,6 +21,8 @@ venv: .venv/.installed-dev ## Make .venv with the development tools
 
 quickstart: .venv/.installed-quickstart ## Import, train, export and evaluate a small model on real pictures
 	$(PYTHON) examples/quickstart/run.py
+
+page: $(PAGE)/.installed ## Make .venv-page with Gradio, for the page of `demo`
 
 # compileall: where PYTHONDONTWRITEBYTECODE is set, as in many images, each of some hundred processes would compile it all.
 test: lint ## Run every check that needs no GPU
@@ -63,7 +66,7 @@ lock-newest: ## Install the newest versions that pyproject.toml allows, and writ
 	mv environments/newest.lock.new environments/newest.lock.txt
 	touch $(NEWEST)/.installed-dev
 
-clean: ## Remove caches and build outputs, but not .venv and .venv-newest
+clean: ## Remove caches and build outputs, but no environments
 	rm -rf build dist outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
@@ -77,4 +80,9 @@ clean: ## Remove caches and build outputs, but not .venv and .venv-newest
 
 $(NEWEST)/.installed-dev: $(INPUTS) environments/newest.lock.txt
 	scripts/setup_venv.sh dev $(NEWEST) environments/newest.lock.txt
+	touch $@
+
+$(PAGE)/.installed: environments/page.lock.txt .venv/.installed-quickstart
+	$(PYTHON) -m venv --clear $(PAGE)
+	$(PAGE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement environments/page.lock.txt
 	touch $@

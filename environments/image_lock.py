@@ -20,7 +20,8 @@ IN_BASE = re.compile(r"torch|torchvision|triton|numpy|nvidia-.*|cuda-.*|transfor
 def main() -> int:
     """Print the lock; return 1 and name what is missing if the environment is not complete."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["remote"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["remote"], *extras["serve"]]
     found, missing = closure(wanted, own=project["name"])
     if missing:
         print(f"not installed: {', '.join(sorted(missing))}", file=sys.stderr)

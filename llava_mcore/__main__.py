@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": ("generate", "answer questions about pictures, from a Hugging Face folder or a Megatron checkpoint"),
     "chat": ("chat", "chat about pictures in the terminal, with a Hugging Face folder's model"),
     "serve": ("serve", "serve a Hugging Face folder with OpenAI's interface"),
+    "demo": ("demo", "show a chat page for a model or a server"),
     "check": ("check", "check a checkpoint against its model, tensor by tensor"),
     "inspect": ("inspect_folder", "show the contents of a Hugging Face folder or a Megatron checkpoint"),
     "show-config": ("show_config", "print the configuration that results from flags, overrides and a file"),
@@ -31,7 +32,7 @@ COMMANDS = {
 ON_CPU = ("build", "prepare", "import-hf", "export-hf", "check", "inspect")
 """Commands that do not use GPUs."""
 
-WITH_LIGHT_FLAGS = ("prepare", "import-hf", "export-hf", "generate", "chat", "serve", "check", "inspect")
+WITH_LIGHT_FLAGS = ("prepare", "import-hf", "export-hf", "generate", "chat", "serve", "demo", "check", "inspect")
 """Commands whose flags are in a separate module, because the command's own module needs torch."""
 
 IN_CONTAINER = ("build", "prepare", "import-hf", "train", "export-hf", "generate", "chat", "check", "inspect")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from llava_mcore.cli.flags.serve import DEFAULT_PORT, parser
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "environments"
@@ -23,7 +27,7 @@ def test_images_hold_the_tested_versions_of_all_that_the_base_lacks() -> None:
     image, tested = pins("image.lock.txt"), pins("cpu.lock.txt")
     assert {name: tested.get(name, version) for name, version in image.items()} == image
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for text in project["dependencies"]:
+    for text in [*project["dependencies"], *project["optional-dependencies"]["serve"]]:
         requirement = Requirement(text)
         name = canonicalize_name(requirement.name)
         assert (name in image) != (name in IN_BASE), name
@@ -41,3 +45,33 @@ def test_both_recipes_have_the_same_content() -> None:
     assert [line.removeprefix("RUN ") for line in docker.splitlines() if line.startswith("RUN ")] == commands
     assert "environments/image.lock.txt /opt/llava_mcore/image.lock.txt" in recipe
     assert "COPY environments/image.lock.txt /opt/llava_mcore/image.lock.txt" in docker
+
+
+def test_compose_starts_our_commands() -> None:
+    """The file is valid YAML, its commands parse, and what it names exists; there is no docker to run it."""
+    text = (ENVIRONMENTS / "compose.yaml").read_text(encoding="utf-8")
+    services = yaml.safe_load(text)["services"]
+    assert services.keys() == {"server", "page"}
+    server, page = services["server"], services["page"]
+    assert server["command"][:4] == ["python3", "-m", "llava_mcore", "serve"]
+    flags = parser().parse_args(server["command"][4:])
+    assert (flags.host, flags.port) == ("0.0.0.0", DEFAULT_PORT)
+    assert f"{flags.hf_dir}:ro" == server["volumes"][0].rsplit("}:")[1]
+    assert server["healthcheck"]["test"][-1] == f"http://localhost:{DEFAULT_PORT}/health"
+    assert page["command"][:2] == ["--server", f"http://server:{DEFAULT_PORT}/v1"]
+    assert page["ports"] == [f"127.0.0.1:7860:{page['command'][-1]}"]
+    assert page["depends_on"] == {"server": {"condition": "service_healthy"}}
+    assert f"docker build --tag {server['image']} --file environments/Dockerfile" in text
+    recipe = (ENVIRONMENTS.parent / page["build"]["dockerfile"]).read_text(encoding="utf-8")
+    for source in re.findall(r"^COPY (\S+) ", recipe, re.MULTILINE):
+        assert (ROOT / source).is_file()
+
+
+def test_the_page_s_environment_is_locked_without_torch() -> None:
+    lock = pins("page.lock.txt")
+    assert {"gradio", "httpx"} <= lock.keys()
+    assert not {"torch", "transformers", "llava-mcore"} & lock.keys()
+    imported = set(
+        re.findall(r"^(?:import|from) (\w+)", (ROOT / "llava_mcore/serving/page.py").read_text(), re.MULTILINE)
+    )
+    assert imported - set(sys.stdlib_module_names) == {"gradio", "httpx"}

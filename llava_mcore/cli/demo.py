@@ -1,0 +1,74 @@
+"""Show a chat page for a model."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import llava_mcore
+from llava_mcore.cli.common import conversion_main
+from llava_mcore.cli.flags.demo import parser
+from llava_mcore.errors import ConfigError
+from llava_mcore.launch.process import INTERRUPTED, run_child
+from llava_mcore.serving.child import server
+from llava_mcore.serving.examples import check_examples
+
+ROOT = Path(llava_mcore.__file__).parents[1]
+PAGE = ROOT / "llava_mcore" / "serving" / "page.py"
+OWN_PYTHON = ROOT / ".venv-page" / "bin" / "python"
+HAS_GRADIO = "import importlib.util, sys; sys.exit(importlib.util.find_spec('gradio') is None)"
+NO_GRADIO = (
+    "{python} has no Gradio. Gradio needs another Pillow than training, so it has an environment of its own: run "
+    "`make page`, or `pip install -r environments/page.lock.txt` in an environment that --python names"
+)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the page until a signal ends it."""
+    python = _python(args.python)
+    page = ["--host", args.host, "--port", str(args.port)]
+    if args.examples is not None:
+        check_examples(args.examples)
+        page += ["--examples", str(args.examples)]
+    running = contextlib.nullcontext(_url(args.server)) if args.hf_dir is None else server(_serve_flags(args))
+    with running as url:
+        env = os.environ | {"GRADIO_ANALYTICS_ENABLED": "False"}
+        code = run_child([python, "-P", str(PAGE), "--server", url, *page], env)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    return code
+
+
+def _serve_flags(args: argparse.Namespace) -> list[str]:
+    return ["--hf-dir", str(args.hf_dir), "--device", args.device]
+
+
+def _url(text: str) -> str:
+    """Return a server's address without a slash at its end. ConfigError if it is not an address."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"--server {text}: an address such as http://localhost:8000/v1 is needed")
+    return text.rstrip("/")
+
+
+def _python(given: Path | None) -> str:
+    """Return a Python that has Gradio. ConfigError if there is none."""
+    chosen = given or (OWN_PYTHON if OWN_PYTHON.is_file() else Path(sys.executable))
+    try:
+        done = subprocess.run([str(chosen), "-c", HAS_GRADIO], check=False)
+    except OSError as error:
+        raise ConfigError(f"--python {chosen} cannot be run: {error.strerror}") from error
+    if done.returncode:
+        raise ConfigError(NO_GRADIO.format(python=chosen))
+    return str(chosen)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit code."""
+    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))

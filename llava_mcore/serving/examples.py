@@ -1,0 +1,43 @@
+"""The folder of example questions that the page shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llava_mcore.errors import DataError, LlavaMcoreError, problems
+from llava_mcore.files.json_files import parse_object
+from llava_mcore.files.text_files import read_text
+
+QUESTIONS = "questions.jsonl"
+MOST_PROBLEMS = 10
+
+
+def check_examples(folder: Path) -> None:
+    """Check a folder with pictures and a questions.jsonl.
+
+    Raises:
+        DataError: with every line that is wrong, up to ten.
+    """
+    file = folder / QUESTIONS
+    if not file.is_file():
+        raise DataError(f'{file} does not exist; it has a line per example: {{"picture": "NAME.jpg", "question": "…"}}')
+    found = []
+    for number, line in enumerate(read_text(file).splitlines(), 1):
+        try:
+            problem = _problem(folder, parse_object(line, f"line {number}", DataError)) if line.strip() else None
+        except LlavaMcoreError as error:
+            found.append(str(error))
+        else:
+            found += [f"line {number}: {problem}"] if problem is not None else []
+    if found:
+        raise DataError(problems(f"{file} cannot be used", found[:MOST_PROBLEMS]))
+
+
+def _problem(folder: Path, example: dict[str, object]) -> str | None:
+    picture, question = example.get("picture"), example.get("question")
+    if not isinstance(picture, str) or not isinstance(question, str):
+        return f'"picture" and "question" must be texts, found {picture!r} and {question!r}'
+    file = folder / picture
+    if not file.resolve().is_relative_to(folder.resolve()):
+        return f"{picture} is not in the folder"
+    return None if file.is_file() else f"there is no picture {picture}"

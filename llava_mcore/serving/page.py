@@ -1,0 +1,156 @@
+"""A chat page in front of a server with OpenAI's interface; a program of its own: `python -P page.py --server URL …`.
+
+Gradio needs another Pillow than training does. So this file runs in an environment that has Gradio and nothing else of
+ours, and imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import mimetypes
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import httpx
+
+QUESTIONS = "questions.jsonl"
+MOST_EXAMPLES = 8
+SECONDS_TO_CONNECT, SECONDS_TO_ANSWER = 5, 600
+MOST_BYTES = "32mb"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as a shell reports it."""
+
+
+class Failure(Exception):
+    """An answer that did not come; its text is for the reader of the page."""
+
+
+def main() -> int:
+    """Show the page until Ctrl-C."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--server", required=True, help="address of the server, with /v1")
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--examples", type=Path)
+    args = parser.parse_args()
+    page = build_page(args.server, [] if args.examples is None else examples(args.examples))
+    try:
+        page.launch(
+            server_name=args.host, server_port=args.port, max_file_size=MOST_BYTES, footer_links=[],
+            quiet=True, prevent_thread_lock=True, ssr_mode=False,
+        )  # fmt: skip
+    except OSError as error:
+        print(f"error: {args.host}:{args.port} cannot be listened on: {error}; choose another --port", file=sys.stderr)
+        return 2
+    print(f"the page is at http://{args.host}:{args.port}; Ctrl-C ends it", flush=True)
+    threading.Event().wait()  # Gradio's own waiting would print a line after Ctrl-C, and end with code 0
+    return 0
+
+
+def build_page(server: str, shown: list[dict[str, Any]]) -> gr.Blocks:
+    """Return the page. `shown`: example questions with their pictures, as Gradio takes them."""
+
+    def answer(message: dict[str, Any], history: list[dict[str, Any]]) -> Iterator[str]:
+        text = ""
+        try:
+            for piece in ask(server, [*map(_message, history), _asked(message)]):
+                text += piece
+                yield text
+        except Failure as failure:
+            yield f"{text}\n\n⚠️ {failure}".strip()
+
+    return gr.ChatInterface(
+        answer,
+        multimodal=True,
+        chatbot=gr.Chatbot(label="Conversation", height="65vh", buttons=["copy"]),
+        title="llava_mcore",
+        description="Upload a picture and ask about it.",
+        textbox=gr.MultimodalTextbox(file_types=["image"], file_count="multiple", placeholder="Your question"),
+        examples=shown or None,
+        run_examples_on_click=False,
+        cache_examples=False,
+        analytics_enabled=False,
+        flagging_mode="never",
+    )
+
+
+def examples(folder: Path) -> list[dict[str, Any]]:
+    """Return up to MOST_EXAMPLES of a folder's questions, evenly spaced. Its questions.jsonl was checked before."""
+    lines = [json.loads(x) for x in (folder / QUESTIONS).read_text(encoding="utf-8").splitlines() if x.strip()]
+    step = max(1, len(lines) // MOST_EXAMPLES)
+    return [
+        {"text": line["question"], "files": [str(folder / line["picture"])]} for line in lines[::step][:MOST_EXAMPLES]
+    ]
+
+
+def _asked(message: dict[str, Any]) -> dict[str, Any]:
+    pictures = [_picture(Path(file)) for file in message["files"]]
+    return {"role": "user", "content": [*pictures, {"type": "text", "text": message["text"]}]}
+
+
+def _message(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry of Gradio's history as the server takes it."""
+    content = entry["content"]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    found = [
+        _picture(Path(part["file"]["path"])) if part["type"] == "file" else {"type": "text", "text": part["text"]}
+        for part in parts
+    ]
+    return {"role": entry["role"], "content": found}
+
+
+def _picture(file: Path) -> dict[str, Any]:
+    kind = mimetypes.guess_type(file.name)[0] or "image/unknown"
+    url = f"data:{kind if kind.startswith('image/') else 'image/unknown'};base64,"
+    return {"type": "image_url", "image_url": {"url": url + base64.b64encode(file.read_bytes()).decode()}}
+
+
+def ask(server: str, messages: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the answer piece by piece.
+
+    Raises:
+        Failure: the server does not answer, or refuses.
+    """
+    timeout = httpx.Timeout(SECONDS_TO_ANSWER, connect=SECONDS_TO_CONNECT)
+    body = {"messages": messages, "stream": True}
+    try:
+        with httpx.stream("POST", f"{server}/chat/completions", json=body, timeout=timeout) as answer:
+            if answer.status_code != httpx.codes.OK:
+                answer.read()
+                raise Failure(_reason(answer))
+            for line in answer.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield _piece(line.removeprefix("data: "))
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        raise Failure(
+            f"The server at {server} does not answer ({reason}). Start it: python -m llava_mcore serve --hf-dir …"
+        ) from error
+
+
+def _piece(event: str) -> str:
+    if event.startswith('{"error"'):  # transformers does not escape what it puts in there
+        raise Failure(f"The server failed: {event}")
+    delta = json.loads(event)["choices"][0]["delta"]
+    return delta.get("content") or ""
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        message = str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):  # not a server of ours
+        message = answer.text[:200]
+    return f"The server refused the question ({answer.status_code}): {message}"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

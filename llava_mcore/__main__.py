@@ -22,6 +22,7 @@ COMMANDS = {
     "export-hf": ("export_hf", "convert a Megatron checkpoint to a Hugging Face folder"),
     "generate": ("generate", "answer questions about pictures, from a Hugging Face folder or a Megatron checkpoint"),
     "chat": ("chat", "chat about pictures in the terminal, with a Hugging Face folder's model"),
+    "evaluate": ("evaluate", "score models on a dataset, and on tasks of lm-eval and lmms-eval"),
     "serve": ("serve", "serve a Hugging Face folder with OpenAI's interface"),
     "demo": ("demo", "show a chat page for a model or a server"),
     "check": ("check", "check a checkpoint against its model, tensor by tensor"),
@@ -32,7 +33,18 @@ COMMANDS = {
 ON_CPU = ("build", "prepare", "import-hf", "export-hf", "check", "inspect")
 """Commands that do not use GPUs."""
 
-WITH_LIGHT_FLAGS = ("prepare", "import-hf", "export-hf", "generate", "chat", "serve", "demo", "check", "inspect")
+WITH_LIGHT_FLAGS = (
+    "prepare",
+    "import-hf",
+    "export-hf",
+    "generate",
+    "chat",
+    "evaluate",
+    "serve",
+    "demo",
+    "check",
+    "inspect",
+)
 """Commands whose flags are in a separate module, because the command's own module needs torch."""
 
 IN_CONTAINER = ("build", "prepare", "import-hf", "train", "export-hf", "generate", "chat", "check", "inspect")

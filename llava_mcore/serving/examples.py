@@ -40,4 +40,4 @@ def _problem(folder: Path, example: dict[str, object]) -> str | None:
     file = folder / picture
     if not file.resolve().is_relative_to(folder.resolve()):
         return f"{picture} is not in the folder"
-    return None if file.is_file() else f"there is no picture {picture}"
+    return None if file.is_file() else f"the picture {picture} does not exist"

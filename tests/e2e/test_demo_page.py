@@ -119,5 +119,11 @@ def test_every_wrong_example_is_listed(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError) as found:
         check_examples(tmp_path)
     assert "5 problems" in str(found.value)
-    for words in ("not valid JSON", "expected a JSON object", "must be texts", "no picture x.jpg", "not in the folder"):
+    for words in (
+        "not valid JSON",
+        "expected a JSON object",
+        "must be texts",
+        "x.jpg does not exist",
+        "not in the folder",
+    ):
         assert words in str(found.value)

@@ -1,0 +1,56 @@
+"""Flags of `evaluate`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from llava_mcore.cli.flags.conversion import DTYPE_NAMES
+from llava_mcore.cli.flags.generate import SPLITS, add_answer_flags
+from llava_mcore.cli.flags.samples import positive
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags of `python -m llava_mcore evaluate`."""
+    p = argparse.ArgumentParser(
+        prog="python -m llava_mcore evaluate",
+        allow_abbrev=False,
+        description="Score models beside each other: on a part of a prepared dataset (exact match, ANLS, ROUGE, BLEU, "
+        "CIDEr), on tasks of lm-eval, on tasks of lmms-eval.",
+    )
+    p.add_argument("--json", type=Path, metavar="FILE", help="write all scores, and every answer with its own")
+    models = p.add_argument_group("models; both flags may be repeated")
+    models.add_argument("--hf-dir", type=Path, action="append", default=[], help="Hugging Face folder")
+    models.add_argument("--megatron-dir", type=Path, action="append", default=[], help="Megatron checkpoint; data only")
+    models.add_argument("--tp", type=positive, default=1, metavar="N", help="of Megatron checkpoints (default 1)")
+    models.add_argument("--pp", type=positive, default=1, metavar="N", help="of Megatron checkpoints (default 1)")
+    models.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights in memory (default: that of config.json)")
+    models.add_argument(
+        "--batch-size", type=positive, default=1, metavar="N",
+        help="questions that a Megatron checkpoint or lm-eval answers at the same time (default 1)",
+    )  # fmt: skip
+    data = p.add_argument_group("a dataset")
+    data.add_argument("--data-path", help="prepared folder or a blend's .yaml")
+    data.add_argument("--split", choices=SPLITS, default="val", help="its part (default val)")
+    data.add_argument(
+        "--every-answer", action="store_true",
+        help="ask for every answer of a conversation, after the true answers before it (default: for the last one)",
+    )  # fmt: skip
+    tasks = p.add_argument_group("tasks, for Hugging Face folders; task files can execute code")
+    tasks.add_argument("--tasks", type=_names, default=(), metavar="NAME[,NAME]", help="tasks of lm-eval")
+    tasks.add_argument("--lmms-tasks", type=_names, default=(), metavar="NAME[,NAME]", help="tasks of lmms-eval")
+    tasks.add_argument("--lmms-python", type=Path, metavar="PYTHON", help="Python of an environment with lmms-eval")
+    tasks.add_argument(
+        "--include-path", type=Path, action="append", default=[], metavar="DIR",
+        help="folder with task files of your own; may be repeated",
+    )  # fmt: skip
+    p.add_argument(
+        "--num-samples", type=positive, metavar="N",
+        help="ask N questions of the dataset, evenly distributed, and the first N of each task (default: all)",
+    )  # fmt: skip
+    add_answer_flags(p)
+    return p
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)

@@ -1,4 +1,4 @@
-"""The named tensors that carry pictures from the loader's processes to the model.
+"""The named tensors that carry pictures and sound from the loader's processes to the model.
 
 Each architecture lists the fields of its batches; collation, padding and broadcasts only read `Field`.
 """
@@ -60,7 +60,8 @@ features."""
 PATCH_POSITIONS = "patch_positions"
 """Row and column of each patch in its picture, in the order of PIXEL_VALUES, as in all fields of patches."""
 MEDIA_SEQLENS = "media_seqlens"
-"""Lengths of the packed sequences within which patches see each other: a picture, or a frame of a video."""
+"""Lengths of the packed sequences within which patches see each other: a picture, a frame of a video, or a clip of
+sound, whose patches are the encoder's hidden frames."""
 WINDOW_ORDER, WINDOW_SEQLENS = "window_order", "window_seqlens"
 """For layers that see windows: the squares of patches in the order of the windows, and the patches of each window.
 The connector returns features in this order, and FEATURE_POSITIONS are in it too."""
@@ -90,6 +91,16 @@ TABLE_PATCH_FIELDS: Fields = {
 """The same for a tower that looks up the position of a patch in its table."""
 
 
+SOUND_FIELDS: Fields = {
+    PIXEL_VALUES: Field((torch.float32,), (None,)),
+    PIXEL_SCALE: Field((torch.float32,), (3,), shared=True),
+    FEATURE_POSITIONS: Field((torch.int64,), index_of="tokens"),
+    MEDIA_SEQLENS: Field((torch.int32,)),
+}
+"""Packed mel frames of clips of sound [rows, mel bins], which nothing normalizes (PIXEL_SCALE has no rows), and the
+hidden frames of each clip."""
+
+
 @dataclass(frozen=True)
 class MediaWork:
     """What a step's pictures are, from the shapes of their fields.
@@ -113,7 +124,7 @@ def media_work(media: Mapping[str, Tensor]) -> MediaWork:
         return MediaWork(num_tiles=len(pixels))
     windows = media.get(WINDOW_SEQLENS)
     return MediaWork(
-        num_patches=len(pixels),
+        num_patches=int(media[MEDIA_SEQLENS].sum()),
         num_pairs=_sum_of_squares(media[MEDIA_SEQLENS]),
         num_window_pairs=0 if windows is None else _sum_of_squares(windows),
         num_sequences=len(media[MEDIA_SEQLENS]),

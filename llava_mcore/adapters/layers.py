@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, Layout, Regroup
 from llava_mcore.mapping.table import Entry
-from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.table import detect_names, mapping_table, usual_names
 
@@ -135,7 +135,7 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
         for name, entry in here.items()
         for i, x in enumerate(entry.hf_names)
     )
-    return ModelLayers(tuple(linears), parameters, here, frozenset(modules), hf.tie_word_embeddings)
+    return ModelLayers(tuple(linears), parameters, here, frozenset(modules), ties_embeddings(hf))
 
 
 def _entries(hf: PretrainedConfig, names: HfNames) -> dict[str, Entry]:

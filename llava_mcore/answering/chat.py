@@ -10,7 +10,7 @@ import torch
 from llava_mcore.answering.files import asked_turn, read_picture, read_video
 from llava_mcore.answering.hf_model import HfModel
 from llava_mcore.data.prepare.sampling import Sampling
-from llava_mcore.data.samples import Conversation, Turn, Video
+from llava_mcore.data.samples import VIDEO_MARK, Conversation, Turn, Video
 from llava_mcore.errors import DataError, LlavaMcoreError
 from llava_mcore.generation.settings import Settings
 
@@ -51,8 +51,8 @@ class Chat:
 
     def show_video(self, name: str) -> None:
         """Add a video to the next question. DataError if it cannot be read or the model takes none."""
-        if self.model.assets.no_videos is not None:
-            raise DataError(self.model.assets.no_videos)
+        if VIDEO_MARK in self.model.assets.refused:
+            raise DataError(self.model.assets.refused[VIDEO_MARK])
         self.new_videos.append(read_video(Path(name).expanduser(), self.model.assets.limits, self.sampling))
 
     def ask(self, question: str) -> Iterator[str]:

@@ -29,7 +29,9 @@ from llava_mcore.convert.jobs import DTYPES
 from llava_mcore.data.encoding.assets import LOAD_ERRORS, Assets
 from llava_mcore.data.encoding.encode import check_length, check_media, expanded
 from llava_mcore.data.encoding.images import decode_image, decode_pixels
-from llava_mcore.data.samples import Conversation, Video
+from llava_mcore.data.encoding.preprocess import ImagePreprocessor
+from llava_mcore.data.encoding.sound.files import decode_sound
+from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Video
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.files.torch_files import why_not_loaded
@@ -50,8 +52,9 @@ class HfModel:
 
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, assets: Assets) -> None:
         self.model, self.processor, self.assets = model, processor, assets
-        # Of the two kinds of image processors, the one that training uses.
-        processor.image_processor = assets.images.processor
+        if isinstance(assets.images, ImagePreprocessor):
+            # Of the two kinds of image processors, the one that training uses.
+            processor.image_processor = assets.images.processor
 
     @classmethod
     def load(
@@ -87,8 +90,8 @@ class HfModel:
         assets = self.assets
         check_length(conversation.turns, assets.limits)
         check_media(conversation, assets)
-        numbers = {"num_images": len(conversation.images), "num_videos": len(conversation.videos)}
-        tokens = expanded(assets.chat.prompt_tokens(conversation.turns, **numbers), conversation, assets, "prompt")
+        asked = assets.chat.prompt_tokens(conversation.turns, conversation.num_media)
+        tokens = expanded(asked, conversation, assets, "prompt")
         most = assets.limits.picture_pixels
         media: dict[str, Any] = {}
         if conversation.images:
@@ -97,6 +100,9 @@ class HfModel:
         if videos:
             clips = [torch.stack([decode_pixels(x, most) for x in video.frames]) for video in videos]
             media |= {"videos": [clips], "do_sample_frames": False, "video_metadata": [list(map(_about, videos))]}
+        if conversation.audios:
+            rate = assets.plan.sampling_rate
+            media |= {"audio": [decode_sound(x.data, rate) for x in conversation.audios], "sampling_rate": rate}
         text = assets.chat.prompt_text(conversation.turns)
         made = dict(self.processor(text=[text], return_tensors="pt", **media))
         return {name: x.to(self.model.device) for name, x in self._with_ids(made, tokens.input_ids).items()}
@@ -105,8 +111,10 @@ class HfModel:
         ids = torch.from_numpy(array)[None]
         made |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if "mm_token_type_ids" in made:
-            kinds = IMAGE * (ids == self.assets.plan.image_token_id)
-            made["mm_token_type_ids"] = (kinds + VIDEO * (ids == self.assets.plan.video_token_id)).int()
+            kinds, kind_of = torch.zeros_like(ids, dtype=torch.int32), {IMAGE_MARK: IMAGE, VIDEO_MARK: VIDEO}
+            for mark, token_id in self.assets.chat.media_ids.items():
+                kinds[ids == token_id] = kind_of[mark]
+            made["mm_token_type_ids"] = kinds
         floats = {name: x.to(self.model.dtype) for name, x in made.items() if x.is_floating_point()}
         return made | floats
 

@@ -1,4 +1,5 @@
-"""Compares a checkpoint's fp32 logits, computed by several processes over gloo, with Hugging Face's on a picture.
+"""Compares a checkpoint's fp32 logits, computed by several processes over gloo, with Hugging Face's on a picture or
+sound.
 
 Hugging Face's model runs first, in this process, then the parallel model in its own processes. If logits differ, the
 first module with a different output is reported.
@@ -8,28 +9,34 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from transformers import AutoProcessor, PretrainedConfig
+from transformers import AutoProcessor, PretrainedConfig, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
 
+from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
 from llava_mcore.checkpoint import layout
 from llava_mcore.compat.transformers import exact_attention, tower_names_in_files
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
-from llava_mcore.errors import ConversionError, problems
+from llava_mcore.data.encoding.sound.files import decode_sound, require_libraries, sound_length
+from llava_mcore.errors import ConversionError, DataError, problems
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.architectures.registry import architecture_of, tower_config
+from llava_mcore.models.audio.lengths import frames_kept
+from llava_mcore.models.audio.plan import AudioPlan
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_hf
 from llava_mcore.models.table import detect_names
@@ -37,7 +44,7 @@ from llava_mcore.parallel.local_world import run_world
 
 TOLERANCE = 1e-4
 """Relative to the largest value of a module's output: fp32 sums in another order differ by less."""
-_PROMPT = "Describe this picture."
+_PROMPT, _SOUND_PROMPT = "Describe this picture.", "What is said?"
 _PROCESS_BYTES = 1_000_000_000  # Python with torch, transformers and megatron-core, and activations
 
 
@@ -53,18 +60,18 @@ class Agreement:
     not_compared: tuple[str, ...] = ()
 
 
-def check_logits(hf_dir: Path, megatron_dir: Path, picture: Path, *, tp: int, pp: int) -> str:
-    """Compare fp32 logits on a real picture with Hugging Face's; return a summary.
+def check_logits(hf_dir: Path, megatron_dir: Path, example: Path, *, tp: int, pp: int) -> str:
+    """Compare fp32 logits on a real picture or sound with Hugging Face's; return a summary.
 
     Raises:
         CheckpointError, ConversionError: logits differ, or the comparison is not possible.
     """
     checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
-    got = compare_logits(hf_dir, checkpoint, picture, tp=tp, pp=pp)
+    got = compare_logits(hf_dir, checkpoint, example, tp=tp, pp=pp)
     return (
         f"{megatron_dir}: iteration {iteration} computes the logits of {hf_dir} at tp {tp} x pp {pp}: max abs "
         f"difference {got.difference:.2g}, largest logit {got.largest:.3g} ({got.num_tokens} tokens with "
-        f"{picture.name}, outputs of {got.num_modules} modules compared{_not_compared(got.not_compared)})"
+        f"{example.name}, outputs of {got.num_modules} modules compared{_not_compared(got.not_compared)})"
     )
 
 
@@ -75,26 +82,26 @@ def _not_compared(names: Sequence[str]) -> str:
     return f"; {len(names)} not, as transformers {version('transformers')} has no modules of these names: {shown}"
 
 
-def compare_logits(hf_dir: Path, checkpoint: Path, picture: Path, *, tp: int, pp: int) -> Agreement:
-    """Run both models on a question about a picture.
+def compare_logits(hf_dir: Path, checkpoint: Path, example: Path, *, tp: int, pp: int) -> Agreement:
+    """Run both models on a question about a picture, or a sound for a class that takes those.
 
     Args:
         checkpoint: folder of one iteration.
 
     Raises:
-        ConversionError: logits differ, the picture or the folder's processor cannot be used, or memory is too small.
+        ConversionError: logits differ, the example or the folder's processor cannot be used, or memory is too small.
         CheckpointError: the parallel model could not run.
     """
     folder = hf_files.HfFolder.open(hf_dir)
     require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=tp * pp)
     hf = load_hf_config(hf_dir)
     names = detect_names(hf, folder.tensors, source=str(hf_dir))
-    theirs, inputs = _inputs(hf, hf_dir, picture)
+    prompt = _prompt(hf, hf_dir, example)
     with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
         job = Path(name)
-        expected, modules = _hugging_face(hf, hf_dir, theirs, names)
+        expected, modules = _hugging_face(hf, hf_dir, prompt, names)
         torch.save(
-            {"checkpoint": str(checkpoint), "tp": tp, "pp": pp, "inputs": inputs, "names": names}, job / "job.pt"
+            {"checkpoint": str(checkpoint), "tp": tp, "pp": pp, "inputs": prompt.ours, "names": names}, job / "job.pt"
         )
         run_world(run_rank, tp * pp, job)
         stages: list[dict[str, Any]] = [torch.load(job / f"stage{i}.pt", weights_only=True) for i in range(pp)]
@@ -124,35 +131,63 @@ def require_memory(num_numbers: int, *, num_processes: int) -> None:
         )
 
 
-def _inputs(hf: PretrainedConfig, hf_dir: Path, picture: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return one question as inputs of Hugging Face's model, from the folder's own processor, and of ours.
+@dataclass(frozen=True)
+class _Prompt:
+    """A question as inputs of Hugging Face's model and of ours, both with input_ids [1, s].
 
-    Both have input_ids [1, s].
+    `kept`: of how many tokens of Hugging Face's tower how many are not padding.
     """
+
+    theirs: dict[str, Tensor]
+    ours: dict[str, Tensor]
+    kept: Mapping[int, int]
+
+
+def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _Prompt:
+    """Return a question about a picture or sound, from the folder's own processor."""
+    hears = architecture_of(hf).takes_audios
     try:
         processor = AutoProcessor.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
-        image = Image.open(picture).convert("RGB")
-    except (UnidentifiedImageError, OSError, ValueError, KeyError, ImportError) as error:
+        wave = _wave(hf, processor, example) if hears else None
+        image = None if hears else Image.open(example).convert("RGB")
+    except (UnidentifiedImageError, DataError, OSError, ValueError, KeyError, ImportError) as error:
+        what = "sound" if hears else "picture"
         raise ConversionError(
-            f"comparing logits needs a picture and a processor in {hf_dir}: {why_not_loaded(error)}"
+            f"comparing logits needs a {what} and a processor in {hf_dir}: {why_not_loaded(error)}"
         ) from error
-    text = f"{processor.image_token}\n{_PROMPT}"
+    kind, asked = ("audio", _SOUND_PROMPT) if hears else ("image", _PROMPT)
+    text = f"{processor.audio_token if hears else processor.image_token}\n{asked}"
     if processor.chat_template is not None:
-        content = [{"type": "image"}, {"type": "text", "text": _PROMPT}]
+        content = [{"type": kind}, {"type": "text", "text": asked}]
         text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     if architecture_of(hf).pads_pictures:
         processor.image_processor.do_image_splitting = False
-    made = processor(images=image, text=text, return_tensors="pt")
+    given = {"audio": wave, "sampling_rate": processor.feature_extractor.sampling_rate} if hears else {"images": image}
+    made = processor(text=text, return_tensors="pt", **given)
     theirs = {name: x for name, x in made.items() if name != "attention_mask"}
+    kept: dict[int, int] = {}
     try:
-        media, positions = processed_media(hf, processor, theirs, [[(image.height, image.width)]])
-    except ConversionError as error:
+        if wave is not None:
+            media, positions = processed_media(hf, processor, theirs, [[]], audios=[[len(wave)]])
+            kept = frames_kept(hf, int(media[MEDIA_SEQLENS]), len(media[FEATURE_POSITIONS]))
+        else:
+            assert image is not None
+            media, positions = processed_media(hf, processor, theirs, [[(image.height, image.width)]])
+    except (ConversionError, DataError) as error:
         raise ConversionError(f"{hf_dir}: {error}") from error
-    return theirs, {"input_ids": theirs["input_ids"], "position_ids": positions, **media}
+    return _Prompt(theirs, {"input_ids": theirs["input_ids"], "position_ids": positions, **media}, kept)
+
+
+def _wave(hf: PretrainedConfig, processor: ProcessorMixin, file: Path) -> NDArray[np.float32]:
+    """Return a sound file as training decodes it, [samples]. DataError if it cannot be used."""
+    require_libraries()
+    data, plan = file.read_bytes(), AudioPlan(hf, processor.feature_extractor)
+    plan.audio_tokens([sound_length(data, plan.sampling_rate)])
+    return decode_sound(data, plan.sampling_rate)
 
 
 def _hugging_face(
-    hf: PretrainedConfig, hf_dir: Path, inputs: dict[str, Tensor], shown_as: HfNames
+    hf: PretrainedConfig, hf_dir: Path, prompt: _Prompt, shown_as: HfNames
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return logits [1, s, vocabulary] and the modules' outputs; the model is freed."""
     disable_progress_bar()
@@ -161,10 +196,10 @@ def _hugging_face(
     )
     recorder = Recorder()
     names = detect_names(hf, model.state_dict(), source=str(hf_dir))
-    watch_hf(recorder, model.eval(), names, shown_as)
+    watch_hf(recorder, model.eval(), names, shown_as, prompt.kept)
     with torch.no_grad():
-        logits = model(**inputs).logits.float()
-    modules = tower_names_in_files(recorder.found, shown_as.vision, model.config.vision_config.model_type)
+        logits = model(**prompt.theirs).logits.float()
+    modules = tower_names_in_files(recorder.found, shown_as.vision, tower_config(model.config).model_type)
     return logits, modules
 
 

@@ -13,7 +13,12 @@ from transformers import PretrainedConfig, ProcessorMixin
 from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.architectures.base import Architecture
-from llava_mcore.models.architectures.registry import architecture_of, classes_that_take_videos
+from llava_mcore.models.architectures.registry import (
+    architecture_of,
+    classes_that_take_audios,
+    classes_that_take_videos,
+)
+from llava_mcore.models.audio.plan import AudioPlan
 from llava_mcore.models.media import (
     MediaPlan,
     MediaTokens,
@@ -29,6 +34,8 @@ from llava_mcore.pixels import NO_SCALE
 
 Videos = Sequence[Sequence[VideoShape | tuple[int, int, int]]]
 """Of each row: number of frames, their height and width in pixels."""
+Audios = Sequence[Sequence[int]]
+"""Of each row: the number of samples of its sounds."""
 
 
 def model_inputs(
@@ -37,6 +44,7 @@ def model_inputs(
     inputs: Mapping[str, Tensor],
     sizes: Sequence[Sequence[Size]],
     videos: Videos | None = None,
+    audios: Audios | None = None,
 ) -> dict[str, Tensor | dict[str, Tensor] | int]:
     """Return the arguments of a forward pass for the output of the folder's own processor.
 
@@ -45,13 +53,14 @@ def model_inputs(
         inputs: its output, with input_ids [b, s].
         sizes: height and width in pixels of the pictures of each row.
         videos: number of frames, height and width in pixels of the videos of each row; None without any.
+        audios: number of samples of the sounds of each row, as the processor was given them; None without any.
 
     Raises:
-        ConversionError: a picture or video is not expanded to the tokens that the model expects, or the class takes no
-            videos.
+        ConversionError: a picture, video or sound is not expanded to the tokens that the model expects, or the class
+            does not take it.
     """
     ids = inputs["input_ids"]
-    media, positions = processed_media(model.hf, processor, inputs, sizes, videos)
+    media, positions = processed_media(model.hf, processor, inputs, sizes, videos, audios)
     return {
         "input_ids": ids,
         "position_ids": positions,
@@ -66,32 +75,77 @@ def processed_media(
     inputs: Mapping[str, Tensor],
     sizes: Sequence[Sequence[Size]],
     videos: Videos | None = None,
+    audios: Audios | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the media of a forward pass, which are the architecture's fields, and its position_ids.
 
     All pictures come first, then all videos, as the processor returns them. Arguments and errors: see `model_inputs`.
     """
     architecture = architecture_of(hf)
+    if architecture.takes_audios:
+        return _processed_sounds(hf, processor, inputs, sizes, videos, audios)
+    _refuse(architecture, "sounds", audios, classes_that_take_audios())
     of_videos = processor.video_processor if architecture.takes_videos else None
     plan = architecture.media(hf, Processing(processor.tokenizer, processor.image_processor, {}, of_videos))
     pictures = [plan.tokens(row) for row in sizes]
     clips = _video_tokens(architecture, plan, [()] * len(pictures) if videos is None else videos)
-    rows = inputs["input_ids"].numpy()
-    items, starts = [], []
+    row_shape = architecture.pixel_shape(hf)
+    pixels = plan.processed_pixels(inputs, pictures, row_shape) if any(pictures) else torch.empty(0, *row_shape)
+    if any(clips):
+        made = inputs["pixel_values_videos"]
+        parts = [made] if made[0].ndim < pixels.ndim else made
+        pixels = torch.cat([pixels, *parts])
+    return _placed(plan, inputs["input_ids"].numpy(), {"picture": pictures, "video": clips}, pixels)
+
+
+def _processed_sounds(
+    hf: PretrainedConfig,
+    processor: ProcessorMixin,
+    inputs: Mapping[str, Tensor],
+    sizes: Sequence[Sequence[Size]],
+    videos: Videos | None,
+    audios: Audios | None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """As `processed_media`, of a class that takes sound: its processor pads every clip, here all are packed."""
+    architecture = architecture_of(hf)
+    _refuse(architecture, "pictures", sizes, ())
+    _refuse(architecture, "videos", videos, classes_that_take_videos())
+    plan = AudioPlan(hf, processor.feature_extractor)
+    clips = [plan.audio_tokens(row) for row in (audios or [()] * len(inputs["input_ids"]))]
+    flat = [item for row in clips for item in row]
+    padded = inputs["input_features"] if flat else ()
+    rows = [plan.rows_of(features, item) for features, item in zip(padded, flat, strict=True)]
+    frames = torch.cat(rows) if rows else torch.empty(0, *architecture.pixel_shape(hf))
+    return _placed(plan, inputs["input_ids"].numpy(), {"sound": clips}, frames)
+
+
+def _refuse(
+    architecture: Architecture, what: str, rows: Sequence[Sequence[object]] | None, known: Sequence[str]
+) -> None:
+    """Raise ConversionError if some row has media that the class does not take. `known`: classes that do."""
+    if any(rows or ()):
+        others = f"; classes that do: {', '.join(known)}" if known else ""
+        raise ConversionError(f"{architecture.model_class.__name__} takes no {what}{others}")
+
+
+def _placed(
+    plan: MediaPlan, rows: NDArray[np.int64], media: Mapping[str, Sequence[Sequence[MediaTokens]]], pixels: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the fields and the positions of media in rows of ids [b, s].
+
+    Args:
+        media: by what they are, those of each row, in the order of their pixels.
+        pixels: rows of PIXEL_VALUES of all media.
+    """
+    items, starts = list[MediaTokens](), list[int]()
     by_row: list[list[tuple[int, MediaTokens]]] = [[] for _ in rows]
-    for what, tokens in (("picture", pictures), ("video", clips)):
+    for what, tokens in media.items():
         for number, (row, of_row) in enumerate(zip(rows, tokens, strict=True)):
             begins = list(_starts(row, of_row, what))
             by_row[number] += zip(begins, of_row, strict=True)
             items += of_row
             starts += [number * rows.shape[1] + start for start in begins]
-    row_shape = architecture.pixel_shape(hf)
-    pixels = plan.processed_pixels(inputs, pictures, row_shape) if any(pictures) else torch.empty(0, *row_shape)
     own = {PIXEL_VALUES: pixels, PIXEL_SCALE: NO_SCALE}
-    if any(clips):
-        made = inputs["pixel_values_videos"]
-        parts = [made] if made[0].ndim < own[PIXEL_VALUES].ndim else made
-        own[PIXEL_VALUES] = torch.cat([own[PIXEL_VALUES], *parts])
     return own | index_values(plan.fields, items, starts), _positions(by_row, rows.shape[1], plan.num_axes)
 
 
@@ -107,14 +161,13 @@ def _positions(rows: list[list[tuple[int, MediaTokens]]], length: int, num_axes:
 
 def _video_tokens(architecture: Architecture, plan: MediaPlan, videos: Videos) -> list[list[MediaTokens]]:
     shapes = [[VideoShape(*video) for video in row] for row in videos]
-    if plan.video_token_id is None and any(shapes):
-        known = ", ".join(classes_that_take_videos())
-        raise ConversionError(f"{architecture.model_class.__name__} takes no videos; classes that do: {known}")
+    if plan.video_token_id is None:
+        _refuse(architecture, "videos", shapes, classes_that_take_videos())
     return [plan.video_tokens(row) if row else [] for row in shapes]
 
 
 def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens], what: str) -> Iterator[int]:
-    """Yield the position at which the tokens of each picture (or video) start in a row."""
+    """Yield the position at which the tokens of each picture (video, sound) start in a row."""
     start = 0
     for number, item in enumerate(items):
         last = len(ids) - len(item)

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from llava_mcore.files.json_files import read_object
 from llava_mcore.files.safetensors_writer import DTYPES
 from llava_mcore.mapping.table import MappingTable
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.table import detect_names, mapping_table
 from llava_mcore.models.vision.registry import vision_family
@@ -111,7 +111,7 @@ def of_hf(folder: Path) -> Inventory:
     tensors = [
         _hf_tensor(name, info.shape, DTYPES[info.dtype], names, table) for name, info in sorted(weights.tensors.items())
     ]
-    return Inventory(facts, _rows(tensors))
+    return Inventory(facts, _with_tower(_rows(tensors), hf))
 
 
 def _hf_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, names: HfNames, table: MappingTable) -> _Tensor:
@@ -138,12 +138,18 @@ def of_megatron(checkpoint: Path, iteration: int | None) -> Inventory:
     companions = layout.hf_folder(checkpoint)
     number = checkpoint.name if iteration is None else f"iteration {iteration}"
     facts = [f"{checkpoint}: a Megatron checkpoint, {number}"]
-    if (companions / "config.json").is_file():
-        facts += _model_facts(load_hf_config(companions))
+    hf = load_hf_config(companions) if (companions / "config.json").is_file() else None
+    facts += [] if hf is None else _model_facts(hf)
     facts += _origin(checkpoint, run)
     frozen = _frozen(run)
     tensors = [_stored_tensor(stored, key, frozen) for key in sorted(stored)]
-    return Inventory(facts, _rows(tensors) + _carried(companions))
+    return Inventory(facts, _with_tower(_rows(tensors) + _carried(companions), hf))
+
+
+def _with_tower(rows: list[Row], hf: PretrainedConfig | None) -> list[Row]:
+    """Return the rows with the tower named after what it perceives."""
+    what = VISION if hf is None else vision_family(tower_config(hf)).what
+    return [replace(row, part=what) if row.part == VISION else row for row in rows]
 
 
 def _stored_tensor(stored: StoredTensors, key: str, frozen: Mapping[str, bool]) -> _Tensor:
@@ -197,15 +203,15 @@ def _origin(checkpoint: Path, run: RunConfig | None) -> list[str]:
 
 
 def _model_facts(hf: PretrainedConfig) -> list[str]:
-    text, vision = hf.text_config, hf.vision_config
-    tied = ", tied embeddings" if hf.tie_word_embeddings else ""
+    text, vision = hf.text_config, tower_config(hf)
+    tied = ", tied embeddings" if ties_embeddings(hf) else ""
     heads = f"{text.num_attention_heads} heads, {text.num_key_value_heads} key/value heads"
     tower = vision_family(vision)
     layers = " and ".join(map(str, architecture_of(hf).features(hf).layers))
     return [
         f"language model: {text.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, {heads}, "
         f"vocabulary {text.vocab_size:,}{tied}",
-        f"vision tower: {vision.model_type}, {tower.num_layers(vision)} layers of {tower.hidden_size(vision)}, "
+        f"{tower.what}: {vision.model_type}, {tower.num_layers(vision)} layers of {tower.hidden_size(vision)}, "
         f"{tower.describe(vision)}, features of layer {layers}",
     ]
 

@@ -21,14 +21,15 @@ from llava_mcore.models.media import MediaTokens
 
 TEXT_PARTS = ("json", "jsn", "txt", "text")
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
+AUDIO_PARTS = ("wav", "flac", "mp3", "ogg")
 """File name suffixes of a sample's parts."""
-IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
-"""Marks of pictures and videos in a turn's text, independent of the tokenizer's placeholders."""
+IMAGE_MARK, VIDEO_MARK, AUDIO_MARK = "<image>", "<video>", "<audio>"
+"""Marks of pictures, videos and sounds in a turn's text, independent of the tokenizer's placeholders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message. Each mark in the text refers to the sample's next picture or video."""
+    """One message. Each mark in the text refers to the sample's next picture, video or sound."""
 
     role: Literal["system", "user", "assistant"]
     text: str
@@ -44,14 +45,27 @@ class Video:
 
 
 @dataclass(frozen=True, slots=True)
+class Sound:
+    """An encoded sound."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns with their pictures and videos, not yet decoded, so that a shuffle buffer of them stays small."""
+    """Turns with their pictures, videos and sounds, not yet decoded, so that a shuffle buffer of them stays small."""
 
     turns: tuple[Turn, ...]
     images: tuple[bytes, ...]
     tokens: Any = None
     """The entry that `prepare` has stored in the json (see `stored_tokens`)."""
     videos: tuple[Video, ...] = ()
+    audios: tuple[Sound, ...] = ()
+
+    @property
+    def num_media(self) -> dict[str, int]:
+        """Pictures, videos and sounds by their mark."""
+        return {IMAGE_MARK: len(self.images), VIDEO_MARK: len(self.videos), AUDIO_MARK: len(self.audios)}
 
     @property
     def frames(self) -> tuple[bytes, ...]:
@@ -68,9 +82,9 @@ class ChatSample(Sample):
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """An encoded picture or video, and its tokens and position in its conversation."""
+    """An encoded picture, video or sound, and its tokens and position in its conversation."""
 
-    data: bytes | Video
+    data: bytes | Video | Sound
     start: int
     """Index of its first token in input_ids."""
     tokens: MediaTokens
@@ -83,12 +97,12 @@ class MediaSpan:
 
 @dataclass(frozen=True, slots=True)
 class TokenConversation:
-    """A tokenized conversation with encoded pictures and videos."""
+    """A tokenized conversation with encoded pictures, videos and sounds."""
 
     key: str
     """The sample's key; with a number appended if the sample was packed when it was written."""
     input_ids: NDArray[np.int64]
-    """[n]; every picture and video is expanded to its tokens."""
+    """[n]; every picture, video and sound is expanded to its tokens."""
     trained: NDArray[np.bool_]
     """[n]; True if the model is trained to predict this token (not the one after it)."""
     media: tuple[MediaSpan, ...]
@@ -103,12 +117,12 @@ class TokenConversation:
 
     @property
     def num_patches(self) -> int:
-        """Patches of all pictures and frames."""
+        """What the tower computes on: patches of all pictures and frames, frames of all sounds."""
         return sum(item.tokens.num_patches for item in self.media)
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of all pictures and videos."""
+        """Tiles of all pictures and videos, rows of all sounds."""
         return sum(item.tokens.num_tiles for item in self.media)
 
 
@@ -120,16 +134,17 @@ class TokenSample(Sample):
     num_tokens: int
     """Of all conversations."""
     num_patches: int = 0
-    """Of all their pictures and frames."""
+    """Of all their pictures, frames and sounds."""
 
 
 @edataclass
 class EncodedSample(Sample):
-    """A TokenSample with its pictures and frames decoded."""
+    """A TokenSample with its pictures, frames and sounds decoded."""
 
     conversations: list[TokenConversation]
     pixel_values: Tensor
-    """[tiles, 3, h, w] of all conversations; uint8 or (if the processor requires it) float32."""
+    """Of all conversations: tiles [tiles, 3, h, w] or patches [patches, f], uint8 or (if the processor requires it)
+    float32; or rows of mel frames [rows, mel bins], float32."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from llava_mcore.data.encoding.conversation import chat_from_standard
 from llava_mcore.data.encoding.marks import count_marks
 from llava_mcore.data.loading.datasets import open_datasets
 from llava_mcore.data.loading.source import reading
-from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Skip, Turn
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Skip, Turn
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.data.streams.skips import DATA_ERRORS, Skips
 from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
@@ -134,6 +134,7 @@ class Questions:
 def before_answer(conversation: Conversation, place: int) -> Conversation:
     """Return a conversation up to the turn `place`, with the pictures and videos of these turns."""
     turns: tuple[Turn, ...] = conversation.turns[:place]
-    num_images, num_videos = count_marks(turns, IMAGE_MARK), count_marks(turns, VIDEO_MARK)
+    num_images, num_videos, num_audios = (count_marks(turns, mark) for mark in (IMAGE_MARK, VIDEO_MARK, AUDIO_MARK))
     images, videos = conversation.images[:num_images], conversation.videos[:num_videos]
-    return replace(conversation, turns=turns, images=images, videos=videos, tokens=None)
+    audios = conversation.audios[:num_audios]
+    return replace(conversation, turns=turns, images=images, videos=videos, audios=audios, tokens=None)

@@ -70,6 +70,21 @@ class FuseQKV:
 
 
 @dataclass(frozen=True)
+class FuseQV:
+    """q and v [heads*d] and one bias [3*heads*d] in FuseQKV's order, whose keys are zero: files have none for them."""
+
+    heads: int
+
+    def to_megatron(self, *hf: Tensor) -> Tensor:
+        query, value = hf
+        return FuseQKV(self.heads, self.heads).to_megatron(query, torch.zeros_like(value), value)
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        query, _, value = FuseQKV(self.heads, self.heads).to_hf(megatron)
+        return query, value
+
+
+@dataclass(frozen=True)
 class Regroup:
     """[(heads + 2*groups)*d, ...] on both sides: all queries, all keys, all values in files; then FuseQKV's order."""
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.architectures.registry import architecture_of, tower_config
 from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.vision.registry import vision_family
 
@@ -141,8 +141,9 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     heads = {"num_attention_heads": options.tensor_model_parallel_size}  # for a connector without one
     projection = heads | architecture.connector(hf).config_from_hf(hf)
     num_layers = architecture.features(hf).num_layers
-    tower = vision_family(hf.vision_config)
-    vision = tower.config_from_hf(hf.vision_config, num_layers)
+    of_tower = tower_config(hf)
+    tower = vision_family(of_tower)
+    vision = tower.config_from_hf(of_tower, num_layers)
     language = language_family(text).config_from_hf(text)
     if options.fp8 is not None:
         language |= options.fp8.fields()

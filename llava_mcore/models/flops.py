@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from transformers import PretrainedConfig
 
 from llava_mcore.batch_fields import MediaWork
-from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.architectures.registry import architecture_of, tower_config
 from llava_mcore.models.language.dense import head_dim
 from llava_mcore.models.vision.registry import vision_family
 
@@ -141,7 +141,7 @@ def _adapter_products(hf: PretrainedConfig, workload: Workload, trained: Trained
     """Return the forward FLOPs of the adapters' products: each of their weights meets every token of its part."""
     architecture = architecture_of(hf)
     num_layers = architecture.features(hf).num_layers
-    tower = vision_family(hf.vision_config).work(hf.vision_config, workload.media, num_layers)
+    tower = vision_family(tower_config(hf)).work(tower_config(hf), workload.media, num_layers)
     pairs = (
         (workload.num_tokens, trained.language_adapter),
         (tower.num_positions, trained.vision_adapter),
@@ -172,16 +172,18 @@ def _decoder_layer_weights(hf: PretrainedConfig) -> int:
 
 def _vision(hf: PretrainedConfig, media: MediaWork, *, weight: bool, flows: bool) -> dict[str, Flops]:
     """Return the tower's parts; pixels need no gradient."""
-    vision, num_layers = hf.vision_config, architecture_of(hf).features(hf).num_layers
+    vision, num_layers = tower_config(hf), architecture_of(hf).features(hf).num_layers
     family = vision_family(vision)
     fields, width = family.config_from_hf(vision, num_layers), family.hidden_size(vision)
     matrices = 3 if fields.get("gated_linear_unit") else 2
     weights = 4 * width**2 + matrices * width * fields["ffn_hidden_size"]
     work = family.work(vision, media, num_layers)
+    embedding = [
+        _linear(product, weight=weight, inputs=weight and i > 0)
+        for i, product in enumerate(family.embedding_products(vision, work.num_patches))
+    ]
     return {
-        "patch_embedding": _linear(
-            2 * work.num_patches * family.patch_numbers(vision) * width, weight=weight, inputs=False
-        ),
+        "patch_embedding": Flops(sum(x.forward for x in embedding), sum(x.backward for x in embedding)),
         "vision_layers": _linear(2 * work.num_positions * num_layers * weights, weight=weight, inputs=flows),
         "vision_attention": _attention(4 * work.num_pairs * width, flows=flows),
     }

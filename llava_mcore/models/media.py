@@ -1,4 +1,4 @@
-"""How pictures and videos become tokens and tensors: the interface between architectures and the data pipeline."""
+"""How pictures, videos and sound become tokens and tensors: between architectures and the data pipeline."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
-from transformers import BaseImageProcessor, BaseVideoProcessor, PreTrainedTokenizerBase
+from transformers import (
+    BaseImageProcessor,
+    BaseVideoProcessor,
+    PreTrainedTokenizerBase,
+    WhisperFeatureExtractor,
+)
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS, PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 
@@ -35,15 +40,29 @@ class VideoShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Processing:
-    """A folder's settings for pictures and videos besides its config.json.
+    """A folder's settings for pictures, videos and sound besides its config.json.
 
-    `settings`: processor_config.json, empty without one. `videos`: None without a video processor.
+    `images`, `videos`, `audios`: None if the class does not take such, or there is no processor for them. `settings`:
+    processor_config.json, empty without one.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    images: BaseImageProcessor
+    images: BaseImageProcessor | None
     settings: Mapping[str, Any]
     videos: BaseVideoProcessor | None = None
+    audios: WhisperFeatureExtractor | None = None
+
+    @property
+    def image_processor(self) -> BaseImageProcessor:
+        """The image processor of a class that takes pictures."""
+        assert self.images is not None, "load_assets reports that there is none"
+        return self.images
+
+    @property
+    def feature_extractor(self) -> WhisperFeatureExtractor:
+        """The feature extractor of a class that takes sound."""
+        assert self.audios is not None, "load_assets reports that there is none"
+        return self.audios
 
 
 @dataclass(frozen=True)
@@ -63,13 +82,14 @@ NOTHING_AROUND = AroundMedia()
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """The tokens of one picture or video in a sequence.
+    """The tokens of one picture, video or clip of sound in a sequence.
 
-    `ids`: int64 [n], its placeholders, with marks and separators between them. `num_tiles`: the pictures of the
-    tower's size that the processor makes of it. `num_patches`: what the tower computes on, over all tiles.
-    `num_features`: rows that the connector makes of the tiles. `values`: of the batch's other fields; those that point
-    at something are counted from its own first token or feature. `positions`: int64 [axes, n], counted from that of the
-    first token, if they are not simply consecutive; the token after them then has `next_position`.
+    `ids`: int64 [n], its placeholders, with marks and separators between them. `num_tiles`: its rows of PIXEL_VALUES:
+    pictures of the tower's size that the processor makes of it, patches, or mel frames. `num_patches`: what the tower
+    computes on, over all tiles. `num_features`: rows that the connector makes of the tiles. `values`: of the batch's
+    other fields; those that point at something are counted from its own first token or feature. `positions`: int64
+    [axes, n], counted from that of the first token, if they are not simply consecutive; the token after them then has
+    `next_position`.
     """
 
     ids: NDArray[np.int64]
@@ -118,10 +138,16 @@ def position_ids(
 
 
 class MediaPlan(ABC):
-    """How the pictures and videos of a checkpoint become tokens and tensors. Loader processes inherit it."""
+    """How the pictures, videos and sound of a checkpoint become tokens and tensors. Loader processes inherit it."""
 
-    image_token_id: int
-    """Placeholder of a picture in text that is not expanded yet."""
+    image_token_id: int | None = None
+    """Placeholder of a picture in text that is not expanded yet; None: pictures are not supported."""
+    audio_token_id: int | None = None
+    """The same for a sound."""
+    sampling_rate: int = 0
+    """Of sounds: samples per second."""
+    unit: ClassVar[str] = "patches of pictures and frames"
+    """What `patches_per_tile` and data.max_media_tokens count, for messages about a sample."""
     video_token_id: int | None = None
     """The same for a video; None: videos are not supported."""
     fields: Fields
@@ -191,10 +217,15 @@ class MediaPlan(ABC):
         """Return the tokens of a conversation's videos. Only called if there is a `video_token_id`."""
         raise NotImplementedError(f"{type(self).__name__} does not support videos")
 
+    def audio_tokens(self, num_samples: Sequence[int]) -> list[MediaTokens]:
+        """Return the tokens of a conversation's clips of sound. Only called if there is an `audio_token_id`."""
+        raise NotImplementedError(f"{type(self).__name__} does not support sound")
+
     @property
     def placeholders(self) -> tuple[int, ...]:
         """Ids of the tokens that features replace."""
-        return (self.image_token_id,) if self.video_token_id is None else (self.image_token_id, self.video_token_id)
+        known = (self.image_token_id, self.video_token_id, self.audio_token_id)
+        return tuple(token_id for token_id in known if token_id is not None)
 
 
 class SameTokens(MediaPlan):

@@ -31,7 +31,7 @@ from llava_mcore.batch_fields import (
     RESIZED_ROWS,
     RESIZED_WEIGHTS,
 )
-from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.models.language.decoder import LanguageModel, padded_vocab_size
 from llava_mcore.models.language.registry import language_family
@@ -59,9 +59,9 @@ class VisionLanguageModel(MegatronModule):
         self.hf = hf
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self.share_embeddings_and_output_weights = hf.tie_word_embeddings
+        self.share_embeddings_and_output_weights = ties_embeddings(hf)
         if pre_process:
-            architecture, vision = architecture_of(hf), hf.vision_config
+            architecture, vision = architecture_of(hf), tower_config(hf)
             features = architecture.features(hf)
             tower = vision_family(vision)
             self.vision_model = tower.build(vision, configs.vision, features)
@@ -74,7 +74,7 @@ class VisionLanguageModel(MegatronModule):
             configs.language,
             hf.text_config,
             language_family(hf.text_config).shape(hf.text_config),
-            tied=hf.tie_word_embeddings,
+            tied=ties_embeddings(hf),
             num_rows=padded_vocab_size(
                 hf.text_config.vocab_size,
                 divisible_by=options.make_vocab_size_divisible_by,

@@ -48,13 +48,14 @@ class PatchPlan(MediaPlan):
         """
         self._given = {"hf": hf, "tower": tower, "model_class": model_class, "processing": processing}
         self.hf, self.tower, self.model_class, self.fields = hf, tower, model_class, tower.fields
-        self.image_token_id, self.video_token_id = hf.image_token_id, hf.video_token_id
+        self.image_token_id: int = hf.image_token_id
+        self.video_token_id = hf.video_token_id
         self.merged = tower.merged(hf.vision_config)
         # The smallest picture is a square of patches, and a token.
         self.patches_per_tile = self.rows_per_tile = self.merged
         self.tokens_per_tile = 1
         self.processing = processing
-        _check_patches(processing.images, hf)
+        _check_patches(processing.image_processor, hf)
         if processing.videos is not None:
             _check_patches(processing.videos, hf)
         self.of_grid = lru_cache(NUM_KNOWN)(self._picture)
@@ -83,7 +84,7 @@ class PatchPlan(MediaPlan):
 
     def grid_of(self, height: int, width: int) -> Grid:
         """Return the patches of a picture of so many pixels. DataError as of `tokens`."""
-        images = self.processing.images
+        images = self.processing.image_processor
         try:
             resized = smart_resize(
                 height,

@@ -8,7 +8,7 @@ s: tokens, b: samples, f: features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
+from llava_mcore.models.audio.encoder import AudioTransformer
 from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.names import HfNames, LayerNames
@@ -61,14 +62,26 @@ class Recorder:
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def watch_hf(recorder: Recorder, model: nn.Module, names: HfNames, shown_as: HfNames) -> None:
-    """Record every module of a Hugging Face model. `names`: its own prefixes; `shown_as`: the folder's prefixes."""
+def watch_hf(
+    recorder: Recorder, model: nn.Module, names: HfNames, shown_as: HfNames, kept: Mapping[int, int] | None = None
+) -> None:
+    """Record every module of a Hugging Face model. `names`: its own prefixes; `shown_as`: the folder's prefixes.
+
+    kept: of how many tokens of the tower and the projection how many come first and are not padding.
+    """
     pairs = [(names.vision, shown_as.vision), (names.projection, shown_as.projection), (names.text, shown_as.text)]
     pairs = list(dict.fromkeys(pairs))  # of some classes the projection is part of the tower
     for name, module in model.named_modules():
         for prefix, shown in pairs:
             if name.startswith(prefix):
-                recorder.watch(module, partial(_tensor_of, shown + name.removeprefix(prefix), type(module)))
+                lengths = {} if kept is None or prefix == names.text else kept
+                recorder.watch(module, partial(_kept_of, shown + name.removeprefix(prefix), type(module), lengths))
+
+
+def _kept_of(name: str, kind: type[nn.Module], kept: Mapping[int, int], output: Any) -> dict[str, Tensor]:
+    """Return a Hugging Face module's output as [b, s, f] without padding, if it is one."""
+    found = _tensor_of(name, kind, output)
+    return {key: x[:, : kept.get(x.shape[1], x.shape[1])] for key, x in found.items()}
 
 
 def _tensor_of(name: str, kind: type[nn.Module], output: Any) -> dict[str, Tensor]:
@@ -80,7 +93,7 @@ def _tensor_of(name: str, kind: type[nn.Module], output: Any) -> dict[str, Tenso
         return {name: x[None]}
     if kind is Gemma3RMSNorm and x.ndim == 4:  # alone in normalizing heads [b, heads, s, f]
         x = x.transpose(1, 2)
-    if kind is nn.Conv2d:
+    if kind in (nn.Conv1d, nn.Conv2d):
         return {name: x.flatten(2).transpose(1, 2)}
     return {name: x.flatten(2)}
 
@@ -116,6 +129,11 @@ def _watch_vision(recorder: Recorder, model: VisionLanguageModel, names: HfNames
         recorder.watch(tower.conv1, lambda out: {v + tower.shape.conv_name: out[None]})
         if tower.shape.post_norm:
             recorder.watch(tower.ln_post, lambda out: {v + "post_layernorm": out[None]})
+    elif isinstance(tower, AudioTransformer):
+        # Of one clip: its rows have one more on both sides of what the second convolution reads.
+        recorder.watch(tower.conv1, lambda out: {v + "conv1": out[..., 1:-1].transpose(1, 2)})
+        recorder.watch(tower.conv2, lambda out: {v + "conv2": out.transpose(1, 2)})
+        recorder.watch(tower.ln_post, lambda out: {v + "layer_norm": out[None]})
     else:
         _watch_ends(recorder, tower, v)
 

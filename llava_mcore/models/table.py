@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.mapping.sharding import REPLICATED
 from llava_mcore.mapping.table import Entry, MappingTable
-from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.language.dense import end_entries
 from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.names import HfNames, TextNames
@@ -25,11 +25,11 @@ def mapping_table(
             tied weights) are in the table if the folder has them.
     """
     present = set(hf_tensors)
-    text, vision, architecture = hf.text_config, hf.vision_config, architecture_of(hf)
+    text, vision, architecture = hf.text_config, tower_config(hf), architecture_of(hf)
     num_layers = architecture.features(hf).num_layers
     tower, connector = vision_family(vision), architecture.connector(hf)
     text_names = TextNames("language_model.", names.text, names.lm_head)
-    tied = hf.tie_word_embeddings
+    tied = ties_embeddings(hf)
     entries = [
         *tower.weight_entries(vision, megatron="vision_model.", prefix=names.vision, num_layers=num_layers),
         *connector.weight_entries(hf, megatron="vision_projection.", prefix=names.projection),
@@ -48,7 +48,7 @@ def mapping_table(
 
 def usual_names(hf: PretrainedConfig) -> HfNames:
     """Return the names of the common files of the config's class."""
-    return architecture_of(hf).names.usual(wrapped=vision_family(hf.vision_config).wrapped)
+    return architecture_of(hf).names.usual(wrapped=vision_family(tower_config(hf)).wrapped)
 
 
 def detect_names(hf: PretrainedConfig, hf_tensors: Iterable[str], *, source: str) -> HfNames:

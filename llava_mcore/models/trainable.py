@@ -12,9 +12,10 @@ from transformers import PretrainedConfig
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.mapping.fused_norms import FUSED_NORMS
-from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.architectures.registry import architecture_of, tower_config
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.table import mapping_table, usual_names
+from llava_mcore.models.vision.registry import vision_family
 
 PARTS = ("vision_model", "vision_projection", "language_model")
 _LAYERS = "language_model.decoder.layers."
@@ -31,7 +32,8 @@ class _Piece:
 def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bool]:
     """Return for every parameter of the whole model, by its Megatron name, whether it is trained.
 
-    Parts are frozen by `model.freeze_*`, then matches of `model.freeze`; matches of `model.unfreeze` are trained.
+    Parts are frozen by `model.freeze_*`, then matches of `model.freeze`; matches of `model.unfreeze` are trained. A
+    tower's constants, such as sinusoids, are frozen too unless they match.
 
     Raises:
         ConfigError: patterns match nothing, or only a part of a parameter; or nothing is trained.
@@ -44,7 +46,10 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
         )
     )
     pieces = _pieces(hf)
-    state = {piece: not frozen[piece.parameter.partition(".")[0]] for piece in pieces}
+    constants = {f"vision_model.{name}" for name in vision_family(tower_config(hf)).constants}
+    state = {
+        piece: not frozen[piece.parameter.partition(".")[0]] and piece.parameter not in constants for piece in pieces
+    }
     found = []
     for key, patterns, value in (("freeze", model.freeze, False), ("unfreeze", model.unfreeze, True)):
         for pattern in patterns:

@@ -16,7 +16,7 @@ from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.data.encoding.text.template_file import write_chat_template
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
 from llava_mcore.models.table import detect_names, mapping_table
 
 _DTYPE = "F32"
@@ -66,7 +66,7 @@ def _planned_tensors(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
     """Return names and shapes of the model that transformers would build, without allocating memory."""
     with torch.device("meta"):
         model = architecture_of(hf).model_class(hf)
-    tied = {"lm_head.weight"} if hf.tie_word_embeddings else set()
+    tied = {"lm_head.weight"} if ties_embeddings(hf) else set()
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in tied}
     return {name: hf_files.TensorInfo(hf_files.SINGLE, _DTYPE, shape) for name, shape in shapes.items()}
 

@@ -12,18 +12,21 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlavaForConditionalGeneration, PreTrainedModel
+from transformers import AutoProcessor, LlavaForConditionalGeneration, PreTrainedModel
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES
+from llava_mcore.convert.inputs import processed_media
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.encoding.media import media_tokens
 from llava_mcore.data.samples import EncodedSample, MediaSpan, TokenConversation, Video
 from llava_mcore.data.streams.collate import collate
+from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
 from llava_mcore.models.media import MediaPlan, MediaTokens, Processing, VideoShape, index_values
 from llava_mcore.models.patch_plan import PatchPlan
 from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.pixels import normalize
+from tests.helpers.tiny_audio import RATE, make_hf_audio, wave
 from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_idefics2 import hf_pictures, make_hf_idefics2
@@ -103,6 +106,7 @@ CASES = [
         "qwen2_5_vl",
     ),
     Case("qwen3_vl", "qwen3", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen3_vl"),
+    Case("qwen2_audio_encoder", "qwen2", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen2_audio"),
 ]
 
 
@@ -114,11 +118,15 @@ def make_case(case: Case, folder: Path) -> Any:
         return makers[case.architecture](folder, **options)
     if case.architecture in KINDS:
         return make_hf_qwen(folder, case.architecture, **case.options)
+    if case.architecture == "qwen2_audio":
+        return make_hf_audio(folder, **case.options)
     return make_hf_llava(folder, architecture=case.architecture, **options)
 
 
 def case_inputs(case: Case, model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
     """Return what the case is tested on: pictures as its own processor makes them, if their sizes matter."""
+    if case.architecture == "qwen2_audio":
+        return sound_inputs(folder)
     if case.architecture in KINDS:
         plan = load_assets(folder).plan
         assert isinstance(plan, PatchPlan)
@@ -233,6 +241,26 @@ def patch_inputs(plan: PatchPlan, *, seed: int = 0) -> dict[str, torch.Tensor]:
     }
     ours = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
     return ours | {THEIRS + name: x for name, x in theirs.items()}
+
+
+CLIPS = ((0.3, 30.0), (), (7.777, 0.07, 2.0), (29.99,), (1.005, 0.3))
+"""Seconds of the clips of each sample."""
+
+
+def sound_inputs(folder: Path) -> dict[str, torch.Tensor]:
+    """Samples of one length with clips of 0.07 to 30 seconds, and one without, as the folder's processor makes them."""
+    processor = AutoProcessor.from_pretrained(folder)
+    one = f"{processor.audio_bos_token}{processor.audio_token}{processor.audio_eos_token}"
+    texts = [f"USER: {one * len(clips)} What? ASSISTANT: no." for clips in CLIPS]
+    waves = [wave(seconds, seed) for clips in CLIPS for seed, seconds in enumerate(clips)]
+    theirs = processor(
+        text=texts, audio=waves, sampling_rate=RATE, padding=True, padding_side="right", return_tensors="pt"
+    )
+    lengths = [[round(seconds * RATE) for seconds in clips] for clips in CLIPS]
+    nothing: list[list[Any]] = [[] for _ in CLIPS]
+    media, positions = processed_media(load_hf_config(folder), processor, theirs, nothing, audios=lengths)
+    ours = {"input_ids": theirs.pop("input_ids"), "position_ids": positions, **media}
+    return ours | {THEIRS + name: x for name, x in theirs.items() if name != "attention_mask"}
 
 
 def any_size_inputs(model: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -25,8 +25,8 @@ def tokens_of_a_picture(image_token_id: int, num_tokens: int = N) -> MediaTokens
 def encoded(format_: ChatFormat, turns: Sequence[Turn], *, num_images: int, num_tokens: int = N) -> ChatTokens:
     """Tokenize a conversation, every picture as `num_tokens` placeholders."""
     text = format_.text_tokens(turns, num_images=num_images)
-    picture = tokens_of_a_picture(format_.image_token_id, num_tokens)
-    return expand(text, [format_.image_token_id], [picture] * num_images)
+    picture = tokens_of_a_picture(format_.media_ids["<image>"], num_tokens)
+    return expand(text, [format_.media_ids["<image>"]], [picture] * num_images)
 
 
 def image_positions(tokens: ChatTokens, num_tokens: int = N) -> NDArray[np.int64]:

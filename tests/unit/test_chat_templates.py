@@ -268,7 +268,7 @@ def test_answers_and_eos_are_learnt_and_nothing_else(
     assert trained(tokenizer, tokens) == answers(name, turns, tokenizer.eos_token)
     rest = tokenizer.decode(tokens.input_ids[~tokens.trained].tolist())
     assert not any(turn.text in rest for turn in turns if turn.role == "assistant")
-    placeholders = tokens.input_ids == format_.image_token_id
+    placeholders = tokens.input_ids == format_.media_ids["<image>"]
     assert np.flatnonzero(placeholders).tolist() == image_positions(tokens).tolist()
     assert not tokens.trained[placeholders].any()
     parts = messages(turns, as_parts=True)

@@ -163,7 +163,7 @@ def test_ids_and_mask_of_every_template(case_name: str, tokenizer_name: str, ima
     spaced = tokenizer_name in ("prepend", "metaspace")
     assert text == expected or (spaced and text.lstrip().replace("</s> ", "</s>") == expected.lstrip())
 
-    assert (tokens.input_ids == format_.image_token_id).sum() == len(image_positions(tokens)) == N * image
+    assert (tokens.input_ids == format_.media_ids["<image>"]).sum() == len(image_positions(tokens)) == N * image
     prompt = served(processor, case.formats, turns[:1], add_generation_prompt=True)
     assert tokens.input_ids[: len(prompt)].tolist() == prompt
     if format_._closing.has_eos:

@@ -392,5 +392,5 @@ def test_packs_keep_to_the_patches_of_the_tower(mixed: Path, assets: Assets) -> 
         loader = open_loader(mixed / "crude", assets, max_media_tokens=limit, **options)
         tiles.append([len(batch.media["pixel_values"]) for batch in take(loader, 12)])
     assert max(tiles[0]) > 2 >= max(tiles[1]) and sum(tiles[1]) > 0
-    with pytest.raises(DataError, match=f"max_media_tokens is 3, but the smallest picture has {most // 2} patches"):
+    with pytest.raises(DataError, match=f"max_media_tokens is 3, but the smallest .* has {most // 2} patches"):
         open_loader(mixed / "crude", assets, max_media_tokens=3)

@@ -133,7 +133,7 @@ def test_a_processor_of_its_own_mean(hf: Path, tmp_path: Path) -> None:
     """Frames and pictures that are normalized differently travel as numbers."""
     copy = copied(hf, tmp_path, lambda c: c["video_processor"].update(image_mean=[0.5] * 3))
     assets, clip = load_assets(copy), video(2)
-    assert assets.no_videos is None and not len(assets.images.pixel_scale)
+    assert "<video>" not in assets.refused and not len(assets.images.pixel_scale)
     pixels = assets.images.tiles(made(assets, [noise(9, 9)], [clip], "<image><video>").media)
     theirs = AutoProcessor.from_pretrained(copy).video_processor([as_arrays(clip)], return_tensors="pt")
     assert torch.equal(pixels[-2:], theirs["pixel_values_videos"][0])
@@ -151,7 +151,7 @@ REFUSED: list[tuple[list[Video], str, Limits, str]] = [
     ([video(1), Video((noise(4, 5), BROKEN))], "<video><video>What?", Limits(), "video 1, frame 1: the picture cannot"),
     ([Video((noise(4, 5), noise(5, 4)))], "<video>What?", Limits(), "frame 1 has 4 x 5 pixels, but the first one has"),
     ([video(3), video(2)], "<video><video>What?", TOO_MANY, "its videos have 5 frames; the limit is 4 .max_frames"),
-    ([video(3)], "<video>What?", Limits(sample_bytes=2000), "frames have .* bytes; the limit is 2000"),
+    ([video(3)], "<video>What?", Limits(sample_bytes=2000), "frames and sounds have .* bytes; the limit is 2000"),
     ([video(1, 40, 40)], "<video>What?", Limits(picture_pixels=999), "video 0, frame 0: .* 999"),
 ]
 
@@ -205,7 +205,7 @@ def test_a_template_without_videos(hf: Path, tmp_path: Path) -> None:
     template = tmp_path / "pictures_only.jinja"
     template.write_text(CHAT_TEMPLATE.replace("<video>", ""))
     assets = load_assets(hf, chat_template=str(template))
-    assert assets.no_videos is not None and "renders a question about a video as" in assets.no_videos
+    assert "renders a question about a video as" in assets.refused["<video>"]
     assert made(assets, [noise(9, 9)], [], "<image>What?").media
 
 
@@ -239,7 +239,7 @@ def test_the_tokenizer_and_the_config_must_name_the_same_token(hf: Path, tmp_pat
     copy = copied(hf, tmp_path, lambda c: None)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"video_token_id": 9, "video_token_index": 9}))
-    assert load_assets(copy).no_videos == "video_token_id is 9 in config.json, but <video> is 5"
+    assert load_assets(copy).refused["<video>"] == "video_token_id is 9 in config.json, but <video> is 5"
 
 
 def test_tokens_of_onevisions_own_geometry() -> None:

@@ -78,7 +78,7 @@ def test_a_pack_keeps_to_the_budget_of_patches(dataset: Path, assets: Assets) ->
     tight = take(open_loader(dataset, assets, max_media_tokens=5 * PATCHES, **options), 6)
     reasons = {skip.reason for batch in tight for skip in batch.skipped}
     assert reasons == {
-        f"its pictures and frames have {6 * PATCHES} patches, but data.max_media_tokens is {5 * PATCHES}; raise that, "
+        f"it has {6 * PATCHES} patches of pictures and frames, but data.max_media_tokens is {5 * PATCHES}; raise that, "
         "or remove such samples"
     }
 

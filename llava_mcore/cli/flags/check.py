@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--megatron-dir", type=Path, help="folder of Megatron checkpoints to compare with it")
     model.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check and read for (default 1)")
     model.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
-    model.add_argument("--logits", type=Path, metavar="PICTURE", help=LOGITS_HELP)
+    model.add_argument("--logits", type=Path, metavar="FILE", help=LOGITS_HELP)
     add_data_flags(p)
     return p
 

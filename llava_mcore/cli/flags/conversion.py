@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
-LOGITS_HELP = "compare fp32 logits on this picture with Hugging Face's, in tp x pp processes over gloo"
+LOGITS_HELP = "compare fp32 logits on this picture or sound with Hugging Face's, in tp x pp processes over gloo"
 
 
 def default_workers() -> int:
@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser, *, source: str) -> None:
     parser.add_argument(
         "--verify", action="store_true", help="read back what was written and compare the SHA-256 of every tensor"
     )
-    parser.add_argument("--logits", type=Path, metavar="PICTURE", help=f"afterwards, {LOGITS_HELP}")
+    parser.add_argument("--logits", type=Path, metavar="FILE", help=f"afterwards, {LOGITS_HELP}")
     parser.add_argument("--sif-path", type=Path, help="run the same command inside this Singularity image")
 
 

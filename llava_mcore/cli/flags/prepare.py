@@ -11,11 +11,12 @@ from llava_mcore.data.prepare.formats import FORMATS
 
 EPILOG = """\
 formats (detected, or set with --format):
-  llava         .json list or .jsonl with "conversations" [{"from": "human", "value": "<image>\\n…"}, …] and "image"
-                or "video"
-  sharegpt      .json list or .jsonl with "messages" [{"role": "user", "content": "…"}, …] and "images" or "videos"
+  llava         .json list or .jsonl with "conversations" [{"from": "human", "value": "<image>\\n…"}, …] and "image",
+                "video" or "audio"
+  sharegpt      .json list or .jsonl with "messages" [{"role": "user", "content": "…"}, …] and "images", "videos" or
+                "audios"
   openai        like sharegpt, with "content" as typed parts: text, image_url with a path, a file:// or a data: URI,
-                video_url
+                video_url, audio_url
   parquet, huggingface
                 .parquet files, a folder of them, or a folder saved by `datasets`; pictures as struct{bytes, path},
                 bytes or
@@ -63,8 +64,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--val-ratio", type=_ratio, default=0.0, metavar="R", help="fraction of the shards for validation (0)"
     )
-    p.add_argument("--check-images", action="store_true", help="decode every picture (default: read its header)")
+    p.add_argument(
+        "--check-images", action="store_true", help="decode every picture and sound (default: read its header)"
+    )
     _add_video_flags(p)
+    p.add_argument("--audio-key", help="field with the sounds (default: audio or audios)")
     add_sample_flags(p)
     p.add_argument(
         "--max-skip-rate", type=_ratio, default=0.01, metavar="R", help="allowed fraction of skipped rows (0.01)"

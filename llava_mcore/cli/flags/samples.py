@@ -12,7 +12,7 @@ from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.errors import ConfigError
 
 MEANINGS = {
-    "sample_bytes": "bytes of a sample, its json, pictures and frames together",
+    "sample_bytes": "bytes of a sample, its json, pictures, frames and sounds together",
     "text_chars": "characters of a conversation",
     "picture_pixels": "width times height of a picture or frame",
     "frames": "frames of all videos of a conversation together",

@@ -18,7 +18,7 @@ from llava_mcore.data.encoding.conversation import chat_from_standard
 from llava_mcore.data.encoding.encode import TooLongError, stored_tokens
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
 from llava_mcore.data.loading.datasets import Dataset, open_datasets
-from llava_mcore.data.samples import ChatSample, EncodedSample, TokenConversation, Video
+from llava_mcore.data.samples import ChatSample, EncodedSample, Sound, TokenConversation, Video
 from llava_mcore.data.streams.skips import DATA_ERRORS, Skips
 from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError
@@ -52,6 +52,7 @@ class Finding:
     num_images: int = 0
     num_frames: tuple[int, ...] = ()
     """Of each video."""
+    num_sounds: int = 0
 
 
 class Examiner:
@@ -126,6 +127,7 @@ class Examiner:
             num_tokens=num_tokens,
             num_trained=sum(int(conversation.trained.sum()) for conversation in used),
             num_images=sum(isinstance(item.data, bytes) for conversation in used for item in conversation.media),
+            num_sounds=sum(isinstance(item.data, Sound) for conversation in used for item in conversation.media),
             num_frames=tuple(len(item.data.frames) for c in used for item in c.media if isinstance(item.data, Video)),
         )
 
@@ -144,9 +146,7 @@ def _differing(chat: ChatSample, assets: Assets) -> list[str]:
         stored = stored_tokens(conversation, assets)
         if stored is None:
             continue
-        computed = assets.chat.text_tokens(
-            conversation.turns, num_images=len(conversation.images), num_videos=len(conversation.videos)
-        )
+        computed = assets.chat.tokens(conversation.turns, conversation.num_media)
         if not np.array_equal(stored.ids, computed.ids) or not np.array_equal(stored.trained, computed.trained):
             return [f"its {TOKENS_KEY} differ from the tokens of its text; prepare the data again"]
     return []
@@ -161,11 +161,11 @@ def _verdict(differing: list[str], encoded: EncodedSample, assets: Assets) -> di
         wanted = sum(len(item.tokens.values[name]) for item in conversation.media for name in places)
         if is_placeholder.sum() != wanted:
             reasons.append(
-                f"{is_placeholder.sum()} placeholders, but {wanted} features of {len(conversation.media)} pictures and "
-                "videos"
+                f"{is_placeholder.sum()} placeholders, but {wanted} features of {len(conversation.media)} pictures, "
+                "videos and sounds"
             )
         if (conversation.trained & is_placeholder).any():
-            reasons.append("the chat template trains the model on the placeholders of a picture or video")
+            reasons.append("the chat template trains the model on the placeholders of a picture, video or sound")
         if not conversation.trained.any():
             reasons.append("the chat template trains on nothing in a conversation with an answer")
     num_tiles = sum(conversation.num_tiles for conversation in encoded.conversations)

@@ -70,6 +70,7 @@ class Report:
             "pictures": round(sum(r * one.per_sample(one.num_images) for one, r in weighted)),
             "videos": round(sum(r * one.per_sample(one.num_videos) for one, r in weighted)),
             "frames": round(sum(r * one.per_sample(one.num_frames) for one, r in weighted)),
+            "sounds": round(sum(r * one.per_sample(one.num_sounds) for one, r in weighted)),
         }
 
     def quantiles(self) -> dict[str, int]:
@@ -99,6 +100,7 @@ class Report:
             "pictures_per_sample": _by_number(tally.images),
             "videos_per_sample": _by_number(tally.videos),
             "frames_per_video": _by_number(tally.frames),
+            "sounds_per_sample": _by_number(tally.sounds),
             "epoch": self.epoch(),
             "datasets": [asdict(one) for one in tally.datasets],
             "stop": list(self.stop),

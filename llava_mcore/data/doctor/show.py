@@ -9,6 +9,7 @@ from rich.text import Text
 from torch import Tensor
 
 from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encoding.marks import TYPES
 from llava_mcore.data.samples import TokenConversation
 
 TRAINED_STYLE = "bold green"
@@ -31,7 +32,7 @@ def conversation_text(tokens: TokenConversation, assets: Assets, *, colored: boo
 
 def _marked(ids: list[int], marks: list[bool], assets: Assets, *, colored: bool) -> Text:
     text = Text()
-    names = {assets.plan.image_token_id: "image", assets.plan.video_token_id: "video"}
+    names = {token_id: TYPES[mark] for mark, token_id in assets.chat.media_ids.items()}
     kinds = [(names.get(i), bool(t)) for i, t in zip(ids, marks, strict=True)]
     start = 0
     for (name, trained), run in groupby(kinds):

@@ -75,10 +75,13 @@ def _print_lengths(report: Report, console: Console) -> None:
     for first, last, count in found:
         bar = "█" * -(-count * BAR // most) + " " if count else ""
         _line(console, f"  {first:>{width}} to {last:>{width}} {bar}{count}")
-    _line(console, f"pictures per sample: {_listed(tally.images) or 'none could be used'}")
+    if any(tally.images) or not any(tally.sounds):
+        _line(console, f"pictures per sample: {_listed(tally.images) or 'none could be used'}")
     if tally.frames:
         _line(console, f"videos per sample: {_listed(tally.videos)}")
         _line(console, f"frames per video: {_listed(tally.frames)}")
+    if any(tally.sounds):
+        _line(console, f"sounds per sample: {_listed(tally.sounds)}")
     if report.fill is not None:
         mean = sum(n * c for n, c in tally.lengths.items()) / tally.lengths.total()
         _line(
@@ -100,8 +103,8 @@ def _listed(counts: Counter[int]) -> str:
 
 
 def _epoch_in_words(epoch: dict[str, int]) -> str:
-    """Videos are only mentioned where there are some."""
-    said = {name: number for name, number in epoch.items() if number or name not in ("videos", "frames")}
+    """Videos and sounds are only mentioned where there are some."""
+    said = {name: number for name, number in epoch.items() if number or name not in ("videos", "frames", "sounds")}
     return ", ".join(f"{number:,} {name}" for name, number in said.items())
 
 

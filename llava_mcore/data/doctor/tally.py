@@ -47,6 +47,7 @@ class DatasetTally:
     num_images: int = 0
     num_videos: int = 0
     num_frames: int = 0
+    num_sounds: int = 0
 
     @property
     def num_used(self) -> int:
@@ -71,6 +72,8 @@ class Tally:
     """Videos of a sample -> number of samples."""
     frames: Counter[int] = field(default_factory=Counter)
     """Frames of a video -> number of videos."""
+    sounds: Counter[int] = field(default_factory=Counter)
+    """Sounds of a sample -> number of samples."""
     groups: dict[tuple[str, str], Group] = field(default_factory=dict)
     num_looked_at: int = 0
     """Samples; a pack counts once."""
@@ -100,10 +103,12 @@ class Tally:
         self.images[found.num_images] += 1
         self.videos[len(found.num_frames)] += 1
         self.frames.update(found.num_frames)
+        self.sounds[found.num_sounds] += 1
         data.num_tokens += found.num_tokens
         data.num_images += found.num_images
         data.num_videos += len(found.num_frames)
         data.num_frames += sum(found.num_frames)
+        data.num_sounds += found.num_sounds
         if len(self.examples) < num_examples and not found.reasons and not found.remarks:
             self.examples.append(found)
 

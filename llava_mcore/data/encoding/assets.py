@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,19 @@ from transformers import AutoTokenizer, BaseImageProcessor, PretrainedConfig, Pr
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits
 from llava_mcore.data.encoding.chat import ChatFormat
-from llava_mcore.data.encoding.preprocess import ImagePreprocessor, load_image_processor
+from llava_mcore.data.encoding.preprocess import ImagePreprocessor, MediaPreprocessor, load_image_processor
+from llava_mcore.data.encoding.sound.processor import Audios, SoundPreprocessor, choose_audios
 from llava_mcore.data.encoding.special_tokens import check_tokenizer, choose_tokens
 from llava_mcore.data.encoding.text.template_choice import Lang, TemplateChoice, choose_template
 from llava_mcore.data.encoding.videos import VIDEO_FILE, Videos, choose_videos
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
 from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError, problems
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.regular import kind_of
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.audio.plan import AudioPlan
 from llava_mcore.models.media import MediaPlan, Processing
 
 logger = logging.getLogger(__name__)
@@ -48,15 +51,16 @@ class Assets:
 
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
-    images: ImagePreprocessor
+    images: MediaPreprocessor
+    """Makes of pictures, videos or sounds what the tower reads."""
     plan: MediaPlan
     pad_token_id: int
     eos_token_id: int
     lang: Lang
     """Language of the prompts for data without questions (data.prompts)."""
     limits: Limits = LIMITS
-    no_videos: str | None = None
-    """Why samples with videos cannot be used; None: they can."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Why samples with pictures, videos or sounds cannot be used, by their mark; those without a reason can."""
 
 
 def load_assets(
@@ -70,7 +74,7 @@ def load_assets(
     special_tokens_in_text: Handling = "text",
     limits: Limits = LIMITS,
 ) -> Assets:
-    """Load tokenizer, chat template, image processor and, where the class takes videos, video processor from hf_dir.
+    """Load tokenizer, chat template, and the processors of what the class takes: pictures, videos or sound.
 
     Args:
         checkpoint_hf_dir: the Hugging Face files of the checkpoint to train: its config.json is used, and its image
@@ -93,26 +97,32 @@ def load_assets(
     if tokenizer is not None:
         choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
     choice = _choose_template(tokenizer, folders, chat_template, lang, found)
-    videos = Videos()
-    if config is not None and tokenizer is not None:
-        videos = choose_videos(folders, config, tokenizer, LOAD_ERRORS)
-    images = _load_images(folders, config, tokenizer, videos, limits, found)
-    image_token = None if tokenizer is None else check_tokenizer(tokenizer, config, found)
+    processors = _load_processors(folders, config, tokenizer, found)
+    plan = None if config is None else _plan(folders, config, tokenizer, processors, found)
+    preprocessor = _preprocessor(processors, config, plan, limits, found)
+    token = None if tokenizer is None else check_tokenizer(tokenizer, config, found)
+    if config is not None and not architecture_of(config).takes_images and image_token_id is not None:
+        found.append(f"--image-token-id {image_token_id} has no effect: the model takes no pictures; omit it")
     if found:
         raise DataError(problems(f"{hf_dir} cannot prepare conversations for the model", found))
-    assert tokenizer is not None and choice is not None and images is not None and image_token is not None
-    tokens = {"image_token": image_token, "video_token": videos.token}
-    chat = _chat_format(hf_dir, tokenizer, choice, images.plan, special_tokens_in_text, tokens)
+    assert config is not None and tokenizer is not None and choice is not None and preprocessor is not None
+    assert plan is not None and token is not None
+    tokens = {
+        "image_token": token if plan.image_token_id is not None else None,
+        "video_token": processors.videos.token,
+        "audio_token": processors.audios.token,
+    }
+    chat = _chat_format(hf_dir, tokenizer, choice, plan, special_tokens_in_text, tokens)
     return Assets(
         tokenizer=tokenizer,
         chat=chat,
-        images=images,
-        plan=images.plan,
+        images=preprocessor,
+        plan=plan,
         pad_token_id=int(tokenizer.pad_token_id),
         eos_token_id=int(tokenizer.eos_token_id),
         lang=choice.lang,
         limits=limits,
-        no_videos=videos.reason or images.no_videos or chat.no_videos,
+        refused=_refused(config, processors, preprocessor, chat),
     )
 
 
@@ -132,6 +142,29 @@ def _chat_format(
         raise DataError(problems(f"{hf_dir} cannot prepare conversations for the model", [str(error)])) from error
     _log_choice(choice, chat)
     return chat
+
+
+@dataclass(frozen=True)
+class _Processors:
+    """Of pictures (None: the class takes none, or there is a problem with it), videos and sounds."""
+
+    images: BaseImageProcessor | None = None
+    videos: Videos = field(default_factory=Videos)
+    audios: Audios = field(default_factory=Audios)
+
+
+def _refused(
+    config: PretrainedConfig, processors: _Processors, preprocessor: MediaPreprocessor, chat: ChatFormat
+) -> dict[str, str]:
+    """Return why samples with some media cannot be used, by their mark."""
+    architecture, videos = architecture_of(config), processors.videos.reason
+    if videos is None and isinstance(preprocessor, ImagePreprocessor):
+        videos = preprocessor.no_videos or chat.no_videos
+    no_images = None
+    if not architecture.takes_images:
+        no_images = f"{architecture.model_class.__name__} does not support pictures, only sound"
+    reasons = {IMAGE_MARK: no_images, VIDEO_MARK: videos, AUDIO_MARK: processors.audios.reason}
+    return {mark: reason for mark, reason in reasons.items() if reason is not None}
 
 
 def _choose_template(
@@ -207,7 +240,17 @@ def _load_tokenizer(folder: Path, found: list[str]) -> PreTrainedTokenizerBase |
     return tokenizer
 
 
-def _load_processor(folders: list[Path], found: list[str]) -> BaseImageProcessor | None:
+def _load_processors(
+    folders: list[Path], config: PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None, found: list[str]
+) -> _Processors:
+    images = _load_image_processor(folders, found) if config is None or architecture_of(config).takes_images else None
+    if config is None or tokenizer is None:
+        return _Processors(images)
+    audios = choose_audios(folders, PROCESSOR_FILES, config, tokenizer, LOAD_ERRORS, found)
+    return _Processors(images, choose_videos(folders, config, tokenizer, LOAD_ERRORS), audios)
+
+
+def _load_image_processor(folders: list[Path], found: list[str]) -> BaseImageProcessor | None:
     folder = next((f for f in folders if any((f / name).is_file() for name in PROCESSOR_FILES)), None)
     if folder is None:
         found.append(f"no image processor in {folders[0]}: none of {', '.join(PROCESSOR_FILES)}")
@@ -219,22 +262,23 @@ def _load_processor(folders: list[Path], found: list[str]) -> BaseImageProcessor
         return None
 
 
-def _load_images(
-    folders: list[Path],
+def _preprocessor(
+    processors: _Processors,
     config: PretrainedConfig | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    videos: Videos,
+    plan: MediaPlan | None,
     limits: Limits,
     found: list[str],
-) -> ImagePreprocessor | None:
-    """Load the image processor and plan how pictures and videos become tokens and pixels."""
-    processor = _load_processor(folders, found)
-    plan = None if config is None else _plan(folders, config, tokenizer, processor, videos, found)
-    if processor is None or config is None or plan is None:
+) -> MediaPreprocessor | None:
+    if config is None or plan is None:
+        return None
+    if isinstance(plan, AudioPlan):
+        assert processors.audios.extractor is not None, "there is no plan without one"
+        return SoundPreprocessor(processors.audios.extractor, plan)
+    if processors.images is None:
         return None
     try:
         shape = architecture_of(config).pixel_shape(config)
-        return ImagePreprocessor(processor, shape, plan, limits.picture_pixels, videos.processor)
+        return ImagePreprocessor(processors.images, shape, plan, limits.picture_pixels, processors.videos.processor)
     except (*LOAD_ERRORS, DataError) as error:
         found.append(f"the image processor cannot be used: {why_not_loaded(error)}")
         return None
@@ -244,20 +288,20 @@ def _plan(
     folders: list[Path],
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
-    processor: BaseImageProcessor | None,
-    videos: Videos,
+    processors: _Processors,
     found: list[str],
 ) -> MediaPlan | None:
-    """Return how pictures and videos become tokens; a processor with different tokens for pictures is reported."""
-    architecture = architecture_of(config)
+    """Return how media become tokens; a processor with different tokens for pictures is reported."""
+    architecture, images, audios = architecture_of(config), processors.images, processors.audios.extractor
     file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
     settings = None if file is None else _read_json(file, found)
     try:
         if settings is not None:
             found += [f"{file}: {problem}" for problem in architecture.processor_problems(config, settings)]
-        if tokenizer is None or processor is None:
+        if tokenizer is None or (images if architecture.takes_images else audios) is None:
             return None
-        return architecture.media(config, Processing(tokenizer, processor, settings or {}, videos.processor))
+        how = Processing(tokenizer, images, settings or {}, processors.videos.processor, audios)
+        return architecture.media(config, how)
     except ConversionError as error:
         found.append(str(error))
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import Handling
 from llava_mcore.data.encoding.chat_probe import ANSWER, QUESTION, find_content_format, probe, why_no_videos
-from llava_mcore.data.encoding.marks import check_marks, count_marks
+from llava_mcore.data.encoding.marks import check_marks
 from llava_mcore.data.encoding.text.around_media import rewritten
 from llava_mcore.data.encoding.text.render import CONTENT_FORMATS, FLATTENED, render_turns
 from llava_mcore.data.encoding.text.spans import Span, tokens_in_span
 from llava_mcore.data.encoding.text.tokens import TextTokens
 from llava_mcore.data.encoding.text.typed_tokens import TypedTokens
-from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Turn
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import NOTHING_AROUND, AroundMedia
 from llava_mcore.templates import fixed_date
@@ -58,24 +58,29 @@ class ChatFormat:
         tokenizer: PreTrainedTokenizerBase,
         template: str,
         *,
-        image_token: str,
+        image_token: str | None,
         video_token: str | None = None,
+        audio_token: str | None = None,
         special_tokens_in_text: Handling = "text",
         around_media: AroundMedia = NOTHING_AROUND,
     ):
-        """`image_token` and `video_token` are the tokenizer's placeholders for a picture and a video.
+        """`image_token`, `video_token` and `audio_token` are the tokenizer's placeholders for what may be in a
+        conversation; None for what may not. There is one for pictures or for sound.
 
-        video_token: None if no conversation may have videos.
         special_tokens_in_text: how special tokens such as `<|im_end|>` in the text of a turn are read.
         around_media: what the class's processor rewrites in a rendered text.
 
         Raises DataError for a template whose answers cannot be distinguished from its prompts.
         """
         self.special_tokens_in_text = special_tokens_in_text
-        self.image_token, self.video_token = image_token, video_token
-        self._media_tokens = {IMAGE_MARK: image_token} | ({VIDEO_MARK: video_token} if video_token else {})
-        self.image_token_id = int(tokenizer.convert_tokens_to_ids(image_token))
-        self._video_token_id = int(tokenizer.convert_tokens_to_ids(video_token)) if video_token else None
+        self.image_token, self.video_token, self.audio_token = image_token, video_token, audio_token
+        tokens = {IMAGE_MARK: image_token, VIDEO_MARK: video_token, AUDIO_MARK: audio_token}
+        self._media_tokens = {mark: token for mark, token in tokens.items() if token is not None}
+        self.media_ids = {
+            mark: int(tokenizer.convert_tokens_to_ids(token)) for mark, token in self._media_tokens.items()
+        }
+        """Ids of the placeholders by mark."""
+        self._main_mark = AUDIO_MARK if image_token is None else IMAGE_MARK
         self._around_media = around_media
         self._mark_ids = tokenizer.convert_tokens_to_ids(list(around_media.marks))
         self.eos_token = str(tokenizer.eos_token)
@@ -94,14 +99,15 @@ class ChatFormat:
         self._typed = TypedTokens(self._encoder, [*named, *placeholders], marks=self._media_tokens.keys())
         self._has_marks = GENERATION_MARK.search(template) is not None
         formats = CONTENT_FORMATS if self._body == self.template else (FLATTENED,)
-        self.content_format = find_content_format(self._text, formats, image_token)
+        main = self._media_tokens[self._main_mark]
+        self.content_format = find_content_format(self._text, formats, self._main_mark, main)
         self._closing = self._probe_marked() if self._has_marks else self._probe_unmarked()
         self._check_tokens()
 
     # -- rendering ---------------------------------------------------------------------------------------------
 
     def render(self, turns: Sequence[Turn], *, add_generation_prompt: bool = False) -> str:
-        """Return the rendered turns, with one placeholder per picture and video.
+        """Return the rendered turns, with one placeholder per picture, video and sound.
 
         It ends with the answer's header if `add_generation_prompt`.
         """
@@ -132,7 +138,7 @@ class ChatFormat:
     def several_turns(self) -> str | None:
         """Why conversations with several questions cannot be used with this template; None: they can."""
         try:
-            self.segments([*probe(), Turn("user", QUESTION), Turn("assistant", ANSWER)])
+            self.segments([*self._probe(), Turn("user", QUESTION), Turn("assistant", ANSWER)])
         except DataError as error:
             return str(error)
         return None
@@ -144,8 +150,11 @@ class ChatFormat:
             return "there is no placeholder for a video"
         return why_no_videos(self._text, self.content_format, self.video_token)
 
+    def _probe(self) -> list[Turn]:
+        return probe(self._main_mark)
+
     def _probe_unmarked(self) -> Closing:
-        text, spans = self._difference_spans(probe())
+        text, spans = self._difference_spans(self._probe())
         _, found, closing = text[slice(*spans[0])].partition(ANSWER)
         if not found:
             raise DataError(f"the chat template ends its prompt after the answer; add {{% generation %}}: {text!r}")
@@ -154,7 +163,7 @@ class ChatFormat:
         return Closing(closing, len(trained), bool(eos))
 
     def _probe_marked(self) -> Closing:
-        text, spans = self._render(probe(), self.content_format, False)
+        text, spans = self._render(self._probe(), self.content_format, False)
         if len(spans) != 1 or ANSWER not in text[slice(*spans[0])]:
             raise DataError(f"the chat template's {{% generation %}} does not contain the answer: {text!r}")
         start, end = spans[0]
@@ -166,11 +175,11 @@ class ChatFormat:
 
     def _check_tokens(self) -> None:
         """Check that special tokens are tokens, and that the tokenizer appends nothing to texts."""
-        found = self.text_tokens(probe(), num_images=1)
+        found = self.tokens(self._probe(), {self._main_mark: 1})
         eos_id = self._encoder.token_to_id(self.eos_token)
         if eos_id not in found.ids[found.trained]:
             raise DataError(f"the tokenizer does not turn {self.eos_token} after an answer into its EOS id {eos_id}")
-        if self._adds_special_tokens(self.render(probe())):
+        if self._adds_special_tokens(self.render(self._probe())):
             added = self._encoder.encode("a", add_special_tokens=True)
             if added.special_tokens_mask[-1]:
                 raise DataError(
@@ -233,18 +242,23 @@ class ChatFormat:
         return result + text[done:], moved
 
     def text_tokens(self, turns: Sequence[Turn], *, num_images: int, num_videos: int = 0) -> TextTokens:
-        """Tokenize a conversation as Hugging Face's processor does, but with one placeholder per picture and video.
+        """As `tokens`, of a conversation without sounds."""
+        return self.tokens(turns, {IMAGE_MARK: num_images, VIDEO_MARK: num_videos})
 
-        The answers are marked with their EOS. Raises DataError if marks do not match pictures and videos, or the
-        template cannot render the turns.
+    def tokens(self, turns: Sequence[Turn], media: Mapping[str, int]) -> TextTokens:
+        """Tokenize a conversation as Hugging Face's processor does, but with one placeholder per picture, video and
+        sound.
+
+        The answers are marked with their EOS. Raises DataError if marks do not match `media`, which are numbers by
+        mark, or the template cannot render the turns.
         """
-        check_marks(count_marks(turns, IMAGE_MARK), num_images, count_marks(turns, VIDEO_MARK), num_videos)
+        check_marks(turns, media)
         typed = self.typed_in(turns)
         hidden = bool(typed) and self.special_tokens_in_text == "text"
         if hidden:
             turns = [replace(turn, text=self._typed.hide(turn.text)) for turn in turns]
         text, spans = rewritten(*self.segments(turns), self._around_media)
-        encoding, ids, is_media = self._encoded(text, num_images, num_videos, hidden=hidden)
+        encoding, ids, is_media = self._encoded(text, media, hidden=hidden)
         trained = np.zeros(len(ids), dtype=np.bool_)
         for span in spans:
             trained[tokens_in_span(encoding, span, len(text))] = True
@@ -265,23 +279,24 @@ class ChatFormat:
             raise DataError(f"the chat template does not start a prompt with the answers before: {text!r}")
         return self.segments(answered)[0] + text[len(plain) :]
 
-    def prompt_tokens(self, turns: Sequence[Turn], *, num_images: int, num_videos: int = 0) -> TextTokens:
-        """Tokenize `prompt_text` as `text_tokens` does a conversation; nothing is trained. DataError as there."""
-        check_marks(count_marks(turns, IMAGE_MARK), num_images, count_marks(turns, VIDEO_MARK), num_videos)
+    def prompt_tokens(self, turns: Sequence[Turn], media: Mapping[str, int]) -> TextTokens:
+        """Tokenize `prompt_text` as `tokens` does a conversation; nothing is trained. DataError as there."""
+        check_marks(turns, media)
         typed = self.typed_in(turns)
         hidden = bool(typed) and self.special_tokens_in_text == "text"
         if hidden:
             turns = [replace(turn, text=self._typed.hide(turn.text)) for turn in turns]
         text, _ = rewritten(self.prompt_text(turns), [], self._around_media)
-        _, ids, _ = self._encoded(text, num_images, num_videos, hidden=hidden)
+        _, ids, _ = self._encoded(text, media, hidden=hidden)
         return TextTokens(ids, np.zeros(len(ids), dtype=np.bool_), typed)
 
     def _encoded(
-        self, text: str, num_images: int, num_videos: int, *, hidden: bool
+        self, text: str, media: Mapping[str, int], *, hidden: bool
     ) -> tuple[Encoding, NDArray[np.int64], NDArray[np.bool_]]:
         """Return a rendered text's encoding, its ids, and which of them are placeholders.
 
         Args:
+            media: numbers of pictures, videos and sounds by mark.
             hidden: whether the special tokens that were typed in the turns are hidden in the text.
         """
         try:
@@ -291,14 +306,12 @@ class ChatFormat:
         encode = self._typed.encode if hidden else self._encoder.encode
         encoding = encode(text, add_special_tokens=self._adds_special_tokens(text))
         ids = np.asarray(encoding.ids, dtype=np.int64)
-        is_image, is_video = ids == self.image_token_id, ids == self._video_token_id
-        for left, number, token in (
-            (int(is_image.sum()), num_images, self.image_token),
-            (int(is_video.sum()), num_videos, self.video_token),
-        ):
+        for mark, token_id in self.media_ids.items():
+            left, number = int((ids == token_id).sum()), media.get(mark, 0)
             if left != number:
+                token = self._media_tokens[mark]
                 raise DataError(f"the chat template leaves {left} of {number} {token}: {text!r:.2000}")
-        return encoding, ids, is_image | is_video | np.isin(ids, self._mark_ids)
+        return encoding, ids, np.isin(ids, [*self.media_ids.values(), *self._mark_ids])
 
     def typed_in(self, turns: Sequence[Turn]) -> tuple[str, ...]:
         """Return the special tokens in the text of turns, except marks."""
@@ -321,6 +334,8 @@ class ChatFormat:
             settings.append(self.video_token)
         if self._around_media.rules:
             settings.append(asdict(self._around_media))
+        if self.audio_token is not None:
+            settings.append({AUDIO_MARK: self.audio_token})
         if self.special_tokens_in_text != "text":
             settings.append(self.special_tokens_in_text)
         if fixed_date.asks_for_date(self.template):

@@ -1,9 +1,10 @@
-"""Determines how a chat template renders pictures and videos, by rendering a question about one."""
+"""Determines how a chat template renders pictures, videos and sounds, by rendering a question about one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from llava_mcore.data.encoding.marks import NAMES
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
 
@@ -13,31 +14,35 @@ Render = Callable[[Sequence[Turn], dict[str, str]], str]
 
 
 def probe(mark: str = IMAGE_MARK) -> list[Turn]:
-    """Return a question about a picture, or a video, and its answer."""
+    """Return a question about a picture, a video or a sound, and its answer."""
     return [Turn("user", f"{mark}\n{QUESTION}"), Turn("assistant", ANSWER)]
 
 
-def find_content_format(render: Render, formats: Iterable[dict[str, str]], image_token: str) -> dict[str, str]:
+def find_content_format(render: Render, formats: Iterable[dict[str, str]], mark: str, token: str) -> dict[str, str]:
     """Return the first format that the template supports, preferably with a system prompt.
+
+    Args:
+        mark: of a picture, or of a sound for a class that takes sound alone.
+        token: its placeholder.
 
     Raises DataError if it does not support any.
     """
     possible, reasons = [], []
     for candidate in formats:
         try:
-            text = render(probe(), candidate)
+            text = render(probe(mark), candidate)
         except DataError as error:
             reasons.append(str(error))
             continue
-        if _is_said(text, image_token):
+        if _is_said(text, token):
             possible.append(candidate)
         else:
             reasons.append(f"typed or plain content {candidate} renders as {text!r}")
     if possible:
-        return next((candidate for candidate in possible if _says_system(render, candidate)), possible[0])
+        return next((candidate for candidate in possible if _says_system(render, candidate, mark)), possible[0])
     raise DataError(
-        f"the chat template renders a question with a picture neither from typed parts nor from text with "
-        f"{image_token}: " + "; ".join(dict.fromkeys(reasons))
+        f"the chat template renders a question with a {NAMES[mark]} neither from typed parts nor from text with "
+        f"{token}: " + "; ".join(dict.fromkeys(reasons))
     )
 
 
@@ -57,10 +62,10 @@ def _is_said(text: str, placeholder: str) -> bool:
     return all(text.count(part) == 1 for part in (placeholder, QUESTION, ANSWER)) and "'type':" not in text
 
 
-def _says_system(render: Render, content_format: dict[str, str]) -> bool:
+def _says_system(render: Render, content_format: dict[str, str], mark: str) -> bool:
     """Return whether a system prompt is rendered; a template may not support it."""
     try:
-        text = render([Turn("system", SYSTEM), *probe()], content_format)
+        text = render([Turn("system", SYSTEM), *probe(mark)], content_format)
     except DataError:
         return False
     return text.count(SYSTEM) == 1 and "'type':" not in text

@@ -1,18 +1,19 @@
-"""Raw parts of a shard's sample -> its conversations. Pictures and frames stay undecoded here."""
+"""Raw parts of a shard's sample -> its conversations. Pictures, frames and sounds stay undecoded here."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 from megatron.energon import FileStore, FileStoreDecoder, TextSample, VQASample, basic_sample_keys, stateless
 
-from llava_mcore.data.encoding.marks import check_marks, count_marks
+from llava_mcore.data.encoding.marks import NAMES, check_marks, count_marks, without_marks
 from llava_mcore.data.encoding.prompts import POOL_KEY
-from llava_mcore.data.encoding.sample_media import media_of
+from llava_mcore.data.encoding.sample_media import SampleMedia, media_of
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
-from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, ChatSample, Conversation, Turn, Video
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, ChatSample, Conversation, Turn
 from llava_mcore.data.storage.tar_members import NoContents
 from llava_mcore.errors import DataError
 
@@ -52,11 +53,11 @@ class TextDecoder(FileStoreDecoder):
 def cook_chat(sample: dict[str, Any], *, images: FileStore[bytes] | None = None) -> ChatSample:
     """Cook a sample of a CrudeWebdataset or of a jsonl file.
 
-    Its json part holds "messages", or "pack" (several conversations), each with `<image>` and `<video>` in the
-    positions of pictures and videos; or "question", with the answer in a txt part and at most one picture and one
-    video.
+    Its json part holds "messages", or "pack" (several conversations), each with `<image>`, `<video>` and
+    `<audio>` in the positions of pictures, videos and sounds; or "question", with the answer in a txt part and at most
+    one of each.
     If the dataset has a prompt pool, the question may be missing, which counts as an empty one. `media_of` says where
-    pictures and videos are; names in a store of pictures are read only here.
+    all of these are; names in a store are read only here.
 
     Raises:
         DataError: something is missing or has a wrong type; the sample is skipped.
@@ -69,53 +70,58 @@ def cook_chat(sample: dict[str, Any], *, images: FileStore[bytes] | None = None)
     forms = [form for form in ("messages", "pack", "question") if form in about]
     if len(forms) != 1:
         raise DataError(f'the json must have one of "messages", "pack" and "question", found {forms or sorted(about)}')
-    pictures, videos = media_of(sample, about, images)
+    media = media_of(sample, about, images)
     conversations: tuple[Conversation, ...]
     if forms == ["question"]:
-        conversations = (_question(about["question"], sample, pictures, videos, has_pool=has_pool),)
+        conversations = (_question(about["question"], sample, media, has_pool=has_pool),)
     else:
         members = [about] if forms == ["messages"] else about["pack"]
-        conversations = _share_media(members, pictures, videos, has_pool=has_pool)
+        conversations = _share_media(members, media, has_pool=has_pool)
     return ChatSample(**basic_sample_keys(sample), conversations=conversations)
 
 
-def _question(
-    question: Any, sample: dict[str, Any], pictures: Sequence[bytes], videos: Sequence[Video], *, has_pool: bool
-) -> Conversation:
-    for found, what in ((pictures, "picture"), (videos, "video")):
-        if len(found) > 1:
-            raise DataError(f'with "question", at most one {what} is allowed, found {len(found)}')
+def _question(question: Any, sample: dict[str, Any], media: SampleMedia, *, has_pool: bool) -> Conversation:
+    whole = _conversation((), media)
+    for mark, number in whole.num_media.items():
+        if number > 1:
+            raise DataError(f'with "question", at most one {NAMES[mark]} is allowed, found {number}')
     if "txt" not in sample:
         raise DataError("a part .txt with the answer is needed")
-    marks = (IMAGE_MARK,) * len(pictures) + (VIDEO_MARK,) * len(videos)
-    turns = vqa_turns(question, sample["txt"], marks, has_pool=has_pool)
-    return Conversation(turns, tuple(pictures), videos=tuple(videos))
+    turns = vqa_turns(question, sample["txt"], _marks_of(whole), has_pool=has_pool)
+    return replace(whole, turns=turns)
 
 
-def _share_media(
-    members: Any, pictures: Sequence[bytes], videos: Sequence[Video], *, has_pool: bool
-) -> tuple[Conversation, ...]:
-    """Return the conversations of a sample, each with the pictures and videos of its marks."""
+def _conversation(turns: tuple[Turn, ...], media: SampleMedia, tokens: Any = None) -> Conversation:
+    return Conversation(turns, media.images, tokens, media.videos, media.audios)
+
+
+def _marks_of(conversation: Conversation) -> tuple[str, ...]:
+    """Return a mark for each of its pictures, videos and sounds."""
+    return tuple(mark for mark, number in conversation.num_media.items() for _ in range(number))
+
+
+def _share_media(members: Any, media: SampleMedia, *, has_pool: bool) -> tuple[Conversation, ...]:
+    """Return the conversations of a sample, each with the pictures, videos and sounds of its marks."""
     if not isinstance(members, list) or not members or not all(isinstance(member, dict) for member in members):
         raise DataError('"pack" must be a list of objects with "messages"')
-    conversations, num_images, num_videos = [], 0, 0
+    conversations, done = [], dict.fromkeys(NAMES, 0)
     for member in members:
         turns = chat_turns(member.get("messages"), has_pool=has_pool)
         if has_pool and len(members) == 1:
-            turns = _place_media(turns, (IMAGE_MARK,) * len(pictures) + (VIDEO_MARK,) * len(videos))
-        first, num_images = num_images, num_images + count_marks(turns, IMAGE_MARK)
-        first_video, num_videos = num_videos, num_videos + count_marks(turns, VIDEO_MARK)
+            turns = _place_media(turns, _marks_of(_conversation(turns, media)))
+        first, done = done, {mark: number + count_marks(turns, mark) for mark, number in done.items()}
+        images, videos, audios = (slice(first[mark], done[mark]) for mark in (IMAGE_MARK, VIDEO_MARK, AUDIO_MARK))
+        own = SampleMedia(media.images[images], media.videos[videos], media.audios[audios])
         # With a pool the text of a question is not known before training.
-        tokens = None if has_pool else member.get(TOKENS_KEY)
-        images, shown = tuple(pictures[first:num_images]), tuple(videos[first_video:num_videos])
-        conversations.append(Conversation(turns, images, tokens, shown))
-    check_marks(num_images, len(pictures), num_videos, len(videos))
+        conversations.append(_conversation(turns, own, None if has_pool else member.get(TOKENS_KEY)))
+    said = [turn for conversation in conversations for turn in conversation.turns]
+    check_marks(said, _conversation((), media).num_media)
     return tuple(conversations)
 
 
 def _place_media(turns: tuple[Turn, ...], marks: Sequence[str]) -> tuple[Turn, ...]:
-    """Put all pictures and videos into an empty question, unless the conversation has marks."""
-    if any(mark in turn.text for turn in turns for mark in (IMAGE_MARK, VIDEO_MARK)):
+    """Put all pictures, videos and sounds into an empty question, unless the conversation has marks."""
+    if any(mark in turn.text for turn in turns for mark in NAMES):
         return turns
     first = next(place for place, turn in enumerate(turns) if turn.role == "user")
     if turns[first].text.strip():
@@ -124,10 +130,10 @@ def _place_media(turns: tuple[Turn, ...], marks: Sequence[str]) -> tuple[Turn, .
 
 
 def with_prompt(turns: Sequence[Turn], prompt: str) -> tuple[Turn, ...]:
-    """Return the turns with the prompt as question if the first one only has pictures and videos."""
+    """Return the turns with the prompt as question if the first one only has pictures, videos and sounds."""
     first = next(place for place, turn in enumerate(turns) if turn.role == "user")
     marks = turns[first].text.strip()
-    if marks.replace(IMAGE_MARK, "").replace(VIDEO_MARK, "").strip():
+    if without_marks(marks).strip():
         return tuple(turns)
     return (*turns[:first], Turn("user", f"{marks}\n{prompt}".strip()), *turns[first + 1 :])
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.encoding.media import expand, in_order, media_tokens, video_tokens
+from llava_mcore.data.encoding.marks import NAMES
+from llava_mcore.data.encoding.media import audio_tokens, expand, in_order, media_tokens, video_tokens
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, from_json, is_by
 from llava_mcore.data.encoding.text.tokens import TextTokens
-from llava_mcore.data.samples import Conversation, MediaSpan, TokenConversation, Turn, Video
+from llava_mcore.data.samples import Conversation, MediaSpan, Sound, TokenConversation, Turn, Video
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import MediaTokens
 
@@ -37,39 +38,40 @@ def tokenize(conversation: Conversation, assets: Assets, key: str) -> TokenConve
     check_media(conversation, assets)
     text = stored_tokens(conversation, assets)
     if text is None:
-        text = assets.chat.text_tokens(
-            conversation.turns, num_images=len(conversation.images), num_videos=len(conversation.videos)
-        )
+        text = assets.chat.tokens(conversation.turns, conversation.num_media)
     return expanded(text, conversation, assets, key)
 
 
 def check_media(conversation: Conversation, assets: Assets) -> None:
-    """Raise DataError for videos that cannot be used, and for too many pictures or frames."""
+    """Raise DataError for media that cannot be used, and for too many pictures, frames or sounds."""
     limits, frames = assets.limits, conversation.frames
-    if conversation.videos and assets.no_videos is not None:
-        raise DataError(f"it has a video, but {assets.no_videos}")
+    for mark, number in conversation.num_media.items():
+        if number and mark in assets.refused:
+            raise DataError(f"it has a {NAMES[mark]}, but {assets.refused[mark]}")
     if len(frames) > limits.frames:
         raise DataError(f"its videos have {len(frames)} frames; the limit is {limits.frames} (max_frames)")
-    num_bytes = sum(map(len, (*conversation.images, *frames)))
+    num_bytes = sum(map(len, (*conversation.images, *frames, *(sound.data for sound in conversation.audios))))
     if num_bytes > limits.sample_bytes:
         raise DataError(
-            f"its pictures and frames have {num_bytes} bytes; the limit is {limits.sample_bytes} (max_sample_bytes)"
+            f"its pictures, frames and sounds have {num_bytes} bytes; the limit is {limits.sample_bytes} "
+            "(max_sample_bytes)"
         )
 
 
 def expanded(text: TextTokens, conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
-    """Return a conversation's tokens with those of its media. DataError for a picture or frame that cannot be read."""
+    """Return a conversation's tokens with those of its media. DataError for media that cannot be read."""
     plan, most_pixels = assets.plan, assets.limits.picture_pixels
     images = zip(conversation.images, media_tokens(conversation.images, plan, most_pixels), strict=True)
     videos = zip(conversation.videos, video_tokens(conversation.videos, plan, most_pixels), strict=True)
-    found: list[tuple[bytes | Video, MediaTokens]] = in_order(text.ids, [*images], [*videos], plan)
+    audios = zip(conversation.audios, audio_tokens(conversation.audios, plan), strict=True)
+    found: list[tuple[bytes | Video | Sound, MediaTokens]] = in_order(text.ids, [*images], [*videos], [*audios], plan)
     tokens = expand(text, plan.placeholders, [item for _, item in found])
     placed = (MediaSpan(data, int(start), item) for (data, item), start in zip(found, tokens.starts, strict=True))
     return TokenConversation(key, tokens.input_ids, tokens.trained, tuple(placed), truncated=False, typed=tokens.typed)
 
 
 def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | None:
-    """Return the tokens that were stored with a conversation, with one placeholder per picture and video.
+    """Return the tokens that were stored with a conversation, with one placeholder per picture, video and sound.
 
     None if there are none, or if they differ from what would be computed now.
 
@@ -78,13 +80,10 @@ def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | No
     if not is_by(conversation.tokens, assets.chat.fingerprint):
         return None
     tokens = from_json(conversation.tokens)
-    plan = assets.plan
-    for token_id, media, what in (
-        (plan.image_token_id, conversation.images, "pictures"),
-        (plan.video_token_id, conversation.videos, "videos"),
-    ):
-        if int((tokens.ids == token_id).sum()) != len(media):
-            raise DataError(f"its {TOKENS_KEY} are not those of {len(media)} {what}; prepare the data again")
+    for mark, token_id in assets.chat.media_ids.items():
+        number = conversation.num_media[mark]
+        if int((tokens.ids == token_id).sum()) != number:
+            raise DataError(f"its {TOKENS_KEY} are not those of {number} {NAMES[mark]}s; prepare the data again")
     return tokens
 
 
@@ -106,7 +105,7 @@ def fit(tokens: TokenConversation, seq_length: int, truncate: bool) -> TokenConv
 
 
 def cut(tokens: TokenConversation, seq_length: int) -> TokenConversation:
-    """Return at most the first seq_length tokens, without a picture or video whose tokens would be cut in two.
+    """Return at most the first seq_length tokens, without a picture, video or sound whose tokens would be cut in two.
 
     The remaining pictures keep the tokens that they had among all pictures.
     """

@@ -1,17 +1,19 @@
-"""The marks of pictures and videos in the text of turns."""
+"""The marks of pictures, videos and sounds in the text of turns."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Turn
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
 
-MARK_WITH_NEWLINES = re.compile(rf"(\n?(?:{re.escape(IMAGE_MARK)}|{re.escape(VIDEO_MARK)})\n?)")
-"""Splits a text into marks and what is between them."""
-TYPES = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
+TYPES = {IMAGE_MARK: "image", VIDEO_MARK: "video", AUDIO_MARK: "audio"}
 """Of typed parts, as Hugging Face's chat templates call them."""
+NAMES = {IMAGE_MARK: "picture", VIDEO_MARK: "video", AUDIO_MARK: "sound"}
+"""For messages."""
+MARK_WITH_NEWLINES = re.compile(rf"(\n?(?:{'|'.join(map(re.escape, TYPES))})\n?)")
+"""Splits a text into marks and what is between them."""
 
 
 def count_marks(turns: Iterable[Turn], mark: str) -> int:
@@ -19,11 +21,17 @@ def count_marks(turns: Iterable[Turn], mark: str) -> int:
     return sum(turn.text.count(mark) for turn in turns)
 
 
-def check_marks(image_marks: int, num_images: int, video_marks: int, num_videos: int) -> None:
-    """Raise DataError unless there are as many marks as pictures and videos."""
-    for mark, marks, number, what in (
-        (IMAGE_MARK, image_marks, num_images, "pictures"),
-        (VIDEO_MARK, video_marks, num_videos, "videos"),
-    ):
+def without_marks(text: str) -> str:
+    """Return the text without any mark."""
+    for mark in TYPES:
+        text = text.replace(mark, "")
+    return text
+
+
+def check_marks(turns: Iterable[Turn], media: Mapping[str, int]) -> None:
+    """Raise DataError unless turns have as many marks as there are pictures, videos and sounds (`media`, by mark)."""
+    turns = list(turns)
+    for mark, name in NAMES.items():
+        marks, number = count_marks(turns, mark), media.get(mark, 0)
         if marks != number:
-            raise DataError(f"{marks} {mark} in the conversation, but {number} {what}")
+            raise DataError(f"{marks} {mark} in the conversation, but {number} {name}s")

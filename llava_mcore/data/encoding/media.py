@@ -1,4 +1,4 @@
-"""Pictures and videos in tokenized text: expands each placeholder to the tokens of the model's plan."""
+"""Pictures, videos and sounds in tokenized text: expands each placeholder to the tokens of the model's plan."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.encoding.images import picture_size
+from llava_mcore.data.encoding.sound.files import sound_length
 from llava_mcore.data.encoding.text.tokens import ChatTokens, TextTokens
-from llava_mcore.data.samples import Video
+from llava_mcore.data.samples import Sound, Video
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import MediaPlan, MediaTokens, Size, VideoShape
 
@@ -57,17 +58,34 @@ def video_shape(video: Video, number: int = 0, most_pixels: int = LIMITS.picture
     return VideoShape(len(video.frames), *first, video.fps)
 
 
-def in_order[T](ids: NDArray[np.int64], pictures: Sequence[T], videos: Sequence[T], plan: MediaPlan) -> list[T]:
-    """Return the items of pictures and videos in the order of their placeholders in a text.
+def audio_tokens(sounds: Sequence[Sound], plan: MediaPlan) -> list[MediaTokens]:
+    """Return the tokens of the sounds of one conversation; only their headers are read.
 
-    A template may put all pictures of a turn before its videos; neither kind changes its order.
+    Raises:
+        DataError: a sound whose length cannot be read, or that is longer than the model hears.
     """
-    queues = {plan.image_token_id: iter(pictures), plan.video_token_id: iter(videos)}
+    if not sounds:
+        return []
+    return plan.audio_tokens([sound_length(sound.data, plan.sampling_rate) for sound in sounds])
+
+
+def in_order[T](
+    ids: NDArray[np.int64], pictures: Sequence[T], videos: Sequence[T], audios: Sequence[T], plan: MediaPlan
+) -> list[T]:
+    """Return the items of pictures, videos and sounds in the order of their placeholders in a text.
+
+    A template may put all pictures of a turn before its videos; no kind changes its order.
+    """
+    queues = {
+        plan.image_token_id: iter(pictures),
+        plan.video_token_id: iter(videos),
+        plan.audio_token_id: iter(audios),
+    }
     return [next(queues[i]) for i in ids[np.isin(ids, plan.placeholders)].tolist()]
 
 
 def expand(tokens: TextTokens, placeholders: Sequence[int], media: Sequence[MediaTokens]) -> ChatTokens:
-    """Expand every placeholder to its picture's or video's tokens, which are never trained.
+    """Expand every placeholder to its picture's, video's or sound's tokens, which are never trained.
 
     Raises ValueError if there are not as many placeholders as media.
     """

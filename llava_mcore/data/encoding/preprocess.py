@@ -1,10 +1,11 @@
-"""Preprocesses pictures and videos with the checkpoint's own processors."""
+"""Preprocesses pictures and videos with the checkpoint's own processors; `sound.processor` does so with sounds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from PIL import Image
@@ -23,6 +24,20 @@ from llava_mcore.pixels import NO_SCALE, normalize
 
 PROCESSOR_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that a processor raises for invalid settings."""
+
+
+class MediaPreprocessor(Protocol):
+    """Encoded media -> rows of PIXEL_VALUES."""
+
+    pixel_scale: Tensor
+    """What normalizes the rows on the device (see `pixels.normalize`); empty if they are normalized."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a row."""
+
+    def tiles(self, media: Sequence[MediaSpan]) -> Tensor:
+        """Return the rows of some media in their order; there may be none. DataError if one cannot be decoded."""
 
 
 class ImagePreprocessor:

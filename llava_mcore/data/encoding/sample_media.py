@@ -1,4 +1,4 @@
-"""Finds the pictures and video frames of a sample: its parts, and names in a store."""
+"""Finds the pictures, video frames and sounds of a sample: its parts, and names in a store."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from megatron.energon import FileStore
 
-from llava_mcore.data.samples import IMAGE_PARTS, Video
+from llava_mcore.data.samples import AUDIO_PARTS, IMAGE_PARTS, Sound, Video
 from llava_mcore.data.storage.picture_store import stored_pictures
 from llava_mcore.errors import DataError
 
-VIDEOS_KEY, FRAMES_KEY, FPS_KEY = "videos", "frames", "fps"
+VIDEOS_KEY, FRAMES_KEY, FPS_KEY, AUDIOS_KEY = "videos", "frames", "fps", "audios"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,21 @@ class ListedVideo:
     fps: float | None
 
 
-def media_of(
-    sample: Mapping[str, Any], about: Mapping[str, Any], store: FileStore[bytes] | None
-) -> tuple[list[bytes], list[Video]]:
-    """Return the pictures and the videos of a sample, each in the order of their marks.
+@dataclass(frozen=True, slots=True)
+class SampleMedia:
+    """The media of a sample, each kind in the order of its marks."""
+
+    images: tuple[bytes, ...] = ()
+    videos: tuple[Video, ...] = ()
+    audios: tuple[Sound, ...] = ()
+
+
+def media_of(sample: Mapping[str, Any], about: Mapping[str, Any], store: FileStore[bytes] | None) -> SampleMedia:
+    """Return the pictures, videos and sounds of a sample.
 
     Frames are the parts, or names in the store, that "videos" of the json lists. The other picture parts are its
     pictures, numbered in the order of their marks (`0.jpg`, `1.png`, …); without any, those that "images" names in the
-    store.
+    store. Sounds are the parts, or names in the store, that "audios" lists; without it, all sound parts by number.
 
     Args:
         about: the sample's json.
@@ -47,14 +54,41 @@ def media_of(
     pictures = [parts[name] for name in _numbered([name for name in parts if name not in frames])]
     if not pictures and about.get("images"):
         pictures = stored_pictures(about["images"], store, dict(sample))
-    return pictures, [
+    videos = [
         Video(tuple(_frames(number, video, parts, store, sample)), video.fps) for number, video in enumerate(listed)
     ]
+    sounds = [Sound(data) for data in _sounds(sample, about.get(AUDIOS_KEY), store)]
+    return SampleMedia(tuple(pictures), tuple(videos), tuple(sounds))
+
+
+def _sounds(sample: Mapping[str, Any], listed: Any, store: FileStore[bytes] | None) -> list[bytes]:
+    """Return the sounds of a sample. `listed`: "audios" of its json."""
+    parts = {key: part for key, part in sample.items() if is_sound_part(key)}
+    if listed is None:
+        return [parts[name] for name in _numbered(list(parts), "sounds")]
+    if not isinstance(listed, list) or not all(isinstance(name, str) and name for name in listed):
+        raise DataError(f'"{AUDIOS_KEY}" must be a list of names, found {listed!r:.80}')
+    unused = sorted(parts.keys() - set(listed))
+    if unused:
+        raise DataError(f'"{AUDIOS_KEY}" does not list the part {unused[0]!r}')
+    named = [name for name in listed if name not in parts]
+    if named and store is None:
+        raise DataError(
+            f"there is no part {named[0]!r}, found {sorted(parts) or 'no sounds'}, and the dataset has no store "
+            "(aux: {images: …})"
+        )
+    found = dict(zip(named, stored_pictures(named, store, dict(sample), key=AUDIOS_KEY), strict=True)) if named else {}
+    return [parts[name] if name in parts else found[name] for name in listed]
 
 
 def is_picture_part(name: str) -> bool:
     """Return whether a part of a sample is a picture or frame, by its suffix."""
     return not name.startswith("__") and name.rsplit(".", 1)[-1].lower() in IMAGE_PARTS
+
+
+def is_sound_part(name: str) -> bool:
+    """Return whether a part of a sample is a sound, by its suffix."""
+    return not name.startswith("__") and name.rsplit(".", 1)[-1].lower() in AUDIO_PARTS
 
 
 def listed_videos(videos: Any) -> list[ListedVideo]:
@@ -114,11 +148,12 @@ def _frames(
     return [parts[name] if name in parts else found[name] for name in video.frames]
 
 
-def _numbered(names: list[str]) -> list[str]:
-    """Return the names of picture parts in the order of their numbers."""
+def _numbered(names: list[str], what: str = "pictures") -> list[str]:
+    """Return the names of parts in the order of their numbers."""
     if len(names) < 2:
         return names
     numbers = [name.partition(".")[0] for name in names]
     if not all(number.isdecimal() for number in numbers) or len(set(numbers)) != len(numbers):
-        raise DataError(f"several pictures must be numbered (0.jpg, 1.png, …), found the parts {names}")
+        example = "0.jpg, 1.png" if what == "pictures" else "0.wav, 1.mp3"
+        raise DataError(f"several {what} must be numbered ({example}, …), found the parts {names}")
     return sorted(names, key=lambda name: int(name.partition(".")[0]))

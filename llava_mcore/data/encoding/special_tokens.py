@@ -23,30 +23,39 @@ def choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int | None]
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None, found: list[str]) -> str:
-    """Check the special tokens and that every id has a row in the embedding. Returns the picture's placeholder."""
-    if config is None:
-        image_token = tokenizer.special_tokens_map.get("image_token", "<image>")
-    else:
-        image_token = architecture_of(config).placeholder(tokenizer)
+    """Check the special tokens and that every id has a row in the embedding. Returns the placeholder of a picture, or
+    of a sound for a class without pictures."""
+    key, token = _placeholder(tokenizer, config)
     vocab = tokenizer.get_vocab()
-    image_id = vocab.get(image_token)
+    token_id = vocab.get(token)
     if tokenizer.pad_token_id is None:
         found.append("the tokenizer has no pad token; build the folder with build_llava_jp.py or set pad_token")
     if tokenizer.eos_token_id is None:
         found.append("the tokenizer has no EOS token; set eos_token")
-    if image_id is None:
-        found.append(f"the tokenizer has no {image_token}; build the folder with build_llava_jp.py or add it")
-    elif image_id == tokenizer.pad_token_id:
-        found.append(f"the pad token and {image_token} are the same token ({image_id}); pads would count as pictures")
-    elif tokenizer.backend_tokenizer.encode(image_token, add_special_tokens=False).ids != [image_id]:
-        found.append(f"the tokenizer does not keep {image_token} as one token; add it as a special token")
+    if token_id is None:
+        found.append(f"the tokenizer has no {token}; build the folder with build_llava_jp.py or add it")
+    elif token_id == tokenizer.pad_token_id:
+        found.append(f"the pad token and {token} are the same token ({token_id}); pads would count as media")
+    elif tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids != [token_id]:
+        found.append(f"the tokenizer does not keep {token} as one token; add it as a special token")
     if config is None:
-        return image_token
-    if image_id is not None and image_id != config.image_token_id:
-        found.append(f"image_token_id is {config.image_token_id} in config.json, but {image_token} is token {image_id}")
+        return token
+    wanted = config.audio_token_id if key == "audio_token_id" else config.image_token_id
+    if token_id is not None and token_id != wanted:
+        found.append(f"{key} is {wanted} in config.json, but {token} is token {token_id}")
     rows = config.text_config.vocab_size
     beyond = sorted((i, token) for token, i in vocab.items() if i >= rows)
     if beyond:
         shown = ", ".join(f"{token} = {i}" for i, token in beyond[:5])
         found.append(f"{len(beyond)} tokens have ids beyond the model's vocab_size {rows}: {shown}")
-    return image_token
+    return token
+
+
+def _placeholder(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None) -> tuple[str, str]:
+    """Return the key in config.json and the token."""
+    if config is None:
+        return "image_token_id", str(tokenizer.special_tokens_map.get("image_token", "<image>"))
+    architecture = architecture_of(config)
+    if architecture.takes_images:
+        return "image_token_id", architecture.placeholder(tokenizer)
+    return "audio_token_id", architecture.audio_placeholder(tokenizer)

@@ -213,8 +213,8 @@ def _check_media_budget(data: DataConfig, assets: Assets) -> None:
     least = assets.plan.patches_per_tile
     if data.max_media_tokens is not None and data.max_media_tokens < least:
         raise DataError(
-            f"data.max_media_tokens is {data.max_media_tokens}, but the smallest picture has {least} patches: raise or "
-            "omit it"
+            f"data.max_media_tokens is {data.max_media_tokens}, but the smallest picture, video or sound has {least} "
+            f"{assets.plan.unit}: raise or omit it"
         )
 
 

@@ -62,6 +62,9 @@ class Counts:
     pictures: int = 0
     videos: int = 0
     frames: int = 0
+    sounds: int = 0
+    sound_seconds: int = 0
+    """Of all sounds, each rounded to a whole number."""
     bytes: int = 0
     """Size of the shards in bytes."""
     tokens: Histogram = field(default_factory=Histogram)
@@ -89,6 +92,8 @@ class Counts:
         self.pictures += len(conversation.pictures)
         self.videos += len(conversation.videos)
         self.frames += sum(len(video.frames) for video in conversation.videos)
+        self.sounds += len(conversation.sounds)
+        self.sound_seconds += sum(round(sound.seconds) for sound in conversation.sounds)
         self.typed.update(conversation.typed)
         frames = (frame for video in conversation.videos for frame in video.frames)
         for picture in (*conversation.pictures, *frames):
@@ -101,6 +106,7 @@ class Counts:
         self.rows, self.conversations = self.rows + other.rows, self.conversations + other.conversations
         self.entries, self.pictures = self.entries + other.entries, self.pictures + other.pictures
         self.videos, self.frames = self.videos + other.videos, self.frames + other.frames
+        self.sounds, self.sound_seconds = self.sounds + other.sounds, self.sound_seconds + other.sound_seconds
         self.bytes += other.bytes
         self.tokens.merge(other.tokens)
         self.sides.merge(other.sides)

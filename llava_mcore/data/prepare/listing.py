@@ -42,12 +42,13 @@ class ListedSource(BaseModel):
     answer_key: str | None = None
     captions: bool = False
     video_key: str | None = None
+    audio_key: str | None = None
     subflavors: dict[str, Any] = {}
     """Passed on to energon's blend."""
 
     def source(self, root: Path) -> Source:
         """Return the source to prepare."""
-        keys = Keys(self.image_key, self.question_key, self.answer_key, self.captions, self.video_key)
+        keys = Keys(self.image_key, self.question_key, self.answer_key, self.captions, self.video_key, self.audio_key)
         image_dir = None if self.image_dir is None else root / self.image_dir
         return Source((root / self.path,), Opening(self.format, image_dir, self.source_split, keys))
 

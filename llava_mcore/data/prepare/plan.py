@@ -17,7 +17,7 @@ from llava_mcore.data.prepare.sources.base import Cuts, SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
 from llava_mcore.errors import DataError
 
-FORMAT = 4
+FORMAT = 5
 """Incremented when other shards would be written for the same rows."""
 
 
@@ -132,6 +132,7 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--source-split": how.split,
         "--image-key": how.keys.image,
         "--video-key": how.keys.video,
+        "--audio-key": how.keys.audio,
         "--question-key": how.keys.question,
         "--answer-key": how.keys.answer,
         "--captions": how.keys.captions,

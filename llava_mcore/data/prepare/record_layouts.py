@@ -1,4 +1,4 @@
-"""A row's dictionary -> turns and references to pictures and videos. No file is opened here.
+"""A row's dictionary -> turns and references to pictures, videos and sounds. No file is opened here.
 
 Known layouts, distinguished by their keys: `conversations` or `messages` (lists of turns, `from`/`value` or
 `role`/`content`, content as text or in typed parts), `texts` (lists of user/assistant pairs), and question with answer.
@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from llava_mcore.data.encoding.marks import count_marks
+from llava_mcore.data.encoding.marks import NAMES, count_marks
 from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY
 from llava_mcore.data.prepare.records import BadSample, Draft, Reason
-from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Turn
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 
 Role = Literal["system", "user", "assistant"]
 ROLES: Mapping[str, Role] = {
@@ -25,19 +25,22 @@ ROLES: Mapping[str, Role] = {
     "model": "assistant",
 }
 TURN_KEYS = ("conversations", "messages")
-MARKS = {"image": IMAGE_MARK, "image_url": IMAGE_MARK, "video": VIDEO_MARK, "video_url": VIDEO_MARK}
+MARKS = {
+    **{"image": IMAGE_MARK, "image_url": IMAGE_MARK, "video": VIDEO_MARK, "video_url": VIDEO_MARK},
+    **{"audio": AUDIO_MARK, "audio_url": AUDIO_MARK},
+}
 """Types of typed parts."""
 PART_KEYS = {
     IMAGE_MARK: ("image_url", "image", "url", "path"),
     VIDEO_MARK: ("video_url", "video", "url", "path", FRAMES_KEY),
+    AUDIO_MARK: ("audio_url", "audio", "url", "path"),
 }
-"""Keys of a typed part that may refer to its picture or video."""
-NAMES = {IMAGE_MARK: "picture", VIDEO_MARK: "video"}
+"""Keys of a typed part that may refer to its picture, video or sound."""
 
 
 @dataclass(frozen=True, slots=True)
 class _MediaPart:
-    """A picture or video among typed parts."""
+    """A picture, video or sound among typed parts."""
 
     mark: str
     source: Any
@@ -54,6 +57,7 @@ class Keys:
     captions: bool = False
     """Answers may have no question: the picture is the question."""
     video: str | None = None
+    audio: str | None = None
 
     @property
     def images(self) -> tuple[str, ...]:
@@ -64,6 +68,11 @@ class Keys:
     def videos(self) -> tuple[str, ...]:
         """Fields that may contain videos."""
         return ("video", "videos") if self.video is None else (self.video,)
+
+    @property
+    def audios(self) -> tuple[str, ...]:
+        """Fields that may contain sounds."""
+        return ("audio", "audios") if self.audio is None else (self.audio,)
 
     @property
     def questions(self) -> tuple[str, ...]:
@@ -77,42 +86,48 @@ class Keys:
 
     def all(self) -> frozenset[str]:
         """Return every field that is read."""
-        return frozenset((*TURN_KEYS, "texts", "id", *self.images, *self.videos, *self.questions, *self.answers))
+        media = (*self.images, *self.videos, *self.audios)
+        return frozenset((*TURN_KEYS, "texts", "id", *media, *self.questions, *self.answers))
 
 
 def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None) -> Draft:
-    """Return the turns, pictures and videos of a row, with `<image>` and `<video>` in their positions.
+    """Return the turns and media of a row, with `<image>`, `<video>` and `<audio>` in their positions.
 
     layout: "conversations" or "messages" to accept no other. Raises BadSample.
     """
-    listed = {IMAGE_MARK: _listed(row, keys.images), VIDEO_MARK: _listed(row, keys.videos)}
-    images, videos = listed[IMAGE_MARK], listed[VIDEO_MARK]
+    names = {IMAGE_MARK: keys.images, VIDEO_MARK: keys.videos, AUDIO_MARK: keys.audios}
+    listed = {mark: _listed(row, of_mark) for mark, of_mark in names.items()}
     for key in TURN_KEYS if layout is None else (layout,):
         if row.get(key) is not None:
             return _from_turns(row[key], key, listed)
     if layout is not None:
         raise BadSample(Reason.NO_CONVERSATION, f"there is no {layout!r}, found the keys {sorted(row)}")
     if row.get("texts") is not None:
-        return Draft(tuple(_from_pairs(row["texts"])), images, videos)
+        return _draft(_from_pairs(row["texts"]), listed)
     question, answer = _first(row, keys.questions), _first(row, keys.answers)
     if question is None and keys.captions and answer is not None:
         question = ""
     if question is None:
         wanted = ", ".join((*TURN_KEYS, "texts", *keys.questions))
         raise BadSample(Reason.NO_CONVERSATION, f"none of {wanted} exists, found the keys {sorted(row)}")
-    return Draft(_from_answer(question, answer), images, videos)
+    return _draft(_from_answer(question, answer), listed)
+
+
+def _draft(turns: Iterable[Turn], media: Mapping[str, Sequence[Any]]) -> Draft:
+    """Return a draft of turns and media by their mark."""
+    return Draft(tuple(turns), *(tuple(media[mark]) for mark in (IMAGE_MARK, VIDEO_MARK, AUDIO_MARK)))
 
 
 def place_marks(draft: Draft) -> Draft:
-    """Return the draft with as many `<image>` as pictures, and as many `<video>` as videos.
+    """Return the draft with as many `<image>` as pictures, `<video>` as videos and `<audio>` as sounds.
 
     Those of which there is no mark at all get theirs in front of the first question, which may then be nothing else, as
     in captions. Rows with videos and no pictures may have `<image>` as the mark of videos, as LLaVA-Video's have.
-    Raises BadSample if there are some marks, but not as many as pictures or videos.
+    Raises BadSample if there are some marks, but not as many as media.
     """
     draft = _own_marks_for_videos(draft)
     missing = ""
-    for mark, media in ((IMAGE_MARK, draft.images), (VIDEO_MARK, draft.videos)):
+    for mark, media in ((IMAGE_MARK, draft.images), (VIDEO_MARK, draft.videos), (AUDIO_MARK, draft.audios)):
         num_marks = count_marks(draft.turns, mark)
         if num_marks == 0:
             missing += f"{mark}\n" * len(media)
@@ -122,7 +137,7 @@ def place_marks(draft: Draft) -> Draft:
         return draft
     place = next((i for i, turn in enumerate(draft.turns) if turn.role == "user"), None)
     if place is None:
-        raise BadSample(Reason.ROLE_ORDER, "there are pictures or videos, but no question for them")
+        raise BadSample(Reason.ROLE_ORDER, "there are pictures, videos or sounds, but no question for them")
     first = Turn("user", (missing + draft.turns[place].text).removesuffix("\n"))
     return replace(draft, turns=(*draft.turns[:place], first, *draft.turns[place + 1 :]))
 
@@ -156,7 +171,7 @@ def check_turns(turns: Sequence[Turn]) -> None:
 
 
 def _listed(row: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
-    """Return the pictures or videos that the row lists; None and empty text mean that there is none."""
+    """Return the pictures, videos or sounds that the row lists; None and empty text mean that there is none."""
     found = _first(row, names)
     if found is None or found == "":
         return ()
@@ -185,8 +200,7 @@ def _from_turns(items: Any, key: str, listed: Mapping[str, tuple[Any, ...]]) -> 
         turns.append(Turn(ROLES[role], _join(pieces)))
         for piece in pieces:
             _place(piece, placed, waiting, where)
-    images, videos = ((*placed[mark], *waiting[mark]) for mark in (IMAGE_MARK, VIDEO_MARK))
-    return Draft(tuple(turns), images, videos)
+    return _draft(turns, {mark: (*placed[mark], *waiting[mark]) for mark in listed})
 
 
 def _place(
@@ -207,7 +221,7 @@ def _place(
 
 
 def _piece(part: Any, where: str) -> str | _MediaPart:
-    """Return a typed part as text, picture or video."""
+    """Return a typed part as text, picture, video or sound."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return part["text"]
@@ -223,7 +237,7 @@ def _piece(part: Any, where: str) -> str | _MediaPart:
 
 
 def _join(pieces: Iterable[str | _MediaPart]) -> str:
-    """Return one text, with pictures and videos as marks on their own lines."""
+    """Return one text, with pictures, videos and sounds as marks on their own lines."""
     text, after_media = "", False
     for piece in pieces:
         is_media = isinstance(piece, _MediaPart)

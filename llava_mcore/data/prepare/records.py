@@ -22,7 +22,7 @@ class Reason(StrEnum):
     NO_ANSWER = "no assistant turn"
     EMPTY_QUESTION = "empty question"
     EMPTY_ANSWER = "empty answer"
-    MARKS = "marks and pictures or videos differ"
+    MARKS = "marks and media differ"
     IMAGE_MISSING = "picture missing"
     IMAGE_REMOTE = "picture not on disk"
     IMAGE_BROKEN = "picture cannot be decoded"
@@ -33,6 +33,12 @@ class Reason(StrEnum):
     NO_FRAMES = "video without frames"
     FRAME_SIZES = "frames of several sizes"
     NO_VIDEOS = "the model takes no videos"
+    NO_PICTURES = "the model takes no pictures"
+    NO_SOUNDS = "the model takes no sound"
+    AUDIO_MISSING = "sound missing"
+    AUDIO_REMOTE = "sound not on disk"
+    AUDIO_BROKEN = "sound cannot be decoded"
+    AUDIO_LENGTH = "sound too long or too short for the model"
     TEMPLATE = "chat template refuses"
     TOO_LONG = "longer than a pack"
     TOO_LARGE = "more than is allowed"
@@ -80,6 +86,7 @@ class Draft:
     turns: tuple[Turn, ...]
     images: tuple[Any, ...]
     videos: tuple[Any, ...] = ()
+    audios: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,15 @@ class Clip:
 
 
 @dataclass(frozen=True, slots=True)
+class Recording:
+    """An encoded sound."""
+
+    data: bytes
+    extension: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Conversation:
     """A checked conversation, ready to be written."""
 
@@ -116,6 +132,7 @@ class Conversation:
     typed: tuple[str, ...] = ()
     """Special tokens in the text of its turns."""
     videos: tuple[Clip, ...] = ()
+    sounds: tuple[Recording, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.sections.data import Limits
+from llava_mcore.data import samples
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.encode import check_length
-from llava_mcore.data.encoding.media import media_tokens, video_tokens
+from llava_mcore.data.encoding.media import audio_tokens, media_tokens, video_tokens
 from llava_mcore.data.encoding.stored_tokens import to_json
 from llava_mcore.data.packing.best_fit import best_fit
 from llava_mcore.data.prepare.counts import Counts, ShardReport
@@ -25,16 +26,18 @@ from llava_mcore.data.prepare.records import (
     Draft,
     Picture,
     Reason,
+    Recording,
     Row,
     Segment,
     Skipped,
 )
+from llava_mcore.data.prepare.sounds import read_sound
 from llava_mcore.data.prepare.sources.base import SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening
 from llava_mcore.data.prepare.sources.lines import too_large
 from llava_mcore.data.prepare.videos import read_video
 from llava_mcore.data.prepare.write import ShardWriter
-from llava_mcore.data.samples import Turn, Video
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Sound, Turn, Video
 from llava_mcore.errors import DataError
 
 LONGEST_ID = 200
@@ -107,26 +110,36 @@ class ShardMaker:
         draft = place_marks(parse(row.data, how.keys, how.layout))
         check_turns(draft.turns)
         _check_length(draft.turns, options.limits)
+        self._require_media_to_be_taken(draft)
         pictures = tuple(
             read_picture(image, file.folder, decode=options.check_images, limits=options.limits)
             for image in draft.images
         )
-        self._require_videos_to_be_taken(draft)
+        sounds = tuple(
+            read_sound(sound, file.folder, options.limits, decode=options.check_images) for sound in draft.audios
+        )
         videos = tuple(
             read_video(video, file.folder, options.sampling, options.limits, decode=options.check_images)
             for video in draft.videos
         )
-        _check_amount(pictures, videos, options.limits)
-        num_tokens, tokens, typed = _tokens(self._assets, draft.turns, pictures, videos)
+        _check_amount(pictures, videos, sounds, options.limits)
+        media = _as_trained(draft.turns, pictures, videos, sounds)
+        num_tokens, tokens, typed = _tokens(self._assets, media)
         if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
             raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens; a pack has {options.pack_to}")
         source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
-        return Conversation(number, draft.turns, pictures, num_tokens, tokens, source, typed, videos)
+        return Conversation(number, draft.turns, pictures, num_tokens, tokens, source, typed, videos, sounds)
 
-    def _require_videos_to_be_taken(self, draft: Draft) -> None:
-        """Raise BadSample for videos that training would refuse, before their frames are decoded."""
-        if draft.videos and self._assets is not None and self._assets.no_videos is not None:
-            raise BadSample(Reason.NO_VIDEOS, self._assets.no_videos)
+    def _require_media_to_be_taken(self, draft: Draft) -> None:
+        """Raise BadSample for media that training would refuse, before any file is read."""
+        refused = {} if self._assets is None else self._assets.refused
+        for mark, media, reason in (
+            (IMAGE_MARK, draft.images, Reason.NO_PICTURES),
+            (VIDEO_MARK, draft.videos, Reason.NO_VIDEOS),
+            (AUDIO_MARK, draft.audios, Reason.NO_SOUNDS),
+        ):
+            if media and mark in refused:
+                raise BadSample(reason, refused[mark])
 
 
 def _write_packs(writer: ShardWriter, conversations: list[Conversation], capacity: int) -> None:
@@ -142,29 +155,48 @@ def _check_length(turns: Sequence[Turn], limits: Limits) -> None:
         raise BadSample(Reason.TOO_LARGE, str(error)) from error
 
 
-def _check_amount(pictures: Sequence[Picture], videos: Sequence[Clip], limits: Limits) -> None:
+def _check_amount(
+    pictures: Sequence[Picture], videos: Sequence[Clip], sounds: Sequence[Recording], limits: Limits
+) -> None:
     """Raise BadSample for more frames or bytes than a sample may have."""
     frames = [frame for video in videos for frame in video.frames]
     if len(frames) > limits.frames:
         raise BadSample(Reason.TOO_LARGE, f"{len(frames)} frames; the limit is {limits.frames} (--max-frames)")
-    if sum(len(picture.data) for picture in (*pictures, *frames)) > limits.sample_bytes:
-        raise too_large("pictures", limits.sample_bytes)
+    files = [*(picture.data for picture in (*pictures, *frames)), *(sound.data for sound in sounds)]
+    if sum(map(len, files)) > limits.sample_bytes:
+        raise too_large("pictures and sounds" if sounds else "pictures", limits.sample_bytes)
+
+
+def _as_trained(
+    turns: tuple[Turn, ...], pictures: Sequence[Picture], videos: Sequence[Clip], sounds: Sequence[Recording]
+) -> samples.Conversation:
+    """Return the conversation as training reads it."""
+    clips = [Video(tuple(frame.data for frame in video.frames), video.fps) for video in videos]
+    return samples.Conversation(
+        turns,
+        tuple(picture.data for picture in pictures),
+        videos=tuple(clips),
+        audios=tuple(Sound(sound.data) for sound in sounds),
+    )
 
 
 def _tokens(
-    assets: Assets | None, turns: Sequence[Turn], pictures: Sequence[Picture], videos: Sequence[Clip]
+    assets: Assets | None, conversation: samples.Conversation
 ) -> tuple[int | None, Mapping[str, Any] | None, tuple[str, ...]]:
     """Return the number of tokens in training, the stored tokens of the text, and special tokens in the text."""
     if assets is None:
         return None, None, ()
     try:
-        tokens = assets.chat.text_tokens(turns, num_images=len(pictures), num_videos=len(videos))
+        tokens = assets.chat.tokens(conversation.turns, conversation.num_media)
     except DataError as error:
         raise BadSample(Reason.TEMPLATE, str(error)) from error
     most_pixels = assets.limits.picture_pixels
-    media = media_tokens([picture.data for picture in pictures], assets.plan, most_pixels)
-    clips = [Video(tuple(frame.data for frame in video.frames), video.fps) for video in videos]
-    media += video_tokens(clips, assets.plan, most_pixels)
+    media = media_tokens(conversation.images, assets.plan, most_pixels)
+    media += video_tokens(conversation.videos, assets.plan, most_pixels)
+    try:
+        media += audio_tokens(conversation.audios, assets.plan)
+    except DataError as error:
+        raise BadSample(Reason.AUDIO_LENGTH, str(error)) from error
     num_tokens = len(tokens.ids) + sum(len(item) - 1 for item in media)
     return num_tokens, to_json(tokens, assets.chat.fingerprint), tokens.typed
 

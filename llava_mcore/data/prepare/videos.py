@@ -10,8 +10,9 @@ from urllib.parse import unquote
 
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY, check_fps
-from llava_mcore.data.prepare.pictures import REMOTE, inspect, read_picture
+from llava_mcore.data.prepare.pictures import inspect, read_picture
 from llava_mcore.data.prepare.records import BadSample, Clip, Picture, Reason
+from llava_mcore.data.prepare.references import REMOTE
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.prepare.video_files import decode_video
 from llava_mcore.data.samples import IMAGE_PARTS

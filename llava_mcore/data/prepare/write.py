@@ -11,9 +11,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Self
 
-from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY, VIDEOS_KEY
+from llava_mcore.data.encoding.sample_media import AUDIOS_KEY, FPS_KEY, FRAMES_KEY, VIDEOS_KEY
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
-from llava_mcore.data.prepare.records import Conversation, Picture
+from llava_mcore.data.prepare.records import Conversation, Picture, Recording
 
 
 class ShardWriter:
@@ -64,7 +64,7 @@ class ShardWriter:
         return self._file.tell()
 
     def _add_entry(self, row: int, content: dict[str, Any], conversations: Sequence[Conversation]) -> None:
-        """Write the json, the pictures, and the frames numbered after them."""
+        """Write the json, the pictures, the frames numbered after them, and the sounds numbered by themselves."""
         key = f"{row:09d}"
         pictures = [picture for conversation in conversations for picture in conversation.pictures]
         videos = list[dict[str, Any]]()
@@ -74,9 +74,14 @@ class ShardWriter:
             pictures += video.frames
         if videos:
             content = content | {VIDEOS_KEY: videos}
+        sounds = [sound for conversation in conversations for sound in conversation.sounds]
+        if sounds:
+            content = content | {AUDIOS_KEY: [_part(number, sound) for number, sound in enumerate(sounds)]}
         self._add_file(f"{key}.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
         for number, picture in enumerate(pictures):
             self._add_file(f"{key}.{_part(number, picture)}", picture.data)
+        for number, sound in enumerate(sounds):
+            self._add_file(f"{key}.{_part(number, sound)}", sound.data)
         self.num_entries += 1
 
     def _add_file(self, name: str, data: bytes) -> None:
@@ -85,17 +90,19 @@ class ShardWriter:
         self._tar.addfile(member, BytesIO(data))
 
 
-def _part(number: int, picture: Picture) -> str:
+def _part(number: int, item: Picture | Recording) -> str:
     """Return the name of a part."""
-    return f"{number}.{picture.extension}"
+    return f"{number}.{item.extension}"
 
 
 def about(conversation: Conversation) -> dict[str, Any]:
-    """Return the json part of a conversation, but for what it says of videos."""
+    """Return the json part of a conversation, but for what it says of videos and of all sounds."""
     content: dict[str, Any] = {"messages": [{"role": t.role, "content": t.text} for t in conversation.turns]}
     if conversation.num_tokens is not None:
         content["num_tokens"] = conversation.num_tokens
         content[TOKENS_KEY] = conversation.tokens
     content["image_sizes"] = [list(picture.size) for picture in conversation.pictures]
+    if conversation.sounds:
+        content["audio_seconds"] = [round(sound.seconds, 3) for sound in conversation.sounds]
     content["source"] = dict(conversation.source)
     return content

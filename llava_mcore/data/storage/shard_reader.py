@@ -22,7 +22,7 @@ from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.samples import IMAGE_PARTS, TEXT_PARTS
+from llava_mcore.data.samples import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS
 from llava_mcore.data.storage.open_shards import OPEN_SHARDS, OpenShard
 from llava_mcore.data.storage.tar_members import LINKS, Link, NoContents, read_block
 
@@ -168,7 +168,7 @@ def _split(name: str) -> tuple[str, str] | None:
 
 
 def _is_needed(part: str) -> bool:
-    return part.rsplit(".", 1)[-1].lower() in (*IMAGE_PARTS, *TEXT_PARTS)
+    return part.rsplit(".", 1)[-1].lower() in (*IMAGE_PARTS, *AUDIO_PARTS, *TEXT_PARTS)
 
 
 def _is_header(header: bytes) -> bool:

@@ -90,8 +90,8 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         most = self.data.max_media_tokens
         if most is not None and num_patches > most:
             raise TooLongError(
-                f"its pictures and frames have {num_patches} patches, but data.max_media_tokens is {most}; raise that, "
-                "or remove such samples"
+                f"it has {num_patches} {self.assets.plan.unit}, but data.max_media_tokens is {most}; raise that, or "
+                "remove such samples"
             )
         if tokens.num_tokens > self.data.seq_length:
             raise DataError(
@@ -110,7 +110,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
 
     @stateless
     def postencode_sample(self, sample: TokenSample) -> EncodedSample:
-        """Decode the pictures. In a pack, conversations with a broken one are skipped. DataError if none remains."""
+        """Decode the media. In a pack, conversations with a broken one are skipped. DataError if none remains."""
         media = [item for conversation in sample.conversations for item in conversation.media]
         try:
             pixel_values = self.assets.images.tiles(media)

@@ -33,12 +33,22 @@ class Architecture(ABC):
     pads_pictures: ClassVar[bool] = False
     """Whether transformers' model pads the pictures of a batch to one size, and ours does not. `check` then compares
     a picture that is not split, of which both have the same patches."""
+    tower_section: ClassVar[str] = "vision_config"
+    """Section of config.json that describes the tower."""
+    takes_images: ClassVar[bool] = True
+    """Whether its samples may have pictures."""
+    takes_audios: ClassVar[bool] = False
+    """Whether its `MediaPlan` has an `audio_token_id` and tokens for sound."""
     takes_videos: ClassVar[bool] = False
     """Whether its `MediaPlan` has a `video_token_id` and tokens for videos."""
     towers: ClassVar[tuple[str, ...]] = ()
     """model_types of its towers in transformers; empty: all towers that do not belong to a single class."""
     texts: ClassVar[tuple[str, ...]] = ()
     """model_types of its language models in transformers; empty: all that do not belong to a single class."""
+
+    def ties_embeddings(self, hf: PretrainedConfig) -> bool:
+        """Return whether the output layer has the weight of the embedding."""
+        return bool(hf.tie_word_embeddings)
 
     @property
     def has_newline(self) -> bool:
@@ -55,7 +65,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
-        """Return how pictures and videos become tokens.
+        """Return how pictures, videos or sound become tokens.
 
         Raises:
             ConversionError: settings that the tower does not support.
@@ -69,9 +79,13 @@ class Architecture(ABC):
         """Return the placeholder token of a video in text."""
         return str(tokenizer.special_tokens_map.get("video_token", "<video>"))
 
+    def audio_placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return the placeholder token of a sound in text."""
+        return str(tokenizer.special_tokens_map.get("audio_token", "<audio>"))
+
     @abstractmethod
     def pixel_shape(self, hf: PretrainedConfig) -> tuple[int, ...]:
-        """Return the shape of a row of PIXEL_VALUES: a tile [3, height, width], or a patch."""
+        """Return the shape of a row of PIXEL_VALUES: a tile [3, height, width], a patch, or a mel frame."""
 
     @abstractmethod
     def connector_products(self, hf: PretrainedConfig, work: MediaWork) -> list[int]:

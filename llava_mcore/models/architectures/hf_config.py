@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.json_files import read_object
-from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
+from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of, tower_config
 from llava_mcore.models.language.registry import REASONS as LANGUAGE_REASONS
 from llava_mcore.models.language.registry import language_family, texts_of_any_class
 from llava_mcore.models.vision.registry import REASONS as VISION_REASONS
@@ -38,6 +38,12 @@ _LARGEST = {
     "temporal_patch_size": 1 << 6,
     "num_position_embeddings": 1 << 24,
     "out_hidden_size": 1 << 20,
+    "d_model": 1 << 20,
+    "encoder_layers": 2_000,
+    "encoder_attention_heads": 1 << 16,
+    "encoder_ffn_dim": 1 << 24,
+    "num_mel_bins": 1 << 12,
+    "max_source_positions": 1 << 20,
     "window_size": 1 << 15,
     "resampler_n_latents": 1 << 16,
     "resampler_depth": 2_000,
@@ -87,7 +93,7 @@ def _unknown_families(hf: PretrainedConfig) -> list[str]:
     towers, texts = architecture.towers or towers_of_any_class(), architecture.texts or texts_of_any_class()
     for key, kind, known, reasons in (
         ("text_config", hf.text_config.model_type, texts, LANGUAGE_REASONS),
-        ("vision_config", hf.vision_config.model_type, towers, VISION_REASONS),
+        (architecture.tower_section, tower_config(hf).model_type, towers, VISION_REASONS),
     ):
         if kind not in known:
             reason = f": {reasons[kind]}" if kind in reasons else ""
@@ -116,7 +122,7 @@ def _wrong_sizes(section: str, config: PretrainedConfig) -> Iterator[str]:
 
 def model_dims(hf: PretrainedConfig) -> ModelDims:
     """Return the sizes that determine the possible layouts."""
-    text, vision = hf.text_config, hf.vision_config
+    text, vision = hf.text_config, tower_config(hf)
     tower, features = vision_family(vision), architecture_of(hf).features(hf)
     values = text.to_dict()
     limited_by_window = values.get("use_sliding_window", True) and not language_family(text).computes_windows

@@ -110,7 +110,7 @@ class _Pictures(MediaPlan):
 
     def __init__(self, hf: PretrainedConfig, processing: Processing) -> None:
         """Raises ConversionError for an image processor or a tokenizer that is not Idefics2's."""
-        images, tokenizer, vision = processing.images, processing.tokenizer, hf.vision_config
+        images, tokenizer, vision = processing.image_processor, processing.tokenizer, hf.vision_config
         self.image_token_id, self.fields = hf.image_token_id, Idefics2Siglip.fields
         self._vision, self._side = vision, patch_side(vision)
         shortest, longest = _edges(images, self._side)

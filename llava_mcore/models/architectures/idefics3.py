@@ -102,12 +102,13 @@ class _Grid(MediaPlan):
         Raises:
             ConversionError: the tokenizer lacks the marks, or tiles of the processor do not have the tower's size.
         """
-        self.image_token_id, self.fields = image_token_id, PICTURE_FIELDS
+        self.image_token_id: int = image_token_id
+        self.fields = PICTURE_FIELDS
         self.any_size, self.tokens_per_tile, self._side = True, features_per_tile, side
         self.patches_per_tile = patches_per_tile
-        _check_settings(processing.images, side)
-        self._splits = bool(processing.images.do_image_splitting)
-        self._longest = int(processing.images.size.longest_edge)
+        _check_settings(processing.image_processor, side)
+        self._splits = bool(processing.image_processor.do_image_splitting)
+        self._longest = int(processing.image_processor.size.longest_edge)
         tokenizer = processing.tokenizer
         named = tokenizer.special_tokens_map
         self._image = str(tokenizer.convert_ids_to_tokens(image_token_id))

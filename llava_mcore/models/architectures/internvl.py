@@ -94,10 +94,11 @@ class _Tiles(MediaPlan):
         self, image_token_id: int, features_per_tile: int, patches_per_tile: int, processing: Processing
     ) -> None:
         """Raises ConversionError for a tokenizer without the marks, or a processor without tiles of a fixed size."""
-        self.image_token_id, self.fields = image_token_id, PICTURE_FIELDS
+        self.image_token_id: int = image_token_id
+        self.fields = PICTURE_FIELDS
         self.any_size, self.tokens_per_tile, self.patches_per_tile = True, features_per_tile, patches_per_tile
         self._start, self._end = _mark_ids(processing.tokenizer)
-        images = processing.images
+        images = processing.image_processor
         values = images.to_dict()
         if not {"min_patches", "max_patches"} <= values.keys() or not images.size.height:
             raise ConversionError(

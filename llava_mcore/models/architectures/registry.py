@@ -11,11 +11,12 @@ from llava_mcore.models.architectures.internvl import InternVl
 from llava_mcore.models.architectures.llava import Llava
 from llava_mcore.models.architectures.llava_next import LlavaNext
 from llava_mcore.models.architectures.llava_onevision import LlavaOnevision
+from llava_mcore.models.architectures.qwen2_audio import Qwen2Audio
 from llava_mcore.models.architectures.qwen_vl import Qwen2Vl, Qwen3Vl, Qwen25Vl
 
 _ALL: tuple[Architecture, ...] = (
     *(Llava(), LlavaNext(), LlavaOnevision(), InternVl(), Idefics2(), Idefics3(), SmolVlm()),
-    *(Qwen2Vl(), Qwen25Vl(), Qwen3Vl()),
+    *(Qwen2Vl(), Qwen25Vl(), Qwen3Vl(), Qwen2Audio()),
 )
 ARCHITECTURES: dict[str, Architecture] = {x.config_class.model_type: x for x in _ALL}
 """By model_type."""
@@ -24,6 +25,17 @@ ARCHITECTURES: dict[str, Architecture] = {x.config_class.model_type: x for x in 
 def architecture_of(hf: PretrainedConfig) -> Architecture:
     """Return the architecture of a whole model's config. `load_hf_config` has checked that it is known."""
     return ARCHITECTURES[hf.model_type]
+
+
+def tower_config(hf: PretrainedConfig) -> PretrainedConfig:
+    """Return the tower's section of a whole model's config."""
+    section: PretrainedConfig = getattr(hf, architecture_of(hf).tower_section)
+    return section
+
+
+def ties_embeddings(hf: PretrainedConfig) -> bool:
+    """Return whether the output layer of a whole model has the weight of its embedding."""
+    return architecture_of(hf).ties_embeddings(hf)
 
 
 def tile_architecture(hf: PretrainedConfig) -> TileArchitecture:
@@ -41,3 +53,8 @@ def features_per_tile(hf: PretrainedConfig) -> int:
 def classes_that_take_videos() -> tuple[str, ...]:
     """Return the names of the Hugging Face classes whose samples may have videos."""
     return tuple(x.model_class.__name__ for x in _ALL if x.takes_videos)
+
+
+def classes_that_take_audios() -> tuple[str, ...]:
+    """Return the names of the Hugging Face classes whose samples may have sound."""
+    return tuple(x.model_class.__name__ for x in _ALL if x.takes_audios)

@@ -51,11 +51,11 @@ def encoder_fields(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
     }
 
 
-def require(hf: PretrainedConfig, wanted: Mapping[str, Any]) -> None:
+def require(hf: PretrainedConfig, wanted: Mapping[str, Any], *, section: str = "vision_config") -> None:
     """Check required values in a tower's config. ConversionError lists all others."""
     values = hf.to_dict()
     found = [
-        f"vision_config.{key} = {values[key]} is not supported; it must be {value}"
+        f"{section}.{key} = {values[key]} is not supported; it must be {value}"
         for key, value in wanted.items()
         if values[key] != value
     ]

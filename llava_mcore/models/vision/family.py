@@ -40,6 +40,10 @@ class VisionFamily(ABC):
     """
     part_of_a_class: ClassVar[bool] = False
     """Whether only the Hugging Face classes that name it have such a tower."""
+    what: ClassVar[str] = "vision tower"
+    """What it is called in messages."""
+    constants: ClassVar[tuple[str, ...]] = ()
+    """Parameters that are frozen unless a pattern unfreezes them."""
     uses_rope: ClassVar[bool] = False
     """Whether its layers rotate queries and keys."""
 
@@ -70,6 +74,10 @@ class VisionFamily(ABC):
     def patch_numbers(self, hf: PretrainedConfig) -> int:
         """Return the numbers of a patch."""
         return int(hf.num_channels) * patch_side(hf) ** 2
+
+    def embedding_products(self, hf: PretrainedConfig, num_patches: int) -> list[int]:
+        """Return the FLOPs of the products before the layers, in the order of the forward pass."""
+        return [2 * num_patches * self.patch_numbers(hf) * self.hidden_size(hf)]
 
     def has_class_token(self, hf: PretrainedConfig) -> bool:
         """Tell whether a token for the whole picture stands before its patches."""

@@ -174,8 +174,8 @@ class PatchTransformer(VisionModule):
         """Return where pictures and windows begin."""
         windows = None
         if WINDOW_SEQLENS in media:
-            windows = PackedSeqParams(**_bounds(media[WINDOW_SEQLENS], self.shape.window_patches))
-        return TowerSeqParams(**_bounds(media[MEDIA_SEQLENS], max_seqlen), windows=windows)
+            windows = PackedSeqParams(**packed_bounds(media[WINDOW_SEQLENS], self.shape.window_patches))
+        return TowerSeqParams(**packed_bounds(media[MEDIA_SEQLENS], max_seqlen), windows=windows)
 
     def _hidden_states(self, x: Tensor, angles: Tensor | None, packed: TowerSeqParams) -> list[Tensor]:
         """Return the chosen hidden states [n, 1, h], in the order of the choice."""
@@ -195,7 +195,7 @@ class PatchTransformer(VisionModule):
         return [states[i] for i in self.features.layers]
 
 
-def _bounds(lengths: Tensor, most: int) -> dict[str, Any]:
+def packed_bounds(lengths: Tensor, most: int) -> dict[str, Any]:
     """Return the arguments of PackedSeqParams for sequences of these lengths, int32. `most`: none is longer."""
     bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return {

@@ -1,9 +1,10 @@
-"""The families of vision towers that are known. A new one is a file and a line here."""
+"""The families of towers that are known, of vision and sound. A new one is a file and a line here."""
 
 from __future__ import annotations
 
 from transformers import PretrainedConfig
 
+from llava_mcore.models.audio.qwen2_audio import Qwen2AudioTower
 from llava_mcore.models.vision.clip import Clip
 from llava_mcore.models.vision.dinov2 import Dinov2
 from llava_mcore.models.vision.family import TileTower, VisionFamily
@@ -14,7 +15,7 @@ from llava_mcore.models.vision.siglip import Siglip
 
 _FAMILIES: tuple[VisionFamily, ...] = (
     *(Clip(), Dinov2(), IdeficsSiglip(), InternVit(), Siglip()),
-    *(Idefics2Siglip(), Qwen2VlTower(), Qwen25VlTower(), Qwen3VlTower()),
+    *(Idefics2Siglip(), Qwen2VlTower(), Qwen25VlTower(), Qwen3VlTower(), Qwen2AudioTower()),
 )
 VISION_FAMILIES: dict[str, VisionFamily] = {name: family for family in _FAMILIES for name in family.model_types}
 """By model_type."""

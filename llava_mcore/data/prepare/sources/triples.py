@@ -13,11 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY, VIDEOS_KEY, listed_videos
+from llava_mcore.data.encoding.sample_media import (
+    AUDIOS_KEY,
+    FPS_KEY,
+    FRAMES_KEY,
+    VIDEOS_KEY,
+    is_sound_part,
+    listed_videos,
+)
 from llava_mcore.data.prepare.records import BadSample, Reason, Row, Segment
 from llava_mcore.data.prepare.sources.base import Cuts, Scan
 from llava_mcore.data.prepare.sources.lines import decode_row
-from llava_mcore.data.samples import IMAGE_PARTS
+from llava_mcore.data.samples import AUDIO_PARTS, IMAGE_PARTS
 from llava_mcore.data.storage.tar_members import LINKS, Link, NoContents, TarIndex, members, open_tar
 from llava_mcore.errors import DataError
 from llava_mcore.files.regular import RefusedFileError, open_regular_file, read_regular_file
@@ -167,7 +174,7 @@ class TarShard:
 
 def is_part(name: str) -> bool:
     """Return whether a file name is that of a sample's part."""
-    return name.partition(".")[2].lower() in (*TEXT_PARTS, *IMAGE_PARTS) and not name.startswith(".")
+    return name.partition(".")[2].lower() in (*TEXT_PARTS, *IMAGE_PARTS, *AUDIO_PARTS) and not name.startswith(".")
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -186,19 +193,19 @@ def _tar_sample(stem: str, found: Mapping[str, bytes | NoContents]) -> dict[str,
     ]
     if empty:
         return BadSample(Reason.IMAGE_MISSING, "; ".join(empty))
-    names = [part for part in parts if part.rpartition(".")[2].lower() in IMAGE_PARTS]
+    names = [part for part in parts if part.rpartition(".")[2].lower() in (*IMAGE_PARTS, *AUDIO_PARTS)]
     names.sort(key=lambda part: (int(n) if (n := part.partition(".")[0]).isdecimal() else 0, part))
     return _sample(stem, parts, {name: parts[name] for name in names})
 
 
 def _is_used(part: str) -> bool:
-    return part.rpartition(".")[2].lower() in (*TEXT_PARTS, *IMAGE_PARTS)
+    return part.rpartition(".")[2].lower() in (*TEXT_PARTS, *IMAGE_PARTS, *AUDIO_PARTS)
 
 
-def _sample(stem: str, texts: Mapping[str, bytes], found_pictures: Mapping[str, Any]) -> dict[str, Any] | BadSample:
-    """Return a row with question, answer, pictures and videos; messages are unchanged.
+def _sample(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> dict[str, Any] | BadSample:
+    """Return a row with question, answer, pictures, videos and sounds; messages are unchanged.
 
-    found_pictures: bytes or path of each picture part, by its name; frames are the parts that "videos" lists.
+    media: bytes or path of each picture and sound part, by its name; frames are the parts that "videos" lists.
     """
     if "json" not in texts:
         return BadSample(Reason.NO_CONVERSATION, f"{stem} has no .json")
@@ -210,13 +217,16 @@ def _sample(stem: str, texts: Mapping[str, bytes], found_pictures: Mapping[str, 
     except DataError as error:
         return BadSample(Reason.WRONG_TYPE, str(error))
     frames = {name for video in listed for name in video.frames}
-    pictures = [picture for name, picture in found_pictures.items() if name not in frames]
+    sounds = {name: item for name, item in media.items() if is_sound_part(name)}
+    pictures = [picture for name, picture in media.items() if name not in frames and name not in sounds]
     found: dict[str, Any] = {"id": stem, "image": pictures} if "messages" not in row else {"images": pictures}
     if listed:  # what is no part is a path
         found[VIDEOS_KEY] = [
-            {FRAMES_KEY: [found_pictures.get(name, name) for name in video.frames], FPS_KEY: video.fps}
-            for video in listed
+            {FRAMES_KEY: [media.get(name, name) for name in video.frames], FPS_KEY: video.fps} for video in listed
         ]
+    order = row.get(AUDIOS_KEY)
+    if sounds:  # in the order of the json, or of their numbers
+        found[AUDIOS_KEY] = [media.get(name, name) for name in (order if isinstance(order, list) else sounds)]
     if "txt" in texts:
         try:
             found["answer"] = texts["txt"].decode("utf-8")

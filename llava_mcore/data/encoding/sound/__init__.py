@@ -1,0 +1,1 @@
+"""Sound: files -> samples of a wave -> what the model's encoder reads."""

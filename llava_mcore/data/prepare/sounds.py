@@ -1,0 +1,37 @@
+"""A reference to a sound -> its bytes, its length in seconds and the file suffix of its format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.config.sections.data import Limits
+from llava_mcore.data.encoding.sound.files import decode_sound, require_libraries, sound_format
+from llava_mcore.data.prepare.records import BadSample, Reason, Recording
+from llava_mcore.data.prepare.references import SOUND, read_reference
+from llava_mcore.errors import DataError
+
+RATE = 16_000
+"""Samples per second for the trial of decoding; any would do."""
+
+
+def read_sound(reference: Any, folder: Path, limits: Limits, *, decode: bool = False) -> Recording:
+    """Find a sound and read its header.
+
+    Args:
+        reference: see `read_reference`.
+        decode: decode all of it, to check that it is complete.
+
+    Raises:
+        BadSample: it is missing, not on disk, of an unsupported format, too large, or broken.
+        DataError: soundfile is not installed.
+    """
+    require_libraries()
+    data = read_reference(reference, folder, limits.sample_bytes, SOUND)
+    try:
+        extension, seconds = sound_format(data)
+        if decode:
+            decode_sound(data, RATE)
+    except DataError as error:
+        raise BadSample(Reason.AUDIO_BROKEN, str(error)) from error
+    return Recording(data, extension, seconds)

@@ -1,0 +1,154 @@
+"""Whisper's encoder as Qwen2-Audio has it, for packed clips of unequal length.
+
+Hugging Face's pads every clip to 30 seconds of silence, computes on all of it, and masks attention to the padding. Here
+the rows of all clips are one sequence: convolutions and attention stop at a clip's end, and nothing is padded.
+
+c: clips, r: rows of mel frames, n: hidden frames of all clips, m: features, h: hidden size, f: mel bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.vision_module.vision_module import VisionModule
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
+from llava_mcore.mapping.fused_norms import FUSED_NORMS
+from llava_mcore.mapping.layouts import FuseQKV
+from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.names import LayerNames
+from llava_mcore.models.vision.patches import packed_bounds
+from llava_mcore.models.vision.te_layers import te_layer_spec, use_fewer_kernels
+
+
+@dataclass(frozen=True)
+class AudioShape:
+    """What TransformerConfig has no field for. `names`, `layers_name`: Hugging Face's."""
+
+    num_mel_bins: int
+    num_positions: int
+    names: LayerNames
+    layers_name: str = "layers."
+
+
+class KeylessBiasAttention(SelfAttention):
+    """Self-attention whose keys have no bias.
+
+    megatron-core has one bias for queries, keys and values. A key's bias changes no score's difference, so its gradient
+    is zero up to rounding, but an optimizer would enlarge the rounding: it is set to zero exactly.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        bias = self.linear_qkv.bias
+        if bias.requires_grad:
+            bias.register_hook(self._without_keys)
+
+    def _without_keys(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of this rank's biases with zeros for keys."""
+        heads = FuseQKV(self.num_attention_heads_per_partition, self.num_query_groups_per_partition)
+        query, key, value = heads.to_hf(gradient)
+        return heads.to_megatron(query, torch.zeros_like(key), value)
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """Return the encoder layer: Transformer Engine's, or torch's for a machine without it."""
+    if config.transformer_impl == "transformer_engine":
+        spec = te_layer_spec(config)
+    else:
+        spec = get_vit_layer_with_local_spec()
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = WrappedTorchNorm
+        layer.self_attention.submodules.core_attention = SDPAttention
+        layer.sharded_state_dict_keys_map = FUSED_NORMS
+    spec.submodules.self_attention.module = KeylessBiasAttention
+    return spec
+
+
+class AudioTransformer(VisionModule):
+    """Mel frames → two convolutions → positions → layers → pairs of frames averaged → norm."""
+
+    def __init__(self, config: TransformerConfig, shape: AudioShape) -> None:
+        super().__init__(config=config)
+        self.shape = shape
+        hidden, dtype = config.hidden_size, config.params_dtype
+        self.conv1 = nn.Conv1d(shape.num_mel_bins, hidden, kernel_size=3, padding=1, dtype=dtype)
+        self.conv2 = nn.Conv1d(hidden, hidden, kernel_size=3, stride=2, dtype=dtype)
+        self.position_embeddings = nn.Embedding(shape.num_positions, hidden, dtype=dtype)
+        self.position_embeddings.requires_grad_(False)  # sinusoids
+        self.decoder = TransformerBlock(config, layer_spec(config), post_layer_norm=False, post_process=False)
+        self.ln_post = WrappedTorchNorm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
+        if config.transformer_impl == "transformer_engine":
+            use_fewer_kernels(self.decoder)
+
+    def blank(self, pixels: Tensor, media: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor], int]:
+        """Return the arguments of a forward pass on a clip of one feature.
+
+        Args:
+            pixels, media: without any rows, of which dtypes and devices are taken.
+        """
+        found = {
+            MEDIA_SEQLENS: media[MEDIA_SEQLENS].new_full((1,), 2),
+            FEATURE_POSITIONS: media[FEATURE_POSITIONS].new_zeros(1),
+        }
+        return pixels.new_zeros(6, self.shape.num_mel_bins), found, 2
+
+    def forward(self, rows: Tensor, media: Mapping[str, Tensor], max_seqlen: int) -> Tensor:
+        """Return features [m, h].
+
+        Args:
+            rows: [r, f]; of each clip a zero row, then its mel frames 0 to twice its hidden frames.
+            media: the other fields (see `batch_fields`): the hidden frames of each clip, and m by their positions.
+            max_seqlen: the largest of MEDIA_SEQLENS.
+        """
+        lengths = media[MEDIA_SEQLENS].long()
+        clips = _Clips(lengths, len(rows) // 2 - len(lengths), len(media[FEATURE_POSITIONS]))
+        x = self._convolved(rows, clips) + self.position_embeddings(clips.positions)
+        if torch.is_grad_enabled() and self.config.recompute_granularity is not None and not x.requires_grad:
+            x.requires_grad_()  # recomputation skips what has no input with a gradient
+        packed = PackedSeqParams(**packed_bounds(media[MEDIA_SEQLENS], max_seqlen))
+        x = self.decoder(hidden_states=x[:, None], attention_mask=None, packed_seq_params=packed)
+        return self.ln_post(x.squeeze(1)[clips.pairs].mean(dim=1))
+
+    def _convolved(self, rows: Tensor, clips: _Clips) -> Tensor:
+        """Return the hidden frames [n, h] of rows [r, f].
+
+        A clip's rows are an even number, so that each clip's frames begin at a stride of the second convolution. Its
+        zero row stands for the padding of both convolutions; between two clips one output belongs to neither.
+        """
+        x = F.gelu(self.conv1(rows.t()[None]))
+        x = x.index_fill(2, clips.first_rows, 0.0)
+        return F.gelu(self.conv2(x))[0].t()[clips.frames]
+
+
+class _Clips:
+    """Where clips are in packed sequences, computed on the device without waiting for it.
+
+    `first_rows`: int64 [c]. `frames`: int64 [n], the outputs of the second convolution that belong to a clip.
+    `positions`: int64 [n], from 0 in each clip. `pairs`: int64 [m, 2], the frames of each feature.
+    """
+
+    def __init__(self, lengths: Tensor, num_frames: int, num_features: int) -> None:
+        """lengths: int64 [c], the hidden frames of each clip. num_frames, num_features: n and m."""
+        starts, numbers = lengths.cumsum(0) - lengths, torch.arange(len(lengths), device=lengths.device)
+        counted = torch.arange(num_frames, device=lengths.device)
+        self.first_rows = 2 * (starts + numbers)
+        self.frames = counted + torch.repeat_interleave(numbers, lengths, output_size=num_frames)
+        self.positions = counted - torch.repeat_interleave(starts, lengths, output_size=num_frames)
+        halves = lengths // 2
+        before = starts - 2 * (halves.cumsum(0) - halves)
+        firsts = torch.repeat_interleave(before, halves, output_size=num_features)
+        firsts = firsts + 2 * torch.arange(num_features, device=lengths.device)
+        self.pairs = torch.stack((firsts, firsts + 1), dim=1)

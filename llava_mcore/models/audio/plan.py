@@ -1,0 +1,124 @@
+"""Clips of sound as tokens and as rows of mel frames, by the checkpoint's own feature extractor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PretrainedConfig, WhisperFeatureExtractor
+
+from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, SOUND_FIELDS
+from llava_mcore.errors import ConversionError, DataError
+from llava_mcore.models.audio.lengths import ROWS_BEFORE, ClipLengths
+from llava_mcore.models.media import MediaPlan, MediaTokens, Size
+
+FRAMES_AFTER = 4
+"""Frames of silence after a clip that are computed. The last two see nothing of it, and equal all that follow."""
+NUM_KNOWN = 3000
+"""Lengths of which tokens are kept."""
+
+
+class AudioPlan(MediaPlan):
+    """Each clip's features replace as many placeholders; a class without pictures."""
+
+    any_size = True
+    unit = "20 ms frames of sound"
+    # The smallest clip is a token, for which the encoder computes two frames of six rows.
+    patches_per_tile = 2
+    rows_per_tile = 6
+    tokens_per_tile = 1
+
+    def __init__(self, hf: PretrainedConfig, extractor: WhisperFeatureExtractor) -> None:
+        """Raises ConversionError for a feature extractor whose frames are not those of the encoder."""
+        _check_extractor(extractor, hf.audio_config)
+        self._given = (hf, extractor)
+        self.fields, self.audio_token_id = SOUND_FIELDS, int(hf.audio_token_id)
+        self.sampling_rate, self.hop_length = int(extractor.sampling_rate), int(extractor.hop_length)
+        self.most_samples = int(extractor.n_samples)
+        self.num_mel_bins = int(hf.audio_config.num_mel_bins)
+        self._of_length = lru_cache(NUM_KNOWN)(self._tokens)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What was remembered stays where it is."""
+        return type(self), self._given
+
+    def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
+        """Return nothing for nothing. DataError for pictures."""
+        if sizes:
+            raise DataError("the model takes sounds, not pictures")
+        return []
+
+    def audio_tokens(self, num_samples: Sequence[int]) -> list[MediaTokens]:
+        """Return the tokens of clips of so many samples at `sampling_rate`.
+
+        Raises:
+            DataError: a clip is longer than the encoder hears, or too short for a token.
+        """
+        return [self._of_length(self.num_frames(number)) for number in num_samples]
+
+    def num_frames(self, num_samples: int) -> int:
+        """Return the mel frames of a clip that the encoder attends to. DataError as of `audio_tokens`."""
+        if num_samples > self.most_samples:
+            raise DataError(
+                f"a sound is {num_samples / self.sampling_rate:.1f} seconds long, but the model hears at most "
+                f"{self.most_samples / self.sampling_rate:g}; cut it into shorter ones"
+            )
+        return -(-num_samples // self.hop_length)  # what is left of the extractor's attention mask
+
+    def _tokens(self, num_frames: int) -> MediaTokens:
+        lengths = ClipLengths.of_mel(num_frames)
+        if lengths.features < 1:
+            raise DataError(f"a sound of {num_frames} frames of {self.hop_length} samples is too short for a token")
+        return MediaTokens(
+            ids=np.full(lengths.features, self.audio_token_id, dtype=np.int64),
+            num_tiles=lengths.rows,
+            num_patches=lengths.hidden,
+            num_features=lengths.features,
+            values={
+                FEATURE_POSITIONS: np.arange(lengths.features),
+                MEDIA_SEQLENS: np.array([lengths.hidden], dtype=np.int32),
+            },
+        )
+
+    def audio_rows(self, extractor: WhisperFeatureExtractor, wave: NDArray[np.float32], tokens: MediaTokens) -> Tensor:
+        """Return the encoder's rows of a clip, [num_tiles, mel bins] float32.
+
+        They are those of the clip padded to the encoder's whole length, but only the needed ones are computed: silence
+        after the clip neither changes its frames nor is the loudest frame, by which the extractor normalizes.
+
+        Args:
+            wave: [samples] at `sampling_rate`.
+        """
+        length = min((self.num_frames(len(wave)) + FRAMES_AFTER) * self.hop_length, self.most_samples)
+        made = extractor(wave, sampling_rate=self.sampling_rate, max_length=length, return_tensors="pt")
+        return self.rows_of(made["input_features"][0], tokens)
+
+    def rows_of(self, features: Tensor, tokens: MediaTokens) -> Tensor:
+        """Return the encoder's rows of the extractor's features [mel bins, frames], padded or not."""
+        rows = torch.zeros(tokens.num_tiles, self.num_mel_bins)
+        needed = features[:, : tokens.num_tiles - ROWS_BEFORE]  # no frame follows the encoder's last one
+        rows[ROWS_BEFORE : ROWS_BEFORE + needed.shape[1]] = needed.t()
+        return rows
+
+
+def _check_extractor(extractor: WhisperFeatureExtractor, encoder: PretrainedConfig) -> None:
+    """Raise ConversionError for settings with other frames than the encoder's."""
+    found = [
+        f"{key} = {value}, not {wanted}"
+        for key, value, wanted in (
+            ("feature_size", extractor.feature_size, encoder.num_mel_bins),
+            ("nb_max_frames", extractor.nb_max_frames, 2 * encoder.max_source_positions),
+            ("dither", extractor.dither, 0.0),
+            ("n_samples % hop_length", extractor.n_samples % extractor.hop_length, 0),
+        )
+        if value != wanted
+    ]
+    if found:
+        raise ConversionError(
+            f"{type(extractor).__name__} has {'; '.join(found)}: correct the settings in preprocessor_config.json"
+        )

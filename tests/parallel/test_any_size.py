@@ -1,4 +1,4 @@
-"""Pictures of several sizes, videos, and samples without either train alike at every layout, padded and packed."""
+"""Pictures of several sizes, videos, sounds, and samples without any train alike at every layout, padded and packed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from PIL import Image
 
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.models.architectures.registry import ARCHITECTURES
+from tests.helpers.bad_data_makers import index, messages, write_tar
 from tests.helpers.cases import CASES, make_case
 from tests.helpers.shards import jpeg, make_dataset
+from tests.helpers.tiny_audio import encoded
 from tests.helpers.world import run_world
 
 NUM_SAMPLES = 24
@@ -35,6 +37,13 @@ def filmed(index: int) -> dict[str, Any]:
     return {"json": json.dumps(about).encode()} | {name: jpeg(index + i) for i, name in enumerate(names)}
 
 
+def heard(number: int) -> dict[str, Any]:
+    """The parts of a sample about no, one or two sounds."""
+    clips = {f"{n}.wav": encoded(0.3 + (5 * number + n) % 7 / 3, number) for n in range(number % 3)}
+    asked = ("user", "<audio>\n" * len(clips) + "Which digit is said?")
+    return {"json": messages(asked, ("assistant", "It is seven." if number % 2 else "no."))} | clips
+
+
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root: Path = tmp_path_factory.mktemp("any_size")
@@ -43,11 +52,12 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for case in of_any_size:
         make_case(case, root / case.name / "hf")
         import_hf(root / case.name / "hf", root / case.name / "megatron")
-        takes_videos = ARCHITECTURES[case.architecture].takes_videos
+        kind = ARCHITECTURES[case.architecture]
+        data = "sounds" if kind.takes_audios else "videos" if kind.takes_videos else "pictures"
         cases[case.name] = {
             "hf": str(root / case.name / "hf"),
             "checkpoint": str(root / case.name / "megatron"),
-            "data": str(root / ("videos" if takes_videos else "pictures")),
+            "data": str(root / data),
         }
     replace: dict[int, dict[str, Any]] = {i: {"jpg": None, "png": resized(i)} for i in range(NUM_SAMPLES)}
     replace |= {i: {"jpg": None} for i in range(0, NUM_SAMPLES, 5)}
@@ -55,6 +65,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     # Some have a video beside their picture, some a video alone.
     replace |= {i: replace[i] | filmed(i) for i in range(0, NUM_SAMPLES, 3)}
     make_dataset(root / "videos", num_samples=NUM_SAMPLES, replace=replace, sample_type="CrudeWebdataset")
+    write_tar(root / "sounds" / "000000.tar", {f"{i:03d}": heard(i) for i in range(NUM_SAMPLES)})
+    index(root / "sounds")
     return {"cases": cases, "save_dir": str(root / "runs")}
 
 

@@ -133,7 +133,10 @@ def _mono(file: SoundFile) -> NDArray[np.float32]:
 
     mono, done = np.empty(file.frames, dtype=np.float32), 0
     try:
-        for block in file.blocks(max(1, BLOCK // file.channels), dtype="float32", always_2d=True):
+        while done < len(mono):
+            block = file.read(max(1, BLOCK // file.channels), dtype="float32", always_2d=True)
+            if not len(block):
+                break
             mono[done : done + len(block)] = block.mean(axis=1)
             done += len(block)
     except (soundfile.LibsndfileError, RuntimeError, ValueError) as error:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
-from safetensors import SafetensorError
 from transformers import (
-    AutoProcessor,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     ProcessorMixin,
 )
 
@@ -30,24 +25,14 @@ from llava_mcore.build.compose import compose, whole_config
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import Source, find_source
+from llava_mcore.build.write import PROBE, Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.files.hf_folder import locked, partial_sibling, publish, require_absent
+from llava_mcore.files.hf_folder import require_absent
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
 from llava_mcore.models.media import Processing, Size, VideoShape
 from llava_mcore.models.vision.geometry import image_side
 
-_SIZE = re.compile(r"[1-9]\d*(KB|MB|GB)")
-_PROBE = f"USER: {IMAGE_TOKEN}\nHow many of the 12 houses, 家, are red?  3."
-
-
-@dataclass(frozen=True)
-class Part:
-    """One row of the summary. `shape` is a short description; tied `parameters` are counted once."""
-
-    name: str
-    source: str
-    shape: str
-    parameters: int
+_PROBE = f"USER: {IMAGE_TOKEN}\n{PROBE}"
 
 
 @dataclass(frozen=True)
@@ -79,8 +64,7 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
         ConfigError, ConversionError: the build is not possible; nothing was written.
     """
     require_absent(options.save_dir, what="a build")
-    if not _SIZE.fullmatch(options.max_shard_size):
-        raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected a size such as 500MB or 5GB")
+    require_size(options)
     kind, sources = folder_class(options), find_sources(options)
     # Small files first: errors are reported before gigabytes are read.
     text_config = language.load_language_config(sources.text)
@@ -92,7 +76,7 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     vision_config = vision.resized(asked_config, side)
     plan = vision.plan_features(vision_config, options, kind.layers)
     tokenizer = language.load_tokenizer(sources.tokenizer, kind.named_tokens)
-    ids = language.add_special_tokens(tokenizer, kind.named_tokens.values())
+    ids = language.add_special_tokens(tokenizer, [IMAGE_TOKEN, *kind.named_tokens.values()])
     with features_for(kind.connector):
         sketch = kind.config(text_config, vision_config, plan, ids)
         kind.tokens_per_tile(sketch)
@@ -115,66 +99,12 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     model = compose(kind, text, tower, config, seed=options.seed)
     model.generation_config = generation
     _say_features(kind, plan, model, processor, options, say)
-    write_folder(kind, model, processor, options)
+    check = partial(check_folder, config=model.config, processor=processor)
+    write_folder(model, kind.tensors(model), processor, options, check)
     return summary(kind, model, sources, options)
 
 
-def fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, *, pad: bool, say: Say) -> None:
-    """Grow the vocabulary of a language model if the tokenizer (or --vocab-size-padding) needs it."""
-    before = model.config.vocab_size
-    rows = language.wanted_vocab_size(tokenizer, before, pad=pad)
-    used = max(tokenizer.get_vocab().values()) + 1
-    if rows == before:
-        say(f"  vocabulary: {before} rows, {used} used; unchanged")
-        return
-    language.grow_vocabulary(model, rows)
-    say(f"  vocabulary: {before} rows -> {rows}, {used} used; new rows are the mean of the others")
-
-
-def write_folder(kind: FolderClass, model: PreTrainedModel, processor: ProcessorMixin, options: BuildOptions) -> None:
-    """Write everything next to the target, check it, and rename it; leave nothing after a failure.
-
-    Raises:
-        ConversionError: the disk failed, or a file does not read back as it was written.
-        FolderInUse: another process is writing there.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(locked(options.save_dir, what="a build"))
-            partial = partial_sibling(options.save_dir)
-        except OSError as error:
-            raise ConversionError(f"{options.save_dir}: its folder cannot be created: {error}") from error
-        _write_into(partial, kind, model, processor, options)
-
-
-def _write_into(
-    partial: Path, kind: FolderClass, model: PreTrainedModel, processor: ProcessorMixin, options: BuildOptions
-) -> None:
-    try:
-        model.save_pretrained(
-            partial,
-            state_dict=kind.tensors(model),
-            save_original_format=False,  # which would rename again
-            max_shard_size=options.max_shard_size,
-        )
-        processor.save_pretrained(partial)
-        _make_readable(partial)
-        check_folder(partial, model.config, processor)
-        publish(partial, options.save_dir)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConversionError(f"{options.save_dir}: cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _make_readable(folder: Path) -> None:
-    """Give all files the mode of a normal new file: safetensors makes its files readable by their owner only."""
-    mode = (folder / "config.json").stat().st_mode
-    for path in folder.iterdir():
-        path.chmod(mode)
-
-
-def check_folder(folder: Path, config: PretrainedConfig, processor: ProcessorMixin) -> None:
+def check_folder(folder: Path, *, config: PretrainedConfig, processor: ProcessorMixin) -> None:
     """Read config, tokenizer and processor back as a user would.
 
     Raises:
@@ -187,13 +117,8 @@ def check_folder(folder: Path, config: PretrainedConfig, processor: ProcessorMix
         if read.get(key) != written.get(key):
             found.append(f"config.json: {key} is {read.get(key)}, was {written.get(key)}")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    if language.token_ids(tokenizer) != language.token_ids(processor.tokenizer):
-        found.append(f"tokenizer: {language.token_ids(tokenizer)}, was {language.token_ids(processor.tokenizer)}")
-    if tokenizer(_PROBE).input_ids != processor.tokenizer(_PROBE).input_ids:
-        found.append(f"tokenizer: splits {_PROBE!r} differently")
-    read_processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-    if not tokenizer.chat_template == read_processor.chat_template == processor.chat_template:
-        found.append("chat template: differs")
+    read_processor, problems_of_text = check_text(folder, tokenizer, processor, _PROBE)
+    found += problems_of_text
     size = image_side(config.vision_config)
     picture = Image.new("RGB", (size + 5, size // 2 + 3))
     placeholders = list(read_processor(images=picture, text=_PROBE)["input_ids"][0]).count(config.image_token_id)
@@ -248,22 +173,18 @@ def summary(kind: FolderClass, model: PreTrainedModel, sources: Sources, options
             names[0],
             str(sources.vision),
             f"{tower.model_type}: {tower.num_hidden_layers} layers x {tower.hidden_size}, {image_side(tower)} px",
-            _count(model.get_submodule(f"model.{names[0]}")),
+            count(model.get_submodule(f"model.{names[0]}")),
         ),
-        Part(names[1], f"new, seed {options.seed}", widths, _count(projector)),
+        Part(names[1], f"new, seed {options.seed}", widths, count(projector)),
         *newline,
         Part(
             names[2],
             str(sources.text),
             f"{text.model_type}: {text.num_hidden_layers} layers x {text.hidden_size}, vocabulary {text.vocab_size}",
-            _count(model.get_submodule(f"model.{names[2]}")),
+            count(model.get_submodule(f"model.{names[2]}")),
         ),
         Part("lm_head", str(sources.text), tied, head),
     ]
-
-
-def _count(module: torch.nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 @contextlib.contextmanager

@@ -23,23 +23,25 @@ from llava_mcore.build.options import VOCAB_MULTIPLE, Say
 from llava_mcore.build.sources import Source, check_loaded, reading, require_tokenizer_files
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.language.registry import texts_of_any_class
+from llava_mcore.templates.named import SOUND_TOKENS
 
 IMAGE_TOKEN = "<image>"
 VIDEO_TOKEN = "<video>"
+AUDIO_TOKEN = SOUND_TOKENS[1]
 PAD_TOKEN = "<pad>"
 _SMALLEST_VOCABULARY = 32
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Ids that must be equal in config, generation config and tokenizer. `bos`, `video`: None if the tokenizer has
-    none."""
+    """Ids that must be equal in config, generation config and tokenizer; None if the tokenizer has no such token."""
 
-    image: int
+    image: int | None
     pad: int
     eos: int
     bos: int | None
     video: int | None
+    audio: int | None = None
 
 
 def load_language_config(source: Source) -> PreTrainedConfig:
@@ -123,9 +125,9 @@ def _repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Source) -
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
 
-def add_special_tokens(tokenizer: PreTrainedTokenizerBase, more: Iterable[str]) -> TokenIds:
-    """Add `<image>` and other tokens to the tokenizer, and `<pad>` unless it has a pad token that is not EOS."""
-    wanted: dict[str, Any] = {"extra_special_tokens": list(dict.fromkeys([IMAGE_TOKEN, *more]))}
+def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> TokenIds:
+    """Add special tokens to the tokenizer, and `<pad>` unless it has a pad token that is not EOS."""
+    wanted: dict[str, Any] = {"extra_special_tokens": list(dict.fromkeys(tokens))}
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         wanted["pad_token"] = PAD_TOKEN
     tokenizer.add_special_tokens(wanted, replace_extra_special_tokens=False)
@@ -134,9 +136,8 @@ def add_special_tokens(tokenizer: PreTrainedTokenizerBase, more: Iterable[str]) 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase) -> TokenIds:
     """Read the ids back from a tokenizer."""
-    image = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-    video = tokenizer.get_vocab().get(VIDEO_TOKEN)
-    return TokenIds(image, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, video)
+    image, video, audio = (tokenizer.get_vocab().get(token) for token in (IMAGE_TOKEN, VIDEO_TOKEN, AUDIO_TOKEN))
+    return TokenIds(image, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, video, audio)
 
 
 def wanted_vocab_size(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, pad: bool) -> int:

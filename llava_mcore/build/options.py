@@ -25,6 +25,7 @@ class BuildOptions:
     Attributes:
         save_dir: folder to create; must not exist or be empty.
         gguf_file: name of the GGUF file inside the text model's folder; None: search for one.
+        audio_model: of Whisper; None: a model with pictures is built.
         tokenizer: None: the text model's.
         image_processor: None: the vision model's.
         chat_template: name of a template or Jinja file; None: the tokenizer's template, or a plain one.
@@ -44,6 +45,7 @@ class BuildOptions:
     save_dir: Path
     text_model: str
     vision_model: str = DEFAULT_VISION_MODEL
+    audio_model: str | None = None
     gguf_file: str | None = None
     tokenizer: str | None = None
     image_processor: str | None = None

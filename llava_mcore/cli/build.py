@@ -17,9 +17,10 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="build_llava_jp.py",
         allow_abbrev=False,
-        description="Compose a complete Hugging Face folder of LLaVA, InternVL or Idefics2 (config, weights, tokenizer "
-        "with <image> and a pad token, image processor, chat template) from a language model and a vision tower (see "
-        "docs/build.md). Only the projector is new. Nothing is downloaded when folders are given.",
+        description="Compose a complete Hugging Face folder of LLaVA, InternVL, Idefics2 or Qwen2-Audio (config, "
+        "weights, tokenizer with placeholders and a pad token, processor, chat template) from a language model and a "
+        "vision tower or Whisper's encoder (see docs/build.md). Only the projector is new. Nothing is downloaded when "
+        "folders are given.",
     )
     _add_parts(p.add_argument_group("parts"))
     _add_shape(p.add_argument_group("shape"))
@@ -44,6 +45,11 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
         default=DEFAULT_VISION_MODEL,
         metavar="TAG_OR_DIR",
         help="vision tower, or a CLIP or SigLIP model with a tower (default: %(default)s)",
+    )
+    group.add_argument(
+        "--audio-model",
+        metavar="TAG_OR_DIR",
+        help="Whisper model whose encoder hears: a folder of Qwen2-Audio is built, without a vision tower",
     )
     group.add_argument("--tokenizer", metavar="TAG_OR_DIR", help="tokenizer (default: the text model's)")
     group.add_argument(
@@ -136,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the build."""
     from transformers.utils import logging as transformers_logging
 
+    from llava_mcore.build.audio import build_audio
     from llava_mcore.build.folder import build_llava
 
     transformers_logging.set_verbosity_error()  # its load reports repeat the lines below
@@ -145,6 +152,7 @@ def run(args: argparse.Namespace) -> int:
         save_dir=args.save_dir,
         text_model=args.text_model,
         vision_model=args.vision_model,
+        audio_model=args.audio_model,
         gguf_file=args.gguf_file,
         tokenizer=args.tokenizer,
         image_processor=args.image_processor,
@@ -160,7 +168,8 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         max_shard_size=args.max_shard_size,
     )
-    parts = build_llava(options, say=lambda line: print(line, flush=True))
+    build = build_llava if options.audio_model is None else build_audio
+    parts = build(options, say=lambda line: print(line, flush=True))
     _print_table([(p.name, p.shape, p.source, p.parameters) for p in parts])
     print(f"built {args.save_dir} in {time.perf_counter() - start:.1f} s")
     return 0

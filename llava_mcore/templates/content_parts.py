@@ -1,5 +1,5 @@
 """Adds a preamble to templates that only support plain text, so that they accept typed content (`{"type":
-"image"}`)."""
+"image"}`, or `{"type": "audio"}` for a tokenizer with placeholders for sound)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from llava_mcore.errors import ConversionError
 from llava_mcore.templates.bounded import RENDER_ERRORS, check_bounds
-from llava_mcore.templates.named import flatten_parts
+from llava_mcore.templates.named import SOUND_TOKENS, preamble
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KINDS = ("image", "video")
-"""Types of parts besides text."""
+PLACEHOLDERS = {"image": "<image>", "video": "<video>", "audio": "".join(SOUND_TOKENS)}
+"""Of the types of parts besides text."""
+_NAMES = {"image": "a picture", "video": "a video", "audio": "a sound"}
 _TEXT = "What does 7f3a show?"
 _ANSWER = "A 9c1e."
 
@@ -29,38 +30,42 @@ def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str,
         ConversionError: the template cannot render a question and its answer, with or without a picture.
     """
     check_bounds(template, origin)
-    if all(understands_parts(tokenizer, template, kind) for kind in KINDS[: 1 + videos]):
+    hears = SOUND_TOKENS[1] in tokenizer.get_vocab()
+    kinds = ("audio",) if hears else ("image", "video")[: 1 + videos]
+    if all(understands_parts(tokenizer, template, kind) for kind in kinds):
         return template
-    wrapped = flatten_parts() + template
-    _check_wrapped(tokenizer, template, wrapped, origin)
+    wrapped = preamble(tokenizer) + template
+    _check_wrapped(tokenizer, template, wrapped, kinds[0], origin)
     return wrapped
 
 
 def understands_parts(tokenizer: PreTrainedTokenizerBase, template: str, kind: str) -> bool:
-    """Return whether a template renders typed content, with one `<image>` per picture (or `<video>` per video)."""
+    """Return whether a template renders typed content, with one placeholder per picture, video or sound."""
     try:
         rendered = _render(tokenizer, template, _conversation(kind, as_parts=True))
     except RENDER_ERRORS:
         return False
-    return rendered.count(f"<{kind}>") == 1 and _is_said(rendered)
+    return rendered.count(PLACEHOLDERS[kind]) == 1 and _is_said(rendered)
 
 
-def _check_wrapped(tokenizer: PreTrainedTokenizerBase, template: str, wrapped: str, origin: str) -> None:
-    """Raise ConversionError unless the wrapped template renders parts as the original renders strings."""
-    kind = KINDS[0]  # the preamble treats the others alike
+def _check_wrapped(tokenizer: PreTrainedTokenizerBase, template: str, wrapped: str, kind: str, origin: str) -> None:
+    """Raise ConversionError unless the wrapped template renders parts as the original renders strings.
+
+    kind: a type of parts; the preamble treats others alike.
+    """
     text = _conversation(kind, as_parts=False)
     try:
         expected = _render(tokenizer, template, text)
         made = [_render(tokenizer, wrapped, c) for c in (text, _conversation(kind, as_parts=True))]
     except RENDER_ERRORS as error:
         raise ConversionError(
-            f"chat template ({origin}): cannot render a question about a picture and its answer: {error}\n"
+            f"chat template ({origin}): cannot render a question about {_NAMES[kind]} and its answer: {error}\n"
             "Give another one with --chat-template NAME|FILE."
         ) from error
-    if made != [expected, expected] or not _is_said(expected) or expected.count(f"<{kind}>") != 1:
+    if made != [expected, expected] or not _is_said(expected) or expected.count(PLACEHOLDERS[kind]) != 1:
         raise ConversionError(
-            f"chat template ({origin}): the question, its picture or the answer is missing from what it renders: "
-            f"{expected!r}\nGive another one with --chat-template NAME|FILE."
+            f"chat template ({origin}): the question, its {_NAMES[kind][2:]} or the answer is missing from what it "
+            f"renders: {expected!r}\nGive another one with --chat-template NAME|FILE."
         )
 
 
@@ -70,9 +75,9 @@ def _is_said(rendered: str) -> bool:
 
 
 def _conversation(kind: str, *, as_parts: bool) -> list[dict[str, Any]]:
-    """Return a question about a picture (or video) and its answer."""
+    """Return a question about a picture (video, sound) and its answer."""
     if not as_parts:
-        question, answer = f"<{kind}>\n{_TEXT}", _ANSWER
+        question, answer = f"{PLACEHOLDERS[kind]}\n{_TEXT}", _ANSWER
         return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     parts = [{"type": kind}, {"type": "text", "text": _TEXT}]
     return [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": _ANSWER}]}]

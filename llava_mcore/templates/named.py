@@ -29,6 +29,9 @@ SPECIAL_TOKENS = {
 }
 """A format's special tokens other than BOS and EOS; its own family's tokenizers have each as one token."""
 
+SOUND_TOKENS = ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
+"""Qwen2-Audio's tokens for a sound; the second is its placeholder."""
+
 _OPEN_BEGINNING = ("vicuna", "chatml", "plain")
 """Formats that do not define BOS: it is added if the tokenizer starts texts with it."""
 _BOS = "{{- bos_token -}}\n"
@@ -81,6 +84,16 @@ def flatten_parts() -> str:
     return _resource("flatten_parts")
 
 
+def flatten_sounds() -> str:
+    """Return the preamble that turns every message's content into text, with SOUND_TOKENS for a sound."""
+    return _resource("flatten_sounds")
+
+
+def preamble(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the preamble for what the tokenizer has placeholders for: sound, else pictures and videos."""
+    return flatten_sounds() if SOUND_TOKENS[1] in tokenizer.get_vocab() else flatten_parts()
+
+
 def family_format(name: str) -> str:
     """Return the format of one of NAMES, for messages of plain text."""
     return _resource(name)
@@ -100,7 +113,7 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
             "tokenizer before the folder is built"
         )
     begins_with_bos = name in _OPEN_BEGINNING and _starts_with_bos(tokenizer)
-    return flatten_parts() + (_BOS if begins_with_bos else "") + family_format(name)
+    return preamble(tokenizer) + (_BOS if begins_with_bos else "") + family_format(name)
 
 
 def missing_tokens(name: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:

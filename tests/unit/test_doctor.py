@@ -86,7 +86,13 @@ def test_report_counts_what_is_there(dataset: Path, hf: Path, assets: Assets, tm
     assert (tokens["p50"], tokens["p90"], tokens["max"]) == (short, long, long)
     assert sum(count for _, _, count in tokens["histogram"]) == 20
     assert found["pictures_per_sample"] == {"1": 15, "3": 4}
-    assert found["epoch"] == {"samples": 19, "tokens": 15 * short + 4 * long, "pictures": 27, "videos": 0, "frames": 0}
+    assert found["epoch"] == {
+        "samples": 19,
+        "tokens": 15 * short + 4 * long,
+        "pictures": 27,
+        "videos": 0,
+        "frames": 0,
+    } | {"sounds": 0}
     assert 0.5 < found["packing"]["fill"] <= 1
     (group,) = found["groups"]
     assert group["level"] == "left out" and group["examples"] == [[str(dataset), "000001.tar", "b7"]]
@@ -153,7 +159,9 @@ def test_model_input_that_does_not_fit_ends_training(dataset: Path, assets: Asse
     """Assets that contradict themselves, as a fault in our own code or in a folder would make them."""
     wrong = dataclasses.replace(assets, plan=WrongTokens(assets.plan.image_token_id, 16, 16))
     found = Examiner(dataset, wrong, seq_length=64).examine(0, 0)
-    assert found.status == "stop" and found.reasons == ("16 placeholders, but 15 features of 1 pictures and videos",)
+    assert found.status == "stop" and found.reasons == (
+        "16 placeholders, but 15 features of 1 pictures, videos and sounds",
+    )
     other_eos = dataclasses.replace(assets, eos_token_id=0)
     assert Examiner(dataset, other_eos, seq_length=64).examine(0, 0).remarks == (
         "1 answers, but 1 trained spans with 0 EOS",

@@ -48,7 +48,7 @@ BAD: dict[str, tuple[Any, Reason]] = {
     "conversation as text": ({"id": "bad", "conversations": "Q A"}, Reason.WRONG_TYPE),
     "turn as text": (row("Q", "A"), Reason.WRONG_TYPE),
     "answer as number": (row(Q, {"from": "gpt", "value": 3}), Reason.WRONG_TYPE),
-    "part of another type": (row({"role": "user", "content": [{"type": "audio", "audio": "v"}]}, A), Reason.WRONG_TYPE),
+    "part of another type": (row({"role": "user", "content": [{"type": "smell", "smell": "v"}]}, A), Reason.WRONG_TYPE),
     "picture as number": (row(MARKED, A, image=5), Reason.WRONG_TYPE),
     "more marks than pictures": (row(MARKED, MARKED | {"from": "gpt"}, image="good.jpg"), Reason.MARKS),
     "marks without a picture": (row(MARKED, A), Reason.MARKS),

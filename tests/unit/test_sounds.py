@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.encoding.sound import files
 from llava_mcore.data.encoding.sound.files import decode_sound, sound_format, sound_length
 from llava_mcore.data.prepare.records import Reason
+from llava_mcore.data.samples import Turn
 from llava_mcore.errors import DataError
 from tests.helpers.bad_data_makers import Parts, index, messages, write_tar
 from tests.helpers.tiny_audio import RATE, encoded, make_hf_audio, wave
@@ -157,8 +159,6 @@ def test_a_bad_sound_is_left_out_with_its_reason(
 
 
 def _says(pattern: str, text: str) -> bool:
-    import re
-
     return re.search(pattern, text) is not None
 
 
@@ -363,13 +363,7 @@ def test_packs_are_written_by_true_numbers_of_tokens(hf: Path, assets: Assets, t
     assert prepare([str(tmp_path / "rows.json"), *flags]) == 0
     loader = open_loader(tmp_path / "out", assets, num_streams=1, micro_batch_size=1, packing=True, seq_length=256)
     batch = next(loader)
-    text = assets.chat.render(next(iter(_turns())))
+    text = assets.chat.render([Turn("user", "<audio>\nWhat?"), Turn("assistant", "It is seven.")])
     made = processor(text=text, audio=[wave(3.0)], sampling_rate=RATE, add_special_tokens=False)
     assert len(batch.sample_keys) == 256 // len(made["input_ids"][0])
     assert batch.num_tokens == len(batch.sample_keys) * len(made["input_ids"][0])
-
-
-def _turns() -> Any:
-    from llava_mcore.data.samples import Turn
-
-    yield [Turn("user", "<audio>\nWhat?"), Turn("assistant", "It is seven.")]

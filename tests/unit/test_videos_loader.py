@@ -125,7 +125,13 @@ def test_the_doctor_counts_videos_and_frames(
     assert report["pictures_per_sample"] == {"0": 12, "2": 4}
     assert report["videos_per_sample"] == {"0": 4, "1": 12}
     assert report["frames_per_video"] == {"2": 4, "4": 4, "6": 4}
-    assert report["epoch"] | {"tokens": 0} == {"samples": 16, "tokens": 0, "pictures": 8, "videos": 12, "frames": 48}
+    assert report["epoch"] | {"tokens": 0} == {
+        "samples": 16,
+        "tokens": 0,
+        "pictures": 8,
+        "videos": 12,
+        "frames": 48,
+    } | {"sounds": 0}
     printed = capsys.readouterr().out
     assert "frames per video: 2: 4, 4: 4, 6: 4" in printed and "12 videos, 48 frames" in printed
     assert "<video \N{MULTIPLICATION SIGN}9>" in printed

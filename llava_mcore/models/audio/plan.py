@@ -35,7 +35,7 @@ class AudioPlan(MediaPlan):
 
     def __init__(self, hf: PretrainedConfig, extractor: WhisperFeatureExtractor) -> None:
         """Raises ConversionError for a feature extractor whose frames are not those of the encoder."""
-        _check_extractor(extractor, hf.audio_config)
+        check_extractor(extractor, hf.audio_config)
         self._given = (hf, extractor)
         self.fields, self.audio_token_id = SOUND_FIELDS, int(hf.audio_token_id)
         self.sampling_rate, self.hop_length = int(extractor.sampling_rate), int(extractor.hop_length)
@@ -106,7 +106,7 @@ class AudioPlan(MediaPlan):
         return rows
 
 
-def _check_extractor(extractor: WhisperFeatureExtractor, encoder: PretrainedConfig) -> None:
+def check_extractor(extractor: WhisperFeatureExtractor, encoder: PretrainedConfig) -> None:
     """Raise ConversionError for settings with other frames than the encoder's."""
     found = [
         f"{key} = {value}, not {wanted}"

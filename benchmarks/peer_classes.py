@@ -9,11 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2AudioForConditionalGeneration,
+)
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES, Field
+from llava_mcore.batch_fields import MEDIA_SEQLENS, PIXEL_SCALE, PIXEL_VALUES, Field
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.samples import Batch
 from llava_mcore.models.media import MediaPlan, MediaTokens, Size
@@ -45,6 +50,14 @@ class PeerClass:
         takes no empty tensor, and every rank must compute a gradient of every weight."""
         size = config.vision_config.image_size
         return {"pixel_values": torch.zeros(1, 3, size, size, device=device)}
+
+    def new(self, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+        """Return a model without weights of its own."""
+        return AutoModelForImageTextToText.from_config(config, **options)
+
+    def unused(self, base: nn.Module, pictures: dict[str, Any]) -> Sequence[Tensor]:
+        """Return the features of a blank picture, by the model without its output layer."""
+        return base.get_image_features(**pictures).pooler_output
 
     def use_liger(self, model: PreTrainedModel) -> None:
         """Replace layers by Liger's; only where it is installed, and on a GPU."""
@@ -122,7 +135,43 @@ class Qwen25VL(PeerClass):
         apply_liger_kernel_to_qwen2_5_vl(model=model, fused_linear_cross_entropy=False)
 
 
-CLASSES: dict[str, PeerClass] = {"llava": PeerClass(), "llava_onevision": Onevision(), "qwen2_5_vl": Qwen25VL()}
+class Qwen2Audio(PeerClass):
+    """Qwen2AudioForConditionalGeneration: every clip padded to the encoder's 30 seconds."""
+
+    tower = "audio_tower"
+
+    def new(self, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+        """Return a model without weights of its own."""
+        return Qwen2AudioForConditionalGeneration._from_config(config, **options)
+
+    def inputs(self, config: PretrainedConfig, batch: Batch, device: torch.device) -> dict[str, Any]:
+        """Return mel frames [clips, bins, frames] and their mask, out of the rows of packed clips."""
+        hidden, rows = batch.media[MEDIA_SEQLENS].tolist(), batch.media[PIXEL_VALUES]
+        most = 2 * config.audio_config.max_source_positions
+        padded, mask = torch.zeros(len(hidden), rows.shape[1], most), torch.zeros(len(hidden), most, dtype=torch.int64)
+        for clip, seen, own in zip(padded, mask, rows.split([2 * n + 2 for n in hidden]), strict=True):
+            frames = own[1 : 1 + most]
+            clip[:, : len(frames)] = frames.t()
+            seen[: len(own) - 2] = 1  # as many hidden frames; of an odd number of mel frames one more is named
+        return {"input_features": to_device(padded, device), "feature_attention_mask": to_device(mask, device)}
+
+    def blank(self, config: PretrainedConfig, device: torch.device) -> dict[str, Any]:
+        """Return two hidden frames of silence."""
+        encoder = config.audio_config
+        mask = torch.zeros(1, 2 * encoder.max_source_positions, dtype=torch.int64, device=device)
+        mask[:, :4] = 1
+        frames = torch.zeros(1, encoder.num_mel_bins, 2 * encoder.max_source_positions, device=device)
+        return {"input_features": frames, "feature_attention_mask": mask}
+
+    def unused(self, base: nn.Module, pictures: dict[str, Any]) -> Sequence[Tensor]:
+        """Return the features of a blank clip."""
+        states = base.audio_tower(pictures["input_features"]).last_hidden_state
+        return [base.multi_modal_projector(states)]
+
+
+CLASSES: dict[str, PeerClass] = {
+    **{"llava": PeerClass(), "llava_onevision": Onevision(), "qwen2_5_vl": Qwen25VL(), "qwen2_audio": Qwen2Audio()}
+}
 """By model_type."""
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from benchmarks.peer_attention import NAME, chosen, register
 from benchmarks.peer_classes import CLASSES
@@ -92,16 +92,19 @@ class Peer(nn.Module):
     def __init__(self, model: PreTrainedModel, *, liger: bool) -> None:
         super().__init__()
         self.model = model
-        self._liger = liger
+        self._liger, self._kind = liger, CLASSES[model.config.model_type]
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Return the summed loss of the trained tokens."""
         weight, base = self.model.lm_head.weight, self.model.model
-        pictures = inputs.pictures | {"pixel_values": inputs.pictures["pixel_values"].to(weight.dtype)}
+        pictures = {
+            name: x.to(weight.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for name, x in inputs.pictures.items()
+        }
         with sdpa_kernel(ATTENTION, set_priority=True):
             given = pictures if inputs.has_pictures else {}
             hidden = base(**inputs.text, **given, use_cache=False).last_hidden_state
-            unused = [] if inputs.has_pictures else base.get_image_features(**pictures).pooler_output
+            unused = [] if inputs.has_pictures else self._kind.unused(base, pictures)
         hidden = hidden.flatten(0, 1).index_select(0, inputs.rows)
         loss = self._loss(hidden, weight, inputs.targets)
         return loss + sum(0.0 * x.float().sum() for x in unused)
@@ -131,7 +134,7 @@ def build(config: PretrainedConfig, stack: Stack, device: torch.device) -> Peer:
     config = copy.deepcopy(config)  # which from_config changes
     kind = CLASSES[config.model_type]
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        model = kind.new(config, attn_implementation="sdpa", dtype=torch.float32)
     tower, decoder = model.model.get_submodule(kind.tower), model.model.language_model
     tower.requires_grad_(stack.train_vision)
     # As an argument of from_config, the name would make transformers look for a package on the hub.

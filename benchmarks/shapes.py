@@ -20,10 +20,13 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
+    Qwen2AudioConfig,
+    Qwen2AudioProcessor,
     Qwen2Config,
     Qwen2VLImageProcessor,
     SiglipImageProcessor,
     SiglipVisionConfig,
+    WhisperFeatureExtractor,
 )
 
 Size = tuple[int, int]
@@ -32,6 +35,7 @@ Size = tuple[int, int]
 CLIP_L = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
 SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
 QWEN_VIT = {"hidden_size": 1280, "intermediate_size": 3420, "depth": 32, "num_heads": 16}
+WHISPER_LARGE = {"d_model": 1280, "encoder_ffn_dim": 5120, "encoder_layers": 32, "encoder_attention_heads": 20}
 LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
 LLAMA_13B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40}
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 16, "num_attention_heads": 16}
@@ -43,10 +47,16 @@ QWEN_7B = {
     "num_key_value_heads": 4,
     "vocab_size": 152064,
 }
+QWEN1_7B = {**LLAMA_7B, "vocab_size": 156032}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY_QWEN = {**TINY, "num_key_value_heads": 2}
 TINY_QWEN_VIT = {"hidden_size": 64, "intermediate_size": 96, "depth": 2, "num_heads": 4, "fullatt_block_indexes": [1]}
 
+TINY_WHISPER = {"d_model": 64, "encoder_ffn_dim": 128, "encoder_layers": 2, "encoder_attention_heads": 4}
+
+SOUND_SECONDS = (2.0, 16.0)
+"""Between which the lengths of clips are drawn evenly, about as LibriSpeech has them."""
+NO_PICTURES: tuple[Size, ...] = ()
 ONE_SIZE: tuple[Size, ...] = ((640, 480),)
 PHOTOGRAPHS: tuple[Size, ...] = ((640, 480), (480, 640), (1024, 768), (500, 333), (1600, 900), (800, 1200))
 """Sizes of photographs on the web."""
@@ -58,13 +68,14 @@ def random_sizes(shortest: int, longest: int, number: int = 64) -> tuple[Size, .
     return tuple((draw.randint(shortest, longest), draw.randint(shortest, longest)) for _ in range(number))
 
 
-Kind = Literal["llava", "llava_onevision", "qwen2_5_vl"]
+Kind = Literal["llava", "llava_onevision", "qwen2_5_vl", "qwen2_audio"]
 """The model_type of a Hugging Face class."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A tower and a decoder in one of Hugging Face's classes, and the sizes of the pictures that it is measured on.
+    """A tower and a decoder in one of Hugging Face's classes, and the sizes of the pictures that it is measured on
+    (NO_PICTURES: sounds).
 
     `vision`, `text`: fields of their configs. `tower`: ignored by classes that have one of their own.
     """
@@ -83,15 +94,18 @@ SHAPES: dict[str, Shape] = {
     "siglip-so400m-qwen2.5-7b": Shape("llava", SO400M, QWEN_7B, "siglip", "qwen2"),
     "llava-onevision-7b": Shape("llava_onevision", SO400M, QWEN_7B, "siglip", "qwen2", PHOTOGRAPHS),
     "qwen2.5-vl-7b": Shape("qwen2_5_vl", QWEN_VIT, QWEN_7B, sizes=random_sizes(300, 1600)),
+    "qwen2-audio-7b": Shape("qwen2_audio", WHISPER_LARGE, QWEN1_7B, decoder="qwen2", sizes=NO_PICTURES),
     "llava-1b": Shape("llava", CLIP_L, LLAMA_1B),
     "tiny-onevision": Shape("llava_onevision", TINY, TINY_QWEN, "siglip", "qwen2", PHOTOGRAPHS),
     "tiny-qwen2.5-vl": Shape("qwen2_5_vl", TINY_QWEN_VIT, TINY_QWEN, sizes=random_sizes(56, 224)),
+    "tiny-qwen2-audio": Shape("qwen2_audio", TINY_WHISPER, TINY_QWEN, decoder="qwen2", sizes=NO_PICTURES),
     "tiny": Shape("llava", TINY, TINY),
 }
 """Those that begin with `tiny` are for trying a benchmark on a CPU."""
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 QWEN_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+SOUND_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} ASSISTANT:{% else %}"
     "{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
@@ -99,6 +113,12 @@ TEMPLATE = (
 QWEN_TEMPLATE = TEMPLATE.replace(
     "USER: {{ m.content }}",
     "USER: {{ m.content | replace('<|image_pad|>', '<|vision_start|><|image_pad|><|vision_end|>') }}",
+)
+
+
+SOUND_TEMPLATE = TEMPLATE.replace(
+    "USER: {{ m.content }}",
+    "USER: {{ m.content | replace('<|AUDIO|>', '<|audio_bos|><|AUDIO|><|audio_eos|>') }}",
 )
 
 
@@ -122,7 +142,7 @@ def chat_tokenizer(
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
-        extra_special_tokens={"image_token": image_token},
+        extra_special_tokens={"audio_token" if image_token == SOUND_SPECIAL[4] else "image_token": image_token},
         chat_template=template,
     )
 
@@ -134,8 +154,8 @@ def make_hf_folder(folder: Path, name: str, *, seq_length: int, num_layers: int 
     text |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "tie_word_embeddings": False}
     if num_layers is not None:
         text["num_hidden_layers"] = num_layers
-    write = _write_qwen if shape.kind == "qwen2_5_vl" else _write_llava
-    return write(folder, shape, text)
+    writers = {"qwen2_5_vl": _write_qwen, "qwen2_audio": _write_audio}
+    return writers.get(shape.kind, _write_llava)(folder, shape, text)
 
 
 def _write_llava(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:
@@ -193,6 +213,18 @@ def _write_qwen(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedC
     )
     images = Qwen2VLImageProcessor(size={"shortest_edge": 56 * 56, "longest_edge": 1600 * 1600})
     return _save(folder, config, images, tokenizer)
+
+
+def _write_audio(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:
+    """Write a folder of Qwen2AudioForConditionalGeneration, which hears 30 seconds in 128 mel bins."""
+    tokenizer = make_tokenizer(SOUND_SPECIAL, SOUND_TEMPLATE)
+    config = Qwen2AudioConfig(
+        audio_config={**shape.vision, "model_type": "qwen2_audio_encoder", "num_mel_bins": 128},
+        text_config={**text, "model_type": "qwen2"},
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+    )
+    extractor = WhisperFeatureExtractor(feature_size=128)
+    return _save(folder, config, Qwen2AudioProcessor(extractor, tokenizer, chat_template=SOUND_TEMPLATE))
 
 
 def _save(folder: Path, config: PretrainedConfig, *parts: Any) -> PretrainedConfig:

@@ -28,7 +28,7 @@ from typing import get_args
 import torch
 
 from benchmarks import read_trace
-from benchmarks.material import make_shards, make_weights
+from benchmarks.material import make_shards, make_sound_shards, make_weights
 from benchmarks.peer_model import Reshard
 from benchmarks.record import ROOT, show, write_record
 from benchmarks.runs import RECIPES, run_command, training_command
@@ -49,7 +49,11 @@ def main() -> None:
         for shape in args.shape:
             sizes = SHAPES[shape].sizes
             if sizes not in data:
-                data[sizes] = make_shards(folder / f"data-{len(data)}", num_samples=args.samples, sizes=sizes)
+                where = folder / f"data-{len(data)}"
+                if sizes:
+                    data[sizes] = make_shards(where, num_samples=args.samples, sizes=sizes)
+                else:
+                    data[sizes] = make_sound_shards(where, num_samples=args.samples)
             make_hf_folder(folder / shape, shape, seq_length=args.seq_length, num_layers=args.layers)
             entries += planned(args, shape)
             if args.weights:

@@ -18,8 +18,6 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
-SOUNDS = Path("/usr/share/asterisk/sounds/en_US_f_Allison")
-TEXTS = Path("/usr/share/doc/asterisk-core-sounds-en/core-sounds-en.txt.gz")
 QUESTION = "Transcribe the speech."
 LONGEST = 30.0
 """Seconds that the model hears."""

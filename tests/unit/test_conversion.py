@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, PadRows, Regroup, Reshape
+from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, FuseQV, PadRows, Regroup, Reshape
 from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shard
 from llava_mcore.mapping.table import Entry, MappingTable, check_coverage
 
@@ -39,6 +39,13 @@ def test_fuse_qkv(groups: int, per_group: int, d: int, tail: tuple[int, ...], dt
         rows = fused[i * (per_group + 2) * d : (i + 1) * (per_group + 2) * d]
         expected = [q[i * per_group * d : (i + 1) * per_group * d], k[i * d : (i + 1) * d], v[i * d : (i + 1) * d]]
         assert torch.equal(rows, torch.cat(expected))
+
+
+def test_biases_without_that_of_keys() -> None:
+    query, value = torch.randn(12), torch.randn(12)
+    fused = FuseQV(4).to_megatron(query, value)
+    assert torch.equal(fused, FuseQKV(4, 4).to_megatron(query, torch.zeros(12), value))
+    assert all(torch.equal(x, y) for x, y in zip(FuseQV(4).to_hf(fused), (query, value), strict=True))
 
 
 @settings(max_examples=30, deadline=None)

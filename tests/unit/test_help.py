@@ -12,7 +12,8 @@ import pytest
 from llava_mcore.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [*sorted((ROOT / "scripts").rglob("*.py")), ROOT / "examples" / "quickstart" / "run.py"]
+EXAMPLES = sorted((ROOT / "examples").glob("*/run.py"))
+SCRIPTS = [*sorted((ROOT / "scripts").rglob("*.py")), *EXAMPLES]
 EVERY = {
     **{name: ["-m", "llava_mcore", name] for name in COMMANDS},
     **{str(path.relative_to(ROOT)): [str(path)] for path in SCRIPTS},

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from benchmarks import hf_peer
-from benchmarks.material import make_shards
+from benchmarks.material import make_shards, make_sound_shards
+from benchmarks.peer_attention import Packs
 from benchmarks.peer_classes import CLASSES, IMAGE_GRID
-from benchmarks.peer_model import Peer, Stack, build
+from benchmarks.peer_model import Inputs, Peer, Stack, build
 from benchmarks.shapes import SHAPES, make_hf_folder, random_sizes
 from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.config.sections.data import DataConfig
@@ -95,6 +96,32 @@ def test_loss_and_gradient_of_a_pack_are_those_of_a_mask(folder: Path, shape: st
         else:
             found = ours.grad.full_tensor()
             assert (found - theirs).norm() <= 1e-4 * theirs.norm() + 1e-6, name
+
+
+def test_padded_clips_are_those_of_the_pack(folder: Path) -> None:
+    """Out of our rows of packed clips the peer pads what transformers' model takes; one sample alone needs no mask."""
+    path = folder / "tiny-qwen2-audio"
+    make_hf_folder(path, path.name, seq_length=LENGTH)
+    make_sound_shards(folder / "sounds", num_samples=8, num_shards=2, num_sounds=4)
+    config = hf_peer.AutoConfig.from_pretrained(path)
+    peer = build(config, Stack(train_vision=True), CPU)
+    data = DataConfig(path=folder / "sounds", seq_length=1024, num_workers=0, packing=False)
+    batch = next(TrainLoader(data, load_assets(path), micro_batch_size=1, dp_rank=0, dp_size=1, seed=0))
+    inputs = hf_peer.to_hugging_face(config, batch, CPU)
+    assert inputs.pictures["input_features"].shape == (1, 128, 3000)
+    model = CLASSES["qwen2_audio"].new(copy.deepcopy(config), attn_implementation="sdpa", dtype=torch.float32)
+    model.load_state_dict({name: x.full_tensor() for name, x in peer.model.state_dict().items()})
+    logits = model(input_ids=batch.input_ids, **inputs.pictures).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits[inputs.rows], inputs.targets, reduction="sum")
+    text = {"input_ids": batch.input_ids} | packs_of(batch)
+    packed = peer(Inputs(text, inputs.pictures, inputs.rows, inputs.targets))
+    torch.testing.assert_close(packed, expected, rtol=1e-5, atol=0)
+
+
+def packs_of(batch: Any) -> dict[str, Any]:
+    """The only row as a pack of one sample."""
+    length = batch.input_ids.shape[1]
+    return {"position_ids": batch.position_ids, "packs": Packs(torch.tensor([0, length], dtype=torch.int32), length)}
 
 
 def test_pack_of_qwens_pictures_is_as_its_samples(folder: Path) -> None:

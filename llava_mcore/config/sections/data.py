@@ -30,7 +30,7 @@ class Limits:
     """Limits of a sample, so that a single one cannot use all memory or time. Larger samples are skipped."""
 
     sample_bytes: int = 1 << 28
-    """Bytes of its json, pictures and frames together, and of each of them."""
+    """Bytes of its json, pictures, frames and sounds together, and of each of them."""
     text_chars: int = 1_000_000
     """Characters of all turns of a conversation."""
     picture_pixels: int = 178_956_970
@@ -48,7 +48,7 @@ class DataConfig(Section):
     path: DataPath | None = None
     """Prepared folder of shards, or the .yaml file of a blend; or the URL of either in an object store."""
     seq_length: Size = 2048
-    """Maximum number of tokens of a sample, or of a pack of samples; those of pictures and videos included."""
+    """Maximum number of tokens of a sample, or of a pack of samples; those of pictures, videos and sounds included."""
     num_workers: int = Field(2, ge=0, le=1024)
     """Loader processes per data-parallel rank; 0 loads in the training process."""
     timeout: Seconds = 600
@@ -68,12 +68,12 @@ class DataConfig(Section):
     packing_buffer_size: Size = 64
     """Number of samples from which each stream selects those that fill a pack best."""
     max_media_tokens: Size | None = None
-    """Maximum number of patches of the pictures and frames in a pack (without packing: in a sample), so that no rank's
-    vision tower gets more than fits into memory; a sample with more than that is too long. Not given: seq_length is the
-    only limit."""
+    """Maximum number of patches of the pictures and frames (of sound: 20 ms frames) in a pack (without packing: in a
+    sample), so that no rank's tower gets more than fits into memory; a sample with more than that is too long. Not
+    given: seq_length is the only limit."""
     on_too_long: Literal["drop", "truncate", "error"] = "drop"
     """What happens to a conversation longer than seq_length: it is skipped and counted, truncated (never inside a
-    picture or video), or an error that ends the run."""
+    picture, video or sound), or an error that ends the run."""
     max_skip_rate: float = Field(0.01, ge=0, le=1)
     """Fraction of the samples that may be skipped as broken or too long before the run ends with a list of them."""
     chat_template: str | None = None
@@ -86,7 +86,7 @@ class DataConfig(Section):
     """What special tokens of the tokenizer mean in the text of a conversation, such as <|im_end|> in an answer: plain
     text, or the tokens themselves, for data that relies on it."""
     max_sample_bytes: int = Field(LIMITS.sample_bytes, ge=1, le=1 << 40)
-    """Bytes of a sample, its json, pictures and frames together; a larger one is skipped."""
+    """Bytes of a sample, its json, pictures, frames and sounds together; a larger one is skipped."""
     max_text_chars: int = Field(LIMITS.text_chars, ge=1, le=1 << 40)
     """Characters of a conversation; a longer one is skipped before it is tokenized."""
     max_picture_pixels: int = Field(LIMITS.picture_pixels, ge=1, le=LIMITS.picture_pixels)

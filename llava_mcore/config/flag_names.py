@@ -74,6 +74,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("data.max_skip_rate", ("--max-skip-rate",)),
         Flag("data.image_token_id", ("--image-token-id",)),
         Flag("data.pad_token_id", ("--pad-token-id",)),
+        Flag("data.min_pixels", ("--min-pixels",)),
+        Flag("data.max_pixels", ("--max-pixels",)),
         Flag("data.chat_template", ("--chat-template",)),
         Flag("data.lang", ("--lang",)),
     ),

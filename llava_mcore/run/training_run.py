@@ -15,8 +15,10 @@ from llava_mcore.checkpoint.node_local import is_local, unusable_here
 from llava_mcore.checkpoint.verify import damage_found_together
 from llava_mcore.config.rules.all_rules import pad_multiple
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.data.doctor.show import in_words
 from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.pixel_range import write_pixel_range
 from llava_mcore.data.encoding.text.template_file import require_same_template
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.loading.source import noticing_killed_loaders
@@ -165,6 +167,7 @@ def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bo
         pad_token_id=run.data.pad_token_id,
         special_tokens_in_text=run.data.special_tokens_in_text,
         limits=run.data.limits,
+        pixels=run.data.pixels,
     )
     if resuming:
         require_same_template(start.hf_dir, assets.chat.template)
@@ -176,7 +179,11 @@ def _carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: As
     if not run.checkpoint.saves or groups.rank != 0:
         return start.hf_dir
     assert assets is not None, "rank 0 loads data"
-    return write_carried_folder(start, run.run_dir / "hf", seed=run.training.seed, chat_template=assets.chat.template)
+    target = run.run_dir / "hf"
+    write_carried_folder(start, target, seed=run.training.seed, chat_template=assets.chat.template)
+    if run.data.pixels != PixelRange():
+        write_pixel_range(target, assets.pixels)
+    return target
 
 
 def _open_loader(run: RunConfig, groups: Groups, assets: Assets | None, saved: Any) -> TrainLoader | None:

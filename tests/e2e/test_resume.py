@@ -11,6 +11,7 @@ import pytest
 
 from llava_mcore.checkpoint.layout import write_tracker
 from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.data.encoding.assets import load_assets
 from tests.helpers.commands import read_metrics, run, run_and_kill
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
@@ -60,9 +61,10 @@ WHOLE = ("--train-iters", ITERATIONS, "--eval-interval", 4)
 RAMP = ("--rampup-batch-size", "4,4,32", "--train-samples", 8 * 4 + 4 * 8 + 6, "--skip-train-iteration-range", "8-9")
 WSD = ("--lr-decay-style", "WSD", "--lr-wsd-decay-style", "linear", "--lr-wsd-decay-iters", 8)
 ASKS = ("--eval-generate", 4, "--eval-generate-samples", 5, "--eval-generate-max-new-tokens", 4)
+PIXELS = ("--min-pixels", 700, "--max-pixels", 5000)
 CASES: dict[str, Any] = {
     "dropout": ((2, 1, 1), None, "dropout", [*WHOLE, "--lr-decay-style", "linear"]),
-    "qwen": ((2, 1, 1), (1, 2, 1), "qwen", ["--train-iters", ITERATIONS, "--packing"]),
+    "qwen": ((2, 1, 1), (1, 2, 1), "qwen", ["--train-iters", ITERATIONS, "--packing", *PIXELS]),
     "distributed": ((1, 1, 2), (1, 2, 1), "exact", [*RAMP, *WSD, *ASKS, "--dist-optim", "optimizer.vision_lr=2e-3"]),
 }
 
@@ -97,6 +99,9 @@ def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], case: str
     assert validations(save / f"{case}-broken") == validations(save / f"{case}-whole")
     answers = [validations(save / f"{case}-{way}", "answers.jsonl") for way in ("broken", "whole")]
     assert answers[0] == answers[1]
+    if case == "qwen":
+        limits = load_assets(save / "qwen-broken" / f"iter_{ITERATIONS:07}" / "hf").pixels
+        assert (limits.smallest, limits.largest) == (700, 5000)
     if case == "dropout":
         found = validations(save / f"{case}-whole")
         assert [line["iteration"] for line in found] == [4, 8, 12] and found[0]["loss"] > found[-1]["loss"]

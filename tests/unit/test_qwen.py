@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 import numpy as np
 import pytest
 import torch
-from transformers import AutoProcessor
+from transformers import AutoProcessor, AutoVideoProcessor
+from transformers.image_utils import SizeDict
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
@@ -21,8 +23,11 @@ from transformers.video_utils import VideoMetadata
 from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.cli import import_hf as import_command
+from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encoding.images import decode_image
+from llava_mcore.data.encoding.pixel_range import write_pixel_range
 from llava_mcore.data.samples import Conversation, Turn, Video
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.models.architectures.hf_config import load_hf_config
@@ -35,6 +40,7 @@ from llava_mcore.models.rotary import rotate
 from llava_mcore.pixels import normalize
 from tests.helpers.class_checks import assert_logits_and_gradients, assert_torch_counts_the_same, batch_of, edited
 from tests.helpers.photos import CHINA
+from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import KINDS, ROPE, make_hf_qwen
 from tests.helpers.videos import as_arrays, noise, video
 
@@ -125,6 +131,69 @@ def test_ten_thousand_sizes_have_the_processors_number_of_tokens(folders: dict[s
         assert len(item) == item.num_features == item.num_patches // 4
     with pytest.raises(DataError, match="a picture of 2001 x 10 pixels: absolute aspect ratio must be smaller"):
         plan.tokens([(10, 2001)])
+
+
+RANGES = [PixelRange(2000, 4000), PixelRange(smallest=6000), PixelRange(largest=1000)]
+
+
+@pytest.mark.parametrize("pixels", RANGES, ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_range_of_areas_is_applied_as_the_processor_would(
+    folders: dict[str, Path], name: str, pixels: PixelRange, tmp_path: Path
+) -> None:
+    assets, images = (
+        load_assets(folders[name], pixels=pixels),
+        AutoProcessor.from_pretrained(folders[name]).image_processor,
+    )
+    limits = {"min_pixels": assets.pixels.smallest, "max_pixels": assets.pixels.largest}
+    assert limits == {"min_pixels": pixels.smallest or 24 * 24, "max_pixels": pixels.largest or 96 * 96}
+    for picture in PICTURES:
+        batch = batch_of(
+            assets, [Conversation((Turn("user", "<image>"), Turn("assistant", "yes.")), (picture,))], packed=True
+        )
+        theirs = images(decode_image(picture), return_tensors="pt", **limits)["pixel_values"]
+        assert torch.equal(normalize(batch.media[PIXEL_VALUES], batch.media[PIXEL_SCALE]), theirs)
+    shutil.copytree(folders[name], tmp_path / "hf")
+    write_pixel_range(tmp_path / "hf", assets.pixels)
+    later, videos = (
+        AutoProcessor.from_pretrained(tmp_path / "hf"),
+        AutoProcessor.from_pretrained(folders[name]).video_processor,
+    )
+    assert later.image_processor.size == SizeDict(shortest_edge=limits["min_pixels"], longest_edge=limits["max_pixels"])
+    assert later.video_processor.size == videos.size
+
+
+def test_a_range_in_the_files_of_older_folders(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Published folders have preprocessor_config.json alone, with min_pixels and max_pixels, for videos too."""
+    shutil.copytree(folders["qwen2_vl"], tmp_path / "hf")
+    (tmp_path / "hf" / "processor_config.json").unlink()
+    AutoProcessor.from_pretrained(folders["qwen2_vl"]).image_processor.save_pretrained(tmp_path / "hf")
+    edited(
+        tmp_path / "hf",
+        tmp_path / "old",
+        "preprocessor_config.json",
+        lambda c: c.update(min_pixels=900, max_pixels=9000),
+    )
+    folder = tmp_path / "old"
+    assert load_assets(folder).pixels == PixelRange(900, 9000)
+    write_pixel_range(folder, load_assets(folder, pixels=PixelRange(largest=4000)).pixels)
+    assert load_assets(folder).pixels == PixelRange(900, 4000)
+    of_videos = AutoVideoProcessor.from_pretrained(folder).size
+    assert (of_videos["shortest_edge"], of_videos["longest_edge"]) == (900, 9000)
+
+
+def test_a_range_that_cannot_be_used_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"--min-pixels 5000 and --max-pixels 4000: pictures would have between 5000 and 4000"
+    ):
+        load_assets(folders["qwen2_vl"], pixels=PixelRange(5000, 4000))
+    with pytest.raises(DataError, match=r"--max-pixels 100: .* at least 144, the pixels of a token"):
+        load_assets(folders["qwen2_vl"], pixels=PixelRange(largest=100))
+    make_hf_llava(tmp_path)
+    with pytest.raises(
+        DataError, match="--max-pixels 4000 cannot be used: LlavaForConditionalGeneration does not resize"
+    ):
+        load_assets(tmp_path, pixels=PixelRange(largest=4000))
 
 
 def test_video_shapes_have_the_processors_tokens(folders: dict[str, Path]) -> None:

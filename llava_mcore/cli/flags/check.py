@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from llava_mcore.cli.flags.conversion import LOGITS_HELP
-from llava_mcore.cli.flags.samples import add_sample_flags
+from llava_mcore.cli.flags.samples import add_pixel_flags, add_sample_flags
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.templates.named import NAMES
 
@@ -44,6 +44,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         "--seq-length", type=int, default=DEFAULTS.seq_length, help="maximum tokens of a sample (default 2048)"
     )
     add_sample_flags(p)
+    add_pixel_flags(p)
     rate = DEFAULTS.max_skip_rate
     p.add_argument(
         "--max-skip-rate", type=float, default=rate, help="fraction of samples that may be skipped (default 0.01)"

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from llava_mcore.cli.flags.samples import add_frame_flags, add_sample_flags, positive
+from llava_mcore.cli.flags.samples import add_frame_flags, add_pixel_flags, add_sample_flags, positive
 from llava_mcore.data.prepare.formats import FORMATS
 
 EPILOG = """\
@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     _add_video_flags(p)
     p.add_argument("--audio-key", help="field with the sounds (default: audio or audios)")
     add_sample_flags(p)
+    add_pixel_flags(p)
     p.add_argument(
         "--max-skip-rate", type=_ratio, default=0.01, metavar="R", help="allowed fraction of skipped rows (0.01)"
     )

@@ -7,7 +7,7 @@ import math
 from dataclasses import fields
 from typing import get_args
 
-from llava_mcore.config.sections.data import LIMITS, Handling, Limits
+from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.errors import ConfigError
 
@@ -35,6 +35,22 @@ def add_sample_flags(parser: argparse._ActionsContainer) -> None:
             metavar="N",
             help=f"maximum {MEANINGS[field.name]}; larger ones are skipped (default {field.default})",
         )
+
+
+def add_pixel_flags(parser: argparse._ActionsContainer) -> None:
+    """Add the limits of a resized picture's area."""
+    for flag, what in (("--min-pixels", "minimum"), ("--max-pixels", "maximum")):
+        parser.add_argument(
+            flag,
+            type=positive,
+            metavar="N",
+            help=f"{what} width x height of a resized picture, for Qwen-VL (default: the image processor's)",
+        )
+
+
+def pixels_of(args: argparse.Namespace) -> PixelRange:
+    """Return the range from the flags."""
+    return PixelRange(args.min_pixels, args.max_pixels)
 
 
 def add_frame_flags(parser: argparse._ActionsContainer) -> None:

@@ -42,6 +42,14 @@ class Limits:
 LIMITS = Limits()
 
 
+@dataclass(frozen=True, slots=True)
+class PixelRange:
+    """Minimum and maximum width x height of a resized picture; None: those of the checkpoint's image processor."""
+
+    smallest: int | None = None
+    largest: int | None = None
+
+
 class DataConfig(Section):
     """The training data."""
 
@@ -76,6 +84,12 @@ class DataConfig(Section):
     picture, video or sound), or an error that ends the run."""
     max_skip_rate: float = Field(0.01, ge=0, le=1)
     """Fraction of the samples that may be skipped as broken or too long before the run ends with a list of them."""
+    min_pixels: Size | None = None
+    """Minimum width x height of a resized picture, for Qwen-VL: a smaller picture is enlarged. Not given: the image
+    processor's. The exported folder gets the same limits."""
+    max_pixels: Size | None = None
+    """Maximum width x height of a resized picture, for Qwen-VL, which bounds its number of tokens. Not given: the image
+    processor's. The exported folder gets the same limits."""
     chat_template: str | None = None
     """Chat template to train with and to export: vicuna, llama-2, llama-3, chatml, llm-jp, mistral, plain, or a .jinja
     file. Not given: the tokenizer's own."""
@@ -93,6 +107,11 @@ class DataConfig(Section):
     """Width times height of a picture or frame; a sample with a larger one is skipped. Default: Pillow's own limit."""
     max_frames: int = Field(LIMITS.frames, ge=1, le=1 << 30)
     """Frames of all videos of a conversation together; a sample with more is skipped before they are decoded."""
+
+    @property
+    def pixels(self) -> PixelRange:
+        """The limits of a resized picture's area."""
+        return PixelRange(self.min_pixels, self.max_pixels)
 
     @property
     def limits(self) -> Limits:

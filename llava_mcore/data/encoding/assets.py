@@ -11,8 +11,9 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
-from llava_mcore.config.sections.data import LIMITS, Handling, Limits
+from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.encoding.chat import ChatFormat
+from llava_mcore.data.encoding.pixel_range import pixel_range_of, set_pixel_range
 from llava_mcore.data.encoding.preprocess import ImagePreprocessor, MediaPreprocessor, load_image_processor
 from llava_mcore.data.encoding.sound.processor import Audios, SoundPreprocessor, choose_audios
 from llava_mcore.data.encoding.special_tokens import check_tokenizer, choose_tokens
@@ -59,6 +60,8 @@ class Assets:
     lang: Lang
     """Language of the prompts for data without questions (data.prompts)."""
     limits: Limits = LIMITS
+    pixels: PixelRange = field(default_factory=PixelRange)
+    """What pictures are resized to; empty for classes that do not resize to a range of areas."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Why samples with pictures, videos or sounds cannot be used, by their mark; those without a reason can."""
 
@@ -73,6 +76,7 @@ def load_assets(
     pad_token_id: int | None = None,
     special_tokens_in_text: Handling = "text",
     limits: Limits = LIMITS,
+    pixels: PixelRange = PixelRange(),  # noqa: B008  (it cannot be changed)
 ) -> Assets:
     """Load tokenizer, chat template, and the processors of what the class takes: pictures, videos or sound.
 
@@ -85,6 +89,7 @@ def load_assets(
         pad_token_id: id of the padding token; None: the tokenizer's.
         special_tokens_in_text: how special tokens such as `<|im_end|>` in the text of a conversation are read.
         limits: the limits of a sample.
+        pixels: range of the areas of resized pictures, for classes that resize to one.
 
     Raises:
         DataError: lists everything that is missing or does not match.
@@ -98,6 +103,8 @@ def load_assets(
         choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
     choice = _choose_template(tokenizer, folders, chat_template, lang, found)
     processors = _load_processors(folders, config, tokenizer, found)
+    if config is not None and processors.images is not None:
+        found += set_pixel_range(processors.images, pixels, config)
     plan = None if config is None else _plan(folders, config, tokenizer, processors, found)
     preprocessor = _preprocessor(processors, config, plan, limits, found)
     token = None if tokenizer is None else check_tokenizer(tokenizer, config, found)
@@ -122,6 +129,7 @@ def load_assets(
         eos_token_id=int(tokenizer.eos_token_id),
         lang=choice.lang,
         limits=limits,
+        pixels=pixel_range_of(processors.images, config),
         refused=_refused(config, processors, preprocessor, chat),
     )
 

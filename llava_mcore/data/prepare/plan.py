@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.config.sections.data import LIMITS, Handling, Limits
+from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.encoding.assets import ASSET_FILES, Assets, load_assets
 from llava_mcore.data.encoding.text.template_choice import Lang
 from llava_mcore.data.prepare.records import Segment
@@ -31,6 +31,7 @@ class Counting:
     lang: Lang | None = None
     """Selects the template if the folder has none."""
     special_tokens_in_text: Handling = "text"
+    pixels: PixelRange = field(default_factory=PixelRange)
 
     def load(self) -> Assets:
         """Load them; every process does so once. LlavaMcoreError if something is missing."""
@@ -39,11 +40,14 @@ class Counting:
             chat_template=self.chat_template,
             lang=self.lang,
             special_tokens_in_text=self.special_tokens_in_text,
+            pixels=self.pixels,
         )
 
     def fingerprint(self) -> str:
         """Return a hash of everything that tokens and their number depend on."""
         sha = hashlib.sha256(f"{self.chat_template} {self.lang} {self.special_tokens_in_text}".encode())
+        if self.pixels != PixelRange():
+            sha.update(repr(self.pixels).encode())
         if self.chat_template is not None and Path(self.chat_template).is_file():
             sha.update(Path(self.chat_template).read_bytes())
         for name in ASSET_FILES:

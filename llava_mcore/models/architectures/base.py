@@ -39,6 +39,8 @@ class Architecture(ABC):
     """Whether its samples may have pictures."""
     takes_audios: ClassVar[bool] = False
     """Whether its `MediaPlan` has an `audio_token_id` and tokens for sound."""
+    resizes_to_range: ClassVar[bool] = False
+    """Whether its image processor resizes pictures to a range of areas, its size's shortest_edge and longest_edge."""
     takes_videos: ClassVar[bool] = False
     """Whether its `MediaPlan` has a `video_token_id` and tokens for videos."""
     towers: ClassVar[tuple[str, ...]] = ()

@@ -57,6 +57,7 @@ class Qwen2Vl(Architecture):
     whole_model: ClassVar[type[PreTrainedModel]] = Qwen2VLModel
     """Whose get_rope_index says what positions are."""
     plan: ClassVar[type[PatchPlan]] = PatchPlan
+    resizes_to_range = True
     takes_videos = True
 
     def connector(self, hf: PretrainedConfig) -> Connector:

@@ -17,8 +17,8 @@ from PIL import Image
 from llava_mcore.__main__ import main
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.encoding.conversation import TextDecoder, cook_chat
-from llava_mcore.data.prepare.finish import split_shards
 from llava_mcore.data.prepare.listing import read_listing
+from llava_mcore.data.prepare.output.finish import split_shards
 from llava_mcore.data.prepare.plan import Counting, Options
 from llava_mcore.data.samples import IMAGE_MARK, ChatSample, Turn
 from llava_mcore.data.storage.dataset_path import check_dataset

@@ -51,7 +51,7 @@ class PatchPlan(MediaPlan):
         self.image_token_id: int = hf.image_token_id
         self.video_token_id = hf.video_token_id
         self.merged = tower.merged(hf.vision_config)
-        # The smallest picture is a square of patches, and a token.
+        # The smallest picture is one square of patches, which becomes one token.
         self.patches_per_tile = self.rows_per_tile = self.merged
         self.tokens_per_tile = 1
         self.processing = processing
@@ -133,7 +133,7 @@ class PatchPlan(MediaPlan):
         positions, end = self._positions(ids, token, **grids)
         return MediaTokens(
             ids=ids,
-            num_tiles=math.prod(grid),
+            num_rows=math.prod(grid),
             num_patches=math.prod(grid),
             num_features=len(features),
             values={FEATURE_POSITIONS: features, **values},

@@ -132,7 +132,7 @@ def test_thousands_of_lengths_have_the_processors_tokens(folder: Path, assets: A
         hidden, features = encoder._get_feat_extract_output_lengths(frames)
         said = processor.replace_audio_token({"num_audio_tokens": [(((int(frames) - 1) // 2 + 1) - 2) // 2 + 1]}, 0)
         assert len(tokens) == tokens.num_features == int(features) == said.count(processor.audio_token), num_samples
-        assert tokens.num_patches == int(hidden) and tokens.num_tiles == 2 * int(hidden) + 2
+        assert tokens.num_patches == int(hidden) and tokens.num_rows == 2 * int(hidden) + 2
 
 
 @pytest.mark.parametrize("num_samples", [321, 480, 799, 4_800, 16_001, 250_000, 479_999, 480_000])

@@ -155,7 +155,7 @@ class _Pictures(MediaPlan):
         numbers = [rows * columns for rows, columns in grids]
         return MediaTokens(
             ids=self._ids,
-            num_tiles=sum(numbers),
+            num_rows=sum(numbers),
             num_patches=sum(numbers),
             num_features=len(self._places),
             values={

@@ -28,7 +28,7 @@ class AudioPlan(MediaPlan):
 
     any_size = True
     unit = "20 ms frames of sound"
-    # The smallest clip is a token, for which the encoder computes two frames of six rows.
+    # The smallest clip becomes one token, for which the encoder computes two frames from six rows.
     patches_per_tile = 2
     rows_per_tile = 6
     tokens_per_tile = 1
@@ -76,7 +76,7 @@ class AudioPlan(MediaPlan):
             raise DataError(f"a sound of {num_frames} frames of {self.hop_length} samples is too short for a token")
         return MediaTokens(
             ids=np.full(lengths.features, self.audio_token_id, dtype=np.int64),
-            num_tiles=lengths.rows,
+            num_rows=lengths.rows,
             num_patches=lengths.hidden,
             num_features=lengths.features,
             values={
@@ -86,7 +86,7 @@ class AudioPlan(MediaPlan):
         )
 
     def audio_rows(self, extractor: WhisperFeatureExtractor, wave: NDArray[np.float32], tokens: MediaTokens) -> Tensor:
-        """Return the encoder's rows of a clip, [num_tiles, mel bins] float32.
+        """Return the encoder's rows of a clip, [num_rows, mel bins] float32.
 
         They are those of the clip padded to the encoder's whole length, but only the needed ones are computed: silence
         after the clip neither changes its frames nor is the loudest frame, by which the extractor normalizes.
@@ -100,8 +100,8 @@ class AudioPlan(MediaPlan):
 
     def rows_of(self, features: Tensor, tokens: MediaTokens) -> Tensor:
         """Return the encoder's rows of the extractor's features [mel bins, frames], padded or not."""
-        rows = torch.zeros(tokens.num_tiles, self.num_mel_bins)
-        needed = features[:, : tokens.num_tiles - ROWS_BEFORE]  # no frame follows the encoder's last one
+        rows = torch.zeros(tokens.num_rows, self.num_mel_bins)
+        needed = features[:, : tokens.num_rows - ROWS_BEFORE]  # no frame follows the encoder's last one
         rows[ROWS_BEFORE : ROWS_BEFORE + needed.shape[1]] = needed.t()
         return rows
 

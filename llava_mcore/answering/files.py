@@ -80,5 +80,5 @@ def conversation_of_files(
     except DataError as error:
         found.append(str(error))
     if found:
-        raise DataError(found[0] if len(found) == 1 else problems("this cannot be asked", found))
+        raise DataError(found[0] if len(found) == 1 else problems("the question cannot be asked", found))
     return Conversation((turn,), tuple(pictures), videos=tuple(clips))

@@ -20,7 +20,7 @@ from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups
 
 Start = Callable[[VisionLanguageModel], tuple[Tensor, Tensor | None]]
-"""Makes the input of the first stage's layers, and what is added after the first of them."""
+"""Computes the input of the first stage's layers, and what is added after the first of them."""
 
 
 class CachedModel:
@@ -30,7 +30,7 @@ class CachedModel:
     def __init__(
         self, models: Sequence[VisionLanguageModel], groups: Groups, rows: CachedRows, *, multiple: int = 1
     ) -> None:
-        """multiple: what numbers of tokens are padded to a multiple of (sequence parallelism, FP8)."""
+        """multiple: numbers of tokens are padded to a multiple of this (sequence parallelism, FP8)."""
         self.models, self.groups, self.rows = models, groups, rows
         self.config = models[0].config
         is_divided = self.config.sequence_parallel

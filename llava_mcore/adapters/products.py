@@ -1,7 +1,7 @@
 """The two products of LoRA as one operation each: a model has hundreds of them, and the host must start every kernel.
 
-Adapters of layers that are one layer here share one product: their A below each other, their B as blocks of a matrix
-that is zero elsewhere. These matrices are put together when they are needed and not kept.
+Adapters of layers that are one layer here share one product: their A are stacked, and their B are blocks of a matrix
+that is zero elsewhere. These matrices are assembled when they are needed and not kept.
 
 s: tokens, h: inputs, o: outputs, r: sum of the ranks of the layers that have an adapter.
 """
@@ -30,7 +30,7 @@ class Block:
 
 
 class SharedMatrices:
-    """Memory for matrices of zeros and blocks, which layers of one form take turns to use."""
+    """Memory for matrices of zeros and blocks, shared by layers of the same form one after the other."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
@@ -92,7 +92,7 @@ def block_matrix(
     """Return the matrix of all B of a layer.
 
     Args:
-        layout: how the layer's rows are put together of blocks.
+        layout: the blocks that make up the layer's rows.
         rows: of every block.
         columns: of every block, where they begin and end; None: the block has no adapter.
         factors: of every block.

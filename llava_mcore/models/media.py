@@ -121,7 +121,7 @@ def index_values(fields: Fields, media: Sequence[MediaTokens], starts: Sequence[
 def position_ids(
     length: int, pictures: Sequence[MediaTokens], starts: Sequence[int], num_axes: int
 ) -> NDArray[np.int64]:
-    """Return the positions [axes, n] of a conversation of so many tokens: text counts on along all axes alike.
+    """Return the positions [axes, n] of a conversation of `length` tokens: text counts on along all axes equally.
 
     Args:
         starts: the first token of each picture.

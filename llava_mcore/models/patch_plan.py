@@ -62,7 +62,7 @@ class PatchPlan(MediaPlan):
         self.of_video = lru_cache(NUM_KNOWN)(self._video)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was remembered stays where it is."""
+        """The caches are not copied."""
         return self._given
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ class PatchPlan(MediaPlan):
         return _processed(processor, frames, **options)["pixel_values_videos"]
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Return the patches of a picture of so many pixels. DataError as of `tokens`."""
+        """Return the patches of a picture of this height and width. DataError as of `tokens`."""
         images = self.processing.image_processor
         try:
             resized = smart_resize(
@@ -109,7 +109,7 @@ class PatchPlan(MediaPlan):
         return frames_, rows, columns
 
     def _picture(self, grid: Grid) -> MediaTokens:
-        """Return the tokens of a picture of so many patches."""
+        """Return the tokens of a picture with this grid of patches."""
         ids = np.full(math.prod(grid) // self.merged, self.image_token_id, dtype=np.int64)
         return self._tokens(ids, self.image_token_id, grid, image_grid_thw=torch.tensor([grid]))
 

@@ -1,4 +1,4 @@
-"""The tokens of pictures of many sizes beside those of a folder's own processor."""
+"""The tokens of pictures of many sizes, compared with those of a folder's own processor."""
 
 from __future__ import annotations
 

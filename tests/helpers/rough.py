@@ -1,7 +1,7 @@
-"""Rough trials: a command as a user types it, in a fresh process, on files that something is wrong with.
+"""Rough trials: a command as a user types it, in a fresh process, on files with something wrong.
 
-A trial says what it makes of a few small files, what is typed, and how that has to end: the exit code, what the last
-message says, how long it may take. Beside that every trial must end without a traceback, must write nothing outside its
+A trial defines a few small files, the command, and how it has to end: the exit code, what the last
+message says, how long it may take. Besides, every trial must end without a traceback, must write nothing outside its
 own output folder, and must not run what a file brings along.
 """
 
@@ -151,7 +151,7 @@ class Trial:
 
     name: str
     row: str
-    """Which row of the review it belongs to."""
+    """The group that it belongs to."""
     command: str
     code: int | None = 2
     """None: any, if it only ends."""
@@ -159,7 +159,7 @@ class Trial:
     never: tuple[str, ...] = ()
     arrange: Callable[[Place], object] = lambda place: None
     check: Callable[[Place, Outcome], str | None] = lambda place, outcome: None
-    """Returns what else is wrong."""
+    """Returns whatever else is wrong."""
     environ: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 60
     one_message: bool = True

@@ -35,7 +35,7 @@ from llava_mcore.templates.named import flatten_parts
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TOKENS_FORMAT = 2
-"""Incremented when the same turns, template and tokenizer would give other tokens than before."""
+"""Incremented when the same turns, template and tokenizer would give different tokens than before."""
 
 
 @dataclass(frozen=True)

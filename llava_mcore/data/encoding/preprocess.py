@@ -98,7 +98,7 @@ class ImagePreprocessor:
         return {"do_rescale": False, "do_normalize": False} if len(self.pixel_scale) else {}
 
     def _process(self, images: Sequence[Image.Image], tokens: Sequence[MediaTokens] = ()) -> Tensor:
-        """`tokens`: those of the pictures in their conversation; without them each counts as the only picture."""
+        """`tokens`: those of the pictures in their conversation; without them, each counts as the only picture."""
         tokens = tokens or [self.plan.tokens([(image.height, image.width)])[0] for image in images]
         pixels = self.plan.pixels(self.processor, images, tokens, **self._options)
         num_rows = sum(item.num_rows for item in tokens)
@@ -171,7 +171,7 @@ class ImagePreprocessor:
         channels_last, which is faster for decoding and resizing.
 
         Raises:
-            DataError: a picture cannot be decoded, or the processor returns another number of tiles.
+            DataError: a picture cannot be decoded, or the processor returns a different number of tiles.
         """
         pictures = [(item.data, item.tokens) for item in media if isinstance(item.data, bytes)]
         tiles = self._picture_tiles([data for data, _ in pictures], [tokens for _, tokens in pictures])

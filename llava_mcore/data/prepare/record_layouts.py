@@ -192,7 +192,7 @@ def _from_turns(items: Any, key: str, listed: Mapping[str, tuple[Any, ...]]) -> 
             raise BadSample(Reason.WRONG_TYPE, f"{where} is {_kind(item)}, not an object")
         role = _first(item, ("role", "from"))
         if not isinstance(role, str) or role not in ROLES:
-            raise BadSample(Reason.UNKNOWN_ROLE, f"{where}: {role!r:.80}, known are {', '.join(ROLES)}")
+            raise BadSample(Reason.UNKNOWN_ROLE, f"{where}: {role!r:.80}; allowed: {', '.join(ROLES)}")
         content = _first(item, ("content", "value"))
         if not isinstance(content, (str, list, tuple)):
             raise BadSample(Reason.WRONG_TYPE, f"{where} says {_kind(content)}, neither text nor typed parts")
@@ -226,7 +226,7 @@ def _piece(part: Any, where: str) -> str | _MediaPart:
     if kind == "text" and isinstance(part.get("text"), str):
         return part["text"]
     if kind not in MARKS:
-        raise BadSample(Reason.WRONG_TYPE, f"{where} has a part {part!r:.80}; known are text, {', '.join(MARKS)}")
+        raise BadSample(Reason.WRONG_TYPE, f"{where} has a part {part!r:.80}; allowed: text, {', '.join(MARKS)}")
     mark = MARKS[kind]
     found = _first(part, PART_KEYS[mark])
     if isinstance(found, Mapping) and found.get("url") is not None:

@@ -18,9 +18,9 @@ from llava_mcore.models.audio.lengths import ROWS_BEFORE, ClipLengths
 from llava_mcore.models.media import MediaPlan, MediaTokens, Size
 
 FRAMES_AFTER = 4
-"""Frames of silence after a clip that are computed. The last two see nothing of it, and equal all that follow."""
+"""Frames of silence after a clip that are computed. The last two do not depend on it, and equal all that follow."""
 NUM_KNOWN = 3000
-"""Lengths of which tokens are kept."""
+"""Maximum number of lengths whose tokens are cached."""
 
 
 class AudioPlan(MediaPlan):
@@ -44,20 +44,20 @@ class AudioPlan(MediaPlan):
         self._of_length = lru_cache(NUM_KNOWN)(self._tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What was remembered stays where it is."""
+        """The cache is not copied."""
         return type(self), self._given
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
-        """Return nothing for nothing. DataError for pictures."""
+        """Return an empty list without pictures. DataError for pictures."""
         if sizes:
             raise DataError("the model takes sounds, not pictures")
         return []
 
     def audio_tokens(self, num_samples: Sequence[int]) -> list[MediaTokens]:
-        """Return the tokens of clips of so many samples at `sampling_rate`.
+        """Return the tokens of clips with these numbers of samples at `sampling_rate`.
 
         Raises:
-            DataError: a clip is longer than the encoder hears, or too short for a token.
+            DataError: a clip is longer than the encoder takes, or too short for a token.
         """
         return [self._of_length(self.num_frames(number)) for number in num_samples]
 
@@ -65,7 +65,7 @@ class AudioPlan(MediaPlan):
         """Return the mel frames of a clip that the encoder attends to. DataError as of `audio_tokens`."""
         if num_samples > self.most_samples:
             raise DataError(
-                f"a sound is {num_samples / self.sampling_rate:.1f} seconds long, but the model hears at most "
+                f"a sound is {num_samples / self.sampling_rate:.1f} seconds long, but the model takes at most "
                 f"{self.most_samples / self.sampling_rate:g}; cut it into shorter ones"
             )
         return -(-num_samples // self.hop_length)  # what is left of the extractor's attention mask

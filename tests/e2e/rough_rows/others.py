@@ -1,11 +1,11 @@
-"""What is left of the review that a command shows: Ctrl-C, help, folders with an equals sign."""
+"""Other trials: Ctrl-C, help, folders with an equals sign."""
 
 from __future__ import annotations
 
 from tests.helpers.rough import TRAIN, Outcome, Place, Trial
 
 ROW = "Ends: others"
-# A shell with job control: its background jobs hear Ctrl-C.
+# A shell with job control: its background jobs get Ctrl-C.
 INTERRUPT = (
     "set -m; {train} & pid=$!; while [ ! -s {out}/run/metrics.jsonl ]; do sleep 0.05; kill -0 $pid || break; done; "
     "kill -INT -- -$pid; wait $pid"

@@ -57,7 +57,8 @@ class TypedTokens:
         return found
 
     def hide(self, text: str) -> str:
-        """Return the text of a turn with other names for the tokens typed there. DataError if it has such names."""
+        """Return the text of a turn with other names for the tokens typed there. DataError if it already contains such
+        names."""
         if PRIVATE.search(text):
             raise DataError("the text contains both special tokens and private characters (U+F0000 and above)")
         return self._hide(text)

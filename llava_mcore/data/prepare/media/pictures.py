@@ -57,5 +57,5 @@ def inspect(data: bytes) -> tuple[str, tuple[int, int]]:
         raise BadSample(Reason.IMAGE_BROKEN, f"{type(error).__name__}: {error}") from error
     extension = EXTENSIONS.get(name, name.lower())
     if extension not in IMAGE_PARTS:
-        raise BadSample(Reason.IMAGE_FORMAT, f"{name}; known are {', '.join(IMAGE_PARTS)}")
+        raise BadSample(Reason.IMAGE_FORMAT, f"{name}; supported: {', '.join(IMAGE_PARTS)}")
     return extension, (size[1], size[0]) if orientation in SIDEWAYS else size

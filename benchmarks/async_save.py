@@ -109,8 +109,8 @@ def watched(words: Sequence[str], run_dir: Path) -> int:
             for save in read_lines(run_dir / SAVES):
                 folder = iteration_folder(run_dir, save["iteration"])
                 if save["background"] and folder.exists():
-                    shutil.rmtree(folder.rename(run_dir.parent / folder.name))  # outside the folder in which the run
-                    cleans up
+                    # Outside the run's folder, in which the run deletes checkpoints itself.
+                    shutil.rmtree(folder.rename(run_dir.parent / folder.name))
     return process.returncode
 
 

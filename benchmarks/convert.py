@@ -6,8 +6,8 @@ Makes a random bf16 LLaVA (dims of Llama 3.2 1B and 3B, LLaVA-1.5 7B, and a smal
 it with the same commands that a user types, and removes everything again. Before every measurement the source's pages
 are put into memory, or out of it where they do not fit (--cache), earlier writes are on disk, and nothing happens for
 as long as a command takes to start (--idle): on a virtual machine, memory that was freed a moment ago is several times
-faster than memory that the host has to find again, and both must begin alike. A conversion ends with its files on disk;
-`cp + sync` does too, `cp` alone leaves them in memory. `s` are the conversion's own seconds, as it prints them;
+faster than memory that the host has to find again, and both must start the same way. A conversion ends with its files
+on disk; `cp + sync` does too, `cp` alone leaves them in memory. `s` are the conversion's own seconds, as printed;
 `command s` add starting Python and importing torch, megatron-core and transformers. Peak RSS is the sum of what each
 process had at its own peak, pages of mapped files included. With --rounds, the median of each time is shown. The copy
 that cp made is removed before the command starts: the disk holds at most three copies of the weights.

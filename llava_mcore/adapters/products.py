@@ -100,10 +100,10 @@ def block_matrix(
     """
     first = torch.tensor([0, *rows]).cumsum(0).tolist()
     origin = layout.to_megatron(*(torch.arange(a, a + n)[:, None] for a, n in zip(first, rows, strict=False)))
-    place = torch.empty(len(origin), dtype=torch.int64)
-    place[origin[:, 0]] = torch.arange(len(origin))  # row of the layer, by the number of the row in the blocks
+    row_of = torch.empty(len(origin), dtype=torch.int64)
+    row_of[origin[:, 0]] = torch.arange(len(origin))  # row of the layer, by the number of the row in the blocks
     given = zip(first, rows, columns, factors, strict=False)
-    blocks = [Block(place[a : a + n], *span, factor) for a, n, span, factor in given if span is not None]
+    blocks = [Block(row_of[a : a + n], *span, factor) for a, n, span, factor in given if span is not None]
     return BlockMatrix(blocks, (len(origin), max(block.stop for block in blocks)), memory)
 
 

@@ -119,14 +119,14 @@ class HfModel:
         return made | floats
 
     def answer(self, conversation: Conversation, settings: Settings) -> list[int]:
-        """Return the tokens of the answer. DataError as of `inputs`."""
+        """Return the tokens of the answer. DataError like `inputs`."""
         inputs = self.inputs(conversation)
         with torch.no_grad():
             out = self.model.generate(**inputs, generation_config=settings.config)
         return list(out[0, inputs["input_ids"].shape[1] :].tolist())
 
     def stream(self, conversation: Conversation, settings: Settings) -> Iterator[str]:
-        """Yield the text of the answer while it is computed. DataError as of `inputs`."""
+        """Yield the text of the answer while it is computed. DataError like `inputs`."""
         inputs = self.inputs(conversation)
         options = {"skip_prompt": True, "skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         streamer = TextIteratorStreamer(self.assets.tokenizer, **options)

@@ -82,10 +82,10 @@ class CachedAttention(SDPAttention):
         each = torch.arange(number, device=key.device)
         keys[each, :, lengths] = key[:number, 0]
         values[each, :, lengths] = value[:number, 0]
-        places = torch.arange(end, device=key.device)
-        seen = places <= lengths[:, None]
+        columns = torch.arange(end, device=key.device)
+        seen = columns <= lengths[:, None]
         if self.window is not None:
-            seen &= places > lengths[:, None] - self.window
+            seen &= columns > lengths[:, None] - self.window
         groups = keys.shape[1]
         # The heads of a group are treated as tokens, so keys and values need not be repeated.
         q = query[:number, 0].unflatten(1, (groups, -1))  # [r, g, n / g, d]

@@ -78,12 +78,12 @@ class CachedModel:
         rows.longest = max(lengths)
         rows.lengths.copy_(torch.tensor(lengths))
         ids = torch.nn.functional.pad(tokens, padding)[None]
-        places = torch.nn.functional.pad(positions, padding)[None]
+        position_ids = torch.nn.functional.pad(positions, padding)[None]
         axes = self.models[0].language_model.shape.rope.axes
-        by_axis = places if axes is None else places.expand(int(axes.max()) + 1, 1, -1)
+        by_axis = position_ids if axes is None else position_ids.expand(int(axes.max()) + 1, 1, -1)
 
         def start(model: VisionLanguageModel) -> tuple[Tensor, Tensor | None]:
-            embeddings = model.language_model.embed(ids, places)
+            embeddings = model.language_model.embed(ids, position_ids)
             if self._parts > 1:
                 embeddings = tensor_parallel.scatter_to_sequence_parallel_region(embeddings)
             return embeddings, None

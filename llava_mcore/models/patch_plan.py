@@ -73,7 +73,7 @@ class PatchPlan(MediaPlan):
         return [self.of_grid(self.grid_of(*size)) for size in sizes]
 
     def video_tokens(self, videos: Sequence[VideoShape]) -> list[MediaTokens]:
-        """Return the tokens of a conversation's videos. DataError as of `tokens`."""
+        """Return the tokens of a conversation's videos. DataError like `tokens`."""
         return [self.of_video(video) for video in videos]
 
     def video_pixels(
@@ -83,7 +83,7 @@ class PatchPlan(MediaPlan):
         return _processed(processor, frames, **options)["pixel_values_videos"]
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Return the patches of a picture of this height and width. DataError as of `tokens`."""
+        """Return the patches of a picture of this height and width. DataError like `tokens`."""
         images = self.processing.image_processor
         try:
             resized = smart_resize(
@@ -98,7 +98,7 @@ class PatchPlan(MediaPlan):
         return 1, resized[0] // images.patch_size, resized[1] // images.patch_size
 
     def video_grid(self, video: VideoShape) -> Grid:
-        """Return the patches of a video: its processor is asked, on frames without memory. DataError as of `tokens`."""
+        """Return the patches of a video: its processor is asked, on frames without memory. DataError like `tokens`."""
         assert self.processing.videos is not None, "load_assets says why there is no video processor"
         frames = torch.empty(video.num_frames, 3, video.height, video.width, dtype=torch.uint8, device="meta")
         try:

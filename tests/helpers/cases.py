@@ -328,7 +328,7 @@ def hf_pixels(hf: Any, tiles: torch.Tensor) -> torch.Tensor:
 def make_sharp_case(case: Case, folder: Path) -> LlavaForConditionalGeneration:
     """As `make_case`, with large queries and keys.
 
-    Attention then depends on what scales its scores: on small random weights every token sees all others nearly alike.
+    Attention then depends on what scales its scores: on small random weights it is almost uniform.
     """
     model = make_case(case, folder)
     with torch.no_grad():

@@ -63,7 +63,7 @@ def llava_onevision() -> PretrainedConfig:
 
 
 def random_sizes(seed: int) -> Iterator[Size]:
-    """Heights and widths, small and large ones alike often, of every proportion."""
+    """Heights and widths, small and large ones equally often, of every proportion."""
     draw = np.random.default_rng(seed)
     for _ in range(NUM_SIZES):
         height, width = np.exp(draw.uniform(np.log(2), np.log(4000), 2)).astype(int)

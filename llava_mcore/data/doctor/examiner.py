@@ -157,8 +157,8 @@ def _verdict(differing: list[str], encoded: EncodedSample, assets: Assets) -> di
     reasons = [*differing]
     for conversation in encoded.conversations:
         is_placeholder = np.isin(conversation.input_ids, assets.plan.placeholders)
-        places = [name for name, field in assets.plan.fields.items() if field.index_of == "tokens"]
-        wanted = sum(len(item.tokens.values[name]) for item in conversation.media for name in places)
+        names = [name for name, field in assets.plan.fields.items() if field.index_of == "tokens"]
+        wanted = sum(len(item.tokens.values[name]) for item in conversation.media for name in names)
         if is_placeholder.sum() != wanted:
             reasons.append(
                 f"{is_placeholder.sum()} placeholders, but {wanted} features of {len(conversation.media)} pictures, "

@@ -135,11 +135,11 @@ def place_marks(draft: Draft) -> Draft:
             raise BadSample(Reason.MARKS, f"{num_marks} {mark} in the text, but {len(media)} {NAMES[mark]}s")
     if not missing:
         return draft
-    place = next((i for i, turn in enumerate(draft.turns) if turn.role == "user"), None)
-    if place is None:
+    index = next((i for i, turn in enumerate(draft.turns) if turn.role == "user"), None)
+    if index is None:
         raise BadSample(Reason.ROLE_ORDER, "there are pictures, videos or sounds, but no question for them")
-    first = Turn("user", (missing + draft.turns[place].text).removesuffix("\n"))
-    return replace(draft, turns=(*draft.turns[:place], first, *draft.turns[place + 1 :]))
+    first = Turn("user", (missing + draft.turns[index].text).removesuffix("\n"))
+    return replace(draft, turns=(*draft.turns[:index], first, *draft.turns[index + 1 :]))
 
 
 def _own_marks_for_videos(draft: Draft) -> Draft:

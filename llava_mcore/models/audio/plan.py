@@ -62,7 +62,7 @@ class AudioPlan(MediaPlan):
         return [self._of_length(self.num_frames(number)) for number in num_samples]
 
     def num_frames(self, num_samples: int) -> int:
-        """Return the mel frames of a clip that the encoder attends to. DataError as of `audio_tokens`."""
+        """Return the mel frames of a clip that the encoder attends to. DataError like `audio_tokens`."""
         if num_samples > self.most_samples:
             raise DataError(
                 f"a sound is {num_samples / self.sampling_rate:.1f} seconds long, but the model takes at most "

@@ -42,13 +42,13 @@ def require_libraries() -> None:
 
 
 def sound_length(data: bytes, rate: int) -> int:
-    """Return the samples of a sound at `rate` per second, from its header. DataError as of `decode_sound`."""
+    """Return the samples of a sound at `rate` per second, from its header. DataError like `decode_sound`."""
     with _opened(data) as file:
         return resampled_length(file.frames, file.samplerate, rate)
 
 
 def sound_format(data: bytes) -> tuple[str, float]:
-    """Return the file suffix of a sound's format and its seconds, from its header. DataError as of `decode_sound`."""
+    """Return the file suffix of a sound's format and its seconds, from its header. DataError like `decode_sound`."""
     with _opened(data) as file:
         return FORMATS[file.format], file.frames / file.samplerate
 
@@ -116,14 +116,14 @@ def _missing_end(data: bytes, kind: str) -> str | None:
 
 def _missing_data(data: bytes) -> str | None:
     """Compare the size of a wav's data with what there is."""
-    place = 12  # after RIFF, size, WAVE
-    while place + CHUNK.size <= len(data):
-        name, size = CHUNK.unpack_from(data, place)
-        place += CHUNK.size
+    offset = 12  # after RIFF, size, WAVE
+    while offset + CHUNK.size <= len(data):
+        name, size = CHUNK.unpack_from(data, offset)
+        offset += CHUNK.size
         if name == b"data":
-            left = len(data) - place
+            left = len(data) - offset
             return None if size in UNKNOWN_SIZES or size <= left else f"{size} bytes of samples, of which {left} exist"
-        place += size + size % 2
+        offset += size + size % 2
     return "it has no samples"
 
 

@@ -342,7 +342,7 @@ def test_the_classes_own_template(folder: Path, tmp_path: Path) -> None:
 
 
 def test_adapters_find_the_layers_of_the_encoder(folder: Path) -> None:
-    """Queries, keys and values apart, and nothing that is no linear layer."""
+    """Queries, keys and values apart, and only linear layers."""
     layers = model_layers(load_hf_config(folder))
     assert not layers.is_tied
     encoder = [name for name in layers.members if "audio_tower" in name]

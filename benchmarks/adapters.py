@@ -40,7 +40,7 @@ LOADERS = 4
 
 @dataclass
 class Entry:
-    """One configuration and what its steps took. `stack`: what a peer is made of."""
+    """One configuration and the duration of its steps. `stack`: the components of a peer."""
 
     kind: str
     is_peer: bool

@@ -3,10 +3,10 @@
     python -m benchmarks.async_save --shape llava-1.5-7b --gpus 2 --tp 2 --steps 40 --dir /fast/disk --json out.json
 
 After `--steps` steps a save begins in the background, and as many steps follow, during and after it, then a second one
-and as many again; the save of the last step is waited for. The first has to make the host's memory ready for the GPU,
-the second finds it ready. "step" is the median wall time of a step without any save beside it, the data wait included;
-"step beside a save" are the steps that ended before the tracker moved. "waited" is how long the training stood still.
-With weights and optimizer a checkpoint has 14 bytes a trained parameter (bf16, AdamW): LLaVA-1.5-7B about 98 GB. The
+and as many again; the save of the last step is waited for. The first has to allocate host memory and pin it for the
+GPU; the second reuses it. "step" is the median wall time of a step without any save beside it, the data wait included;
+"step beside a save" are the steps that ended before the tracker moved. "waited" is how long training paused.
+With weights and optimizer, a checkpoint has 14 bytes per trained parameter (bf16, AdamW): LLaVA-1.5-7B about 98 GB. The
 disk holds one: each is deleted when it is complete. The host's memory holds one too, while it is written.
 """
 
@@ -109,12 +109,13 @@ def watched(words: Sequence[str], run_dir: Path) -> int:
             for save in read_lines(run_dir / SAVES):
                 folder = iteration_folder(run_dir, save["iteration"])
                 if save["background"] and folder.exists():
-                    shutil.rmtree(folder.rename(run_dir.parent / folder.name))  # away from where the run cleans up
+                    # Outside the run's folder, in which the run deletes checkpoints itself.
+                    shutil.rmtree(folder.rename(run_dir.parent / folder.name))
     return process.returncode
 
 
 def measured(steps: Sequence[dict[str, Any]], saves: Sequence[dict[str, Any]], warm_up: int) -> dict[str, Any]:
-    """Return what the saves took and what the steps beside those in the background lost. Seconds, GB, GB/s.
+    """Return how long the saves took, and how much slower the steps during background saves were. Seconds, GB, GB/s.
 
     Args:
         saves: those in the background, in order, and the last one, that was waited for.

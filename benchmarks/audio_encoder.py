@@ -1,12 +1,12 @@
-"""Qwen2-Audio's encoder on packed clips, beside Hugging Face's on clips that are padded to 30 seconds.
+"""Qwen2-Audio's encoder on packed clips, compared with Hugging Face's on clips that are padded to 30 seconds.
 
     python -m benchmarks.audio_encoder --clips 32 --json out.json
 
 Clips are 2 to 16 seconds long, as LibriSpeech's mostly are. Forward is what a frozen encoder does in a training step,
 both is what a trained one does. Both models have the same weights, in bf16 on a GPU (ours with Transformer Engine's
 layers, Hugging Face's with torch's SDPA) and in fp32 on a CPU. "÷ hf" is samples/s as a multiple of Hugging Face's.
-"off %" is the mean distance of our features from Hugging Face's in fp32, of their mean size, and below it Hugging
-Face's own in bf16. The two alternate, medians of the rounds.
+"off %" is the mean distance of our features from Hugging Face's in fp32, as a percentage of their mean size,
+and below it that of Hugging Face's own in bf16. The two alternate; figures are medians of the rounds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Speed of saving and loading a checkpoint, beside cp of the same bytes on the same disk.
+"""Speed of saving and loading a checkpoint, compared with cp of the same bytes on the same disk.
 
     python -m benchmarks.checkpoint --gib 1 --processes 2 --rounds 3 --dir /where/checkpoints/go
 
-Every process holds its part of `--gib` GiB of fp32 tensors, as tensor parallelism deals them out. Saving counts until
-all of it is on the disk (fsync, tracker included); "training waits" is the part that a training loses when the rest
+Every process holds its part of `--gib` GiB of fp32 tensors, as tensor parallelism divides them. Saving counts until
+all of it is on the disk (fsync, tracker included); "training waits" is the part during which training waits if the rest
 happens in the background. cp is followed by fsync of the copy. Loading reads files that the page cache may still hold,
 as cp does. A save includes its checksums, a load is counted without and with the comparison of every file with its own.
 """

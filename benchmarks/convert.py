@@ -1,13 +1,13 @@
-"""Import and export of a whole LLaVA beside `cp` of the same bytes: GB/s, ratio, peak memory.
+"""Import and export of a whole LLaVA, compared with `cp` of the same bytes: GB/s, ratio, peak memory.
 
     python -m benchmarks.convert --params 1B 3B 7B --layouts 1,1 4,2 8,4 --dir /big/disk --json out.json
 
 Makes a random bf16 LLaVA (dims of Llama 3.2 1B and 3B, LLaVA-1.5 7B, and a small one, each with CLIP-L/336), converts
-it with the very commands a user types, and removes everything again. Before every measurement the source's pages are
-put into memory, or out of it where they do not fit (--cache), earlier writes are on disk, and nothing happens for as
-long as a command takes to start (--idle): on a virtual machine, memory that was freed a moment ago is several times
-faster than memory that the host has to find again, and both must begin alike. A conversion ends with its files on disk;
-`cp + sync` does too, `cp` alone leaves them in memory. `s` are the conversion's own seconds, as it prints them;
+it with the same commands that a user types, and removes everything again. Before every measurement the source's pages
+are put into memory, or out of it where they do not fit (--cache), earlier writes are on disk, and nothing happens for
+as long as a command takes to start (--idle): on a virtual machine, memory that was freed a moment ago is several times
+faster than memory that the host has to find again, and both must start the same way. A conversion ends with its files
+on disk; `cp + sync` does too, `cp` alone leaves them in memory. `s` are the conversion's own seconds, as printed;
 `command s` add starting Python and importing torch, megatron-core and transformers. Peak RSS is the sum of what each
 process had at its own peak, pages of mapped files included. With --rounds, the median of each time is shown. The copy
 that cp made is removed before the command starts: the disk holds at most three copies of the weights.
@@ -117,7 +117,7 @@ def make_model(folder: Path, params: str) -> tuple[int, int]:
 
 
 def random_bits(generator: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
-    """Return random bf16 bits, NaN and infinity among them: a conversion must not care."""
+    """Return random bf16 bits, NaN and infinity among them: a conversion must handle them."""
     count = int(np.prod(shape))
     words = generator.integers(0, 2**64, -(-count // 4), dtype=np.uint64)
     return torch.from_numpy(words.view(np.uint16)[:count]).view(torch.bfloat16).view(shape)
@@ -157,7 +157,7 @@ def time_cp(source: Path, target: Path, setting: Setting) -> tuple[float, float]
 def run_watched(command: list[str]) -> tuple[str, float, int]:
     """Run a command; return what it printed, its seconds, and the sum of its processes' peak RSS in bytes.
 
-    The system keeps each process's peak itself: looking seldom is enough, and leaves the cores to the command.
+    The system records each process's peak itself, so sampling it rarely is enough, and leaves the cores to the command.
     """
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as printed:
@@ -238,14 +238,14 @@ def layout_of(text: str) -> tuple[int, int]:
 
 def main() -> None:
     """Parse the command line, check the disk, measure, print, write, clean up."""
-    parser = argparse.ArgumentParser(description="Conversion beside cp: speed and memory")
+    parser = argparse.ArgumentParser(description="Conversion compared with cp: speed and memory")
     parser.add_argument("--params", nargs="+", choices=TEXTS, default=["1B"])
     parser.add_argument("--layouts", nargs="+", type=layout_of, default=[(1, 1), (4, 2), (8, 4)], metavar="TP,PP")
     parser.add_argument("--workers", nargs="+", type=int, default=[default_workers()])
     parser.add_argument("--cache", choices=["warm", "cold"], help="default: warm where three copies fit into memory")
     parser.add_argument("--idle", type=float, default=10, help="seconds of rest before cp (default 10)")
     parser.add_argument("--rounds", type=int, default=1, help="number of rounds, whose median is shown (default 1)")
-    parser.add_argument("--dir", type=Path, help="where to work (default: the system's folder for such files)")
+    parser.add_argument("--dir", type=Path, help="where to work (default: the system's temporary folder)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     needed = max({"0.1B": 0.9, "1B": 3.2, "3B": 7.1, "7B": 14.2}[x] for x in args.params) * COPIES_AT_ONCE

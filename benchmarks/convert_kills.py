@@ -1,4 +1,4 @@
-"""Conversions killed with SIGKILL at random points: does anything half-finished pass for finished, does a rerun work?
+"""Conversions killed with SIGKILL at random points: does anything unfinished look finished, and does a rerun work?
 
     python -m benchmarks.convert_kills --points 30 --params 1B
 
@@ -38,7 +38,7 @@ def convert(step: str, source: Path, target: Path, workers: int, verify: bool) -
 
 
 def begin(step: str, source: Path, target: Path, workers: int, *, verify: bool = False) -> BaseProcess:
-    """Start a command and return when it writes. An earlier run's leftovers are not taken for that."""
+    """Start a command and return when it writes. An earlier run's leftovers are not mistaken for that."""
     partial = partial_of(target)
     start = time.time()
     context = multiprocessing.get_context("forkserver")
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--params", choices=TEXTS, default="1B")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dir", type=Path, help="where to work (default: the system's folder for such files)")
+    parser.add_argument("--dir", type=Path, help="where to work (default: the system's temporary folder)")
     args = parser.parse_args()
     draw = random.Random(args.seed)
     with tempfile.TemporaryDirectory(dir=args.dir) as name:

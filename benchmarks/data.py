@@ -1,4 +1,4 @@
-"""How fast the data come, beside a bare loop that only decodes and resizes the same pictures; fill; memory.
+"""Speed of loading, compared with a bare loop that only decodes and resizes the same pictures; fill; memory.
 
     python -m benchmarks.data --json out.json
     python -m benchmarks.data --only memory --memory-samples 200000
@@ -67,9 +67,9 @@ class Row:
     """Against the bare loop with torchvision's decoder."""
     same_decoder_cpu_ratio: float
     bare_cpu_ms: float
-    """CPU time of a picture in the bare loop with torchvision's decoder."""
+    """CPU time per picture in the bare loop with torchvision's decoder."""
     ours_cpu_ms: float
-    """CPU time of a sample, that of the process that takes the batches included."""
+    """CPU time per sample, including that of the process that takes the batches."""
     tokens_per_s: float
     first_batch_s: float
 
@@ -172,7 +172,7 @@ def show_speed(rows: Sequence[Row], console: Console) -> None:
 
 
 def measure_fill(root: Path, assets: Assets, options: argparse.Namespace, console: Console) -> dict[str, float]:
-    """Print and return the fill of both ways of packing, with nine of ten samples that have a picture."""
+    """Print and return the fill of both ways of packing; nine of ten samples have a picture."""
     jpegs = make_pictures([(32, 32)], 8)
     samples = make_samples(options.num_samples, jpegs, text_only=0.1, median_tokens=options.median_tokens)
     path = write_shards(root / "fill", samples, num_shards=8)

@@ -59,7 +59,7 @@ def bare_loop(pictures: Sequence[bytes], seconds: float, decode: Callable[[bytes
 
 
 class BareProcesses:
-    """Processes that run the bare loop when asked to; this process runs it where there are none."""
+    """Processes that run the bare loop on request; without any, this process runs it."""
 
     def __init__(self, pictures: Sequence[bytes], processes: int) -> None:
         self._pictures, self._pool = pictures, None

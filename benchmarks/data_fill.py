@@ -1,4 +1,4 @@
-"""How full the packs are: ours beside energon's own packing at the same buffer size, both through energon."""
+"""How full the packs are: ours compared with energon's own packing at the same buffer size, both through energon."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EnergonPacks(Undecoded):
 
 
 def fill(path: Path, assets: Assets, *, seq_length: int, buffer_size: int, num_packs: int, energons: bool) -> float:
-    """Return which part of the first packs of an endless stream holds tokens, from 0 to 1."""
+    """Return the fraction of the first packs of an endless stream that holds tokens."""
     data = DataConfig(path=path, seq_length=seq_length, packing=True, packing_buffer_size=buffer_size)
     encoder = (EnergonPacks if energons else Undecoded)(data, assets, Skips(stop_if_too_long=False))
     workers = WorkerConfig(rank=0, world_size=1, num_workers=0, global_error_handler=encoder.skips)

@@ -1,4 +1,4 @@
-"""What the data benchmarks read: real photographs as JPEGs in shards, with texts as long as LLaVA's mix has them."""
+"""What the data benchmarks read: real photographs as JPEGs in shards, with texts as long as those of LLaVA's mix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llava_mcore.data.prepare.run import prepare
 
 TEXTS = (datasets.load_iris, datasets.load_wine, datasets.load_breast_cancer, datasets.load_diabetes)
 TOKENS_PER_WORD = 1.75
-"""Of these texts, by the tokenizer that is made of them."""
+"""Of these texts, by the tokenizer trained on them."""
 
 
 def english_words() -> list[str]:
@@ -85,7 +85,7 @@ def make_samples(number: int, pictures: Sequence[bytes], *, text_only: float, me
 
 
 def multiply(source: Path, folder: Path, num_shards: int) -> Path:
-    """Make a dataset of many shards out of a prepared one: links to its tars and indexes, and an index of all of them.
+    """Create a dataset of many shards from a prepared one: links to its tars and indexes, and an index of all of them.
 
     The SQLite index is that of the source: training does not read it.
     """

@@ -5,7 +5,7 @@
 Weights start equal (one seed), samples come in one order. Prints how far each recipe's mean loss is from BF16's, over
 all steps and over the last fifty, and whether any step was not finite. "tensorwise, ends in bf16" keeps the first and
 the last decoder layer in BF16. "bf16 again" is BF16 with a learning rate that is higher by a hundred-thousandth: it
-rounds otherwise, and shows how far runs part that differ in nothing else.
+rounds differently, and shows how far runs diverge that differ in nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tensorwise, ends in bf16": ("--fp8", "--fp8-recipe", "tensorwise", *ENDS),
     AGAIN: (),
 }
-"""Name -> what its command has beside that of the first."""
+"""Name -> what is added to the first one's command."""
 LAST = 50
 
 
@@ -87,7 +87,7 @@ def folder_of(recipe: str) -> str:
 
 
 def summarize(losses: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return a row for each recipe; differences are parts of BF16's mean loss."""
+    """Return a row for each recipe; differences are relative to BF16's mean loss."""
     base = losses["bf16"]
     return [
         {

@@ -2,7 +2,7 @@
 
     python -m benchmarks.generate [--hf-dir DIR] [--num-new 64] [--device cpu]
 
-Without --hf-dir a random model of SmolLM2-135M's sizes is made, with a CLIP tower of 256 patches. Answers never end
+Without --hf-dir a random model of SmolLM2-135M's sizes is created, with a CLIP tower of 256 patches. Answers never end
 early. Prints a table in Markdown; the tokens of all rows are checked to be the same.
 """
 

@@ -63,7 +63,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser)
     parser.add_argument("--padded", action="store_true")
-    parser.add_argument("--reshard", choices=get_args(Reshard), default="backward", help="give up gathered weights")
+    parser.add_argument("--reshard", choices=get_args(Reshard), default="backward", help="free gathered weights")
     parser.add_argument("--fp8", action="store_true", help="float8 in the decoder layers; needs torchao")
     parser.add_argument("--compile", action="store_true", help="decoder layers; with --fp8 they always are")
     parser.add_argument("--train-vision", action="store_true")

@@ -1,4 +1,4 @@
-"""Output layer + loss, forward and backward: peak memory and time of ours beside the plain one and the peers'.
+"""Output layer + loss, forward and backward: peak memory and time of ours, compared with the plain one and the peers'.
 
     python -m benchmarks.linear_cross_entropy --json out.json
 
@@ -108,7 +108,7 @@ def inputs(device: str, dtype: torch.dtype, tokens: int, hidden: int, vocab: int
 
 
 def once(loss: Loss, given: tuple[Tensor, ...]) -> tuple[float, float, float | None]:
-    """Return the loss a trained token, milliseconds and peak GiB of one forward and backward."""
+    """Return the loss per trained token, milliseconds and peak GiB of one forward and backward pass."""
     on_gpu = given[0].is_cuda
     given[0].grad = given[1].grad = None
     if on_gpu:

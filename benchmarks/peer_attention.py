@@ -1,4 +1,4 @@
-"""Attention of packed samples for transformers: each sees itself alone, without a mask and without padding.
+"""Attention of packed samples for transformers: each attends only to itself, without a mask and without padding.
 
 Hugging Face leaves this to the package flash-attn. Where that is missing, as on our machines, the fastest kernel is
 cuDNN's, which Transformer Engine calls; then the one of torch.

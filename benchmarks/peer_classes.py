@@ -1,4 +1,4 @@
-"""What the Hugging Face peers of each class need beyond LLaVA-1.5's: another class is one more entry here."""
+"""What the Hugging Face peers of each class need beyond LLaVA-1.5's. Another class is one more entry here."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Qwen2Audio(PeerClass):
         for clip, seen, own in zip(padded, mask, rows.split([2 * n + 2 for n in hidden]), strict=True):
             frames = own[1 : 1 + most]
             clip[:, : len(frames)] = frames.t()
-            seen[: len(own) - 2] = 1  # as many hidden frames; of an odd number of mel frames one more is named
+            seen[: len(own) - 2] = 1  # as many hidden frames; an odd number of mel frames counts as one more
         return {"input_features": to_device(padded, device), "feature_attention_mask": to_device(mask, device)}
 
     def blank(self, config: PretrainedConfig, device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The model of a Hugging Face peer: transformers' class, sharded by FSDP2, with the fastest parts that there are."""
+"""The model of a Hugging Face peer: transformers' class, sharded by FSDP2, with the fastest parts available."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from benchmarks.peer_attention import NAME, chosen, register
 from benchmarks.peer_classes import CLASSES
 
 Reshard = Literal["forward", "backward", "step"]
-"""When weights that were gathered from the other ranks are given up again: after each forward pass of a layer, after
+"""When weights that were gathered from the other ranks are freed again: after each forward pass of a layer, after
 its backward pass (`reshard_after_forward=False`), or after the last micro-batch of a step, which also sums gradients
 locally until then. The later, the faster, and the more memory it takes."""
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CHUNK = 1024
-"""Tokens whose logits are there at once, without Liger."""
+"""Tokens whose logits are in memory at once, without Liger."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Stack:
         return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
 
     def describe(self, device: torch.device) -> str:
-        """Return what is in it, in words."""
+        """Return its components in words."""
         gathered = {"forward": "for a pass", "backward": "until the backward pass", "step": "for a whole step"}
         liger = self.uses_liger(device)
         attention = chosen(device.type)[0] if self.packed else "torch's SDPA with a mask"
@@ -181,7 +181,7 @@ def keep_gathered(peer: FSDPModule, stack: Stack, *, is_last: bool) -> None:
 
 
 def use_float8(layers: nn.ModuleList, *, emulate: bool) -> None:
-    """Let torchao's float8 linear layers take the place of the decoder layers' own. `emulate`: in fp32, on a CPU."""
+    """Replace the decoder layers' linear layers by torchao's float8 ones. `emulate`: in fp32, on a CPU."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(layers, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate))

@@ -1,10 +1,10 @@
-"""Where the time of a step went, out of the trace that `run.py --profile 5:5 logging.profile_ranks=0` writes.
+"""Where the time of a step went, from the trace that `run.py --profile 5:5 logging.profile_ranks=0` writes.
 
     python -m benchmarks.read_trace RUN/profile/rank_00000.iterations_5-5.trace.json.gz
 
-Prints the time of the GPU's kernels by kind, how long the GPU had nothing to do, and every call that waits for the GPU:
-none may stand between the first forward pass and the optimizer. Recording takes the host time, so where the host limits
-a step, the step in the trace is longer than others.
+Prints the time of the GPU's kernels by kind, how long the GPU was idle, and every call that waits for the GPU:
+there must be none between the first forward pass and the optimizer. Recording takes the host time, so where the host
+limits a step, the step in the trace is longer than others.
 
 Rank 0 is in the first pipeline stage, which waits for the others only between its first forward and its last backward
 pass: the time in which messages between stages ran and nothing else is the pipeline's bubble.
@@ -40,7 +40,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time; microseconds."""
+    """An event and its duration, in microseconds."""
 
     name: str
     start: float
@@ -78,7 +78,7 @@ def read(file: Path) -> Trace:
     spans = [(event.get("cat"), Span(event["name"], event["ts"], event["ts"] + event["dur"])) for event in events]
     trace = Trace([span for cat, span in spans if cat in ON_GPU], [span for _, span in spans if span.name in WAITS])
     if not trace.kernels:
-        raise SystemExit(f"{file}: holds no kernels of a GPU; only runs on GPUs can be summed up")
+        raise SystemExit(f"{file}: holds no kernels of a GPU; only runs on GPUs can be summarized")
     return trace
 
 

@@ -1,4 +1,5 @@
-"""What benchmarks write with --json: rows, and what they were measured with; docs/performance.md is made of them."""
+"""What benchmarks write with --json: rows, and what they were measured with; docs/performance.md is generated from
+them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def versions() -> dict[str, str]:
 
 
 def show(rows: Sequence[dict[str, Any]], leave_out: Sequence[str] = ()) -> None:
-    """Print rows as a table; what a row has not is "-"."""
+    """Print rows as a table; a missing value is "-"."""
     columns = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in leave_out]
     table = Table(*columns)
     for row in rows:

@@ -4,7 +4,7 @@
 
 Trains, saves weights and optimizer, resumes at each layout (tp,pp; data parallel over the rest) and trains on. Prints
 the losses after the checkpoint and their largest difference from those of the first resumed layout: give the one that
-saved first. A checkpoint has 14 bytes a trained parameter (bf16, AdamW); the disk holds one.
+saved first. A checkpoint has 14 bytes per trained parameter (bf16, AdamW); the disk holds one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
             pairs = zip(row["losses"], rows[1]["losses"], strict=True)
             row["loss off %"] = round(max(100 * abs(a / b - 1) for a, b in pairs), 3)
             show(rows)
-            if args.json is not None:  # what has been measured, should the run be cut off
+            if args.json is not None:  # what has been measured, in case the run is killed
                 write_record(args.json, rows, gpus=args.gpus)
 
 
@@ -49,9 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="llava-1b")
     parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="or gloo processes")
     parser.add_argument("--save-at", default="1,1", help="tp,pp")
-    parser.add_argument(
-        "--resume-at", nargs="+", default=["1,1"], help="tp,pp; the first is what others are held against"
-    )
+    parser.add_argument("--resume-at", nargs="+", default=["1,1"], help="tp,pp; the others are compared with the first")
     parser.add_argument("--steps", type=int, default=5, help="before the checkpoint")
     parser.add_argument("--more", type=int, default=5, help="iterations after it")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
@@ -66,7 +64,7 @@ def parse() -> argparse.Namespace:
 
 
 def row_of(args: argparse.Namespace, folder: Path, what: str, layout: str) -> dict[str, Any]:
-    """Train up to the checkpoint, or on from it; return the losses and how long it took."""
+    """Train up to the checkpoint, or continue from it; return the losses and how long it took."""
     tp, pp = layout.split(",")
     options = {
         "-g": args.gpus,

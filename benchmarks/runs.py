@@ -1,4 +1,4 @@
-"""Runs of run.py that benchmarks start: the command line, and the lines that they leave."""
+"""Runs of run.py that benchmarks start: the command line, and the lines that they write."""
 
 from __future__ import annotations
 

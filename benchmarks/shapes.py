@@ -55,7 +55,7 @@ TINY_QWEN_VIT = {"hidden_size": 64, "intermediate_size": 96, "depth": 2, "num_he
 TINY_WHISPER = {"d_model": 64, "encoder_ffn_dim": 128, "encoder_layers": 2, "encoder_attention_heads": 4}
 
 SOUND_SECONDS = (2.0, 16.0)
-"""Between which the lengths of clips are drawn evenly, about as LibriSpeech has them."""
+"""Range of the lengths of clips, drawn uniformly; roughly that of LibriSpeech."""
 NO_PICTURES: tuple[Size, ...] = ()
 ONE_SIZE: tuple[Size, ...] = ((640, 480),)
 PHOTOGRAPHS: tuple[Size, ...] = ((640, 480), (480, 640), (1024, 768), (500, 333), (1600, 900), (800, 1200))
@@ -63,7 +63,7 @@ PHOTOGRAPHS: tuple[Size, ...] = ((640, 480), (480, 640), (1024, 768), (500, 333)
 
 
 def random_sizes(shortest: int, longest: int, number: int = 64) -> tuple[Size, ...]:
-    """Return sizes whose sides are drawn evenly between two lengths in pixels; the same ones every time."""
+    """Return sizes whose sides are drawn uniformly between two lengths in pixels; the same ones every time."""
     draw = random.Random(0)
     return tuple((draw.randint(shortest, longest), draw.randint(shortest, longest)) for _ in range(number))
 
@@ -216,7 +216,7 @@ def _write_qwen(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedC
 
 
 def _write_audio(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:
-    """Write a folder of Qwen2AudioForConditionalGeneration, which hears 30 seconds in 128 mel bins."""
+    """Write a folder of Qwen2AudioForConditionalGeneration, which takes 30 seconds in 128 mel bins."""
     tokenizer = make_tokenizer(SOUND_SPECIAL, SOUND_TEMPLATE)
     config = Qwen2AudioConfig(
         audio_config={**shape.vision, "model_type": "qwen2_audio_encoder", "num_mel_bins": 128},

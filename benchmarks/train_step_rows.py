@@ -31,10 +31,10 @@ class Entry:
     steps: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
-    """Measured, parts of the time of all passes."""
+    """Measured, as a fraction of the time of all passes."""
     error: str = ""
     stack: str = ""
-    """Of a peer: what it is made of."""
+    """Of a peer: its components."""
 
     @property
     def is_peer(self) -> bool:

@@ -3,9 +3,9 @@
     python -m benchmarks.vision_fp8 --shape llava-1.5-7b --pictures 16 --json out.json
 
 Forward is what a frozen tower does in a training step, both is what a trained one does. "ms" is the wall time of passes
-that follow each other; "host ms" how long the host took to launch them: as long as it is the longer one, the GPU waits.
-"off %" is the mean distance of the features from fp32's, of their mean size. The variants alternate, medians of the
-rounds. The number of pictures times tokens must be a multiple of 16.
+that follow each other; "host ms" is how long the host took to launch them. Where that is longer, the GPU waits.
+"off %" is the mean distance of the features from fp32's, as a percentage of their mean size. The variants
+alternate; figures are medians of the rounds. The number of pictures times tokens must be a multiple of 16.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def tower(hf: LlavaConfig, dtype: torch.dtype, fp8: Fp8Options | None = None) ->
 
 
 def features(model: VisionTransformer, pixels: Tensor) -> Tensor:
-    """Return what the tower makes of pictures, in fp32."""
+    """Return the tower's features of pictures, in fp32."""
     with torch.no_grad():
         result: Tensor = model(pixels, {}).float()
     return result

@@ -1,8 +1,7 @@
 """Find words that the project does not use, and print what to write instead; `make lint` runs it.
 
 codespell finds misspelled words. This table is for correctly spelled ones: terms that nobody else uses, and phrases
-that
-a native speaker would not write.
+that a native speaker would not write.
 """
 
 from __future__ import annotations
@@ -33,7 +32,12 @@ EVERYWHERE = {
     r"behind": "after",
     r"lies?|lay": "is, are",
     r"(is|are|was|were) no (checkpoint|file|list|multiple|number|picture|tensor|text|whole number)s?": "is not a",
-    rf"({THINGS}) an? ({UNITS})": "per",
+    rf"({THINGS}) an? (trained )?({UNITS})": "per",
+    r"known are": "supported: or allowed:",
+    r"beside each other": "side by side",
+    r"(Error|raises) as of": "like",
+    r"must not exist or be empty": "must be new or empty",
+    r"passed over": "skipped",
     r"(final|initial|normal|token|(de)?quant)is(ations?|e[ds]?|ing)": "-ize",
 }
 PAGES = {

@@ -103,11 +103,11 @@ hidden frames of each clip."""
 
 @dataclass(frozen=True)
 class MediaWork:
-    """What a step's pictures are, from the shapes of their fields.
+    """The amount of media in a step, from the shapes of their fields.
 
-    `num_tiles`: pictures of the tower's size, of towers that take those; the others are of towers for packed patches:
-    `num_sequences` counts MEDIA_SEQLENS, `num_pairs` and `num_window_pairs` are (query, key) pairs, in a layer that
-    sees whole pictures and in one that sees windows.
+    `num_tiles`: pictures of the tower's size, for towers that take those. The other counts are for towers that take
+    packed patches or frames of sound: `num_sequences` counts MEDIA_SEQLENS; `num_pairs` and `num_window_pairs` are
+    (query, key) pairs, in a layer that sees whole pictures and in one that sees windows.
     """
 
     num_tiles: int = 0

@@ -85,8 +85,8 @@ def os_error_text(error: OSError) -> str:
         return f"{target}: could not be copied from {source}: {reason.splitlines()[0]}"
     if error.errno is None or error.strerror is None:  # a library's own message
         return str(error) or type(error).__name__
-    places = [str(name) for name in (error.filename, error.filename2) if name is not None]
-    where = " -> ".join(places) or _line_of_ours(error)
+    paths = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    where = " -> ".join(paths) or _line_of_ours(error)
     remedy = _REMEDIES.get(error.errno)
     return f"{where}: {error.strerror}" + ("" if remedy is None else f"; {remedy}")
 

@@ -1,4 +1,4 @@
-"""Everything that a run's adapters are: their plans, the weights they belong to, and what of the model is trained."""
+"""A run's adapters: their plans, the weights they belong to, and what is trained of the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Adaptation:
 
     @property
     def trained_parts(self) -> frozenset[str]:
-        """Return the parts of which anything is trained, be it in an adapter."""
+        """Return the parts of which anything is trained, including by an adapter."""
         members = self.layers.members
         return self.unfrozen_parts | {members[x].part for plan in self.plans if plan.is_trained for x in plan.ranks}
 
@@ -60,14 +60,14 @@ def adaptation_of(
 
     Raises:
         ConfigError, ConversionError, CheckpointError: names that the model does not have, an adapter of another model,
-            other weights than those that it was trained on.
+        or weights other than those that it was trained on.
     """
     stored = checkpoint is not None and holds_adapters(checkpoint)
     if not adapter.is_on:
         if stored:
             raise ConfigError(
                 f"{checkpoint} holds an adapter, not a model: give the flags that it was trained with (run.yaml), or "
-                "make a model of it with export-hf --merge"
+                "turn it into a model with export-hf --merge"
             )
         return None
     assert checkpoint is not None, "the rules refuse an adapter on random weights"

@@ -32,8 +32,8 @@ def attach_adapters(
 ) -> None:
     """Give a stage's layers their adapters; a collective call, after the model's own weights were loaded.
 
-    Adapters do nothing yet: they begin as PEFT's do. Call before the model is wrapped for data parallelism. In a model
-    on the meta device adapters are the only ones that have memory.
+    Adapters change nothing yet: they are initialized as PEFT's are. Call before the model is wrapped for data
+    parallelism. In a model on the meta device adapters are the only ones that have memory.
     """
     here = linear_modules(model)
     memory = SharedMatrices()
@@ -95,7 +95,7 @@ def _new_adapter(
 
 
 def _row_norms(weight: Tensor, division: Division) -> Tensor:
-    """Return the lengths of a layer's rows, [o], fp32."""
+    """Return the norms of a layer's rows, [o], fp32."""
     squares = weight.float().square().sum(1)
     if division.is_row_parallel and division.tp_size > 1:
         squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares)
@@ -103,7 +103,7 @@ def _row_norms(weight: Tensor, division: Division) -> Tensor:
 
 
 def _hook(module: Any, adapters: Sequence[LinearAdapter]) -> None:
-    """Have a layer's output changed by adapters, one after the other."""
+    """Let adapters change a layer's output, one after the other."""
 
     def change(x: Tensor, output: Tensor) -> Tensor:
         bias = _added_bias(module)
@@ -116,7 +116,7 @@ def _hook(module: Any, adapters: Sequence[LinearAdapter]) -> None:
         return
     fused_norm = _has_fused_norm(module)
     if fused_norm:
-        module.return_layernorm_output = True  # what the matrix reads is known only inside
+        module.return_layernorm_output = True  # the matrix's input is known only inside
 
     def hook(_module: nn.Module, inputs: tuple[Tensor, ...], result: tuple[Any, ...]) -> tuple[Any, ...]:
         if not fused_norm:
@@ -143,7 +143,7 @@ def _has_fused_norm(module: nn.Module) -> bool:
 
 
 def _added_bias(module: Any) -> Tensor | None:
-    """Return the bias that a layer adds to its output itself, None if it hands it on or has none."""
+    """Return the bias that a layer adds to its output itself, None if it returns the bias or has none."""
     if isinstance(module, ColumnParallelLinear | RowParallelLinear):
         return None if module.skip_bias_add else module.bias
     return module.bias if module.use_bias and not module.te_return_bias else None

@@ -52,7 +52,7 @@ def is_adapter(parameter: str) -> bool:
 
 
 def part_adapters(part: nn.Module) -> Adapters:
-    """Return the adapters of a part of the model, which gets a place for them if it has none."""
+    """Return the adapters of a part of the model; a container for them is added if it has none."""
     children = dict(part.named_children())
     if CHILD not in children:
         part.add_module(CHILD, Adapters())
@@ -64,15 +64,15 @@ def part_adapters(part: nn.Module) -> Adapters:
 def new_factors(
     weight: Tensor, rank: int, rows: Sequence[int], division: Division, *, seed: str, magnitudes: Sequence[Tensor]
 ) -> Factors:
-    """Return the factors of one Hugging Face layer as PEFT begins them: B is zero, so that nothing changes yet.
+    """Return the factors of one Hugging Face layer as PEFT initializes them: B is zero, so that nothing changes yet.
 
     They do not depend on the layout: every rank draws all of A and keeps its part.
 
     Args:
         weight: of the whole layer on this rank, [o, h], from which device and dtype are taken.
         rows: of the Hugging Face layer's blocks.
-        seed: text that tells this layer from all others.
-        magnitudes: lengths of the rows of these blocks for DoRA, or nothing.
+        seed: text that identifies this layer.
+        magnitudes: norms of the rows of these blocks for DoRA; empty without it.
     """
     num_local = weight.shape[1]
     num_inputs = num_local * division.tp_size if division.is_row_parallel else num_local
@@ -93,10 +93,10 @@ def new_factors(
 
 
 def _mark(parameter: Parameter, dim: int | None, division: Division) -> None:
-    """Note the dim along which ranks divide a parameter, None: each has all of it.
+    """Mark the dim along which ranks divide a parameter; None: each has all of it.
 
-    With sequence parallelism a rank's gradient of the latter is what its own tokens give, a share of a sum. This mark
-    is how megatron-core's gradient finalization finds it; without it every rank would train a copy of its own.
+    With sequence parallelism, a rank's gradient of the latter comes from its own tokens only, and must be summed. This
+    mark is how megatron-core's gradient finalization finds it; without it every rank would train a copy of its own.
     """
     set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
     vars(parameter)["sequence_parallel"] = division.sequence_parallel and dim is None

@@ -26,7 +26,7 @@ class HfLinear:
     """One of Hugging Face's linear layers.
 
     `name`: in transformers' model. `part`: of our model, such as language_model. `key`: within the part, as the class's
-    usual files have it; checkpoints name it so, whatever transformers calls it. `aliases`: its names in files. `width`:
+    usual files have it; checkpoints use it, whatever transformers calls it. `aliases`: its names in files. `width`:
     inputs plus outputs.
     """
 
@@ -52,7 +52,7 @@ class Linear:
         return self.entry.shard.dim == 1
 
     def blocks(self, tp_size: int) -> tuple[Layout, tuple[int, ...]]:
-        """Return how one rank's rows are put together of blocks that ranks divide evenly, and each block's member."""
+        """Return the blocks that make up one rank's rows, which ranks divide evenly, and each block's member."""
         layout = self.entry.layout
         if isinstance(layout, FuseQKV | Regroup):
             heads = FuseQKV(layout.heads // tp_size, layout.groups // tp_size)
@@ -75,7 +75,7 @@ class HfParameter:
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """What adapters need to know of a model.
+    """What adapters need to know about a model.
 
     `entries`: of the mapping table, under transformers' names. `module_names`: all of transformers' model. `is_tied`:
     embedding and output layer are one.
@@ -89,7 +89,7 @@ class ModelLayers:
 
     @property
     def parameter_aliases(self) -> dict[str, str]:
-        """Return the name in transformers' model of a parameter under every name that files have given it."""
+        """Map every name that a parameter has in files to its name in transformers' model."""
         return {alias: x.name for x in self.parameters for alias in x.aliases} | {
             x.name: x.name for x in self.parameters
         }
@@ -116,7 +116,7 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
             continue
         found = [x.removesuffix(WEIGHT) for x in entry.hf_names]
         if not widths.keys() >= set(found):
-            continue  # a convolution, or a layer that transformers' model has in other pieces than its files
+            continue  # a convolution, or a layer that transformers' model splits differently than its files
         linear = name.removesuffix(WEIGHT)
         part = linear.partition(".")[0]
         members = tuple(

@@ -1,9 +1,9 @@
 """LoRA on one of megatron-core's linear layers, divided over tensor-parallel ranks as the layer is.
 
 LoRA (Hu et al. 2021, arXiv 2106.09685): y = W x + scaling * B A x. Every Hugging Face layer has an A and a B of its
-own, also where several are one layer here, so what is trained is PEFT's adapter. DoRA (Liu et al. 2024, arXiv
-2402.09353) also trains the length m of every row: y = m / |W + scaling * B A| * (W + scaling * B A) x, where the
-lengths |.| get no gradient.
+own, even if several are one layer here, so what is trained is PEFT's adapter. DoRA (Liu et al. 2024, arXiv
+2402.09353) also trains the magnitude m of every row: y = m / |W + scaling * B A| * (W + scaling * B A) x, where the
+norms |.| get no gradient.
 
 Where outputs are divided (column-parallel), so are B's rows, and every rank has all of A; where inputs are divided
 (row-parallel), so are A's columns, and every rank has all of B. What crosses ranks is [s, b, r], never [s, b, h].
@@ -32,8 +32,8 @@ from llava_mcore.adapters.products import AddUp, BlockMatrix, Down, SharedMatric
 class Factors(nn.Module):
     """The matrices of one Hugging Face layer, or a rank's part of them.
 
-    `lora_A` [rank, h]; `lora_B`: one matrix [rows, rank] for each block of rows that ranks divide evenly, mostly a
-    single one; `magnitude`: the same of DoRA's lengths, or empty.
+    `lora_A` [rank, h]; `lora_B`: one matrix [rows, rank] for each block of rows that ranks divide evenly, usually a
+    single one; `magnitude`: the same of DoRA's magnitudes, or empty.
     """
 
     def __init__(self, lora_A: Parameter, lora_B: Sequence[Parameter], magnitude: Sequence[Parameter] = ()) -> None:
@@ -47,7 +47,7 @@ class Factors(nn.Module):
 class Division:
     """How a layer is divided over ranks, and whether its tokens are divided where its features are not.
 
-    `gathers`: ranks put the outputs that they have divided together again.
+    `gathers`: ranks gather the outputs that they have divided.
     """
 
     tp_size: int
@@ -147,7 +147,7 @@ class LinearAdapter:
             return F.dropout(x, self.dropout)
 
     def _all_A(self) -> Tensor:
-        """Return the members' A below each other, [r, h]."""
+        """Return the members' A, stacked, [r, h]."""
         parts: list[Tensor] = [one.lora_A for one in self.factors.values()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -189,7 +189,7 @@ class LinearAdapter:
 
     @torch.no_grad()
     def row_norms(self, weight: Tensor, all_B: Tensor) -> Tensor:
-        """Return the lengths of the rows of W + B A, [o], in fp32, without making that matrix.
+        """Return the norms of the rows of W + B A, [o], in fp32, without computing that matrix.
 
         |W + B A|² = |W|² + 2 <W A', B> + <B A A', B>, row by row; |W|² never changes.
         """

@@ -1,4 +1,4 @@
-"""A matrix with its adapters in it, computed in the same order as PEFT's merge, so that the bits are the same."""
+"""Merges adapters into a matrix, in the same order as PEFT's merge, so that the bits are the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Matrices:
-    """One adapter on one Hugging Face layer: A [r, h], B [o, r], the factor, DoRA's lengths [o] or None; fp32."""
+    """One adapter on one Hugging Face layer: A [r, h], B [o, r], the factor, DoRA's magnitudes [o] or None; fp32."""
 
     A: Tensor
     B: Tensor

@@ -1,6 +1,6 @@
 """adapter_config.json, in which PEFT describes an adapter.
 
-Key by key as peft 0.21 writes it; what it computes otherwise than plain LoRA, rsLoRA or DoRA is refused.
+Key by key as peft 0.21 writes it; anything beyond plain LoRA, rsLoRA or DoRA is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KNOWN = {
     *("rank_pattern", "alpha_pattern", "megatron_config", "megatron_core", "loftq_config", "qalora_group_size"),
     *("eva_config", "corda_config", "lora_ga_config", "runtime_config"),
 }
-"""Keys that are read here, or that only say how an adapter began or where it goes. Others must be empty."""
+"""Keys that are read here, or that only say how an adapter was initialized or is stored. Others must be empty."""
 
 
 def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: bool) -> LoraPlan:
@@ -49,7 +49,9 @@ def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: 
             continue
         given = key.removeprefix(PREFIX).removesuffix(LORA_A)
         if given not in by_alias:
-            found.append(f"{WEIGHTS} adapts {given}, which is no linear layer of this model that can be adapted here")
+            found.append(
+                f"{WEIGHTS} adapts {given}, which is not a linear layer of this model that can be adapted here"
+            )
         else:
             ranks[by_alias[given]] = info.shape[0]
     if not ranks and not found:
@@ -72,14 +74,14 @@ def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: 
 
 
 def aliases(layers: ModelLayers) -> dict[str, str]:
-    """Return the name in transformers' model of a linear layer under every name that files have given it."""
+    """Map every name that a linear layer has in files to its name in transformers' model."""
     members = layers.members
     named = {alias: name for name, member in members.items() for alias in member.aliases}
     return named | {name: name for name in members}
 
 
 def _not_supported(config: Mapping[str, Any]) -> list[str]:
-    """Return what of an adapter is not computed here."""
+    """Return the settings of an adapter that are not supported here."""
     kind = config.get("peft_type")
     if kind != "LORA":
         return [f"peft_type is {kind!r}, expected 'LORA'"]
@@ -102,8 +104,8 @@ def _by_pattern(patterns: Mapping[str, Any], module: str, default: float) -> flo
 
 
 def _literal(patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return patterns without the marks that names need in them. They are never used as patterns: a file of somebody
-    else could hold one that takes forever."""
+    """Return patterns without the marks that names need in them. They are never used as patterns: an untrusted file
+    could hold one that takes forever."""
     return {key.removeprefix("^").replace("\\.", "."): value for key, value in patterns.items()}
 
 
@@ -145,7 +147,7 @@ def peft_config(plan: LoraPlan, layers: ModelLayers, base: str | None) -> dict[s
 
 
 def target_modules(plan: LoraPlan, layers: ModelLayers) -> list[str]:
-    """Return names that PEFT finds exactly the adapted layers by: their last parts, if no other module has these."""
+    """Return names by which PEFT finds exactly the adapted layers: their last parts, if no other module has these."""
     ends = sorted({name.rpartition(".")[2] for name in plan.ranks})
     matched = {name for name in layers.module_names if name.rpartition(".")[2] in ends}
     saved = tuple(f"{name}." for name in plan.modules_to_save)

@@ -28,7 +28,7 @@ def load_peft_folder(
     """Fill one adapter, and the modules and biases that were trained beside it, from a PEFT folder.
 
     Raises:
-        ConversionError: lists tensors that are missing, of another shape, or that nothing here is made of.
+        ConversionError: lists tensors that are missing, have another shape, or have no counterpart here.
     """
     tensors = _Tensors(folder, layers)
     for model in models:
@@ -55,7 +55,7 @@ def _trained_names(plan: LoraPlan, layers: ModelLayers) -> list[str]:
 def _load_trained(
     model: VisionLanguageModel, tensors: _Tensors, plan: LoraPlan, layers: ModelLayers, groups: Groups
 ) -> None:
-    """Fill what of the model itself was trained with the adapter."""
+    """Fill the parameters of the model itself that were trained with the adapter."""
     trained = trained_parameters(plan, layers)
     for name, parameter in whole_names(model).items():
         if not trained.get(name, False):
@@ -101,14 +101,14 @@ class _Tensors:
             parameter.copy_(block if dim is None else block.chunk(groups.tp_size, dim)[groups.tp_rank])
 
     def check(self, used: set[str]) -> None:
-        """Raise ConversionError for what was missing or did not fit, and for what nothing was made of."""
-        found = [*self.found, *(f"{name} belongs to nothing here" for name in sorted(self.names.keys() - used))]
+        """Raise ConversionError for tensors that are missing, do not fit, or have no counterpart."""
+        found = [*self.found, *(f"{name} has no counterpart here" for name in sorted(self.names.keys() - used))]
         if found:
             raise ConversionError(problems(f"{self.folder.path} does not fit this model", found))
 
 
 def _renamed(tensors: Mapping[str, object], layers: ModelLayers) -> dict[str, str]:
-    """Return transformers' name of today → the folder's name of each tensor."""
+    """Map each tensor's name in today's transformers to its name in the folder."""
     modules = aliases(layers) | layers.parameter_aliases
     found = {}
     for key in tensors:

@@ -12,8 +12,8 @@ from llava_mcore.config.sections.adapter import ALL_LINEAR, AdapterConfig
 from llava_mcore.errors import ConfigError, problems
 
 _RANKS = {"language_model": "--lora-r", "vision_model": "adapter.vision_r", "vision_projection": "adapter.projection_r"}
-"""What gives the layers of a part a rank."""
-_SHOWN = 16  # names in one message
+"""The settings that give the layers of a part a rank."""
+_SHOWN = 16  # maximum number of names in a message
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraPlan:
     """Return the adapter that the configuration asks for.
 
     Raises:
-        ConfigError: lists every name that is no layer's, and layers that cannot be adapted.
+        ConfigError: lists every name that no layer has, and layers that cannot be adapted.
     """
     found: list[str] = []
     saved = {name: tuple(_matching(name, layers.module_names)) for name in adapter.modules_to_save}
@@ -81,7 +81,7 @@ def trained_parameters(plan: LoraPlan, layers: ModelLayers) -> dict[str, bool]:
     """Return for every parameter of the model itself, by its Megatron name, whether it is trained with the adapter.
 
     Raises:
-        ConfigError: only a part of what is one parameter here is to be trained.
+        ConfigError: only a part of one of our parameters would be trained.
     """
     trained: dict[str, bool] = {}
     divided: dict[str, list[str]] = {}
@@ -118,7 +118,7 @@ def _matching(wanted: str, names: Iterable[str]) -> list[str]:
 
 
 def _nothing_to_adapt(target: str, members: Mapping[str, int | None], layers: ModelLayers) -> str:
-    """Say why a target gives nothing to adapt."""
+    """Say why a target selects no layer."""
     if members:
         keys = dict.fromkeys(_RANKS[layers.members[name].part] for name in members)
         return f"--lora-targets {target}: its layers have no rank; give {' or '.join(keys)}"

@@ -1,7 +1,7 @@
 """The two products of LoRA as one operation each: a model has hundreds of them, and the host must start every kernel.
 
-Adapters of layers that are one layer here share one product: their A below each other, their B as blocks of a matrix
-that is zero elsewhere. These matrices are put together when they are needed and not kept.
+Adapters of layers that are one layer here share one product: their A are stacked, and their B are blocks of a matrix
+that is zero elsewhere. These matrices are assembled when they are needed and not kept.
 
 s: tokens, h: inputs, o: outputs, r: sum of the ranks of the layers that have an adapter.
 """
@@ -30,7 +30,7 @@ class Block:
 
 
 class SharedMatrices:
-    """Memory for matrices of zeros and blocks, which layers of one form take turns to use."""
+    """Memory for matrices of zeros and blocks, shared by layers of the same form one after the other."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
@@ -92,7 +92,7 @@ def block_matrix(
     """Return the matrix of all B of a layer.
 
     Args:
-        layout: how the layer's rows are put together of blocks.
+        layout: the blocks that make up the layer's rows.
         rows: of every block.
         columns: of every block, where they begin and end; None: the block has no adapter.
         factors: of every block.
@@ -100,10 +100,10 @@ def block_matrix(
     """
     first = torch.tensor([0, *rows]).cumsum(0).tolist()
     origin = layout.to_megatron(*(torch.arange(a, a + n)[:, None] for a, n in zip(first, rows, strict=False)))
-    place = torch.empty(len(origin), dtype=torch.int64)
-    place[origin[:, 0]] = torch.arange(len(origin))  # row of the layer, by the number of the row in the blocks
+    row_of = torch.empty(len(origin), dtype=torch.int64)
+    row_of[origin[:, 0]] = torch.arange(len(origin))  # row of the layer, by the number of the row in the blocks
     given = zip(first, rows, columns, factors, strict=False)
-    blocks = [Block(place[a : a + n], *span, factor) for a, n, span, factor in given if span is not None]
+    blocks = [Block(row_of[a : a + n], *span, factor) for a, n, span, factor in given if span is not None]
     return BlockMatrix(blocks, (len(origin), max(block.stop for block in blocks)), memory)
 
 

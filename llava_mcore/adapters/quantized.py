@@ -1,7 +1,7 @@
 """Matrices in fewer bits: NF4 with double quantization (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), and FP8.
 
 NF4's codes are those that bitsandbytes gives each Hugging Face matrix, bit for bit, at every tensor-parallel size:
-blocks of 64 numbers are in a row, and the blocks of 256 scales are those of the whole matrix, which ranks put together.
+a block is 64 values of a row, and the blocks of 256 scales are those of the whole matrix, which ranks gather.
 
 o: outputs of a megatron-core layer on this rank, h: its inputs on this rank, n: blocks of a row on this rank.
 """
@@ -64,7 +64,7 @@ class Nf4:
         return sum(x.nbytes for x in found)
 
     def absmax(self) -> Tensor:
-        """Return the largest number of every block, [o, n], as bitsandbytes restores it."""
+        """Return the largest value of every block, [o, n], as bitsandbytes restores it."""
         count = self.scale_codes.shape[1]
         number = self.position[:, None] + torch.arange(count, device=self.position.device)
         scale = self.scales[self.first_scale[:, None] + number // SCALE_BLOCK]
@@ -138,7 +138,7 @@ def _own_rows(own: list[Tensor], whole: Tensor, linear: Linear, tp_size: int, tp
 
 @dataclass(frozen=True)
 class Fp8:
-    """`codes` [o, h] in e4m3; `scales` [o, n]: what blocks of 128 numbers of a row are multiplied by."""
+    """`codes` [o, h] in e4m3; `scales` [o, n]: the factors of blocks of 128 values of a row."""
 
     codes: Tensor
     scales: Tensor

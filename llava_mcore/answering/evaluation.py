@@ -1,4 +1,4 @@
-"""Scores of several models on a dataset and on tasks, beside each other."""
+"""Scores of several models on a dataset and on tasks, side by side."""
 
 from __future__ import annotations
 

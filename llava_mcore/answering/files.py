@@ -7,9 +7,9 @@ from pathlib import Path
 
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.images import decode_image
+from llava_mcore.data.prepare.media.video_files import decode_video
 from llava_mcore.data.prepare.records import BadSample
 from llava_mcore.data.prepare.sampling import Sampling
-from llava_mcore.data.prepare.video_files import decode_video
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Turn, Video
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.regular import open_regular_file, read_regular_file
@@ -80,5 +80,5 @@ def conversation_of_files(
     except DataError as error:
         found.append(str(error))
     if found:
-        raise DataError(found[0] if len(found) == 1 else problems("this cannot be asked", found))
+        raise DataError(found[0] if len(found) == 1 else problems("the question cannot be asked", found))
     return Conversation((turn,), tuple(pictures), videos=tuple(clips))

@@ -39,7 +39,7 @@ def answer_folder(hf_dir: Path, job: Job, *, quantization: Quantization | None =
             if isinstance(question, Skip):
                 records.append(Record(question.where, "", None, problem=question.reason))
                 continue
-            record = Record(question.key, question.text, question.reference, place=question.place)
+            record = Record(question.key, question.text, question.reference, position=question.position)
             try:
                 tokens = model.answer(question.conversation, settings)
                 record = replace(record, answer=decoded(model.assets, tokens), num_tokens=len(tokens))

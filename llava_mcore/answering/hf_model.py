@@ -44,7 +44,7 @@ Quantization = Literal["4bit", "8bit"]
 NO_BITSANDBYTES = "needs the packages bitsandbytes and accelerate: pip install 'llava-mcore[qlora]' accelerate"
 READING = Reading()
 IMAGE, VIDEO = 1, 2
-"""Of transformers' mm_token_type_ids, in which text is 0."""
+"""Values in transformers' mm_token_type_ids, in which text is 0."""
 
 
 class HfModel:
@@ -119,14 +119,14 @@ class HfModel:
         return made | floats
 
     def answer(self, conversation: Conversation, settings: Settings) -> list[int]:
-        """Return the tokens of the answer. DataError as of `inputs`."""
+        """Return the tokens of the answer. DataError like `inputs`."""
         inputs = self.inputs(conversation)
         with torch.no_grad():
             out = self.model.generate(**inputs, generation_config=settings.config)
         return list(out[0, inputs["input_ids"].shape[1] :].tolist())
 
     def stream(self, conversation: Conversation, settings: Settings) -> Iterator[str]:
-        """Yield the text of the answer while it is computed. DataError as of `inputs`."""
+        """Yield the text of the answer while it is computed. DataError like `inputs`."""
         inputs = self.inputs(conversation)
         options = {"skip_prompt": True, "skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         streamer = TextIteratorStreamer(self.assets.tokenizer, **options)
@@ -134,10 +134,10 @@ class HfModel:
         given = {"generation_config": settings.config, "stopping_criteria": StoppingCriteriaList([stop])}
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(torch.no_grad()(self.model.generate), **inputs, **given, streamer=streamer)
-            answer.add_done_callback(lambda _: streamer.end())  # also after an error
+            answer.add_done_callback(lambda _: streamer.end())  # even after an error
             try:
                 yield from streamer
-            finally:  # also if nobody reads on
+            finally:  # even if nobody reads the rest
                 stop.asked = True
             answer.result()
 
@@ -166,7 +166,7 @@ def _load_model(hf_dir: Path, dtype: Dtype | None, quantization: Quantization | 
     if quantization is not None:
         if any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "accelerate")):
             raise ConfigError(f"--load-in-{quantization} {NO_BITSANDBYTES}")
-        # As the Hugging Face documentation has it for inference; products in bfloat16.
+        # What the Hugging Face documentation recommends for inference; products are in bfloat16.
         in_4_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
         config = BitsAndBytesConfig(load_in_8bit=True) if quantization == "8bit" else None
         options["quantization_config"] = config or BitsAndBytesConfig(load_in_4bit=True, **in_4_bits)

@@ -20,7 +20,7 @@ from llava_mcore.serving.child import server
 NAME = "model"
 HAS_LMMS = "import importlib.util, sys; sys.exit(importlib.util.find_spec('lmms_eval') is None)"
 FAILED = "[LMMS_EVAL_REQUEST_FAILED"
-"""Beginning of the answer that lmms-eval scores where the server refused a question."""
+"""Beginning of the answer that lmms-eval scores if the server refuses a question."""
 
 
 def require_lmms(python: Path) -> None:

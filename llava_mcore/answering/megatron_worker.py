@@ -68,7 +68,7 @@ def run_rank(
 
 
 def _answer(groups: Groups, checkpoint: Path, job: Job, num_rows: int) -> list[Record]:
-    """Return the records on the rank that loads data; elsewhere nothing. A collective call."""
+    """Return the records on the rank that loads data, and an empty list on the others. A collective call."""
     opened = together(groups, lambda: _open(groups, checkpoint, job))
     model = together(groups, lambda: _load(groups, checkpoint, job))
     eos = [found for found in gather_to_all(groups, None if opened is None else opened[0].eos_token_id) if found]

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextlib.contextmanager
 def shown_progress(total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, unless there is a single question; call what is returned with the number that is done.
+    """Show a bar on a terminal, unless there is a single question. Call the result with the number that is done.
 
     total: None if it is not known.
     """

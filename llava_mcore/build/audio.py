@@ -41,7 +41,7 @@ from llava_mcore.models.audio.qwen2_audio import Qwen2AudioTower
 from llava_mcore.templates.named import SOUND_TOKENS
 
 NAMED_TOKENS = dict(zip(("audio_bos_token", "audio_token", "audio_eos_token"), SOUND_TOKENS, strict=True))
-"""By the names under which the class's processor asks the tokenizer for them."""
+"""Special tokens, by the names under which the class's processor asks the tokenizer for them."""
 PICTURE_FLAGS = {
     "vision_model": "--vision-model",
     "image_processor": "--image-processor",
@@ -148,7 +148,7 @@ def load_encoder(source: Source, config: Qwen2AudioEncoderConfig, dtype: torch.d
 def _compose(
     text: PreTrainedModel, encoder: Qwen2AudioEncoder, ids: language.TokenIds, *, seed: int, say: Say
 ) -> Qwen2AudioForConditionalGeneration:
-    """Return the whole model. It shares the parameters of the arguments, but for a tied output layer."""
+    """Return the whole model. It shares the parameters of the arguments, except for a tied output layer."""
     head = text.lm_head
     if head.weight is text.get_input_embeddings().weight:
         say("  the output layer was tied to the embedding: it becomes a copy, as Qwen2-Audio has both")

@@ -48,10 +48,10 @@ def compose(
 
 
 def init_projector(projector: nn.Module, generator: torch.Generator) -> None:
-    """Initialize the projector in place, equally on every machine.
+    """Initialize the projector in place, the same way on every machine.
 
     Linears uniform ±1/√inputs, biases zero, norms one, latents normal with standard deviation 0.02: transformers' class
-    starts with latents that are all alike.
+    starts with equal latents.
     """
     with torch.no_grad():
         for linear in (module for module in projector.modules() if isinstance(module, nn.Linear)):

@@ -23,7 +23,7 @@ class BuildOptions:
     """Options of one build. Models, tokenizer and image processor are folders or tags of the Hugging Face hub.
 
     Attributes:
-        save_dir: folder to create; must not exist or be empty.
+        save_dir: folder to create; must be new or empty.
         gguf_file: name of the GGUF file inside the text model's folder; None: search for one.
         audio_model: of Whisper; None: a model with pictures is built.
         tokenizer: None: the text model's.

@@ -35,7 +35,7 @@ class Part:
 
 
 def require_size(options: BuildOptions) -> None:
-    """Raise ConfigError unless max_shard_size is a size."""
+    """Raise ConfigError unless max_shard_size is a valid size."""
     if not _SIZE.fullmatch(options.max_shard_size):
         raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected a size such as 500MB or 5GB")
 

@@ -18,8 +18,8 @@ _METADATA = ".metadata"
 def weights_identity(checkpoint: Path) -> str:
     """Return a text that is the same for the same weights.
 
-    Of an import it is made of the Hugging Face tensors' SHA-256, so another import of the same folder counts as the
-    same. Of what training has written it is made of the files' checksums. Nothing large is read.
+    For an import, it is computed from the SHA-256 of the Hugging Face tensors, so another import of the same folder
+    counts as the same. For a checkpoint of training, it is computed from the files' checksums. Nothing large is read.
 
     Raises:
         CheckpointError: the folder holds no checkpoint.

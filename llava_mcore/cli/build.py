@@ -49,7 +49,7 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--audio-model",
         metavar="TAG_OR_DIR",
-        help="Whisper model whose encoder hears: a folder of Qwen2-Audio is built, without a vision tower",
+        help="Whisper model whose encoder is used: builds a Qwen2-Audio folder, without a vision tower",
     )
     group.add_argument("--tokenizer", metavar="TAG_OR_DIR", help="tokenizer (default: the text model's)")
     group.add_argument(
@@ -117,7 +117,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--save-dir", type=Path, required=True, metavar="DIR", help="folder to write; must not exist or be empty"
+        "--save-dir", type=Path, required=True, metavar="DIR", help="folder to write; must be new or empty"
     )
     group.add_argument(
         "--dtype",

@@ -99,10 +99,10 @@ def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.Argum
         group = parser.add_argument_group(title)
         one_of: dict[str, argparse._MutuallyExclusiveGroup] = {}
         for flag in flags:
-            place: argparse._ActionsContainer = group
+            target: argparse._ActionsContainer = group
             if flag.value is not None:
-                place = one_of.get(flag.key) or one_of.setdefault(flag.key, group.add_mutually_exclusive_group())
-            place.add_argument(*flag.names, dest=flag.key, **_argument(flag, fields[flag.key]))
+                target = one_of.get(flag.key) or one_of.setdefault(flag.key, group.add_mutually_exclusive_group())
+            target.add_argument(*flag.names, dest=flag.key, **_argument(flag, fields[flag.key]))
     return parser
 
 

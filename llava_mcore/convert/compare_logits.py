@@ -145,24 +145,28 @@ class _Prompt:
 
 def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _Prompt:
     """Return a question about a picture or sound, from the folder's own processor."""
-    hears = architecture_of(hf).takes_audios
+    takes_audio = architecture_of(hf).takes_audios
     try:
         processor = AutoProcessor.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
-        wave = _wave(hf, processor, example) if hears else None
-        image = None if hears else Image.open(example).convert("RGB")
+        wave = _wave(hf, processor, example) if takes_audio else None
+        image = None if takes_audio else Image.open(example).convert("RGB")
     except (UnidentifiedImageError, DataError, OSError, ValueError, KeyError, ImportError) as error:
-        what = "sound" if hears else "picture"
+        what = "sound" if takes_audio else "picture"
         raise ConversionError(
             f"comparing logits needs a {what} and a processor in {hf_dir}: {why_not_loaded(error)}"
         ) from error
-    kind, asked = ("audio", _SOUND_PROMPT) if hears else ("image", _PROMPT)
-    text = f"{processor.audio_token if hears else processor.image_token}\n{asked}"
+    kind, asked = ("audio", _SOUND_PROMPT) if takes_audio else ("image", _PROMPT)
+    text = f"{processor.audio_token if takes_audio else processor.image_token}\n{asked}"
     if processor.chat_template is not None:
         content = [{"type": kind}, {"type": "text", "text": asked}]
         text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     if architecture_of(hf).pads_pictures:
         processor.image_processor.do_image_splitting = False
-    given = {"audio": wave, "sampling_rate": processor.feature_extractor.sampling_rate} if hears else {"images": image}
+    given = (
+        {"audio": wave, "sampling_rate": processor.feature_extractor.sampling_rate}
+        if takes_audio
+        else {"images": image}
+    )
     made = processor(text=text, return_tensors="pt", **given)
     theirs = {name: x for name, x in made.items() if name != "attention_mask"}
     kept: dict[int, int] = {}

@@ -59,7 +59,7 @@ def export_hf(
 
     Args:
         megatron_dir: folder of checkpoints.
-        hf_dir: folder to write; must not exist or be empty.
+        hf_dir: folder to write; must be new or empty.
         tensor_parallel: only checked, like `pipeline_parallel`: every parameter must be divisible.
         hf_config: a Hugging Face folder of the same model, from which names, files and unused tensors are taken instead
             of from the checkpoint. For checkpoints of Megatron-LM. With config.json alone, names are llava-hf's and

@@ -55,7 +55,7 @@ def import_hf(
 
     Args:
         hf_dir: Hugging Face folder.
-        megatron_dir: folder to write; must not exist or be empty.
+        megatron_dir: folder to write; must be new or empty.
         tensor_parallel: number of chunks of each parallel tensor; the vocabulary is padded for it.
         pipeline_parallel: only checked: a checkpoint stores layers separately.
         dtype: cast every weight to this; None keeps each tensor's own.

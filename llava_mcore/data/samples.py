@@ -121,9 +121,9 @@ class TokenConversation:
         return sum(item.tokens.num_patches for item in self.media)
 
     @property
-    def num_tiles(self) -> int:
-        """Tiles of all pictures and videos, rows of all sounds."""
-        return sum(item.tokens.num_tiles for item in self.media)
+    def num_rows(self) -> int:
+        """Rows of pixel_values: tiles or patches of all pictures and videos, mel frames of all sounds."""
+        return sum(item.tokens.num_rows for item in self.media)
 
 
 @edataclass

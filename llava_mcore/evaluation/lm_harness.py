@@ -85,7 +85,7 @@ def run_tasks(hf_dir: Path, max_length: int, dtype: str, settings: TaskSettings)
         str(hf_dir), batch_size=settings.batch_size, max_length=max_length, dtype=dtype,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )  # fmt: skip
-    gc.freeze()  # lm-eval collects garbage after every batch, half a second among all that is imported
+    gc.freeze()  # lm-eval collects garbage after every batch, which takes half a second with all that is imported
     try:
         found = simple_evaluate(
             model, tasks=list(settings.names), task_manager=manager, limit=settings.limit,

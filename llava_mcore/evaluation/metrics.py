@@ -36,7 +36,7 @@ class Scores:
 
     num_samples: int
     tokenizer: TokenizerName
-    """What split words for ROUGE, BLEU and CIDEr."""
+    """The tokenizer that split words for ROUGE, BLEU and CIDEr."""
     metrics: dict[str, float]
     """exact_match, anls, rouge1, rouge2, rougeL: means, 0 to 1. bleu: 0 to 100, of all answers together. cider: mean,
     0 to 10; absent where it is not defined (see `cider`)."""
@@ -74,7 +74,7 @@ def exact_match(sample: Answered) -> float:
 
 def anls(sample: Answered) -> float:
     """Return the average normalized Levenshtein similarity (Biten et al., 2019, arXiv:1905.13648, section 4) to the
-    closest reference, without regard to case and the amount of white space; 0 to 1, and 0 if less than half is equal.
+    closest reference, ignoring case and the amount of white space; 0 to 1, and 0 if the similarity is below one half.
 
     Raises:
         ConfigError: rapidfuzz is not installed.

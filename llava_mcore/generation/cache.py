@@ -2,8 +2,8 @@
 
 megatron-core's StaticInferenceContext has one length for all sequences, keeps keys without their rotary positions and
 rotates all of them again for every token, and switches masks off, so windows too. Here a layer's core attention is
-exchanged while tokens are generated. It gets queries and keys that are rotated already, of torch's and of Transformer
-Engine's layers alike.
+replaced while tokens are generated. It gets queries and keys that are already rotated, from torch's layers as well as
+from Transformer Engine's.
 
 r: sequences (rows), s: tokens, n: heads, g: query groups, d: head size.
 """
@@ -25,11 +25,11 @@ from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.multimodal import VisionLanguageModel
 
 PIECE = 256
-"""The tokens that a cache has room for are a multiple of this."""
+"""The capacity of a cache, in tokens, is a multiple of this."""
 
 
 class CachedRows:
-    """What all layers' caches need to know of the sequences.
+    """What the caches of all layers need to know about the sequences.
 
     `prefilled`: the row whose prompt is being read; None while every row gets one token. `lengths`: int64 [r] on the
     device, tokens of each row before this pass. `longest`: the largest of them.
@@ -60,7 +60,7 @@ class CachedAttention(SDPAttention):
         self.values: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Attend to all tokens of the own row so far.
+        """Attend to all tokens of the same row so far.
 
         Args:
             query, key, value: [s, 1, n or g, d]; a prompt of s tokens, or one token of each of s >= r rows.
@@ -82,12 +82,12 @@ class CachedAttention(SDPAttention):
         each = torch.arange(number, device=key.device)
         keys[each, :, lengths] = key[:number, 0]
         values[each, :, lengths] = value[:number, 0]
-        places = torch.arange(end, device=key.device)
-        seen = places <= lengths[:, None]
+        columns = torch.arange(end, device=key.device)
+        seen = columns <= lengths[:, None]
         if self.window is not None:
-            seen &= places > lengths[:, None] - self.window
+            seen &= columns > lengths[:, None] - self.window
         groups = keys.shape[1]
-        # The heads of a group take the place of tokens: keys and values need not be repeated.
+        # The heads of a group are treated as tokens, so keys and values need not be repeated.
         q = query[:number, 0].unflatten(1, (groups, -1))  # [r, g, n / g, d]
         k, v, mask = keys[:, :, :end], values[:, :, :end], seen[:, None, None]
         if self.softcap is None:
@@ -97,7 +97,7 @@ class CachedAttention(SDPAttention):
         return F.pad(out.flatten(1)[:, None], (0, 0, 0, 0, 0, len(query) - number))
 
     def _reserved(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values with room for so many tokens."""
+        """Return keys and values with room for a number of tokens."""
         if self.keys is None or self.values is None or self.keys.shape[2] < length:
             room = math.ceil(length / PIECE) * PIECE
             shape = (self.rows.num_rows, like.shape[2], room, like.shape[3])
@@ -114,7 +114,7 @@ def _grown(before: Tensor | None, larger: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def cached_rows(models: Sequence[VisionLanguageModel], num_rows: int, device: torch.device) -> Iterator[CachedRows]:
-    """Let the layers of a model's chunks on this rank remember what they have read, until the end of the context."""
+    """Let the layers of a model's chunks on this rank keep keys and values until the end of the context."""
     rows = CachedRows(num_rows, device)
     layers = [(model, layer) for model in models for layer in model.language_model.decoder.layers]
     before = [layer.self_attention.core_attention for _, layer in layers]

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 _STRIDE = 1_000_003
-"""Between the numbers of two seeds; more prompts than that share draws with those of another seed."""
+"""Distance between the random generators of two seeds, in prompts: with more, some share random numbers."""
 
 
 def most_probable(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -47,7 +47,7 @@ def processed_choice(
     Args:
         logits: float32 [1, vocabulary].
         ids: int64 [1, s], prompt and answer so far.
-        generator: of the CPU, with which the token is drawn; None: the most probable one is taken.
+        generator: of the CPU, that samples the token; None: the most probable one is taken.
     """
     scores = processors(ids, logits)
     if generator is None:
@@ -56,7 +56,7 @@ def processed_choice(
 
 
 def own_generator(seed: int, number: int) -> torch.Generator:
-    """Return the generator of one prompt, so that its draws do not depend on what else is answered."""
+    """Return the generator of one prompt, so that its sampling does not depend on what else is answered."""
     return torch.Generator().manual_seed((seed * _STRIDE + number) % 2**32)  # the CPU's takes 32 bits
 
 

@@ -65,7 +65,7 @@ def generate(
         prompts: on the replica's loading rank, elsewhere None.
         fields: of the prompts' media.
         num_rows: prompts that are answered at the same time.
-        multiple: what numbers of tokens are padded to a multiple of; prompts are already.
+        multiple: numbers of tokens are padded to a multiple of this; prompts already are.
 
     Raises:
         LlavaMcoreError: on all ranks of the replica, if `prompts` raised one.
@@ -87,15 +87,15 @@ class _Generation:
     def answers(self) -> Iterator[Answer]:
         """Yield all answers."""
         while True:
-            for place in range(len(self.rows)):
-                yield from self._fill(place)
+            for index in range(len(self.rows)):
+                yield from self._fill(index)
             if not any(self.rows):
                 return
             yield from self._step()
 
-    def _fill(self, place: int) -> Iterator[Answer]:
-        """Read prompts into a free row until one is left to be continued."""
-        while self.rows[place] is None and self.has_more:
+    def _fill(self, index: int) -> Iterator[Answer]:
+        """Read prompts into a free row until one of them needs more than its first token."""
+        while self.rows[index] is None and self.has_more:
             found = self._next_prompt()
             if found is None:
                 self.has_more = False
@@ -105,13 +105,13 @@ class _Generation:
             draws = own_generator(self.settings.seed, self.num_read) if self.settings.draws else None
             row = _Row(self.num_read, length, position, ids, self.settings.processors(length, ids.device), draws)
             self.num_read += 1
-            logits = self.model.read_prompt(batch, length, place)
-            self.rows[place] = row
-            yield from self._take([place], self._chosen(logits, [row]))
+            logits = self.model.read_prompt(batch, length, index)
+            self.rows[index] = row
+            yield from self._take([index], self._chosen(logits, [row]))
 
     def _step(self) -> Iterator[Answer]:
         """Read the last token of every row and choose the next one."""
-        places = [place for place, row in enumerate(self.rows) if row is not None]
+        indices = [index for index, row in enumerate(self.rows) if row is not None]
         tokens = [0 if row is None else row.tokens[-1] for row in self.rows]
         positions = [0 if row is None else row.position for row in self.rows]
         lengths = [0 if row is None else row.length for row in self.rows]
@@ -120,10 +120,10 @@ class _Generation:
         rows = [row for row in self.rows if row is not None]
         for row in rows:
             row.length, row.position = row.length + 1, row.position + 1
-        yield from self._take(places, self._chosen(None if logits is None else logits[places], rows))
+        yield from self._take(indices, self._chosen(None if logits is None else logits[indices], rows))
 
     def _chosen(self, logits: Tensor | None, rows: Sequence[_Row]) -> list[int]:
-        """Return the next token of each of some rows, on all stages."""
+        """Return the next token of each of these rows, on all stages."""
         tokens = None
         if logits is not None:
             group = self.groups.tensor_parallel
@@ -136,16 +136,16 @@ class _Generation:
                 tokens = most_probable(logits, group)
         return self.model.from_last_stage(tokens, len(rows)).tolist()
 
-    def _take(self, places: Sequence[int], tokens: Sequence[int]) -> Iterator[Answer]:
+    def _take(self, indices: Sequence[int], tokens: Sequence[int]) -> Iterator[Answer]:
         """Append tokens to their rows; rows that end with them are freed."""
-        for place, token in zip(places, tokens, strict=True):
-            row = self.rows[place]
+        for index, token in zip(indices, tokens, strict=True):
+            row = self.rows[index]
             assert row is not None
             row.tokens.append(token)
             if row.processors:
                 row.ids = torch.cat([row.ids, row.ids.new_tensor([[token]])], dim=1)
             if token in self.settings.end_ids or len(row.tokens) == self.settings.max_new_tokens:
-                self.rows[place] = None
+                self.rows[index] = None
                 yield Answer(row.number, row.tokens)
 
     def _next_prompt(self) -> tuple[MicroBatch, int, int] | None:

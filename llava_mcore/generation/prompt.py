@@ -26,7 +26,7 @@ def encode_prompt(conversation: Conversation, assets: Assets, key: str, *, multi
     """Return the prompt of a conversation that ends with a question, its pictures decoded as for training.
 
     Args:
-        multiple: what its length is padded to a multiple of.
+        multiple: its length is padded to a multiple of this.
 
     Raises:
         DataError: a picture cannot be read, a limit is exceeded, or the template cannot render the turns.

@@ -25,10 +25,10 @@ from llava_mcore.errors import DataError
 class Question:
     """A conversation that ends with a question. `reference`: the answer to it in the data.
 
-    `place`: number of its sample, of the sample's conversation, and of the answer in it.
+    `position`: the number of its sample, of the conversation in the sample, and of the answer in the conversation.
     """
 
-    place: tuple[int, int, int]
+    position: tuple[int, int, int]
     key: str
     conversation: Conversation
     reference: str
@@ -40,7 +40,7 @@ class Question:
 
 
 class Questions:
-    """The questions of a part of a dataset, read by the numbers of the samples: nothing is shuffled or packed."""
+    """The questions of a split of a dataset, read by the numbers of the samples: nothing is shuffled or packed."""
 
     def __init__(
         self,
@@ -113,16 +113,16 @@ class Questions:
 
     def _questions(self, conversation: Conversation, key: str, number: int, member: int) -> list[Question]:
         turns = conversation.turns
-        answers = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
+        answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
         chosen = list(enumerate(answers)) if self.every_answer else [(len(answers) - 1, answers[-1])]
         return [
             Question(
                 (number, member, which),
                 key if which == len(answers) - 1 else f"{key}@{which}",
-                before_answer(conversation, place),
-                turns[place].text.strip(),
+                before_answer(conversation, index),
+                turns[index].text.strip(),
             )
-            for which, place in chosen
+            for which, index in chosen
         ]
 
     def _on_decode_error(self, error: Exception, sample: object, sources: list[SourceInfo] | None) -> None:
@@ -131,9 +131,9 @@ class Questions:
         raise SkipSample from error
 
 
-def before_answer(conversation: Conversation, place: int) -> Conversation:
-    """Return a conversation up to the turn `place`, with the pictures and videos of these turns."""
-    turns: tuple[Turn, ...] = conversation.turns[:place]
+def before_answer(conversation: Conversation, index: int) -> Conversation:
+    """Return the turns of a conversation before turn `index`, with their pictures and videos."""
+    turns: tuple[Turn, ...] = conversation.turns[:index]
     num_images, num_videos, num_audios = (count_marks(turns, mark) for mark in (IMAGE_MARK, VIDEO_MARK, AUDIO_MARK))
     images, videos = conversation.images[:num_images], conversation.videos[:num_videos]
     audios = conversation.audios[:num_audios]

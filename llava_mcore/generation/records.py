@@ -17,7 +17,7 @@ from llava_mcore.generation.questions import Question
 class Record:
     """One question. `answer`: None if it could not be asked, for the reason in `problem`. `num_tokens`: of the answer.
 
-    `place`: see Question; empty for a sample without questions.
+    `position`: see Question; empty for a sample without questions.
     """
 
     key: str
@@ -26,26 +26,26 @@ class Record:
     answer: str | None = None
     num_tokens: int = 0
     problem: str | None = None
-    place: tuple[int, ...] = ()
+    position: tuple[int, ...] = ()
 
     def line(self) -> dict[str, Any]:
         """Return the object of a line of jsonl."""
         values = asdict(self)
-        del values["place"]
+        del values["position"]
         if self.problem is None:
             del values["problem"]
         return values
 
 
 class Asked:
-    """Makes prompts of questions and remembers what was asked."""
+    """Turns questions into prompts and remembers what was asked."""
 
     def __init__(self, questions: Iterable[Question | Skip], assets: Assets, *, multiple: int = 1) -> None:
-        """multiple: what prompts are padded to a multiple of."""
+        """multiple: prompts are padded to a multiple of this."""
         self._questions, self._assets, self._multiple = questions, assets, multiple
         self._entries: list[int] = []  # of each prompt, the index of its record
         self.records: list[Record] = []
-        """Of all questions so far, in their order."""
+        """The records of all questions so far, in their order."""
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield the prompts of questions that can be asked. DataError if the data cannot be read at all."""
@@ -53,7 +53,7 @@ class Asked:
             if isinstance(question, Skip):
                 self.records.append(Record(question.where, "", None, problem=question.reason))
                 continue
-            record = Record(question.key, question.text, question.reference, place=question.place)
+            record = Record(question.key, question.text, question.reference, position=question.position)
             try:
                 prompt = encode_prompt(question.conversation, self._assets, question.key, multiple=self._multiple)
             except DataError as error:

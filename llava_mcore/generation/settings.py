@@ -41,14 +41,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "eta_cutoff": (None, 0.0),
     "top_h": (None,),
 }
-"""Settings of transformers that the core does not know, and the values that leave them off."""
+"""Settings of transformers that generation at tp x pp does not support, and the values that turn them off."""
 
 
 @dataclass(frozen=True)
 class TokenSampling:
-    """How tokens are drawn; without `temperature` the most probable one is taken.
+    """How tokens are sampled; without `temperature` the most probable one is taken.
 
-    `seed`: draws depend on it and on the number of the prompt alone.
+    `seed`: sampling depends only on it and on the number of the prompt.
     """
 
     temperature: float | None = None
@@ -75,7 +75,7 @@ class TokenSampling:
 
 @dataclass(frozen=True)
 class Settings:
-    """`config`: transformers' settings. `seed`: of the draws, where tokens are drawn."""
+    """`config`: transformers' settings. `seed`: of the sampling, if tokens are sampled."""
 
     config: GenerationConfig
     max_new_tokens: int
@@ -84,7 +84,7 @@ class Settings:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn, not the most probable ones."""
+        """Whether tokens are sampled. Otherwise the most probable ones are taken."""
         return bool(self.config.do_sample)
 
     def processors(self, prompt_length: int, device: torch.device) -> LogitsProcessorList:
@@ -93,20 +93,18 @@ class Settings:
         Args:
             prompt_length: tokens of the prompt, media included.
         """
-        config, ends, place = self.config, sorted(self.end_ids), str(device)
+        config, ends, name = self.config, sorted(self.end_ids), str(device)
         found: list[LogitsProcessor] = []
         if config.repetition_penalty not in (None, 1.0):
             found.append(RepetitionPenaltyLogitsProcessor(penalty=config.repetition_penalty))
         if config.no_repeat_ngram_size:
             found.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
         if config.min_new_tokens and ends:
-            found.append(MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, ends, device=place))
+            found.append(MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, ends, device=name))
         if config.suppress_tokens is not None:
-            found.append(SuppressTokensLogitsProcessor(config.suppress_tokens, device=place))
+            found.append(SuppressTokensLogitsProcessor(config.suppress_tokens, device=name))
         if config.begin_suppress_tokens is not None:
-            found.append(
-                SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, prompt_length, device=place)
-            )
+            found.append(SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, prompt_length, device=name))
         if self.draws:
             found += self._warpers()
         return LogitsProcessorList(found)
@@ -163,7 +161,7 @@ def _config(hf_dir: Path, hf: PretrainedConfig) -> GenerationConfig:
 
 
 def require_known(settings: Settings, source: Path) -> None:
-    """Raise ConfigError for settings of transformers that generation at tp x pp does not know."""
+    """Raise ConfigError for settings of transformers that generation at tp x pp does not support."""
     values = {name: settings.config.to_dict().get(name) for name in UNSUPPORTED}
     found = [f"{name} = {value}" for name, value in values.items() if value not in UNSUPPORTED[name]]
     if found:

@@ -20,7 +20,7 @@ from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups
 
 Start = Callable[[VisionLanguageModel], tuple[Tensor, Tensor | None]]
-"""Makes the input of the first stage's layers, and what is added after the first of them."""
+"""Computes the input of the first stage's layers, and what is added after the first of them."""
 
 
 class CachedModel:
@@ -30,7 +30,7 @@ class CachedModel:
     def __init__(
         self, models: Sequence[VisionLanguageModel], groups: Groups, rows: CachedRows, *, multiple: int = 1
     ) -> None:
-        """multiple: what numbers of tokens are padded to a multiple of (sequence parallelism, FP8)."""
+        """multiple: numbers of tokens are padded to a multiple of this (sequence parallelism, FP8)."""
         self.models, self.groups, self.rows = models, groups, rows
         self.config = models[0].config
         is_divided = self.config.sequence_parallel
@@ -78,12 +78,12 @@ class CachedModel:
         rows.longest = max(lengths)
         rows.lengths.copy_(torch.tensor(lengths))
         ids = torch.nn.functional.pad(tokens, padding)[None]
-        places = torch.nn.functional.pad(positions, padding)[None]
+        position_ids = torch.nn.functional.pad(positions, padding)[None]
         axes = self.models[0].language_model.shape.rope.axes
-        by_axis = places if axes is None else places.expand(int(axes.max()) + 1, 1, -1)
+        by_axis = position_ids if axes is None else position_ids.expand(int(axes.max()) + 1, 1, -1)
 
         def start(model: VisionLanguageModel) -> tuple[Tensor, Tensor | None]:
-            embeddings = model.language_model.embed(ids, places)
+            embeddings = model.language_model.embed(ids, position_ids)
             if self._parts > 1:
                 embeddings = tensor_parallel.scatter_to_sequence_parallel_region(embeddings)
             return embeddings, None

@@ -98,12 +98,12 @@ class AnyResPlan(MediaPlan):
         def processed(given: list[Any]) -> Tensor:
             return processor(images=given, return_tensors="pt", **options)["pixel_values"]
 
-        bases = [picture for picture, item in zip(pictures, tokens, strict=True) if item.num_tiles == 1]
+        bases = [picture for picture, item in zip(pictures, tokens, strict=True) if item.num_rows == 1]
         # The image processor splits a picture that is alone in its conversation: a single base view is passed twice.
         views = iter(processed([bases if len(bases) > 1 else bases * 2]) if bases else ())
         return torch.cat(
             [
-                next(views) if item.num_tiles == 1 else processed([picture])[0]
+                next(views) if item.num_rows == 1 else processed([picture])[0]
                 for picture, item in zip(pictures, tokens, strict=True)
             ]
         )

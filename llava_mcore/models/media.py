@@ -84,16 +84,15 @@ NOTHING_AROUND = AroundMedia()
 class MediaTokens:
     """The tokens of one picture, video or clip of sound in a sequence.
 
-    `ids`: int64 [n], its placeholders, with marks and separators between them. `num_tiles`: its rows of PIXEL_VALUES:
-    pictures of the tower's size that the processor makes of it, patches, or mel frames. `num_patches`: what the tower
-    computes on, over all tiles. `num_features`: rows that the connector makes of the tiles. `values`: of the batch's
-    other fields; those that point at something are counted from its own first token or feature. `positions`: int64
-    [axes, n], counted from that of the first token, if they are not simply consecutive; the token after them then has
-    `next_position`.
+    `ids`: int64 [n], its placeholders, with marks and separators between them. `num_rows`: its rows of PIXEL_VALUES,
+    which are tiles of the tower's size, patches, or mel frames. `num_patches`: what the tower computes on, over all
+    rows. `num_features`: rows that the connector returns for it. `values`: the batch's other fields; indices in them
+    are counted from its own first token or feature. `positions`: int64 [axes, n], counted from that of the first
+    token, if they are not simply consecutive; the token after them then has `next_position`.
     """
 
     ids: NDArray[np.int64]
-    num_tiles: int
+    num_rows: int
     num_patches: int
     num_features: int
     values: Mapping[str, NDArray[Any]]
@@ -122,7 +121,7 @@ def index_values(fields: Fields, media: Sequence[MediaTokens], starts: Sequence[
 def position_ids(
     length: int, pictures: Sequence[MediaTokens], starts: Sequence[int], num_axes: int
 ) -> NDArray[np.int64]:
-    """Return the positions [axes, n] of a conversation of so many tokens: text counts on along all axes alike.
+    """Return the positions [axes, n] of a conversation of `length` tokens: text counts on along all axes equally.
 
     Args:
         starts: the first token of each picture.
@@ -157,11 +156,11 @@ class MediaPlan(ABC):
     num_axes: int = 1
     """Of a position: 1, or 3 for time, height and width."""
     patches_per_tile: int
-    """What the tower computes on."""
+    """Patches that the tower computes on per tile. Without tiles (packed patches, sound): of the smallest item."""
     rows_per_tile: int = 1
-    """Of PIXEL_VALUES."""
+    """Rows of PIXEL_VALUES, in the same sense."""
     tokens_per_tile: int
-    """Approximate number of tokens per tile; if it varies, rarely fewer. Determines the size of pixel buffers."""
+    """Tokens, in the same sense. If the number varies, rarely fewer. Determines the size of pixel buffers."""
     around_media: AroundMedia = NOTHING_AROUND
     """What is rewritten in the text; the tokens of a picture are only what replaces its placeholder."""
 
@@ -189,11 +188,11 @@ class MediaPlan(ABC):
             rows: the tokens of the pictures of each row; there is at least one.
             row_shape: of a tile or a patch.
         """
-        pixels, numbers = made["pixel_values"], [item.num_tiles for row in rows for item in row]
+        pixels, numbers = made["pixel_values"], [item.num_rows for row in rows for item in row]
         if pixels.ndim == 1 + len(row_shape):
             return pixels
         if len(pixels) != len(numbers):
-            numbers = [sum(item.num_tiles for item in row) for row in rows]
+            numbers = [sum(item.num_rows for item in row) for row in rows]
         return torch.cat([tiles[:number] for tiles, number in zip(pixels, numbers, strict=True)])
 
     def video_pixels(

@@ -63,8 +63,8 @@ class KnownNames:
 
     `vision`, `projection`, `text`: prefixes, longest first, because the first match is used. `lm_head`:
     the output layer's name by the language model's prefix. `styles`: complete sets of names that a user may use in a
-    pattern;
-    the first is that of the class's common files. `newline`: names of the vector after rows of features, if any.
+    pattern; the first is that of the class's common files. `newline`: names of the vector after rows of features, if
+    any.
     """
 
     vision: tuple[str, ...]
@@ -73,6 +73,12 @@ class KnownNames:
     lm_head: Mapping[str, str]
     styles: tuple[HfNames, ...]
     newline: tuple[str, ...] = ()
+
+    @classmethod
+    def single(cls, style: HfNames) -> KnownNames:
+        """Return the names of a class whose files have only ever had one style."""
+        lm_head = {style.text: style.lm_head}
+        return cls((style.vision,), (style.projection,), (style.text,), lm_head, styles=(style,))
 
     def usual(self, *, wrapped: bool) -> HfNames:
         """Return the names of the class's common files. `wrapped`: see `VisionFamily`."""

@@ -51,7 +51,7 @@ class PatchPlan(MediaPlan):
         self.image_token_id: int = hf.image_token_id
         self.video_token_id = hf.video_token_id
         self.merged = tower.merged(hf.vision_config)
-        # The smallest picture is a square of patches, and a token.
+        # The smallest picture is one square of patches, which becomes one token.
         self.patches_per_tile = self.rows_per_tile = self.merged
         self.tokens_per_tile = 1
         self.processing = processing
@@ -62,7 +62,7 @@ class PatchPlan(MediaPlan):
         self.of_video = lru_cache(NUM_KNOWN)(self._video)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was remembered stays where it is."""
+        """The caches are not copied."""
         return self._given
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ class PatchPlan(MediaPlan):
         return [self.of_grid(self.grid_of(*size)) for size in sizes]
 
     def video_tokens(self, videos: Sequence[VideoShape]) -> list[MediaTokens]:
-        """Return the tokens of a conversation's videos. DataError as of `tokens`."""
+        """Return the tokens of a conversation's videos. DataError like `tokens`."""
         return [self.of_video(video) for video in videos]
 
     def video_pixels(
@@ -83,7 +83,7 @@ class PatchPlan(MediaPlan):
         return _processed(processor, frames, **options)["pixel_values_videos"]
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Return the patches of a picture of so many pixels. DataError as of `tokens`."""
+        """Return the patches of a picture of this height and width. DataError like `tokens`."""
         images = self.processing.image_processor
         try:
             resized = smart_resize(
@@ -98,7 +98,7 @@ class PatchPlan(MediaPlan):
         return 1, resized[0] // images.patch_size, resized[1] // images.patch_size
 
     def video_grid(self, video: VideoShape) -> Grid:
-        """Return the patches of a video: its processor is asked, on frames without memory. DataError as of `tokens`."""
+        """Return the patches of a video: its processor is asked, on frames without memory. DataError like `tokens`."""
         assert self.processing.videos is not None, "load_assets says why there is no video processor"
         frames = torch.empty(video.num_frames, 3, video.height, video.width, dtype=torch.uint8, device="meta")
         try:
@@ -109,7 +109,7 @@ class PatchPlan(MediaPlan):
         return frames_, rows, columns
 
     def _picture(self, grid: Grid) -> MediaTokens:
-        """Return the tokens of a picture of so many patches."""
+        """Return the tokens of a picture with this grid of patches."""
         ids = np.full(math.prod(grid) // self.merged, self.image_token_id, dtype=np.int64)
         return self._tokens(ids, self.image_token_id, grid, image_grid_thw=torch.tensor([grid]))
 
@@ -133,7 +133,7 @@ class PatchPlan(MediaPlan):
         positions, end = self._positions(ids, token, **grids)
         return MediaTokens(
             ids=ids,
-            num_tiles=math.prod(grid),
+            num_rows=math.prod(grid),
             num_patches=math.prod(grid),
             num_features=len(features),
             values={FEATURE_POSITIONS: features, **values},

@@ -22,13 +22,13 @@ from llava_mcore.serving.requests import RequestError, ServedModel, check_chat
 logger = logging.getLogger(__name__)
 
 DISCARDED = 8
-"""A request that is too large is read on and discarded up to so many times the limit, so that the client sees the
-answer; then the connection is closed."""
+"""The rest of a request that is too large is read and discarded, up to this many times the limit, so that the client
+sees the answer; then the connection is closed."""
 
 
 def build_app(handler: PinnedHandler, model: ServedModel, *, max_request_bytes: int) -> FastAPI:
     """Return the app. It has the chat completions, the list of models and a health check, nothing else: transformers'
-    own app also loads other models for whoever asks."""
+    own app also loads other models on request."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

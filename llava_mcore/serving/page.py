@@ -1,7 +1,7 @@
 """A chat page in front of a server with OpenAI's interface; a program of its own: `python -P page.py --server URL …`.
 
-Gradio needs another Pillow than training does. So this file runs in an environment that has Gradio and nothing else of
-ours, and imports nothing of the project.
+Gradio needs a different version of Pillow than training does. So this file runs in an environment that has Gradio and
+nothing else of ours, and imports nothing from the project.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INTERRUPTED = 130
 
 
 class Failure(Exception):
-    """An answer that did not come; its text is for the reader of the page."""
+    """An answer that failed; its text is shown on the page."""
 
 
 def main() -> int:
@@ -144,7 +144,7 @@ def _piece(event: str) -> str:
 def _reason(answer: httpx.Response) -> str:
     try:
         message = str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):  # not a server of ours
+    except (ValueError, KeyError, TypeError):  # not one of our servers
         message = answer.text[:200]
     return f"The server refused the question ({answer.status_code}): {message}"
 

@@ -18,9 +18,9 @@ from llava_mcore.errors import DataError
 
 ROLES = ("system", "user", "assistant")
 REFUSED = ("generation_config", "chat_template_kwargs", "tools")
-"""Fields of transformers' server that reach into generation and templates."""
+"""Fields of transformers' server that would change generation and templates."""
 USUAL_TOKENS = 1024
-"""Most tokens of an answer if the request does not say; the same as transformers' own."""
+"""Maximum number of tokens of an answer if the request does not set one; transformers' default."""
 PICTURE_URL = "data:image/"
 HOW_TO_SEND = '"url" must be "data:image/TYPE;base64,DATA"'
 
@@ -55,7 +55,7 @@ def check_chat(body: Any, model: ServedModel) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError(f"the request must be a JSON object, found {_kind(body)}")
     if body.get("model") not in (None, model.name):
-        raise RequestError(f'the model {body["model"]!r} is not served here; served is "{model.name}"', 404)
+        raise RequestError(f'the model {body["model"]!r} is not served here; this server has "{model.name}"', 404)
     found = [f'"{name}" is not allowed' for name in REFUSED if body.get(name) is not None]
     found += _numbers(body, model)
     found += _messages(body.get("messages"), model)

@@ -30,8 +30,8 @@ def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str,
         ConversionError: the template cannot render a question and its answer, with or without a picture.
     """
     check_bounds(template, origin)
-    hears = SOUND_TOKENS[1] in tokenizer.get_vocab()
-    kinds = ("audio",) if hears else ("image", "video")[: 1 + videos]
+    takes_audio = SOUND_TOKENS[1] in tokenizer.get_vocab()
+    kinds = ("audio",) if takes_audio else ("image", "video")[: 1 + videos]
     if all(understands_parts(tokenizer, template, kind) for kind in kinds):
         return template
     wrapped = preamble(tokenizer) + template
@@ -51,7 +51,7 @@ def understands_parts(tokenizer: PreTrainedTokenizerBase, template: str, kind: s
 def _check_wrapped(tokenizer: PreTrainedTokenizerBase, template: str, wrapped: str, kind: str, origin: str) -> None:
     """Raise ConversionError unless the wrapped template renders parts as the original renders strings.
 
-    kind: a type of parts; the preamble treats others alike.
+    kind: a type of parts; the preamble treats all others the same.
     """
     text = _conversation(kind, as_parts=False)
     try:

@@ -136,5 +136,5 @@ def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, with_rando
 
 def _sharded_random_state(groups: Groups) -> ShardedObject:
     """Return this model-parallel rank's generators; data-parallel ranks hold the same."""
-    shape, place = (groups.pp_size, groups.tp_size), (groups.pp_rank, groups.tp_rank)
-    return ShardedObject("random_state", random_state(), shape, place, replica_id=groups.dp_rank)
+    shape, position = (groups.pp_size, groups.tp_size), (groups.pp_rank, groups.tp_rank)
+    return ShardedObject("random_state", random_state(), shape, position, replica_id=groups.dp_rank)

@@ -129,7 +129,7 @@ def test_every_gradient(torchs: tuple[str, list[float]], tmp_path: Path) -> None
 
 
 def added_up(ranks: list[dict[str, tuple[float, bool]]]) -> dict[str, float]:
-    """Return the norm of every whole gradient; what each rank holds whole must be alike on all."""
+    """Return the norm of every whole gradient; what each rank holds whole must be the same on all."""
     found = {}
     for name, (first, in_parts) in ranks[0].items():
         squares = [rank[name][0] for rank in ranks]

@@ -1,4 +1,5 @@
-"""The table of everything that may be wrong with data on a disk: small datasets with one fault, and what is promised.
+"""The table of everything that may be wrong with data on a disk: small datasets with one fault, and the expected
+result.
 
 Where one sample is faulty, it is number FAULTY of four in one shard. Sequences are SEQ_LENGTH tokens.
 """

@@ -61,7 +61,7 @@ def picture(kind: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (40, 
 
 
 def messages(*turns: tuple[Any, Any]) -> dict[str, Any]:
-    """The json of a sample, one (role, content) a turn."""
+    """The json of a sample, one (role, content) per turn."""
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
@@ -114,7 +114,7 @@ def one_sample(parts: Parts, *, base: Parts = GOOD, dataset_yaml: str = CRUDE) -
 
 
 def said(*turns: tuple[Any, Any], images: int = 0) -> Callable[[Path], Path]:
-    """Four samples, of which one has other turns and so many pictures."""
+    """Four samples, of which one has other turns and this number of pictures."""
     pictures: Parts = {f"{i}.jpg": picture() for i in range(images)}
     return one_sample({"0.jpg": None, "json": messages(*turns)} | pictures)
 

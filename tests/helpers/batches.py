@@ -1,4 +1,4 @@
-"""Synthetic global batches that every layout sees alike: pictures and text-only samples mixed."""
+"""Synthetic global batches that are the same at every layout: pictures and text-only samples mixed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def micro_batch(hf: PretrainedConfig, indices: list[int], text_only: set[int]) -
 
 
 class FakeLoader:
-    """Deals the same global batches whatever the data-parallel size: sample s goes to micro-batch s // size."""
+    """Delivers the same global batches whatever the data-parallel size: sample s goes to micro-batch s // size."""
 
     def __init__(self, hf: PretrainedConfig, *, micro_batch_size: int, dp_rank: int, dp_size: int, text_only: set[int]):
         self.hf, self.size, self.rank, self.dp, self.text_only = hf, micro_batch_size, dp_rank, dp_size, text_only

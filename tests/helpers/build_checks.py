@@ -1,4 +1,4 @@
-"""What a built folder must pass, whatever it was built of."""
+"""What a built folder must pass, whatever it was built from."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.helpers.tiny_hf import TEXTS
 
 @pytest.fixture(scope="session")
 def tiny_parts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A source folder by what it holds, written once: tiny_parts("clip"), tiny_parts("qwen2", tie=True)…"""
+    """A source folder by its contents, written once: tiny_parts("clip"), tiny_parts("qwen2", tie=True)…"""
     root, made = tmp_path_factory.mktemp("parts"), {}
 
     def get(kind: str, **how: Any) -> Path:

@@ -227,7 +227,7 @@ def patch_inputs(plan: PatchPlan, *, seed: int = 0) -> dict[str, torch.Tensor]:
     length = max(sum(map(len, each)) for each in items) + 24
     samples = []
     for each in items:
-        rows = sum(item.num_tiles for item in each)
+        rows = sum(item.num_rows for item in each)
         pixels = torch.randn(rows, plan.tower.patch_numbers(plan.hf.vision_config), generator=g)
         found = [_conversation("s", [(b"", item) for item in each], length, g)]
         samples.append(EncodedSample(__key__="s", __restore_key__=(), conversations=found, pixel_values=pixels))
@@ -273,7 +273,7 @@ def any_size_inputs(model: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
     length = len(samples[0].conversations[0])
     batch = collate(samples, seq_length=length, pad_token_id=3, packed=False, fields=media_plan(hf).fields)
     spans = [(span, sample) for sample in samples for span in sample.conversations[0].media]
-    tiles = [part for sample in samples for part in sample.pixel_values.split(_num_tiles(sample))]
+    tiles = [part for sample in samples for part in sample.pixel_values.split(_num_rows(sample))]
     of_pictures = [part for (span, _), part in zip(spans, tiles, strict=True) if isinstance(span.data, bytes)]
     of_videos = [part for (span, _), part in zip(spans, tiles, strict=True) if isinstance(span.data, Video)]
     padded = pad_sequence(of_pictures, batch_first=True)  # [pictures, most tiles, 3, side, side]
@@ -298,15 +298,15 @@ def any_size_samples(hf: Any, *, seed: int = 0) -> list[EncodedSample]:
     samples = []
     for number, found in enumerate(spans):
         conversation = _conversation(f"k{number}", found, length, g)
-        pixels = torch.randn(conversation.num_tiles, 3, side, side, generator=g)
+        pixels = torch.randn(conversation.num_rows, 3, side, side, generator=g)
         samples.append(
             EncodedSample(__key__="s", __restore_key__=(), conversations=[conversation], pixel_values=pixels)
         )
     return samples
 
 
-def _num_tiles(sample: EncodedSample) -> list[int]:
-    return [span.tokens.num_tiles for span in sample.conversations[0].media]
+def _num_rows(sample: EncodedSample) -> list[int]:
+    return [span.tokens.num_rows for span in sample.conversations[0].media]
 
 
 def _conversation(
@@ -328,7 +328,7 @@ def hf_pixels(hf: Any, tiles: torch.Tensor) -> torch.Tensor:
 def make_sharp_case(case: Case, folder: Path) -> LlavaForConditionalGeneration:
     """As `make_case`, with large queries and keys.
 
-    Attention then depends on what scales its scores: on small random weights every token sees all others nearly alike.
+    Attention then depends on what scales its scores: on small random weights it is almost uniform.
     """
     model = make_case(case, folder)
     with torch.no_grad():

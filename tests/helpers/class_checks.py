@@ -1,4 +1,5 @@
-"""A class beside its own model in transformers: the loader's batches, logits, gradients, FLOPs; edited folders."""
+"""A class compared with its own model in transformers: the loader's batches, logits, gradients, FLOPs; edited
+folders."""
 
 from __future__ import annotations
 

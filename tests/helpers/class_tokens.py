@@ -1,4 +1,4 @@
-"""The tokens of pictures of many sizes beside those of a folder's own processor."""
+"""The tokens of pictures of many sizes, compared with those of a folder's own processor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def assert_same_ids(folder: Path, assets: Assets, sizes: list[Size], together: i
         expected = processor(images=pictures, text=text, add_special_tokens=False, return_tensors="pt")
         assert found.input_ids.tolist() == expected["input_ids"][0].tolist(), some
         tokens = assets.plan.tokens(some)
-        num_tiles = expected["pixel_values"].flatten(0, -4).shape[0]
-        assert sum(item.num_tiles for item in tokens) == num_tiles, some
+        num_rows = expected["pixel_values"].flatten(0, -4).shape[0]
+        assert sum(item.num_rows for item in tokens) == num_rows, some
         per_tile = features_per_tile(load_hf_config(folder))
-        assert [item.num_features for item in tokens] == [item.num_tiles * per_tile for item in tokens]
+        assert [item.num_features for item in tokens] == [item.num_rows * per_tile for item in tokens]

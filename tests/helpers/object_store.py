@@ -18,7 +18,7 @@ class ObjectStore:
     """Serves ROOT as the bucket `bucket`: GET, HEAD and byte ranges of objects, and listing (`plain`: only objects).
 
     `failures`: object -> how many of the next requests for it are answered with 503. `silent`: it accepts connections
-    and never answers. `clients`: the ports that requests came from, one a connection.
+    and never answers. `clients`: the ports that requests came from, one per connection.
     """
 
     def __init__(self, root: Path, *, plain: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Adapters that PEFT has made of tiny models, and how Hugging Face trains them."""
+"""Adapters that PEFT has created for tiny models, and how Hugging Face trains them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MARK = "<image>"
 
 @dataclass(frozen=True)
 class Case:
-    """A conversation in the form in which it is to come out: (role, text) turns and pictures."""
+    """A conversation in the form in which it is expected: (role, text) turns and pictures."""
 
     turns: tuple[tuple[str, str], ...]
     pictures: tuple[bytes, ...] = ()
@@ -248,7 +248,7 @@ def write_tars(folder: Path, cases: Sequence[Case]) -> Path:
 
 
 class Quiet:
-    """Takes notice of progress, and shows nothing."""
+    """Records progress, and shows nothing."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
@@ -262,7 +262,7 @@ class Quiet:
 
 
 def make(src: Path, out: Path, options: Options | None = None, how: Opening | None = None, **settings: Any) -> Result:
-    """Prepare one source in this process, four rows a shard."""
+    """Prepare one source in this process, four rows per shard."""
     source = Source((src,), how or Opening())
     return prepare(source, out, options or Options(rows_per_shard=4), Quiet(), **settings)
 

@@ -1,7 +1,7 @@
-"""Rough trials: a command as a user types it, in a fresh process, on files that something is wrong with.
+"""Rough trials: a command as a user types it, in a fresh process, on files with something wrong.
 
-A trial says what it makes of a few small files, what is typed, and how that has to end: the exit code, what the last
-message says, how long it may take. Beside that every trial must end without a traceback, must write nothing outside its
+A trial defines a few small files, the command, and how it has to end: the exit code, what the last
+message says, how long it may take. Besides, every trial must end without a traceback, must write nothing outside its
 own output folder, and must not run what a file brings along.
 """
 
@@ -75,7 +75,7 @@ TRAIN = (
 """A whole training command; more flags may follow."""
 
 
-class Place:
+class Sandbox:
     """The folder of one trial: files of its own, or the shared ones under the same names."""
 
     def __init__(self, root: Path, shared: Shared, closing: contextlib.ExitStack) -> None:
@@ -151,15 +151,15 @@ class Trial:
 
     name: str
     row: str
-    """Which row of the review it belongs to."""
+    """The group that it belongs to."""
     command: str
     code: int | None = 2
     """None: any, if it only ends."""
     says: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
-    arrange: Callable[[Place], object] = lambda place: None
-    check: Callable[[Place, Outcome], str | None] = lambda place, outcome: None
-    """Returns what else is wrong."""
+    arrange: Callable[[Sandbox], object] = lambda sandbox: None
+    check: Callable[[Sandbox, Outcome], str | None] = lambda sandbox, outcome: None
+    """Returns whatever else is wrong."""
     environ: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 60
     one_message: bool = True
@@ -182,11 +182,11 @@ def try_it(trial: Trial, shared: Shared, root: Path, *, patience: float = 1) -> 
         CannotBeTried: the machine lacks something.
     """
     with contextlib.ExitStack() as closing:
-        place = Place(root, shared, closing)
+        sandbox = Sandbox(root, shared, closing)
         closing.callback(shutil.rmtree, root, ignore_errors=True)
-        trial.arrange(place)
-        command = place.filled(trial.command)
-        before = _snapshot(place, trial)
+        trial.arrange(sandbox)
+        command = sandbox.filled(trial.command)
+        before = _snapshot(sandbox, trial)
         homes = {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp")}
         code, text, seconds = _bash(
             command, {**homes, **trial.environ}, patience * trial.seconds, permissions=trial.permissions
@@ -195,8 +195,8 @@ def try_it(trial: Trial, shared: Shared, root: Path, *, patience: float = 1) -> 
         found = _wrong(trial, outcome)
         if (root / "marker").exists():
             found.append("what a file brought along was executed")
-        found += [f"wrote outside its output folder: {path}" for path in _changed(before, _snapshot(place, trial))]
-        more = trial.check(place, outcome)
+        found += [f"wrote outside its output folder: {path}" for path in _changed(before, _snapshot(sandbox, trial))]
+        more = trial.check(sandbox, outcome)
         return outcome, [*found, *([] if more is None else [more])]
 
 
@@ -240,11 +240,11 @@ def _bash(
     return process.returncode, said.decode("utf-8", "replace"), time.monotonic() - start
 
 
-def _snapshot(place: Place, trial: Trial) -> dict[Path, tuple[int, int]]:
+def _snapshot(sandbox: Sandbox, trial: Trial) -> dict[Path, tuple[int, int]]:
     """Return size and time of every file that must not change: the trial's, the shared ones."""
     files: dict[Path, tuple[int, int]] = {}
-    allowed = [place.root / name for name in (*MAY_CHANGE, *trial.writes)]
-    for top in (place.root, place.shared.root):
+    allowed = [sandbox.root / name for name in (*MAY_CHANGE, *trial.writes)]
+    for top in (sandbox.root, sandbox.shared.root):
         for here, folders, names in os.walk(top):
             folders[:] = [name for name in folders if Path(here, name) not in allowed]
             for path in (Path(here, name) for name in names):

@@ -1,4 +1,4 @@
-"""Energon datasets as seed 004's user makes them: real digits in tar files, then `energon prepare`."""
+"""Energon datasets as a user creates them: real digits in tar files, then `energon prepare`."""
 
 from __future__ import annotations
 

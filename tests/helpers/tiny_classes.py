@@ -78,7 +78,7 @@ def write(kind: type[PreTrainedModel], config: Any, processor: ProcessorMixin, f
 
 
 def idefics3_processor(*, features_per_tile: int = 4, side: int = 56, marks: bool = True) -> Idefics3Processor:
-    """The processor of `make_hf_idefics3`: at most 3 tiles a side. `marks`: whether the tiles' are single tokens."""
+    """The processor of `make_hf_idefics3`: at most 3 tiles per side. `marks`: whether the tiles' are single tokens."""
     rows = [f"<row_{i + 1}_col_{j + 1}>" for i in range(3) for j in range(3)] if marks else []
     tokenizer = make_tokenizer(more=["<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *rows])
     return Idefics3Processor(

@@ -89,7 +89,7 @@ def make_hf_idefics2(
 def hf_pictures(folder: Path, pictures: Sequence[bytes]) -> dict[str, Tensor]:
     """Return all pictures of a batch as transformers' model takes them, padded to one size: those of one row.
 
-    It looks at no rows, only at the order of the pictures.
+    It does not use rows, only the order of the pictures.
     """
     images = AutoImageProcessor.from_pretrained(folder)
     return dict(images([[Image.fromarray(pixels_of(data)) for data in pictures]], return_tensors="pt"))

@@ -1,4 +1,4 @@
-"""Pictures of several sizes, videos, sounds, and samples without any train alike at every layout, padded and packed."""
+"""Pictures of several sizes, videos, sounds and plain text train the same at every layout, padded and packed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def filmed(index: int) -> dict[str, Any]:
     return {"json": json.dumps(about).encode()} | {name: jpeg(index + i) for i, name in enumerate(names)}
 
 
-def heard(number: int) -> dict[str, Any]:
+def with_sound(number: int) -> dict[str, Any]:
     """The parts of a sample about no, one or two sounds."""
     clips = {f"{n}.wav": encoded(0.3 + (5 * number + n) % 7 / 3, number) for n in range(number % 3)}
     asked = ("user", "<audio>\n" * len(clips) + "Which digit is said?")
@@ -65,7 +65,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     # Some have a video beside their picture, some a video alone.
     replace |= {i: replace[i] | filmed(i) for i in range(0, NUM_SAMPLES, 3)}
     make_dataset(root / "videos", num_samples=NUM_SAMPLES, replace=replace, sample_type="CrudeWebdataset")
-    write_tar(root / "sounds" / "000000.tar", {f"{i:03d}": heard(i) for i in range(NUM_SAMPLES)})
+    write_tar(root / "sounds" / "000000.tar", {f"{i:03d}": with_sound(i) for i in range(NUM_SAMPLES)})
     index(root / "sounds")
     return {"cases": cases, "save_dir": str(root / "runs")}
 

@@ -1,4 +1,4 @@
-"""Classes beside LLaVA train alike at every layout, packed or padded, with any part frozen."""
+"""Classes other than LLaVA train the same at every layout, packed or padded, with any part frozen."""
 
 from __future__ import annotations
 

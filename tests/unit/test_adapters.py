@@ -128,7 +128,7 @@ def test_files_of_other_adapters_are_refused_by_name(tmp_path: Path, hf: Path, l
     folder = make_peft_folder(hf, tmp_path / "lora", r=2, target_modules=["q_proj", "lm_head"])
     with pytest.raises(ConversionError) as error:
         plan_of_folder(folder, "x", layers, is_trained=True)
-    assert "layers.3.self_attn.q_proj, which is no linear layer" in str(error.value), "after the feature layer"
+    assert "layers.3.self_attn.q_proj, which is not a linear layer" in str(error.value), "after the feature layer"
     assert "adapts lm_head" in str(error.value)
     for key, value, message in (
         ("peft_type", "IA3", "expected 'LORA'"),

@@ -63,7 +63,7 @@ def llava_onevision() -> PretrainedConfig:
 
 
 def random_sizes(seed: int) -> Iterator[Size]:
-    """Heights and widths, small and large ones alike often, of every proportion."""
+    """Heights and widths, small and large ones equally often, of every proportion."""
     draw = np.random.default_rng(seed)
     for _ in range(NUM_SIZES):
         height, width = np.exp(draw.uniform(np.log(2), np.log(4000), 2)).astype(int)
@@ -102,8 +102,8 @@ def test_features_are_where_hugging_faces_model_puts_them(config: Any, model: An
     for size in random_sizes(seed):
         (tokens,) = plan.tokens([size])
         assert len(tokens) == expected_tokens(size), size
-        assert tokens.num_features == n * tokens.num_tiles and (tokens.ids == 4).all()
-        theirs = model_makes(model, hf, size, tokens.num_tiles, n)
+        assert tokens.num_features == n * tokens.num_rows and (tokens.ids == 4).all()
+        theirs = model_makes(model, hf, size, tokens.num_rows, n)
         resized += bool(len(tokens.values.get(RESIZED_ROWS, ())))
         np.testing.assert_allclose(sequence(tokens), theirs, rtol=1e-6, atol=1e-2, err_msg=str(size))
     assert bool(resized) == (model is LlavaOnevisionModel)
@@ -129,7 +129,7 @@ def test_several_pictures_of_a_conversation() -> None:
     hf = llava_onevision()
     plan = media_plan(hf)
     both = plan.tokens([(100, 900), (900, 100)])
-    assert [(len(x), x.num_tiles) for x in both] == [(730, 1)] * 2 and sequence(both[0]).tolist() == [*range(729), -1]
+    assert [(len(x), x.num_rows) for x in both] == [(730, 1)] * 2 and sequence(both[0]).tolist() == [*range(729), -1]
     hf = llava_next()
     plan = media_plan(hf)
     assert plan.tokens([(100, 900), (900, 100)]) == [plan.tokens([x])[0] for x in ((100, 900), (900, 100))]

@@ -132,7 +132,7 @@ def test_thousands_of_lengths_have_the_processors_tokens(folder: Path, assets: A
         hidden, features = encoder._get_feat_extract_output_lengths(frames)
         said = processor.replace_audio_token({"num_audio_tokens": [(((int(frames) - 1) // 2 + 1) - 2) // 2 + 1]}, 0)
         assert len(tokens) == tokens.num_features == int(features) == said.count(processor.audio_token), num_samples
-        assert tokens.num_patches == int(hidden) and tokens.num_tiles == 2 * int(hidden) + 2
+        assert tokens.num_patches == int(hidden) and tokens.num_rows == 2 * int(hidden) + 2
 
 
 @pytest.mark.parametrize("num_samples", [321, 480, 799, 4_800, 16_001, 250_000, 479_999, 480_000])
@@ -342,7 +342,7 @@ def test_the_classes_own_template(folder: Path, tmp_path: Path) -> None:
 
 
 def test_adapters_find_the_layers_of_the_encoder(folder: Path) -> None:
-    """Queries, keys and values apart, and nothing that is no linear layer."""
+    """Queries, keys and values apart, and only linear layers."""
     layers = model_layers(load_hf_config(folder))
     assert not layers.is_tied
     encoder = [name for name in layers.members if "audio_tower" in name]
@@ -350,7 +350,7 @@ def test_adapters_find_the_layers_of_the_encoder(folder: Path) -> None:
 
 
 def test_refusals(assets: Assets) -> None:
-    for seconds, reason in ((31.0, "31.0 seconds long, but the model hears at most 30"), (0.015, "too short")):
+    for seconds, reason in ((31.0, "31.0 seconds long, but the model takes at most 30"), (0.015, "too short")):
         with pytest.raises(DataError, match=reason):
             tokenize(conversation("<audio>", seconds), assets, "k")
     picture = Conversation((Turn("user", "<image>"), Turn("assistant", "no.")), (b"x",))

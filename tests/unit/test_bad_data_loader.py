@@ -8,19 +8,13 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.errors import DataError
 from tests.helpers.bad_data import BAD_DATA, SEQ_LENGTH, BadData
-from tests.helpers.tiny_hf import make_hf_llava
 
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_llava(path)
-    return load_assets(path)
+pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 
 def read(path: Path, assets: Assets, bad: BadData) -> list[Batch]:

@@ -11,16 +11,10 @@ import pytest
 from llava_mcore.cli import check_data
 from llava_mcore.cli.flags.check import add_data_flags
 from llava_mcore.data.doctor.report import Report
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.assets import Assets
 from tests.helpers.bad_data import BAD_DATA, FAULTY, SEQ_LENGTH, BadData
-from tests.helpers.tiny_hf import make_hf_llava
 
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_llava(path)
-    return load_assets(path)
+pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 
 def examine(path: Path, assets: Assets, *flags: str) -> Report:

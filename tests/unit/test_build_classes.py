@@ -65,7 +65,7 @@ def test_pictures_of_any_size(build_tiny: Any, tiny_parts: Any, name: str, tower
         assert model(**batch).logits.isfinite().all()
         tokens = assets.plan.tokens([size])
         assert expand(text, [model.config.image_token_id], tokens).input_ids.tolist() == batch["input_ids"][0].tolist()
-        assert batch["pixel_values"].shape[1] == tokens[0].num_tiles > 1
+        assert batch["pixel_values"].shape[1] == tokens[0].num_rows > 1
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -129,7 +129,7 @@ def test_tensors_that_are_wrong_in_both_directions_are_named(
     expected: str,
 ) -> None:
     mutate(monkeypatch, change)
-    import_hf(hf, tmp_path / "m", verify=True)  # hashes agree: both directions are wrong alike
+    import_hf(hf, tmp_path / "m", verify=True)  # hashes agree: both directions are wrong in the same way
     flags = ["--hf-dir", str(hf), "--megatron-dir", str(tmp_path / "m")]
     assert check.main(flags) == 0
     assert check.main([*flags, "--logits", str(picture)]) == 2

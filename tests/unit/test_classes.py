@@ -308,4 +308,4 @@ def test_the_longest_edge_need_not_be_a_whole_number_of_tiles(longest: int, side
     for (height, width), item in zip(sizes, plan.tokens(sizes), strict=True):
         made = processor(images=Image.new("RGB", (width, height)), text="<image>")
         assert item.ids.tolist() == made["input_ids"][0], (height, width)
-        assert item.num_tiles == len(made["pixel_values"][0])
+        assert item.num_rows == len(made["pixel_values"][0])

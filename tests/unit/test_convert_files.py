@@ -1,4 +1,4 @@
-"""The parts that streaming is made of: slices, mapped tensors, planned safetensors files."""
+"""The building blocks of streaming: slices, mapped tensors, planned safetensors files."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LAYER = "language_model.model.layers.2."
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A Hugging Face folder and the checkpoint made of it."""
+    """A Hugging Face folder and the checkpoint imported from it."""
     root = tmp_path_factory.mktemp("safety")
     make_hf_llava(root / "hf")
     import_hf(root / "hf", root / "m", tensor_parallel=2)

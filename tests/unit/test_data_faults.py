@@ -16,21 +16,15 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from tests.helpers.batches import FakeBatch
-from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_loader import check_batch, open_loader, take
 from tests.unit.test_data_shards import make_vqa, picture, prepare, select_shards, vqa_sample, write_shard
 
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_llava(path)
-    return load_assets(path)
+pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 
 @pytest.fixture(scope="module")

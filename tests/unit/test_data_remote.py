@@ -18,15 +18,16 @@ from megatron.energon.cli.main import main as energon
 from megatron.energon.epathlib import EPath
 
 from llava_mcore.config.load import load_run_config, run_config_yaml
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.storage.dataset_path import check_dataset, fingerprint
 from llava_mcore.data.storage.remote import renew_connections
 from llava_mcore.errors import DataError
 from tests.helpers.encoding import tiles
 from tests.helpers.object_store import ACCESS_KEY, ObjectStore
-from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_loader import assert_equal, open_loader, take
 from tests.unit.test_data_shards import make_vqa, picture
+
+pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 BLEND = """
 __module__: megatron.energon
@@ -38,13 +39,6 @@ splits:
       - {{weight: 1, path: {}}}
 """
 Configure = Callable[..., None]
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    folder = tmp_path_factory.mktemp("hf")
-    make_hf_llava(folder)
-    return load_assets(folder)
 
 
 @pytest.fixture(scope="module")

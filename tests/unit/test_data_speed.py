@@ -22,7 +22,7 @@ from transformers import CLIPImageProcessor, SiglipImageProcessor
 from transformers.image_utils import load_image
 
 from llava_mcore.data.encoding import images as images_module
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.images import decode_image, decode_pixels, is_plain_jpeg
 from llava_mcore.data.encoding.preprocess import ImagePreprocessor
 from llava_mcore.data.samples import Batch
@@ -33,9 +33,10 @@ from llava_mcore.errors import DataError
 from llava_mcore.models.media import SameTokens
 from llava_mcore.pixels import normalize
 from tests.helpers.encoding import tiles
-from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_loader import assert_equal, open_loader, take
 from tests.unit.test_data_shards import make_vqa
+
+pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 FORMATS = [("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), *((m, "PNG") for m in ("RGB", "RGBA", "LA", "P", "1"))]
 
@@ -117,13 +118,6 @@ def test_processor_with_more_steps_does_all_of_them() -> None:
     data = noise(90, 60)
     theirs = processor(images=[decode_image(data)], return_tensors="pt")["pixel_values"]
     assert torch.equal(normalize(tiles(images, [data]), images.pixel_scale), theirs)
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    folder = tmp_path_factory.mktemp("hf")
-    make_hf_llava(folder)
-    return load_assets(folder)
 
 
 @pytest.fixture(scope="module")

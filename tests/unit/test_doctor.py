@@ -18,13 +18,14 @@ from llava_mcore.cli.check import main
 from llava_mcore.data.doctor.examiner import Examiner, Finding
 from llava_mcore.data.doctor.scan import choose, scan
 from llava_mcore.data.doctor.show import conversation_text
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import MediaTokens, SameTokens, Size
 from tests.helpers.bad_data_files import BLEND
 from tests.helpers.bad_data_makers import ANSWERED, ASKED, GOOD, good, index, messages, picture, write_tar
-from tests.helpers.tiny_hf import make_hf_llava
+
+pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 TALK = messages(
     ("user", "Compare <image><image>"),
@@ -33,18 +34,6 @@ TALK = messages(
     ("assistant", "漢字 too."),
 )
 TALK_PARTS: dict[str, Any] = {"json": TALK} | {f"{i}.jpg": picture() for i in range(3)}
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_llava(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def assets(hf: Path) -> Assets:
-    return load_assets(hf)
 
 
 @pytest.fixture(scope="module")

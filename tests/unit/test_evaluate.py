@@ -1,4 +1,4 @@
-"""`evaluate`: one score for the dataset, lm-eval's task and lmms-eval's; models beside each other; messages."""
+"""`evaluate`: one score for the dataset, lm-eval's task and lmms-eval's; models side by side; messages."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_tensors_that_are_wrong_in_both_directions_are_named(
 ) -> None:
     hf = request.getfixturevalue(family)
     mutate(monkeypatch, change)
-    import_hf(hf, tmp_path / "m", verify=True)  # hashes agree: both directions are wrong alike
+    import_hf(hf, tmp_path / "m", verify=True)  # hashes agree: both directions are wrong in the same way
     with pytest.raises(ConversionError, match=f"first difference: .*{re.escape(expected)}"):
         compare_logits(hf, latest_checkpoint(tmp_path / "m")[0], CHINA, tp=1, pp=1)
 

@@ -43,20 +43,14 @@ from tests.helpers.bad_data_makers import (
     rewritten,
     write_tar,
 )
-from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_bad_data_table import examine, said
+
+pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 TALK: dict[str, Any] = messages(ASKED, ANSWERED)
 TALK_ONLY: dict[str, Any] = messages(("user", "q"), ANSWERED)
 DEEP = "[" * 15_000
 SMALL = Limits(sample_bytes=20_000, text_chars=500, picture_pixels=10_000)
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_llava(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def test_the_docstrings(here: Path) -> None:
 
 
 def test_train_says_what_keeps_a_run_from_starting(here: Path) -> None:
-    """Of a mapping, a file and a configuration alike; the mapping that the docstring shows is a valid one."""
+    """From a mapping, a file and a configuration; the mapping that the docstring shows is a valid one."""
     (example,) = doctest.DocTestParser().get_examples(llava_mcore.train.__doc__ or "")
     with pytest.raises(ConfigError, match="megatron: no such folder") as raised:
         eval(example.source, {"train": llava_mcore.train})

@@ -12,12 +12,13 @@ from llava_mcore.compat import energon_names
 from llava_mcore.compat.energon_names import refuse_named_code
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.doctor.examiner import Examiner
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from tests.helpers.bad_data_makers import CRUDE, VQA, good
-from tests.helpers.tiny_hf import make_hf_llava
+
+pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 COMMAND = "{__module__: os, __function__: system, command: touch MARK}"
 TYPES = "sample_type: {__module__: megatron.energon, __class__: VQASample}\n"
@@ -44,13 +45,6 @@ BLENDS = {
     f"b: {{path: ./good}}}}, joiner: {COMMAND}}}}}\n",
     "a blend in a blend": BLEND % "/../inner.yaml",
 }
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_llava(path)
-    return load_assets(path)
 
 
 @pytest.fixture

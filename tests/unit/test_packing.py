@@ -96,7 +96,7 @@ def conversation(
 
 
 def encoded(*conversations: TokenConversation) -> EncodedSample:
-    pixels = torch.ones(sum(c.num_tiles for c in conversations), 3, 2, 2)
+    pixels = torch.ones(sum(c.num_rows for c in conversations), 3, 2, 2)
     return EncodedSample(__key__="s", __restore_key__=(), conversations=list(conversations), pixel_values=pixels)
 
 

@@ -15,10 +15,10 @@ from megatron.energon.cli.main import main as energon
 from PIL import Image
 
 from llava_mcore.__main__ import main
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.conversation import TextDecoder, cook_chat
-from llava_mcore.data.prepare.finish import split_shards
 from llava_mcore.data.prepare.listing import read_listing
+from llava_mcore.data.prepare.output.finish import split_shards
 from llava_mcore.data.prepare.plan import Counting, Options
 from llava_mcore.data.samples import IMAGE_MARK, ChatSample, Turn
 from llava_mcore.data.storage.dataset_path import check_dataset
@@ -26,19 +26,8 @@ from llava_mcore.errors import DataError
 from tests.helpers import prepare_cases as cases
 from tests.helpers.encoding import encoded
 from tests.helpers.prepare_cases import Case, chat_cases, contents, make, picture, read_back, vqa_cases
-from tests.helpers.tiny_hf import make_hf_llava
 
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hf")
-    make_hf_llava(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def assets(hf: Path) -> Assets:
-    return load_assets(hf)
+pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 
 WORKERS = WorkerConfig(rank=0, world_size=1, num_workers=0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from llava_mcore.data.encoding.images import decode_image
-from llava_mcore.data.prepare.pictures import inspect, read_picture
+from llava_mcore.data.prepare.media.pictures import inspect, read_picture
 from llava_mcore.data.prepare.plan import Options
 from llava_mcore.data.prepare.record_layouts import Keys, parse
 from llava_mcore.data.prepare.records import BadSample

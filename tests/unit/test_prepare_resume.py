@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from llava_mcore.data.prepare import finish
 from llava_mcore.data.prepare.journal import Journal
+from llava_mcore.data.prepare.output import finish
+from llava_mcore.data.prepare.output.shard import ShardMaker
+from llava_mcore.data.prepare.output.write import ShardWriter
 from llava_mcore.data.prepare.plan import Options
-from llava_mcore.data.prepare.shard import ShardMaker
 from llava_mcore.data.prepare.sources.base import Cuts
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
-from llava_mcore.data.prepare.write import ShardWriter
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from tests.helpers import prepare_cases as cases

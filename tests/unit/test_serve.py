@@ -93,7 +93,7 @@ def test_bad_requests_get_a_message_and_the_server_continues(server: Started) ->
     assert "--max-request-bytes" in message(large)
     assert time.monotonic() - start < 10
     other = server.chat("What is it?", jpeg(1), model="gpt")
-    assert (other.status_code, message(other)) == (404, "the model 'gpt' is not served here; served is \"tiny\"")
+    assert (other.status_code, message(other)) == (404, "the model 'gpt' is not served here; this server has \"tiny\"")
     unknown = server.chat("What is it?", jpeg(1), colour="red")
     assert unknown.status_code == 422
     assert "colour" in message(unknown)

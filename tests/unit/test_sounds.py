@@ -105,7 +105,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "text named .wav": (lambda: b"I said: no sound here.\n" * 9, "wav", "a sound of 207 bytes cannot be opened"),
     "web page named .mp3": (lambda: b"<html>404</html>", "mp3", "a sound of 16 bytes cannot be opened"),
     "picture named .flac": (lambda: b"\x89PNG\r\n\x1a\n" + bytes(99), "flac", "cannot be opened"),
-    "another format": (lambda: encoded(0.5, kind="AIFF"), "wav", "of the format AIFF; known are wav, flac, mp3, ogg"),
+    "another format": (lambda: encoded(0.5, kind="AIFF"), "wav", "has the format AIFF; supported: wav, flac, mp3, ogg"),
     "cut wav": (lambda: encoded(1.0)[:9000], "wav", "truncated: 32000 bytes of samples, of which 8956 exist"),
     "cut flac": (lambda: encoded(1.0, kind="FLAC")[:9000], "flac", "a sound cannot be decoded"),
     "cut mp3": (lambda: encoded(2.0, kind="MP3")[:4000], "mp3", "truncated: .* of 32000 samples could be decoded"),
@@ -113,8 +113,8 @@ BAD: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "only a header": (lambda: encoded(1.0)[:44], "wav", "a sound is truncated: 32000 bytes"),
     "no samples": (lambda: encoded(0.0), "wav", "a sound has no samples"),
     "too short": (lambda: encoded(0.01), "wav", "too short for a token"),
-    "a minute": (lambda: encoded(60.0), "wav", "60.0 seconds long, but the model hears at most 30"),
-    "three hours": (lambda: silence(3), "flac", "10800.0 seconds long, but the model hears at most 30"),
+    "a minute": (lambda: encoded(60.0), "wav", "60.0 seconds long, but the model takes at most 30"),
+    "three hours": (lambda: silence(3), "flac", "10800.0 seconds long, but the model takes at most 30"),
     "impossible channels": (lambda: header(encoded(1.0), CHANNELS, 999, "<H"), "wav", "cannot be opened|999 channels"),
     "impossible rate": (lambda: header(encoded(1.0), FREQUENCY, 4_000_000_000), "wav", "cannot be opened|per second"),
     "wrong rate": (lambda: header(encoded(1.0), FREQUENCY, 100), "wav", "160.0 seconds long"),
@@ -169,7 +169,7 @@ def test_a_long_sound_is_refused_by_its_header(
         raise AssertionError("it was decoded")
 
     monkeypatch.setattr(files, "_mono", decode)
-    with pytest.raises(DataError, match="hears at most 30"):
+    with pytest.raises(DataError, match="takes at most 30"):
         assets.plan.audio_tokens([sound_length(bad_sounds["three hours"], RATE)])
 
 

@@ -25,22 +25,11 @@ from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import DataError
 from tests.helpers.bad_data_makers import index, write_tar
 from tests.helpers.prepare_cases import chat_cases, make, write_sharegpt
-from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_loader import assert_equal, open_loader, take
 
+pytest_plugins = ("tests.helpers.llava_fixtures",)
+
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=30).filter(str.strip)
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hf")
-    make_hf_llava(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def assets(hf: Path) -> Assets:
-    return load_assets(hf)
 
 
 @pytest.fixture(scope="module")

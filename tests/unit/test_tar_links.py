@@ -18,13 +18,14 @@ from megatron.energon.flavors.webdataset.structs import ShardInfo
 from llava_mcore.cli import prepare as prepare_app
 from llava_mcore.compat.energon_memory import forget_read_members
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.shard_reader import ShardReader
 from tests.helpers.bad_data_makers import ANSWERED, ASKED, index, messages, picture
-from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_bad_data_table import examine
+
+pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 TALK = messages(ASKED, ANSWERED)
 KINDS = {
@@ -33,13 +34,6 @@ KINDS = {
     tarfile.BLKTYPE: "a block device",
     tarfile.FIFOTYPE: "a named pipe",
 }
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_llava(path)
-    return load_assets(path)
 
 
 def read(path: Path, assets: Assets, number: int) -> list[Batch]:

@@ -21,8 +21,9 @@ from llava_mcore.templates.named import NAMES, named_template
 from tests.helpers.bad_data_makers import index, messages, picture, write_tar
 from tests.helpers.chat_cases import TINY, tiny
 from tests.helpers.encoding import encoded
-from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_loader import open_loader, take
+
+pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 TYPED = "</s>quick <|im_end|> <pad><unk><|eot_id|> <s>"
 """In an answer; the tokenizers have some of them as tokens."""
@@ -138,13 +139,6 @@ def test_private_characters_are_refused_only_beside_them() -> None:
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hf")
-    make_hf_llava(folder)
-    return folder
 
 
 def talks(folder: Path) -> Path:

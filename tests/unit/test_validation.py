@@ -15,7 +15,7 @@ from PIL import Image
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_values
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.loading.validation_data import ValidationData, quotas
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
@@ -23,18 +23,12 @@ from llava_mcore.parallel.batch import fill_rows, without_loss
 from llava_mcore.training.logs.metrics import FILE, VALIDATION_FILE, JsonLines
 from llava_mcore.training.logs.sinks import draw_losses
 from llava_mcore.training.validation import ValidationResult
-from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_shards import make_vqa
+
+pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 SPLIT = "split_parts: {{train: [000000.tar], val: [{val}], test: []}}\nexclude: []\n"
 SAMPLES = 25
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    folder = tmp_path_factory.mktemp("hf")
-    make_hf_llava(folder)
-    return load_assets(folder)
 
 
 @pytest.fixture(scope="module")

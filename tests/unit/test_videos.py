@@ -87,7 +87,7 @@ def test_tokens_and_features_of_ten_thousand_shapes() -> None:
         (tokens,) = plan.video_tokens([VideoShape(frames, height, width, 2.0)])
         served = processor.replace_video_token({"pixel_values_videos": [torch.empty(frames, 0)]}, 0)
         assert len(tokens) == len(served) and (tokens.ids == 7).all(), (side, frames)
-        assert tokens.num_tiles == frames and tokens.num_patches == tokens.num_features == frames * side**2
+        assert tokens.num_rows == frames and tokens.num_patches == tokens.num_features == frames * side**2
         if (side, frames) not in compared:
             compared.add((side, frames))
             numbers = torch.arange(frames * side**2, dtype=torch.float32).view(frames, side**2, 1)
@@ -115,7 +115,7 @@ def test_ids_and_pixels_are_hugging_faces(hf: Path, assets: Assets) -> None:
     assert [span.data for span in found.media] == [videos[0], images[0], videos[1], images[1]]
     pixels = assets.images.tiles(found.media)
     assert pixels.dtype == torch.uint8
-    parts = normalize(pixels, assets.images.pixel_scale).split([span.tokens.num_tiles for span in found.media])
+    parts = normalize(pixels, assets.images.pixel_scale).split([span.tokens.num_rows for span in found.media])
     theirs = [*expected["pixel_values_videos"][:1], expected["pixel_values"][0][:1]]
     theirs += [*expected["pixel_values_videos"][1:], expected["pixel_values"][1][:1]]
     assert all(torch.equal(mine, other) for mine, other in zip(parts, theirs, strict=True))

@@ -26,12 +26,12 @@ from llava_mcore.models.vision.geometry import image_side, patch_side
 
 _TOWER = "siglip_vision_model"
 _SHORTEST = 378 / 980
-"""Shortest edge of a picture in longest edges, as in Idefics2's own processor."""
+"""Shortest edge of a picture as a fraction of the longest, as in Idefics2's own processor."""
 _SHARED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels", "image_size"),
     *("patch_size", "hidden_act", "layer_norm_eps", "attention_dropout"),
 )
-"""Settings that SigLIP's configuration and that of Idefics2's tower have alike."""
+"""Settings that SigLIP's configuration shares with that of Idefics2's tower."""
 
 
 class Idefics2Folder(FolderClass):
@@ -91,7 +91,7 @@ class Idefics2Folder(FolderClass):
         )
 
     def place(self, model: PreTrainedModel, language: PreTrainedModel, vision: PreTrainedModel) -> None:
-        """Put the source's modules into a model without memory; of the tower all but its pooling head."""
+        """Put the source's modules into a model without memory; the tower without its pooling head."""
         model.model.text_model = language.model
         model.lm_head = language.lm_head
         used = {name: x for name, x in vision.state_dict().items() if not name.startswith("head.")}

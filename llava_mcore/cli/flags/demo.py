@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m llava_mcore demo",
         allow_abbrev=False,
         description="Show a chat page (Gradio) for a model: upload a picture, ask about it. Give the model's folder, "
-        "or a server that runs already.",
+        "or a server that is already running.",
     )
     which = p.add_mutually_exclusive_group(required=True)
     which.add_argument("--hf-dir", type=Path, help="Hugging Face folder; `serve` is started for it")
@@ -31,5 +31,5 @@ def parser() -> argparse.ArgumentParser:
         "--python", type=Path,
         help="Python of the environment with Gradio (default: .venv-page/bin/python, of `make page`, else this one)",
     )  # fmt: skip
-    p.add_argument("--device", default="auto", help="with --hf-dir: as of `serve` (default %(default)s)")
+    p.add_argument("--device", default="auto", help="with --hf-dir: as for `serve` (default %(default)s)")
     return p

@@ -15,23 +15,23 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore evaluate",
         allow_abbrev=False,
-        description="Score models beside each other: on a part of a prepared dataset (exact match, ANLS, ROUGE, BLEU, "
-        "CIDEr), on tasks of lm-eval, on tasks of lmms-eval.",
+        description="Score models side by side: on a split of a prepared dataset (exact match, ANLS, ROUGE, BLEU, "
+        "CIDEr), on tasks of lm-eval, and on tasks of lmms-eval.",
     )
-    p.add_argument("--json", type=Path, metavar="FILE", help="write all scores, and every answer with its own")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write all scores, and every answer with its scores")
     models = p.add_argument_group("models; both flags may be repeated")
     models.add_argument("--hf-dir", type=Path, action="append", default=[], help="Hugging Face folder")
-    models.add_argument("--megatron-dir", type=Path, action="append", default=[], help="Megatron checkpoint; data only")
-    models.add_argument("--tp", type=positive, default=1, metavar="N", help="of Megatron checkpoints (default 1)")
-    models.add_argument("--pp", type=positive, default=1, metavar="N", help="of Megatron checkpoints (default 1)")
-    models.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights in memory (default: that of config.json)")
+    models.add_argument("--megatron-dir", type=Path, action="append", default=[], help="Megatron checkpoint; no tasks")
+    models.add_argument("--tp", type=positive, default=1, metavar="N", help="tensor-parallel size (default 1)")
+    models.add_argument("--pp", type=positive, default=1, metavar="N", help="pipeline-parallel size (default 1)")
+    models.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype in memory (default: that of config.json)")
     models.add_argument(
         "--batch-size", type=positive, default=1, metavar="N",
         help="questions that a Megatron checkpoint or lm-eval answers at the same time (default 1)",
     )  # fmt: skip
     data = p.add_argument_group("a dataset")
     data.add_argument("--data-path", help="prepared folder or a blend's .yaml")
-    data.add_argument("--split", choices=SPLITS, default="val", help="its part (default val)")
+    data.add_argument("--split", choices=SPLITS, default="val", help="split (default val)")
     data.add_argument(
         "--every-answer", action="store_true",
         help="ask for every answer of a conversation, after the true answers before it (default: for the last one)",

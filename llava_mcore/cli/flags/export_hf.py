@@ -16,13 +16,13 @@ def parser() -> argparse.ArgumentParser:
         description="Convert the newest Megatron checkpoint of a folder into a Hugging Face folder.",
     )
     p.add_argument("--megatron-dir", type=Path, required=True, help="folder with latest_checkpointed_iteration.txt")
-    p.add_argument("--hf-dir", type=Path, required=True, help="folder to write; must not exist or be empty")
+    p.add_argument("--hf-dir", type=Path, required=True, help="folder to write; must be new or empty")
     p.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check for (default 1)")
     p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
     p.add_argument(
         "--hf-config", type=Path, metavar="DIR",
-        help="Hugging Face folder of the same model (config.json is enough), for a checkpoint that llava_mcore has "
-        "not written",
+        help="Hugging Face folder of the same model (config.json is enough), for a checkpoint that llava_mcore did "
+        "not write",
     )  # fmt: skip
     p.add_argument("--tokenizer-dir", type=Path, help="copy tokenizer and processor files from this folder")
     p.add_argument(
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     group = p.add_argument_group("runs with an adapter", "are exported as a PEFT folder, unless --merge is given")
     group.add_argument("--merge", action="store_true", help="write the whole model with its adapters in its weights")
-    group.add_argument("--adapter", metavar="NAME", help="which adapter of several (default: the trained one)")
+    group.add_argument("--adapter", metavar="NAME", help="which of several adapters (default: the trained one)")
     group.add_argument(
         "--base-model",
         metavar="NAME",
@@ -44,7 +44,8 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--base-dir", type=Path, metavar="DIR",
-        help="with --merge: checkpoints with the weights the adapter was trained on (default: where they were then)",
+        help="with --merge: checkpoints with the weights that the adapter was trained on (default: the folder at "
+        "that time)",
     )  # fmt: skip
     add_flags(p, source="the checkpoint")
     return p

@@ -18,12 +18,12 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m llava_mcore generate",
         allow_abbrev=False,
         description="Answer a question about pictures, or all questions of a prepared dataset. A Hugging Face folder "
-        "is answered by transformers, a Megatron checkpoint by tp x pp processes with a key/value cache; both give the "
+        "is run by transformers, a Megatron checkpoint by tp x pp processes with a key/value cache. Both give the "
         "same tokens. Runs on GPUs if there are any.",
     )
     model = p.add_argument_group("the model: one of --hf-dir and --megatron-dir")
     model.add_argument("--hf-dir", type=Path, help="Hugging Face folder")
-    model.add_argument("--megatron-dir", type=Path, help="folder of Megatron checkpoints (the newest is used), or one")
+    model.add_argument("--megatron-dir", type=Path, help="Megatron checkpoint, or a folder of them (newest is used)")
     model.add_argument("--tp", type=positive, default=1, metavar="N", help="tensor-parallel size (default 1)")
     model.add_argument("--pp", type=positive, default=1, metavar="N", help="pipeline-parallel size (default 1)")
     model.add_argument(
@@ -32,14 +32,14 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add_loading_flags(model)
     one = p.add_argument_group("one question")
-    one.add_argument("--question", help="its text, with <image> and <video> in their places (default: they come first)")
+    one.add_argument("--question", help="text; <image> and <video> may mark the positions (default: at the start)")
     one.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="picture; may be repeated")
     one.add_argument("--video", type=Path, action="append", default=[], metavar="FILE", help="video; may be repeated")
     add_frame_flags(one)
     many = p.add_argument_group("the questions of a dataset")
     many.add_argument("--data-path", help="prepared folder or a blend's .yaml")
-    many.add_argument("--split", choices=SPLITS, help="its part (default val)")
-    many.add_argument("--num-samples", type=positive, metavar="N", help="ask N of them, evenly distributed (all)")
+    many.add_argument("--split", choices=SPLITS, help="split (default val)")
+    many.add_argument("--num-samples", type=positive, metavar="N", help="ask only N, evenly distributed")
     many.add_argument(
         "--every-answer", action="store_true",
         help="ask for every answer of a conversation, after the true answers before it (default: for the last one)",
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 def add_loading_flags(parser: argparse._ActionsContainer) -> None:
     """Add how a Hugging Face folder is loaded."""
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights in memory (default: that of config.json)")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype in memory (default: that of config.json)")
     parser.add_argument("--load-in-4bit", action="store_true", help="a Hugging Face folder's weights in 4 bits (nf4)")
     parser.add_argument("--load-in-8bit", action="store_true", help="a Hugging Face folder's weights in 8 bits")
 
@@ -60,13 +60,13 @@ def add_loading_flags(parser: argparse._ActionsContainer) -> None:
 def add_answer_flags(parser: argparse.ArgumentParser) -> None:
     """Add how tokens are chosen and how conversations are read."""
     p = parser.add_argument_group("answers")
-    p.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="of an answer (default 128)")
+    p.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="maximum per answer (default 128)")
     p.add_argument(
         "--temperature", type=above_zero, metavar="T",
-        help="draw tokens at this temperature (default: take the most probable one)",
+        help="sample tokens at this temperature (default: take the most probable one)",
     )  # fmt: skip
-    p.add_argument("--top-p", type=float, metavar="P", help="draw from the best tokens of this total probability")
-    p.add_argument("--top-k", type=positive, metavar="K", help="draw from the K best tokens")
-    p.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
-    p.add_argument("--chat-template", help=f"instead of the folder's: {', '.join(NAMES)}, or a .jinja file")
+    p.add_argument("--top-p", type=float, metavar="P", help="sample from the most probable tokens, P in total")
+    p.add_argument("--top-k", type=positive, metavar="K", help="sample from the K most probable tokens")
+    p.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+    p.add_argument("--chat-template", help=f"template, not the folder's: {', '.join(NAMES)}, or a .jinja file")
     add_sample_flags(p)

@@ -75,9 +75,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-skip-rate", type=_ratio, default=0.01, metavar="R", help="allowed fraction of skipped rows (0.01)"
     )
     p.add_argument("--num-workers", type=int, default=_num_cpus(), metavar="N", help="processes (default: all cores)")
-    p.add_argument(
-        "--overwrite", action="store_true", help="delete what this command has written there, and start again"
-    )
+    p.add_argument("--overwrite", action="store_true", help="delete what this command wrote there, and start again")
     return p
 
 

@@ -60,14 +60,14 @@ def add_frame_flags(parser: argparse._ActionsContainer) -> None:
         type=above_zero,
         default=Sampling().fps,
         metavar="FPS",
-        help="frames per second to keep of a video file (default 2)",
+        help="frames per second to keep from a video file (default 2)",
     )
     parser.add_argument(
         "--video-max-frames",
         type=positive,
         default=Sampling().max_frames,
         metavar="N",
-        help="most frames to keep of a video file; a longer one is sampled at a lower rate (default 128)",
+        help="most frames to keep from a video file; a longer one is sampled at a lower rate (default 128)",
     )
 
 

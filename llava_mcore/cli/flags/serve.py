@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m llava_mcore serve",
         allow_abbrev=False,
         description="Serve a Hugging Face folder with OpenAI's interface (POST /v1/chat/completions, pictures as data "
-        "URLs) until Ctrl-C. There is no authentication: who reaches the address may ask.",
+        "URLs) until Ctrl-C. There is no authentication: anyone who can reach the address can ask.",
     )
     p.add_argument("--hf-dir", type=Path, required=True, help="Hugging Face folder, such as an export")
     p.add_argument("--host", default="localhost", help="address to listen on (default %(default)s: this machine only)")
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument(
         "--device", default="auto",
-        help="as of transformers: auto, cpu, cuda:0 (default %(default)s); other engines choose their own",
+        help="as in transformers: auto, cpu, cuda:0 (default %(default)s); other engines choose their own",
     )  # fmt: skip
     p.add_argument(
         "--max-request-bytes", type=int, default=MAX_REQUEST_BYTES, metavar="N",

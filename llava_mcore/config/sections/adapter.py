@@ -30,8 +30,8 @@ class AdapterConfig(Section):
     """LoRA and its variants, as the library PEFT defines them. Without a rank everything is trained in full."""
 
     r: Rank | None = None
-    """Rank of LoRA's matrices in the language model. The model itself is then frozen, the freeze keys have no say, and
-    only the adapter is saved."""
+    """Rank of LoRA's matrices in the language model. The model itself is then frozen, the freeze keys have no effect,
+    and only the adapter is saved."""
     vision_r: Rank | None = None
     """Rank in the vision tower; not given: the tower gets no adapter."""
     projection_r: Rank | None = None
@@ -44,12 +44,12 @@ class AdapterConfig(Section):
     """Linear layers that get an adapter, by their names in Hugging Face's model or the ends of these, such as
     q_proj,v_proj; all-linear: every one but the output layer."""
     dora: bool = False
-    """DoRA: also train the length of every row of the adapted matrices."""
+    """DoRA: also train the magnitude of every row of the adapted matrices."""
     rslora: bool = False
     """rsLoRA: divide by the square root of the rank, so that a larger rank does not weaken what is learned."""
     quantize: Literal["none", "nf4", "fp8"] = "none"
     """Keep the frozen language model's matrices in 4 bits (nf4: QLoRA, double quantization, as bitsandbytes), or in 8
-    (fp8: e4m3, one scale for 128 numbers). They are restored for each product."""
+    (fp8: e4m3, one scale per 128 values). They are restored for each product."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases of the model that are trained: none, all, or those of the layers with an adapter."""
     modules_to_save: Annotated[tuple[str, ...], BeforeValidator(comma_separated)] = ()
@@ -58,9 +58,10 @@ class AdapterConfig(Section):
     """Name of the adapter that is trained."""
 
     load: UserPath | None = None
-    """PEFT folder of an adapter to continue training; its files say rank, targets and everything else."""
+    """PEFT folder of an adapter to continue training; its files determine rank, targets and everything else."""
     frozen: Annotated[tuple[UserPath, ...], BeforeValidator(comma_separated)] = ()
-    """PEFT folders of adapters that work beside the trained one and stay as they are; each has its folder's name."""
+    """PEFT folders of adapters that are active beside the trained one and stay unchanged; each has its folder's
+    name."""
 
     @property
     def is_on(self) -> bool:

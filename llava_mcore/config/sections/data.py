@@ -65,8 +65,8 @@ class DataConfig(Section):
     shuffle_buffer_size: int = Field(100, ge=0, le=10**7)
     """Samples that each stream keeps to shuffle among; 0 or 1 keeps the order within a shard."""
     num_streams: Parts | None = None
-    """Streams that the data is divided into for the whole run: at least as many as it will ever have data-parallel
-    ranks, best a multiple of their number. Not given: such a multiple, at least 16, which a resumed run keeps."""
+    """Streams that the data is divided into for the whole run: at least as many as the run will ever have data-parallel
+    ranks, ideally a multiple of their number. Not given: such a multiple, at least 16, which a resumed run keeps."""
     image_token_id: int | None = Field(None, ge=0, le=10**9)
     """Id of the tokenizer's placeholder for pictures; not given: the one the tokenizer names, else that of <image>."""
     pad_token_id: int | None = Field(None, ge=0, le=10**9)

@@ -12,12 +12,12 @@ class ValidationConfig(Section):
 
     eval_interval: Iterations | None = None
     """Iterations between two validations, besides the one after the last iteration; not given: none. Training continues
-    bitwise as without it."""
+    bitwise the same."""
     eval_iters: Iterations | None = None
     """Number of global batches in a validation, always the same samples; not given: every sample once."""
     eval_generate: Iterations | None = None
     """Iterations between two rounds in which the model answers questions of the validation split, besides the one after
-    the last iteration; not given: none. Training continues bitwise as without it."""
+    the last iteration; not given: none. Training continues bitwise the same."""
     eval_generate_samples: Size = 64
     """Samples of the validation split that are asked in a round, evenly distributed and always the same."""
     eval_generate_max_new_tokens: Size = 64

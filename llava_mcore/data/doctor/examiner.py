@@ -157,8 +157,8 @@ def _verdict(differing: list[str], encoded: EncodedSample, assets: Assets) -> di
     reasons = [*differing]
     for conversation in encoded.conversations:
         is_placeholder = np.isin(conversation.input_ids, assets.plan.placeholders)
-        places = [name for name, field in assets.plan.fields.items() if field.index_of == "tokens"]
-        wanted = sum(len(item.tokens.values[name]) for item in conversation.media for name in places)
+        names = [name for name, field in assets.plan.fields.items() if field.index_of == "tokens"]
+        wanted = sum(len(item.tokens.values[name]) for item in conversation.media for name in names)
         if is_placeholder.sum() != wanted:
             reasons.append(
                 f"{is_placeholder.sum()} placeholders, but {wanted} features of {len(conversation.media)} pictures, "
@@ -168,9 +168,9 @@ def _verdict(differing: list[str], encoded: EncodedSample, assets: Assets) -> di
             reasons.append("the chat template trains the model on the placeholders of a picture, video or sound")
         if not conversation.trained.any():
             reasons.append("the chat template trains on nothing in a conversation with an answer")
-    num_tiles = sum(conversation.num_tiles for conversation in encoded.conversations)
-    if len(encoded.pixel_values) != num_tiles:
-        reasons.append(f"{len(encoded.pixel_values)} tiles from media that need {num_tiles}")
+    num_rows = sum(conversation.num_rows for conversation in encoded.conversations)
+    if len(encoded.pixel_values) != num_rows:
+        reasons.append(f"{len(encoded.pixel_values)} rows of pixel_values from media that need {num_rows}")
     return {"status": "stop" if reasons else "used", "reasons": tuple(reasons)}
 
 

@@ -29,13 +29,13 @@ def choose(datasets: Sequence[Dataset], *, full: bool) -> list[Task]:
     num_shards = sum(len(data.shards) for data in datasets)
     each = max(1, -(-LEAST_SAMPLES // max(1, num_shards)))
     tasks: list[Task] = []
-    place = count(1)
+    drawn = count(1)
     for index, data in enumerate(datasets):
         for shard in data.shards:
             if full or each >= shard.count:
                 numbers: Sequence[int] = range(shard.count)
             elif each == 1:
-                numbers = [int(shard.count * (next(place) * GOLDEN % 1))]
+                numbers = [int(shard.count * (next(drawn) * GOLDEN % 1))]
             else:  # from the first to the last
                 numbers = [i * (shard.count - 1) // (each - 1) for i in range(each)]
             found = [shard.first + number for number in numbers]

@@ -11,7 +11,7 @@ from llava_mcore.data.doctor.report import NUM_BINS, Report
 from llava_mcore.data.doctor.tally import Group, bins
 
 BAR = 40
-LEVELS = {"stop": "would end training", "left out": "would be left out", "remark": "to know"}
+LEVELS = {"stop": "would end training", "left out": "would be left out", "remark": "note"}
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -26,9 +26,9 @@ def print_report(report: Report, console: Console) -> None:
         for group in tally.problems(level):
             _print_group(group, console)
     for remark in report.remarks:
-        _line(console, f"to know: {remark}")
+        _line(console, f"note: {remark}")
     if tally.num_packs:
-        _line(console, f"to know: {tally.num_packs} samples were packed when they were written: train with --packing")
+        _line(console, f"note: {tally.num_packs} samples were packed when they were written: train with --packing")
     _print_verdict(report, console)
 
 

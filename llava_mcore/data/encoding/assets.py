@@ -53,7 +53,7 @@ class Assets:
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     images: MediaPreprocessor
-    """Makes of pictures, videos or sounds what the tower reads."""
+    """Turns pictures, videos or sounds into the tower's input."""
     plan: MediaPlan
     pad_token_id: int
     eos_token_id: int

@@ -35,7 +35,7 @@ from llava_mcore.templates.named import flatten_parts
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TOKENS_FORMAT = 2
-"""Incremented when the same turns, template and tokenizer would give other tokens than before."""
+"""Incremented when the same turns, template and tokenizer would give different tokens than before."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class ChatFormat:
         Answers before have the EOS that training has seen. Raises DataError if the template cannot render the turns.
         """
         text = self.render(turns, add_generation_prompt=True)
-        answers = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
+        answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
         if self._closing.has_eos or not answers:
             return text
         answered = turns[: answers[-1] + 1]
@@ -280,7 +280,7 @@ class ChatFormat:
         return self.segments(answered)[0] + text[len(plain) :]
 
     def prompt_tokens(self, turns: Sequence[Turn], media: Mapping[str, int]) -> TextTokens:
-        """Tokenize `prompt_text` as `tokens` does a conversation; nothing is trained. DataError as there."""
+        """Tokenize `prompt_text` as `tokens` does a conversation; nothing is trained. DataError like `tokens`."""
         check_marks(turns, media)
         typed = self.typed_in(turns)
         hidden = bool(typed) and self.special_tokens_in_text == "text"

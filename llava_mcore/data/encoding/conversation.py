@@ -123,7 +123,7 @@ def _place_media(turns: tuple[Turn, ...], marks: Sequence[str]) -> tuple[Turn, .
     """Put all pictures, videos and sounds into an empty question, unless the conversation has marks."""
     if any(mark in turn.text for turn in turns for mark in NAMES):
         return turns
-    first = next(place for place, turn in enumerate(turns) if turn.role == "user")
+    first = next(index for index, turn in enumerate(turns) if turn.role == "user")
     if turns[first].text.strip():
         return turns
     return (*turns[:first], Turn("user", "\n".join(marks)), *turns[first + 1 :])
@@ -131,7 +131,7 @@ def _place_media(turns: tuple[Turn, ...], marks: Sequence[str]) -> tuple[Turn, .
 
 def with_prompt(turns: Sequence[Turn], prompt: str) -> tuple[Turn, ...]:
     """Return the turns with the prompt as question if the first one only has pictures, videos and sounds."""
-    first = next(place for place, turn in enumerate(turns) if turn.role == "user")
+    first = next(index for index, turn in enumerate(turns) if turn.role == "user")
     marks = turns[first].text.strip()
     if without_marks(marks).strip():
         return tuple(turns)
@@ -158,7 +158,7 @@ def chat_turns(messages: Any, *, has_pool: bool = False) -> tuple[Turn, ...]:
     if has_pool and turns[start:] and turns[start].role == "assistant":
         turns.insert(start, Turn("user", ""))
     spoken = [turn.role for turn in turns if turn.role != "system"]
-    if any(role != ("user", "assistant")[place % 2] for place, role in enumerate(spoken)):
+    if any(role != ("user", "assistant")[index % 2] for index, role in enumerate(spoken)):
         raise DataError(f"user and assistant must take turns, the user first; found {', '.join(spoken)}")
     if "assistant" not in spoken or any(turn.role == "system" for turn in turns[1:]):
         raise DataError(f"an answer is needed, and a system message only at the beginning; found {_roles(turns)}")

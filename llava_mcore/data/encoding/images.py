@@ -126,17 +126,17 @@ def _upright(image: Image.Image) -> Image.Image:
 def is_plain_jpeg(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> bool:
     """Return whether a picture is a JPEG that does not need Pillow, from its segments: RGB, upright and not too
     large."""
-    place, is_plain = len(START), False
-    while data.startswith(START) and len(data) >= place + SEGMENT.size + FRAME.size:
-        marker, length = SEGMENT.unpack_from(data, place)
+    offset, is_plain = len(START), False
+    while data.startswith(START) and len(data) >= offset + SEGMENT.size + FRAME.size:
+        marker, length = SEGMENT.unpack_from(data, offset)
         if marker in FRAMES:
-            bits, height, width, components = FRAME.unpack_from(data, place + SEGMENT.size)
+            bits, height, width, components = FRAME.unpack_from(data, offset + SEGMENT.size)
             is_plain = (
                 bits == 8 and components == 3 and 0 < height * width <= min(most_pixels, Image.MAX_IMAGE_PIXELS or 0)
             )
         elif marker not in PLAIN_SEGMENTS:
             return is_plain and marker == SCAN
-        place += 2 + length
+        offset += 2 + length
     return False
 
 

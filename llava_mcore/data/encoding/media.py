@@ -62,7 +62,7 @@ def audio_tokens(sounds: Sequence[Sound], plan: MediaPlan) -> list[MediaTokens]:
     """Return the tokens of the sounds of one conversation; only their headers are read.
 
     Raises:
-        DataError: a sound whose length cannot be read, or that is longer than the model hears.
+        DataError: a sound whose length cannot be read, or that is longer than the model takes.
     """
     if not sounds:
         return []

@@ -98,12 +98,14 @@ class ImagePreprocessor:
         return {"do_rescale": False, "do_normalize": False} if len(self.pixel_scale) else {}
 
     def _process(self, images: Sequence[Image.Image], tokens: Sequence[MediaTokens] = ()) -> Tensor:
-        """`tokens`: those of the pictures in their conversation; without them each counts as the only picture."""
+        """`tokens`: those of the pictures in their conversation; without them, each counts as the only picture."""
         tokens = tokens or [self.plan.tokens([(image.height, image.width)])[0] for image in images]
         pixels = self.plan.pixels(self.processor, images, tokens, **self._options)
-        num_tiles = sum(item.num_tiles for item in tokens)
-        if len(pixels) != num_tiles:
-            raise DataError(f"the image processor makes {len(pixels)} tiles where the model expects {num_tiles}")
+        num_rows = sum(item.num_rows for item in tokens)
+        if len(pixels) != num_rows:
+            raise DataError(
+                f"the image processor returns {len(pixels)} tiles or patches, but the model expects {num_rows}"
+            )
         return pixels
 
     def _process_video(self, frames: Tensor, tokens: MediaTokens | None = None) -> Tensor:
@@ -115,8 +117,10 @@ class ImagePreprocessor:
         if tokens is None:
             (tokens,) = self.plan.video_tokens([VideoShape(len(frames), *frames.shape[-2:])])
         pixels = self.plan.video_pixels(self.videos, frames, tokens, **self._options)
-        if len(pixels) != tokens.num_tiles:
-            raise DataError(f"the video processor makes {len(pixels)} tiles where the model expects {tokens.num_tiles}")
+        if len(pixels) != tokens.num_rows:
+            raise DataError(
+                f"the video processor returns {len(pixels)} tiles or patches, but the model expects {tokens.num_rows}"
+            )
         return pixels
 
     def _try_video(self, probe: Image.Image) -> Tensor | None:
@@ -163,18 +167,17 @@ class ImagePreprocessor:
 
         There may be none.
 
-        uint8 that `pixel_scale` normalizes, or float32 if that is empty. The format may be channels_last, which is
-        faster
-        for decoding and resizing.
+        The dtype is uint8 if `pixel_scale` normalizes them, and float32 if that is empty. The memory format may be
+        channels_last, which is faster for decoding and resizing.
 
         Raises:
-            DataError: a picture cannot be decoded, or the processor returns another number of tiles.
+            DataError: a picture cannot be decoded, or the processor returns a different number of tiles.
         """
         pictures = [(item.data, item.tokens) for item in media if isinstance(item.data, bytes)]
         tiles = self._picture_tiles([data for data, _ in pictures], [tokens for _, tokens in pictures])
         if len(pictures) == len(media):
             return tiles
-        of_pictures = iter(tiles.split([tokens.num_tiles for _, tokens in pictures]))
+        of_pictures = iter(tiles.split([tokens.num_rows for _, tokens in pictures]))
         return torch.cat(
             [
                 self._video_tiles(item.data, item.tokens) if isinstance(item.data, Video) else next(of_pictures)

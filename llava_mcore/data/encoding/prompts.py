@@ -86,7 +86,7 @@ def check_pool(pool: str) -> None:
     if pool not in POOLS:
         close = difflib.get_close_matches(pool, POOLS, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        raise DataError(f"{POOL_KEY} {pool!r}: no such pool of prompts{hint}; known are {', '.join(POOLS)}")
+        raise DataError(f"{POOL_KEY} {pool!r}: no such pool of prompts{hint}; there are {', '.join(POOLS)}")
 
 
 def choose_prompt(pool: str, lang: Literal["jp", "en"], sample_key: str, seed: int) -> str:

@@ -1,4 +1,5 @@
 """Users' conversations and pictures in common formats -> energon shards.
 
-source files -> plan (rows of each shard) -> rows -> conversations -> shards -> .nv-meta
+`sources/`: files -> rows; `plan.py`: the rows of each shard; `record_layouts.py` and `media/`: rows -> conversations;
+`output/`: conversations -> shards and .nv-meta. `run.py` connects them.
 """

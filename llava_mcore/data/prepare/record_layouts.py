@@ -135,11 +135,11 @@ def place_marks(draft: Draft) -> Draft:
             raise BadSample(Reason.MARKS, f"{num_marks} {mark} in the text, but {len(media)} {NAMES[mark]}s")
     if not missing:
         return draft
-    place = next((i for i, turn in enumerate(draft.turns) if turn.role == "user"), None)
-    if place is None:
+    index = next((i for i, turn in enumerate(draft.turns) if turn.role == "user"), None)
+    if index is None:
         raise BadSample(Reason.ROLE_ORDER, "there are pictures, videos or sounds, but no question for them")
-    first = Turn("user", (missing + draft.turns[place].text).removesuffix("\n"))
-    return replace(draft, turns=(*draft.turns[:place], first, *draft.turns[place + 1 :]))
+    first = Turn("user", (missing + draft.turns[index].text).removesuffix("\n"))
+    return replace(draft, turns=(*draft.turns[:index], first, *draft.turns[index + 1 :]))
 
 
 def _own_marks_for_videos(draft: Draft) -> Draft:
@@ -192,7 +192,7 @@ def _from_turns(items: Any, key: str, listed: Mapping[str, tuple[Any, ...]]) -> 
             raise BadSample(Reason.WRONG_TYPE, f"{where} is {_kind(item)}, not an object")
         role = _first(item, ("role", "from"))
         if not isinstance(role, str) or role not in ROLES:
-            raise BadSample(Reason.UNKNOWN_ROLE, f"{where}: {role!r:.80}, known are {', '.join(ROLES)}")
+            raise BadSample(Reason.UNKNOWN_ROLE, f"{where}: {role!r:.80}; allowed: {', '.join(ROLES)}")
         content = _first(item, ("content", "value"))
         if not isinstance(content, (str, list, tuple)):
             raise BadSample(Reason.WRONG_TYPE, f"{where} says {_kind(content)}, neither text nor typed parts")
@@ -226,7 +226,7 @@ def _piece(part: Any, where: str) -> str | _MediaPart:
     if kind == "text" and isinstance(part.get("text"), str):
         return part["text"]
     if kind not in MARKS:
-        raise BadSample(Reason.WRONG_TYPE, f"{where} has a part {part!r:.80}; known are text, {', '.join(MARKS)}")
+        raise BadSample(Reason.WRONG_TYPE, f"{where} has a part {part!r:.80}; allowed: text, {', '.join(MARKS)}")
     mark = MARKS[kind]
     found = _first(part, PART_KEYS[mark])
     if isinstance(found, Mapping) and found.get("url") is not None:

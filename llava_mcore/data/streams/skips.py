@@ -64,8 +64,8 @@ def reason_of(error: Exception) -> str:
 
 def origin_of(sources: list[SourceInfo]) -> str:
     """Return dataset, shard and key of the sources of a sample."""
-    places = [f"{s.dataset_path}: shard {s.shard_name}, sample {_stem(s)}" for s in sources]
-    return "; ".join(dict.fromkeys(places)) or "a sample of unknown origin"
+    origins = [f"{s.dataset_path}: shard {s.shard_name}, sample {_stem(s)}" for s in sources]
+    return "; ".join(dict.fromkeys(origins)) or "a sample of unknown origin"
 
 
 def _stem(source: SourceInfo) -> str:

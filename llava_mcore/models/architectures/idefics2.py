@@ -46,13 +46,7 @@ class Idefics2(Architecture):
 
     config_class = Idefics2Config
     model_class = Idefics2ForConditionalGeneration
-    names: ClassVar[KnownNames] = KnownNames(
-        vision=(_STYLE.vision,),
-        projection=(_STYLE.projection,),
-        text=(_STYLE.text,),
-        lm_head={_STYLE.text: _STYLE.lm_head},
-        styles=(_STYLE,),
-    )
+    names: ClassVar[KnownNames] = KnownNames.single(_STYLE)
     fields: ClassVar[Fields] = Idefics2Siglip.fields
     towers = Idefics2Siglip.model_types
     pads_pictures = True
@@ -155,7 +149,7 @@ class _Pictures(MediaPlan):
         numbers = [rows * columns for rows, columns in grids]
         return MediaTokens(
             ids=self._ids,
-            num_tiles=sum(numbers),
+            num_rows=sum(numbers),
             num_patches=sum(numbers),
             num_features=len(self._places),
             values={

@@ -44,13 +44,7 @@ class Idefics3(TileArchitecture):
 
     config_class = Idefics3Config
     model_class = Idefics3ForConditionalGeneration
-    names: ClassVar[KnownNames] = KnownNames(
-        vision=(_STYLE.vision,),
-        projection=(_STYLE.projection,),
-        text=(_STYLE.text,),
-        lm_head={_STYLE.text: _STYLE.lm_head},
-        styles=(_STYLE,),
-    )
+    names: ClassVar[KnownNames] = KnownNames.single(_STYLE)
     towers = ("idefics3_vision", "idefics3")
 
     def connector(self, hf: PretrainedConfig) -> Connector:

@@ -46,8 +46,9 @@ class AudioShape:
 class KeylessBiasAttention(SelfAttention):
     """Self-attention whose keys have no bias.
 
-    megatron-core has one bias for queries, keys and values. A key's bias changes no score's difference, so its gradient
-    is zero up to rounding, but an optimizer would enlarge the rounding: it is set to zero exactly.
+    megatron-core has one bias for queries, keys and values. A bias of the keys does not change the differences of
+    scores, so its gradient is zero up to rounding. An optimizer would amplify the rounding errors, so it is set to
+    exactly zero.
     """
 
     def __init__(self, *given: Any, **named: Any) -> None:

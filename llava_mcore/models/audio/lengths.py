@@ -34,14 +34,14 @@ class ClipLengths:
 
     @classmethod
     def of_mel(cls, num_frames: int) -> ClipLengths:
-        """Ask transformers' encoder for the lengths of a clip of so many mel frames."""
-        nothing: Any = None  # the method does not look at its model
+        """Ask transformers' encoder for the lengths of a clip of this many mel frames."""
+        nothing: Any = None  # the method does not use its model
         hidden, features = Qwen2AudioEncoder._get_feat_extract_output_lengths(nothing, torch.tensor(num_frames))
         return cls(num_frames, int(hidden), max(0, int(features)))
 
 
 def frames_kept(hf: PretrainedConfig, hidden: int, features: int) -> dict[int, int]:
-    """Return of how many frames of Hugging Face's padded encoder how many belong to a clip: mel, hidden, pooled ones.
+    """Map the numbers of mel, hidden and pooled frames in Hugging Face's padded encoder to those of a clip.
 
     Args:
         hf: of the whole model.

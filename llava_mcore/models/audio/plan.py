@@ -18,9 +18,9 @@ from llava_mcore.models.audio.lengths import ROWS_BEFORE, ClipLengths
 from llava_mcore.models.media import MediaPlan, MediaTokens, Size
 
 FRAMES_AFTER = 4
-"""Frames of silence after a clip that are computed. The last two see nothing of it, and equal all that follow."""
+"""Frames of silence after a clip that are computed. The last two do not depend on it, and equal all that follow."""
 NUM_KNOWN = 3000
-"""Lengths of which tokens are kept."""
+"""Maximum number of lengths whose tokens are cached."""
 
 
 class AudioPlan(MediaPlan):
@@ -28,7 +28,7 @@ class AudioPlan(MediaPlan):
 
     any_size = True
     unit = "20 ms frames of sound"
-    # The smallest clip is a token, for which the encoder computes two frames of six rows.
+    # The smallest clip becomes one token, for which the encoder computes two frames from six rows.
     patches_per_tile = 2
     rows_per_tile = 6
     tokens_per_tile = 1
@@ -44,28 +44,28 @@ class AudioPlan(MediaPlan):
         self._of_length = lru_cache(NUM_KNOWN)(self._tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What was remembered stays where it is."""
+        """The cache is not copied."""
         return type(self), self._given
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
-        """Return nothing for nothing. DataError for pictures."""
+        """Return an empty list without pictures. DataError for pictures."""
         if sizes:
             raise DataError("the model takes sounds, not pictures")
         return []
 
     def audio_tokens(self, num_samples: Sequence[int]) -> list[MediaTokens]:
-        """Return the tokens of clips of so many samples at `sampling_rate`.
+        """Return the tokens of clips with these numbers of samples at `sampling_rate`.
 
         Raises:
-            DataError: a clip is longer than the encoder hears, or too short for a token.
+            DataError: a clip is longer than the encoder takes, or too short for a token.
         """
         return [self._of_length(self.num_frames(number)) for number in num_samples]
 
     def num_frames(self, num_samples: int) -> int:
-        """Return the mel frames of a clip that the encoder attends to. DataError as of `audio_tokens`."""
+        """Return the mel frames of a clip that the encoder attends to. DataError like `audio_tokens`."""
         if num_samples > self.most_samples:
             raise DataError(
-                f"a sound is {num_samples / self.sampling_rate:.1f} seconds long, but the model hears at most "
+                f"a sound is {num_samples / self.sampling_rate:.1f} seconds long, but the model takes at most "
                 f"{self.most_samples / self.sampling_rate:g}; cut it into shorter ones"
             )
         return -(-num_samples // self.hop_length)  # what is left of the extractor's attention mask
@@ -76,7 +76,7 @@ class AudioPlan(MediaPlan):
             raise DataError(f"a sound of {num_frames} frames of {self.hop_length} samples is too short for a token")
         return MediaTokens(
             ids=np.full(lengths.features, self.audio_token_id, dtype=np.int64),
-            num_tiles=lengths.rows,
+            num_rows=lengths.rows,
             num_patches=lengths.hidden,
             num_features=lengths.features,
             values={
@@ -86,7 +86,7 @@ class AudioPlan(MediaPlan):
         )
 
     def audio_rows(self, extractor: WhisperFeatureExtractor, wave: NDArray[np.float32], tokens: MediaTokens) -> Tensor:
-        """Return the encoder's rows of a clip, [num_tiles, mel bins] float32.
+        """Return the encoder's rows of a clip, [num_rows, mel bins] float32.
 
         They are those of the clip padded to the encoder's whole length, but only the needed ones are computed: silence
         after the clip neither changes its frames nor is the loudest frame, by which the extractor normalizes.
@@ -100,8 +100,8 @@ class AudioPlan(MediaPlan):
 
     def rows_of(self, features: Tensor, tokens: MediaTokens) -> Tensor:
         """Return the encoder's rows of the extractor's features [mel bins, frames], padded or not."""
-        rows = torch.zeros(tokens.num_tiles, self.num_mel_bins)
-        needed = features[:, : tokens.num_tiles - ROWS_BEFORE]  # no frame follows the encoder's last one
+        rows = torch.zeros(tokens.num_rows, self.num_mel_bins)
+        needed = features[:, : tokens.num_rows - ROWS_BEFORE]  # no frame follows the encoder's last one
         rows[ROWS_BEFORE : ROWS_BEFORE + needed.shape[1]] = needed.t()
         return rows
 

@@ -81,7 +81,7 @@ class Qwen2AudioTower(VisionFamily):
         return TowerWork(media.num_patches, media.num_patches, media.num_pairs * num_layers)
 
     def embedding_products(self, hf: PretrainedConfig, num_patches: int) -> list[int]:
-        """Return the FLOPs of both convolutions for so many hidden frames; the first runs on twice as many."""
+        """Return the FLOPs of both convolutions for this many hidden frames; the first runs on twice as many."""
         width = int(hf.d_model)
         return [2 * 2 * num_patches * 3 * int(hf.num_mel_bins) * width, 2 * num_patches * 3 * width * width]
 
@@ -91,7 +91,7 @@ class Qwen2AudioTower(VisionFamily):
 
 
 def _without_key_bias(entry: Entry) -> Entry:
-    """Return the entry of a fused bias without that of keys, which files do not have; others as they are."""
+    """Return the entry of a fused bias without the keys' part, which files do not have; other entries unchanged."""
     if not entry.megatron.endswith(_QKV_BIAS):
         return entry
     assert isinstance(entry.layout, FuseQKV)

@@ -50,7 +50,7 @@ class Connector(ABC):
 
     @abstractmethod
     def num_features(self, hf: PretrainedConfig, num_features: int) -> int:
-        """Return m for n."""
+        """Return the number m of features after it for n before it."""
 
     @abstractmethod
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str) -> list[Entry]:

@@ -29,7 +29,7 @@ class Linear(Connector):
         return LinearProjection(config, input_size)
 
     def num_features(self, hf: PretrainedConfig, num_features: int) -> int:
-        """Return the same number."""
+        """Return n: the number does not change."""
         return num_features
 
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str) -> list[Entry]:
@@ -41,7 +41,7 @@ class Linear(Connector):
         return [2 * num_features * input_size * hf.text_config.hidden_size]
 
     def outputs(self, module: nn.Module) -> Mapping[str, Output]:
-        """Return the linear layer, whose output every rank has whole."""
+        """Return the linear layer, whose whole output is on every rank."""
         return {"linear": Output(module.get_submodule("encoder"), divided=False)}
 
 

@@ -39,7 +39,7 @@ class Mlp(Connector):
         return MultimodalProjector(config, layers, projector_type="mlp", input_size=input_size)
 
     def num_features(self, hf: PretrainedConfig, num_features: int) -> int:
-        """Return the same number."""
+        """Return n: the number does not change."""
         return num_features
 
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str) -> list[Entry]:

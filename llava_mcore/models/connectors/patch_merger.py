@@ -1,6 +1,6 @@
-"""Qwen-VL's connector: squares of neighbouring patches are normalized, put side by side, and go through an MLP.
+"""Qwen-VL's connector: squares of neighboring patches are normalized, concatenated, and go through an MLP.
 
-The patches of a square follow each other, so that putting them side by side moves nothing. Qwen3-VL has one more such
+The patches of a square follow each other, so that concatenating them moves nothing. Qwen3-VL has one more such
 MLP for each inner layer of the tower whose features are added in the language model (DeepStack).
 
 n: patches, m: patches of a square, w: the tower's width, h: language hidden size, k: inner layers.
@@ -79,7 +79,7 @@ class PatchMerger(Connector):
         return PatchMergers(config, width, qwen_tower(hf.vision_config).merged(hf.vision_config), self.num_inner)
 
     def num_features(self, hf: PretrainedConfig, num_features: int) -> int:
-        """Return one for each square of patches."""
+        """Return the number of features: one for each square of patches."""
         return num_features // qwen_tower(hf.vision_config).merged(hf.vision_config)
 
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str) -> list[Entry]:
@@ -149,7 +149,7 @@ class PatchMergers(Merger):
         """width: w. merged: m. num_inner: k."""
         super().__init__(config, width, merged, norm_of_squares=False)
         self.num_inner = num_inner
-        for i in range(num_inner):  # no ModuleList, of whose children megatron-core's checkpoints keep no shards
+        for i in range(num_inner):  # not a ModuleList: megatron-core's checkpoints keep no shards of its children
             self.add_module(f"deepstack_{i}", Merger(config, width, merged, norm_of_squares=True))
 
     def forward(self, hidden_states: Tensor) -> Tensor:

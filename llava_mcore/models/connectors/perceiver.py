@@ -186,7 +186,7 @@ class Reading:
         pictures = torch.arange(len(seqlens), device=seqlens.device)
         owner = pictures.repeat_interleave(seqlens, output_size=num_features)  # of each feature
         after = seqlens.cumsum(0)[:, None] + torch.arange(num_latents, device=seqlens.device)
-        places = torch.cat(
+        targets = torch.cat(
             [
                 torch.arange(num_features, device=seqlens.device) + num_latents * owner,
                 (after + num_latents * pictures[:, None]).flatten(),
@@ -202,7 +202,7 @@ class Reading:
             max_seqlen_kv=max_seqlen + num_latents,
         )
         return cls(
-            torch.empty_like(places).scatter_(0, places, torch.arange(len(places), device=seqlens.device)), lengths
+            torch.empty_like(targets).scatter_(0, targets, torch.arange(len(targets), device=seqlens.device)), lengths
         )
 
 

@@ -46,9 +46,8 @@ def num_shuffled(num_features: int, factor: int) -> int:
     side = isqrt(num_features)
     if side * side != num_features or side % factor:
         raise ConversionError(
-            f"{num_features} features of a picture do not form a square grid whose side is a multiple of {factor}, "
-            "which the "
-            "connector makes one feature of each way; take a tower or pictures of another size"
+            f"{num_features} features of a picture do not form a square grid whose side is a multiple of {factor}: "
+            f"the connector turns each {factor} x {factor} features into one; use a tower or pictures of another size"
         )
     return num_features // factor**2
 
@@ -59,7 +58,7 @@ def check_grid(vision: PretrainedConfig, factor: int, *, key: str) -> None:
     if side % factor:
         raise ConversionError(
             f"{key}: the tower's grid is {side} x {side} patches (vision_config.image_size {image_side(vision)}, "
-            f"patch_size {patch_side(vision)}), and the connector makes one feature of each {factor} x {factor}: "
+            f"patch_size {patch_side(vision)}), and the connector turns each {factor} x {factor} into one feature: "
             f"{side} must be a multiple of {factor}"
         )
 
@@ -91,7 +90,7 @@ class PixelShuffle(Connector):
         return ShuffleProjector(config, input_size, _factor(hf))
 
     def num_features(self, hf: PretrainedConfig, num_features: int) -> int:
-        """Return one for each square of downsample_ratio's size."""
+        """Return the number of features: one for each square of downsample_ratio's size."""
         return num_shuffled(num_features, _factor(hf))
 
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str) -> list[Entry]:

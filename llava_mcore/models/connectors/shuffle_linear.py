@@ -40,7 +40,7 @@ class ShuffleLinear(Connector):
         return ShuffleProjection(config, input_size, hf.scale_factor)
 
     def num_features(self, hf: PretrainedConfig, num_features: int) -> int:
-        """Return one for each square of scale_factor's size."""
+        """Return the number of features: one for each square of scale_factor's size."""
         return num_shuffled(num_features, hf.scale_factor)
 
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str) -> list[Entry]:
@@ -52,7 +52,7 @@ class ShuffleLinear(Connector):
         return [2 * num_features * input_size * hf.text_config.hidden_size]
 
     def outputs(self, module: nn.Module) -> Mapping[str, Output]:
-        """Return the linear layer, whose output every rank has whole."""
+        """Return the linear layer, whose whole output is on every rank."""
         return {_NAME: Output(module.get_submodule("encoder"), divided=False)}
 
 

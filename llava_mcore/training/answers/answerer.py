@@ -87,7 +87,7 @@ class Answerer:
         if found:
             raise DataError(problems("questions of the validation split cannot be asked", found), on_all_ranks=True)
         gathered = gather_to_all(groups, [] if asked is None else asked.records)
-        records = sorted((x for part in gathered for x in part), key=lambda record: (record.place, record.key))
+        records = sorted((x for part in gathered for x in part), key=lambda record: (record.position, record.key))
         num_skipped = sum(record.problem is not None for record in records)
         return AnswersResult(
             iteration=iteration,
@@ -129,10 +129,12 @@ class Answerer:
     def _examples(self, records: list[Record]) -> list[Example]:
         """Return the first of the records with their pictures, which are read once more."""
         assert self.data is not None, "rank 0 loads data"
-        by_place = {record.place: record for record in records if record.answer is not None}
-        wanted = list(by_place)[: self.config.eval_generate_examples]
-        numbers = list(dict.fromkeys(place[0] for place in wanted))
-        found = {x.place: x for x in self.data.questions.read(numbers) if isinstance(x, Question)}
-        media = {place: found[place].conversation for place in wanted if place in found}
-        first = {place: [*x.images, *x.frames][:1] for place, x in media.items()}
-        return [Example(by_place[place], pictures[0] if pictures else None) for place, pictures in first.items()]
+        by_position = {record.position: record for record in records if record.answer is not None}
+        wanted = list(by_position)[: self.config.eval_generate_examples]
+        numbers = list(dict.fromkeys(position[0] for position in wanted))
+        found = {x.position: x for x in self.data.questions.read(numbers) if isinstance(x, Question)}
+        media = {position: found[position].conversation for position in wanted if position in found}
+        first = {position: [*x.images, *x.frames][:1] for position, x in media.items()}
+        return [
+            Example(by_position[position], pictures[0] if pictures else None) for position, pictures in first.items()
+        ]

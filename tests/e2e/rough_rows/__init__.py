@@ -1,4 +1,4 @@
-"""The table of rough trials, a file for each part of the review."""
+"""The table of rough trials, a file for each group."""
 
 from __future__ import annotations
 

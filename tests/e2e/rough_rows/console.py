@@ -6,34 +6,34 @@ import os
 import shutil
 from pathlib import Path
 
-from tests.helpers.rough import TRAIN, Outcome, Place, Trial
+from tests.helpers.rough import TRAIN, Outcome, Sandbox, Trial
 
 ROW = "Ends: console and environment"
 SHOW = "llava-mcore show-config"
 JAPANESE = "日本語 é"
 
 
-def _trained(place: Place, outcome: Outcome) -> str | None:
-    file = place.root / "out" / "run" / "metrics.jsonl"
+def _trained(sandbox: Sandbox, outcome: Outcome) -> str | None:
+    file = sandbox.root / "out" / "run" / "metrics.jsonl"
     return None if file.is_file() and len(file.read_text().splitlines()) == 4 else "it has not trained"
 
 
-def _japanese(place: Place) -> None:
-    shutil.copytree(place.shared.path("hf"), place.root / "out" / JAPANESE)
+def _japanese(sandbox: Sandbox) -> None:
+    shutil.copytree(sandbox.shared.path("hf"), sandbox.root / "out" / JAPANESE)
 
 
-def _strange(place: Place) -> None:
-    shutil.copytree(place.shared.path("hf"), place.root / "out" / os.fsdecode(b"\xff\xfe"))
+def _strange(sandbox: Sandbox) -> None:
+    shutil.copytree(sandbox.shared.path("hf"), sandbox.root / "out" / os.fsdecode(b"\xff\xfe"))
 
 
-def _full_tmp(place: Place) -> None:
-    place.tiny_disk(place.root / "tmp", "4K")
-    with Path(place.root / "tmp" / "filler").open("wb") as file:
+def _full_tmp(sandbox: Sandbox) -> None:
+    sandbox.tiny_disk(sandbox.root / "tmp", "4K")
+    with Path(sandbox.root / "tmp" / "filler").open("wb") as file:
         file.write(bytes(4096))
 
 
-def _closed_home(place: Place) -> None:
-    (place.root / "home").chmod(0o555)
+def _closed_home(sandbox: Sandbox) -> None:
+    (sandbox.root / "home").chmod(0o555)
 
 
 LATIN = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}

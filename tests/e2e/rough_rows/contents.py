@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.helpers.rough import TRAIN, Outcome, Place, Trial
+from tests.helpers.rough import TRAIN, Outcome, Sandbox, Trial
 
 ROW = "Ends: contents"
 RESUME = TRAIN.replace("iters 4", "iters 6") + " --name run --save-interval 2 --save-optim --load-optim"
@@ -21,11 +21,11 @@ OTHERS = {
 """What a file may hold that is no JSON object."""
 
 
-def put(folder: str, name: str, content: bytes) -> Callable[[Place], None]:
+def put(folder: str, name: str, content: bytes) -> Callable[[Sandbox], None]:
     """Return what writes a file in the trial's own copy of a shared folder; `out` holds a finished run then."""
 
-    def arrange(place: Place) -> None:
-        root = place.resumable() if folder == "out" else place.own(folder)
+    def arrange(sandbox: Sandbox) -> None:
+        root = sandbox.resumable() if folder == "out" else sandbox.own(folder)
         (root / name).write_bytes(content)
 
     return arrange
@@ -38,13 +38,13 @@ def _imported(name: str, content: bytes, command: str, *, code: int = 2, says: s
     )
 
 
-def _cut(place: Place) -> None:
-    file = place.resumable() / "metrics.jsonl"
+def _cut(sandbox: Sandbox) -> None:
+    file = sandbox.resumable() / "metrics.jsonl"
     file.write_bytes(file.read_bytes()[:-40])
 
 
-def _grown(place: Place, outcome: Outcome) -> str | None:
-    text = (place.root / "out" / "run" / "metrics.jsonl").read_text()
+def _grown(sandbox: Sandbox, outcome: Outcome) -> str | None:
+    text = (sandbox.root / "out" / "run" / "metrics.jsonl").read_text()
     return None if '"iteration": 6' in text else "it has not trained on"
 
 
@@ -154,7 +154,7 @@ TRIALS = [
             ROW,
             "llava-mcore show-config --config {root}/c.yaml",
             says=("c.yaml",),
-            arrange=lambda place, content=content: Path(place.root, "c.yaml").write_bytes(content),
+            arrange=lambda sandbox, content=content: Path(sandbox.root, "c.yaml").write_bytes(content),
             quick=name == "list",
         )
         for name, content in OTHERS.items()
@@ -165,6 +165,6 @@ TRIALS = [
         ROW,
         "llava-mcore inspect {root}/pipe",
         says=("pipe",),
-        arrange=lambda place: os.mkfifo(place.root / "pipe"),
+        arrange=lambda sandbox: os.mkfifo(sandbox.root / "pipe"),
     ),
 ]

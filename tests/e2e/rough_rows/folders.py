@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.helpers.rough import TRAIN, Outcome, Place, Trial
+from tests.helpers.rough import TRAIN, Outcome, Sandbox, Trial
 
 ROW = "Ends: save folders"
 SAVES = TRAIN + " --save-interval 2"
 LONG = "n" * 300
 
 
-def _read_only(place: Place) -> None:
-    place.read_only_disk(place.root / "out")
+def _read_only(sandbox: Sandbox) -> None:
+    sandbox.read_only_disk(sandbox.root / "out")
 
 
 def _full(size: str, leave: int) -> object:
     """Return what mounts a disk at the output folder on which `leave` bytes are free."""
 
-    def arrange(place: Place) -> None:
-        out = place.root / "out"
-        place.tiny_disk(out, size)
+    def arrange(sandbox: Sandbox) -> None:
+        out = sandbox.root / "out"
+        sandbox.tiny_disk(out, size)
         free = os.statvfs(out).f_bavail * os.statvfs(out).f_bsize
         with (out / "filler").open("wb") as file:
             file.write(bytes(max(0, free - leave)))
@@ -29,38 +29,38 @@ def _full(size: str, leave: int) -> object:
     return arrange
 
 
-def _file_for_name(place: Place) -> None:
-    (place.root / "out" / "run").write_text("a file\n")
+def _file_for_name(sandbox: Sandbox) -> None:
+    (sandbox.root / "out" / "run").write_text("a file\n")
 
 
-def _file_for_parent(place: Place) -> None:
-    (place.root / "out" / "file").write_text("a file\n")
+def _file_for_parent(sandbox: Sandbox) -> None:
+    (sandbox.root / "out" / "file").write_text("a file\n")
 
 
 def _closed(name: str) -> object:
-    def arrange(place: Place) -> None:
-        place.own(name).chmod(0)
+    def arrange(sandbox: Sandbox) -> None:
+        sandbox.own(name).chmod(0)
 
     return arrange
 
 
-def _unwritable(place: Place) -> None:
-    (place.root / "out").chmod(0o555)
+def _unwritable(sandbox: Sandbox) -> None:
+    (sandbox.root / "out").chmod(0o555)
 
 
 def _folder_at(*names: str) -> object:
     """Return what puts folders where a run writes files."""
 
-    def arrange(place: Place) -> None:
+    def arrange(sandbox: Sandbox) -> None:
         for name in names:
-            (place.root / "out" / "run" / name / "x").mkdir(parents=True)
+            (sandbox.root / "out" / "run" / name / "x").mkdir(parents=True)
 
     return arrange
 
 
 def _file_at(name: str) -> object:
-    def arrange(place: Place) -> None:
-        path = place.root / "out" / "run" / name
+    def arrange(sandbox: Sandbox) -> None:
+        path = sandbox.root / "out" / "run" / name
         path.parent.mkdir(parents=True)
         path.write_text("a file\n")
 
@@ -70,8 +70,8 @@ def _file_at(name: str) -> object:
 def _trained(iterations: int) -> object:
     """Return a check that a run has done all its iterations."""
 
-    def check(place: Place, outcome: Outcome) -> str | None:
-        metrics = Path(place.root / "out" / "run" / "metrics.jsonl")
+    def check(sandbox: Sandbox, outcome: Outcome) -> str | None:
+        metrics = Path(sandbox.root / "out" / "run" / "metrics.jsonl")
         number = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
         return None if number == iterations else f"{number} iterations in metrics.jsonl, expected {iterations}"
 

@@ -7,7 +7,7 @@ import tarfile
 from pathlib import Path
 
 from tests.e2e.rough_rows.contents import RESUME
-from tests.helpers.rough import TRAIN, Place, Trial
+from tests.helpers.rough import TRAIN, Sandbox, Trial
 
 SHOW = "llava-mcore show-config"
 TRY = TRAIN + " --dry-run"
@@ -25,21 +25,21 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-def _flipped_run(place: Place) -> None:
-    for folder in place.resumable().glob("iter_*"):
+def _flipped_run(sandbox: Sandbox) -> None:
+    for folder in sandbox.resumable().glob("iter_*"):
         flip(folder / "__0_0.distcp")
 
 
-def _flipped_import(place: Place) -> None:
-    (file,) = (place.own("megatron") / "iter_0000000").glob("*_0.distcp")
+def _flipped_import(sandbox: Sandbox) -> None:
+    (file,) = (sandbox.own("megatron") / "iter_0000000").glob("*_0.distcp")
     flip(file)
 
 
-def _nan(place: Place) -> None:
+def _nan(sandbox: Sandbox) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    file = place.own("hf") / "model.safetensors"
+    file = sandbox.own("hf") / "model.safetensors"
     tensors = load_file(file)
     tensors[_NORM].view(-1)[3] = torch.nan
     save_file(tensors, file, metadata={"format": "pt"})
@@ -51,10 +51,10 @@ _NORM = "language_model.model.norm.weight"
 def _linked(kind: bytes, target: str) -> object:
     """Return what makes one picture of a shard a link."""
 
-    def arrange(place: Place) -> None:
+    def arrange(sandbox: Sandbox) -> None:
         from tests.helpers.shards import jpeg, prepare
 
-        folder = place.root / "data"
+        folder = sandbox.root / "data"
         folder.mkdir()
         with tarfile.open(folder / "000000.tar", "w") as tar:
             for number in range(8):

@@ -1,11 +1,11 @@
-"""What is left of the review that a command shows: Ctrl-C, help, folders with an equals sign."""
+"""Other trials: Ctrl-C, help, folders with an equals sign."""
 
 from __future__ import annotations
 
-from tests.helpers.rough import TRAIN, Outcome, Place, Trial
+from tests.helpers.rough import TRAIN, Outcome, Sandbox, Trial
 
 ROW = "Ends: others"
-# A shell with job control: its background jobs hear Ctrl-C.
+# A shell with job control: its background jobs get Ctrl-C.
 INTERRUPT = (
     "set -m; {train} & pid=$!; while [ ! -s {out}/run/metrics.jsonl ]; do sleep 0.05; kill -0 $pid || break; done; "
     "kill -INT -- -$pid; wait $pid"
@@ -29,19 +29,19 @@ COMMANDS = (
 DATED = "{root}/date=2024-01-01/x"
 
 
-def _few_lines(place: Place, outcome: Outcome) -> str | None:
+def _few_lines(sandbox: Sandbox, outcome: Outcome) -> str | None:
     after = outcome.text[outcome.text.rfind("step ") :].splitlines()
     return None if len(after) < 6 else f"{len(after)} lines after the last step"
 
 
-def _bound(place: Place, outcome: Outcome) -> str | None:
-    folder = str(place.root / "date=2024-01-01")
+def _bound(sandbox: Sandbox, outcome: Outcome) -> str | None:
+    folder = str(sandbox.root / "date=2024-01-01")
     return None if outcome.text.count(folder) > 1 else "the data's folder is not bound into the container"
 
 
-def _dated(place: Place) -> None:
-    (place.root / "date=2024-01-01" / "x").mkdir(parents=True)
-    (place.root / "x.sif").write_bytes(b"")
+def _dated(sandbox: Sandbox) -> None:
+    (sandbox.root / "date=2024-01-01" / "x").mkdir(parents=True)
+    (sandbox.root / "x.sif").write_bytes(b"")
 
 
 TRIALS = [

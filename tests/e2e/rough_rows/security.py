@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.rough_rows.contents import RESUME
-from tests.helpers.rough import TRAIN, Place, Trial
+from tests.helpers.rough import TRAIN, Sandbox, Trial
 
 IMPORT = "llava-mcore import-hf --hf-dir {hf} --megatron-dir {out}/m"
 CHECK = "llava-mcore check --data-path {data} --tokenizer-load-dir {hf}"
@@ -30,23 +30,23 @@ class _Exploit:
         return os.mknod, (str(self.proof),)
 
 
-def _poisoned(folder: str) -> Callable[[Place], None]:
-    def arrange(place: Place) -> None:
-        root = place.resumable() if folder == "out" else place.own(folder)
+def _poisoned(folder: str) -> Callable[[Sandbox], None]:
+    def arrange(sandbox: Sandbox) -> None:
+        root = sandbox.resumable() if folder == "out" else sandbox.own(folder)
         for iteration in root.glob("iter_*"):
-            (iteration / ".metadata").write_bytes(pickle.dumps(_Exploit(place.root / "marker")))
+            (iteration / ".metadata").write_bytes(pickle.dumps(_Exploit(sandbox.root / "marker")))
 
     return arrange
 
 
-def _weights_at(name: str) -> Callable[[Place], None]:
+def _weights_at(name: str) -> Callable[[Sandbox], None]:
     """Return what lets the index of weights name a file elsewhere."""
 
-    def arrange(place: Place) -> None:
+    def arrange(sandbox: Sandbox) -> None:
         from safetensors import safe_open
 
-        folder = place.own("hf")
-        outside = place.root / "outside"
+        folder = sandbox.own("hf")
+        outside = sandbox.root / "outside"
         outside.mkdir()
         (folder / "model.safetensors").rename(outside / "w.safetensors")
         with safe_open(outside / "w.safetensors", framework="pt") as file:
@@ -62,29 +62,29 @@ def _row(image: str, text: str = "It is seven.") -> str:
     return json.dumps({"image": image, "conversations": turns}) + "\n"
 
 
-def _rows(*more: str, links: dict[str, str] | None = None) -> Callable[[Place], None]:
+def _rows(*more: str, links: dict[str, str] | None = None) -> Callable[[Sandbox], None]:
     """Return what writes conversations, one good one and others, beside a pipe and links of these names."""
 
-    def arrange(place: Place) -> None:
+    def arrange(sandbox: Sandbox) -> None:
         from tests.helpers.shards import jpeg
 
-        (place.root / "good.jpg").write_bytes(jpeg(7))
-        os.mkfifo(place.root / "pipe.jpg")
+        (sandbox.root / "good.jpg").write_bytes(jpeg(7))
+        os.mkfifo(sandbox.root / "pipe.jpg")
         for name, target in (links or {}).items():
-            (place.root / name).symlink_to(target)
-        (place.root / "rows.jsonl").write_text(_row("good.jpg") + "".join(more))
+            (sandbox.root / name).symlink_to(target)
+        (sandbox.root / "rows.jsonl").write_text(_row("good.jpg") + "".join(more))
 
     return arrange
 
 
-def _file(name: str, text: str) -> Callable[[Place], None]:
-    return lambda place: (place.root / name).write_text(text)  # type: ignore[return-value]
+def _file(name: str, text: str) -> Callable[[Sandbox], None]:
+    return lambda sandbox: (sandbox.root / name).write_text(text)  # type: ignore[return-value]
 
 
-def _long_answer(place: Place) -> None:
+def _long_answer(sandbox: Sandbox) -> None:
     from tests.helpers.shards import make_dataset
 
-    make_dataset(place.root / "data", replace={3: {"txt": "very " * 20_000_000}})
+    make_dataset(sandbox.root / "data", replace={3: {"txt": "very " * 20_000_000}})
 
 
 LOOP = "{% for i in range(99999999) %}{{ i }}{% endfor %}"

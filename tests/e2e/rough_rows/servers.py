@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 
 from tests.helpers.mlflow_server import RUN_ID, MLflowServer
-from tests.helpers.rough import TRAIN, Outcome, Place, Trial
+from tests.helpers.rough import TRAIN, Outcome, Sandbox, Trial
 
 ROW = "Ends: servers"
 
@@ -19,42 +19,42 @@ class _Silent:
         self.uri = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
 
 
-def _silent(name: str, *, begun: bool = False) -> Callable[[Place], None]:
+def _silent(name: str, *, begun: bool = False) -> Callable[[Sandbox], None]:
     """Return what lets an environment variable of the command name such a port, in a file that the command reads."""
 
-    def arrange(place: Place) -> None:
+    def arrange(sandbox: Sandbox) -> None:
         server = _Silent()
-        place.closing.callback(server.socket.close)
-        _noted(place, name, server.uri, begun=begun)
+        sandbox.closing.callback(server.socket.close)
+        _noted(sandbox, name, server.uri, begun=begun)
 
     return arrange
 
 
-def _refusing(name: str, *, begun: bool = False) -> Callable[[Place], None]:
-    def arrange(place: Place) -> None:
+def _refusing(name: str, *, begun: bool = False) -> Callable[[Sandbox], None]:
+    def arrange(sandbox: Sandbox) -> None:
         server = _Silent()
         server.socket.close()
-        _noted(place, name, server.uri, begun=begun)
+        _noted(sandbox, name, server.uri, begun=begun)
 
     return arrange
 
 
-def _noted(place: Place, name: str, uri: str, *, begun: bool) -> None:
-    (place.root / "env").write_text(f"export {name}={uri}\n")
+def _noted(sandbox: Sandbox, name: str, uri: str, *, begun: bool) -> None:
+    (sandbox.root / "env").write_text(f"export {name}={uri}\n")
     if begun:
-        (place.root / "out" / "run").mkdir()
-        (place.root / "out" / "run" / "mlflow_run_id.txt").write_text(RUN_ID)
+        (sandbox.root / "out" / "run").mkdir()
+        (sandbox.root / "out" / "run" / "mlflow_run_id.txt").write_text(RUN_ID)
 
 
-def _answering(place: Place) -> None:
-    server = place.closing.enter_context(MLflowServer())
-    _noted(place, "MLFLOW_TRACKING_URI", server.uri, begun=False)
+def _answering(sandbox: Sandbox) -> None:
+    server = sandbox.closing.enter_context(MLflowServer())
+    _noted(sandbox, "MLFLOW_TRACKING_URI", server.uri, begun=False)
 
 
-def _steps_are_short(place: Place, outcome: Outcome) -> str | None:
+def _steps_are_short(sandbox: Sandbox, outcome: Outcome) -> str | None:
     from tests.helpers.commands import read_metrics
 
-    seconds = [line["step_seconds"] for line in read_metrics(place.root / "out" / "run")][2:]
+    seconds = [line["step_seconds"] for line in read_metrics(sandbox.root / "out" / "run")][2:]
     if len(seconds) < 2:
         return "it has not trained"
     return f"a step of {max(seconds):.1f} s" if max(seconds) > 5 else None

@@ -27,7 +27,7 @@ BLOCK = 1 << 20
 NO_LIBRARY = 'sound needs soundfile and soxr: pip install "llava-mcore[audio]"'
 CHUNK = struct.Struct("<4sI")
 UNKNOWN_SIZES = (0, 0xFFFFFFFF)
-"""What a program writes for the size of a wav's data if it could not go back."""
+"""What a program writes for the size of a wav's data if it cannot seek back to fill it in."""
 PAGE, FLAGS, LAST_PAGE = b"OggS", 5, 4
 """The beginning of an ogg's page, where its flags are, and that of the last one."""
 
@@ -42,13 +42,13 @@ def require_libraries() -> None:
 
 
 def sound_length(data: bytes, rate: int) -> int:
-    """Return the samples of a sound at `rate` per second, from its header. DataError as of `decode_sound`."""
+    """Return the samples of a sound at `rate` per second, from its header. DataError like `decode_sound`."""
     with _opened(data) as file:
         return resampled_length(file.frames, file.samplerate, rate)
 
 
 def sound_format(data: bytes) -> tuple[str, float]:
-    """Return the file suffix of a sound's format and its seconds, from its header. DataError as of `decode_sound`."""
+    """Return the file suffix of a sound's format and its seconds, from its header. DataError like `decode_sound`."""
     with _opened(data) as file:
         return FORMATS[file.format], file.frames / file.samplerate
 
@@ -59,7 +59,7 @@ def decode_sound(data: bytes, rate: int) -> NDArray[np.float32]:
     Call `sound_length` first: a sound is decoded whatever its length.
 
     Raises:
-        DataError: it is of no known format, empty or damaged.
+        DataError: its format is not supported, or it is empty or damaged.
     """
     with _opened(data) as file:
         mono = _mono(file)
@@ -93,11 +93,11 @@ def _opened(data: bytes) -> SoundFile:
 
 def _why_not(file: SoundFile, data: bytes) -> str | None:
     if file.format not in FORMATS:
-        return f"a sound of the format {file.format}; known are {', '.join(dict.fromkeys(FORMATS.values()))}"
+        return f"a sound has the format {file.format}; supported: {', '.join(dict.fromkeys(FORMATS.values()))}"
     if not 1 <= file.channels <= MOST_CHANNELS or not 1 <= file.samplerate <= MOST_RATE:
         return (
-            f"a sound says that it has {file.channels} channels and {file.samplerate} samples per second; at most "
-            f"{MOST_CHANNELS} and {MOST_RATE} are possible"
+            f"a sound's header claims {file.channels} channels and {file.samplerate} samples per second; at most "
+            f"{MOST_CHANNELS} and {MOST_RATE} are supported"
         )
     missing = _missing_end(data, file.format)
     if missing is not None:
@@ -116,14 +116,14 @@ def _missing_end(data: bytes, kind: str) -> str | None:
 
 def _missing_data(data: bytes) -> str | None:
     """Compare the size of a wav's data with what there is."""
-    place = 12  # after RIFF, size, WAVE
-    while place + CHUNK.size <= len(data):
-        name, size = CHUNK.unpack_from(data, place)
-        place += CHUNK.size
+    offset = 12  # after RIFF, size, WAVE
+    while offset + CHUNK.size <= len(data):
+        name, size = CHUNK.unpack_from(data, offset)
+        offset += CHUNK.size
         if name == b"data":
-            left = len(data) - place
+            left = len(data) - offset
             return None if size in UNKNOWN_SIZES or size <= left else f"{size} bytes of samples, of which {left} exist"
-        place += size + size % 2
+        offset += size + size % 2
     return "it has no samples"
 
 

@@ -15,7 +15,7 @@ CONFIGS = ("tokenizer_config.json", "processor_config.json", "preprocessor_confi
 
 
 def write_chat_template(folder: Path, template: str) -> None:
-    """Make `template` the folder's only chat template, for tokenizer and processor alike."""
+    """Make `template` the folder's only chat template, for both tokenizer and processor."""
     (folder / FILE).write_text(template, encoding="utf-8")
     (folder / LEGACY_FILE).unlink(missing_ok=True)
     for name in CONFIGS:

@@ -39,7 +39,7 @@ class TypedTokens:
         typed = [token for token in self._tokens if token not in marks]
         self._typed = _alternatives(typed)
         self._normalizer = _normalizer(tokenizer, typed)
-        number = {token: place for place, token in enumerate(self._tokens)}
+        number = {token: index for index, token in enumerate(self._tokens)}
         self._own_name = {token: chr(OWN + n) * len(token) for token, n in number.items()}
         self._typed_name = {token: chr(TYPED + n) * len(token) for token, n in number.items()}
         swapped = self._own_name | {name: token for token, name in self._typed_name.items()}
@@ -57,7 +57,8 @@ class TypedTokens:
         return found
 
     def hide(self, text: str) -> str:
-        """Return the text of a turn with other names for the tokens typed there. DataError if it has such names."""
+        """Return the text of a turn with other names for the tokens typed there. DataError if it already contains such
+        names."""
         if PRIVATE.search(text):
             raise DataError("the text contains both special tokens and private characters (U+F0000 and above)")
         return self._hide(text)

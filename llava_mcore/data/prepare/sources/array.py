@@ -135,11 +135,11 @@ class _Elements:
             except RecursionError as error:
                 raise self._broken("it is nested too deeply") from error
             except json.JSONDecodeError as error:
-                place = error.pos - self.position
+                offset = error.pos - self.position
                 breaks_off = error.msg.startswith("Unterminated string") or len(self.text) - error.pos < LONGEST_WORD
                 too_large = len(self.text) - self.position > LARGEST_ELEMENT
                 if too_large or not breaks_off or not self._more(size):
-                    self.position += place
+                    self.position += offset
                     raise self._broken(error.msg) from error
             size = min(2 * size, LARGEST_ELEMENT)  # so that a large element is not parsed again for every block
 

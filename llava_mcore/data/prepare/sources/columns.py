@@ -123,8 +123,8 @@ def _as_rows(batch: pa.RecordBatch, most_bytes: int) -> Iterator[dict[str, Any] 
     if batch.nbytes <= most_bytes:
         yield from batch.to_pylist()
         return
-    for place in range(batch.num_rows):
-        row = batch.slice(place, 1)
+    for index in range(batch.num_rows):
+        row = batch.slice(index, 1)
         yield too_large("a row", most_bytes) if row.nbytes > most_bytes else row.to_pylist()[0]
 
 

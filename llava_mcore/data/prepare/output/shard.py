@@ -16,7 +16,10 @@ from llava_mcore.data.encoding.media import audio_tokens, media_tokens, video_to
 from llava_mcore.data.encoding.stored_tokens import to_json
 from llava_mcore.data.packing.best_fit import best_fit
 from llava_mcore.data.prepare.counts import Counts, ShardReport
-from llava_mcore.data.prepare.pictures import read_picture
+from llava_mcore.data.prepare.media.pictures import read_picture
+from llava_mcore.data.prepare.media.sounds import read_sound
+from llava_mcore.data.prepare.media.videos import read_video
+from llava_mcore.data.prepare.output.write import ShardWriter
 from llava_mcore.data.prepare.plan import Options
 from llava_mcore.data.prepare.record_layouts import check_turns, parse, place_marks
 from llava_mcore.data.prepare.records import (
@@ -31,12 +34,9 @@ from llava_mcore.data.prepare.records import (
     Segment,
     Skipped,
 )
-from llava_mcore.data.prepare.sounds import read_sound
 from llava_mcore.data.prepare.sources.base import SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening
 from llava_mcore.data.prepare.sources.lines import too_large
-from llava_mcore.data.prepare.videos import read_video
-from llava_mcore.data.prepare.write import ShardWriter
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Sound, Turn, Video
 from llava_mcore.errors import DataError
 

@@ -10,8 +10,8 @@ from PIL import Image, UnidentifiedImageError
 
 from llava_mcore.config.sections.data import LIMITS, Limits
 from llava_mcore.data.encoding.images import DAMAGED, SIDEWAYS, decode_image, orientation_of
+from llava_mcore.data.prepare.media.references import PICTURE, read_reference
 from llava_mcore.data.prepare.records import BadSample, Picture, Reason
-from llava_mcore.data.prepare.references import PICTURE, read_reference
 from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.errors import DataError
 
@@ -57,5 +57,5 @@ def inspect(data: bytes) -> tuple[str, tuple[int, int]]:
         raise BadSample(Reason.IMAGE_BROKEN, f"{type(error).__name__}: {error}") from error
     extension = EXTENSIONS.get(name, name.lower())
     if extension not in IMAGE_PARTS:
-        raise BadSample(Reason.IMAGE_FORMAT, f"{name}; known are {', '.join(IMAGE_PARTS)}")
+        raise BadSample(Reason.IMAGE_FORMAT, f"{name}; supported: {', '.join(IMAGE_PARTS)}")
     return extension, (size[1], size[0]) if orientation in SIDEWAYS else size

@@ -10,11 +10,11 @@ from urllib.parse import unquote
 
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY, check_fps
-from llava_mcore.data.prepare.pictures import inspect, read_picture
+from llava_mcore.data.prepare.media.pictures import inspect, read_picture
+from llava_mcore.data.prepare.media.references import REMOTE
+from llava_mcore.data.prepare.media.video_files import decode_video
 from llava_mcore.data.prepare.records import BadSample, Clip, Picture, Reason
-from llava_mcore.data.prepare.references import REMOTE
 from llava_mcore.data.prepare.sampling import Sampling
-from llava_mcore.data.prepare.video_files import decode_video
 from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.errors import DataError
 from llava_mcore.files.regular import RefusedFileError, open_regular_file

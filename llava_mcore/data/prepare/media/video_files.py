@@ -31,13 +31,13 @@ NO_PYAV = 'video files are read by PyAV: pip install "llava-mcore[video]", or li
 
 
 def decode_video(file: BinaryIO, sampling: Sampling, limits: Limits) -> tuple[list[bytes], float]:
-    """Return frames as JPEGs, upright, and how many of them belong to a second.
+    """Return frames as JPEGs, upright, and their number per second.
 
     Args:
         file: opened for reading.
 
     Raises:
-        BadSample: it is no video of a known format, is damaged, or its frames are larger than allowed.
+        BadSample: it is not a video of a supported format, is damaged, or its frames are larger than allowed.
         DataError: PyAV is not installed.
     """
     try:
@@ -58,7 +58,7 @@ def decode_video(file: BinaryIO, sampling: Sampling, limits: Limits) -> tuple[li
 
 
 def select_frames(times: list[Fraction], last_duration: Fraction, sampling: Sampling) -> tuple[list[int], float]:
-    """Return the indices of the frames that are shown at evenly spaced times, and how many of them come in a second.
+    """Return the indices of the frames that are shown at evenly spaced times, and their number per second.
 
     Args:
         times: in seconds, in ascending order.
@@ -89,7 +89,7 @@ class _Clock:
     seconds: list[Fraction]
     last_duration: Fraction
     stamps: list[int] | None
-    """By which the decoder knows each frame; None: by their order, where a file has no times."""
+    """The time stamps by which the decoder identifies frames; None: a file has no times, so by their order."""
 
 
 def _clock(container: InputContainer, stream: VideoStream) -> _Clock:
@@ -128,7 +128,7 @@ def _decode(
 
 
 def _jpeg(frame: VideoFrame, limits: Limits) -> bytes:
-    """Return a frame as a player shows it: cameras write how they were held beside the pictures."""
+    """Return a frame as a player shows it: cameras store how they were held separately from the pictures."""
     _check_size(frame.width, frame.height, limits)
     image = frame.to_image()
     if frame.rotation % 360:

@@ -1,0 +1,1 @@
+"""Conversations -> tar files, and tar files -> a dataset with energon's index."""

@@ -31,6 +31,24 @@ ON_CPUS = {
     "speech/train.yaml": "-g 2",
 }
 """Configurations whose commands are in the example's run.py, which other tests run."""
+VARIANTS = [
+    ("llava-1.5-7b/stage2.yaml", "--micro-batch-size 1"),
+    ("llava-1.5-7b/stage2.yaml", "--tp 2 --sequence-parallel"),
+    ("llava-jp-1.8b/stage2.yaml", "--tp 4 --sequence-parallel"),
+    ("llava-jp-1.8b/stage1.yaml", "-g 8 --tp 4"),
+    ("llava-onevision-7b/stage2-ov.yaml", "--packing --seq-length 16384"),
+    ("qwen2.5-vl-7b/finetune.yaml", "--tp 2 --sequence-parallel"),
+    (
+        "qwen2.5-vl-7b/finetune.yaml",
+        "model.freeze_vision_projection=false model.freeze_vision_model=false optimizer.projection_lr=1e-5 "
+        "optimizer.vision_lr=1e-6",
+    ),
+    (
+        "lora-one-gpu/lora.yaml",
+        "--lora-r 128 --lora-alpha 256 --lora-modules-to-save multi_modal_projector optimizer.projection_lr=2e-5",
+    ),
+]
+"""Configuration -> flags that its README suggests to add."""
 PARSERS = {
     "scripts/convert/build_llava_jp.py": "build",
     "scripts/convert/convert_hf_to_megatron.py": "import-hf",
@@ -98,6 +116,17 @@ def test_configuration_resolves_at_its_layout(
         for key, value in values.items() if isinstance(values, dict) else ():
             assert shown[section][key] == value, f"{section}.{key}"
     assert shown["training"]["precision"] == "bf16" and shown["parallel"]["backend"] == "nccl"
+
+
+@pytest.mark.parametrize(("config", "more"), VARIANTS)
+def test_variants_that_the_text_names(
+    config: str, more: str, place_of: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = training_command(config)
+    text = (EXAMPLES / command.recipe / "README.md").read_text(encoding="utf-8")
+    assert f"`{more}`" in " ".join(text.split())
+    flags = [*command.flags(place_of(command.recipe)), *more.split(), "--dry-run"]
+    assert train.main(flags) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("config", ON_CPUS)

@@ -38,6 +38,13 @@ QWEN_VIT = {"hidden_size": 1280, "intermediate_size": 3420, "depth": 32, "num_he
 WHISPER_LARGE = {"d_model": 1280, "encoder_ffn_dim": 5120, "encoder_layers": 32, "encoder_attention_heads": 20}
 LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
 LLAMA_13B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40}
+LLM_JP_1_8B = {
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "vocab_size": 99584,
+}
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 16, "num_attention_heads": 16}
 QWEN_7B = {
     "hidden_size": 3584,
@@ -91,6 +98,7 @@ class Shape:
 SHAPES: dict[str, Shape] = {
     "llava-1.5-7b": Shape("llava", CLIP_L, LLAMA_7B),
     "llava-1.5-13b": Shape("llava", CLIP_L, LLAMA_13B),
+    "llava-jp-1.8b": Shape("llava", CLIP_L, LLM_JP_1_8B),
     "siglip-so400m-qwen2.5-7b": Shape("llava", SO400M, QWEN_7B, "siglip", "qwen2"),
     "llava-onevision-7b": Shape("llava_onevision", SO400M, QWEN_7B, "siglip", "qwen2", PHOTOGRAPHS),
     "qwen2.5-vl-7b": Shape("qwen2_5_vl", QWEN_VIT, QWEN_7B, sizes=random_sizes(300, 1600)),

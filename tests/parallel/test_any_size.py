@@ -21,6 +21,7 @@ from tests.helpers.world import run_world
 NUM_SAMPLES = 24
 SIZES = ((56, 56), (140, 60), (50, 170), (200, 190), (30, 31))
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
+OF_ANY_SIZE = [x for x in CASES if x.architecture.startswith(("llava_", "qwen")) or x.options.get("splits")]
 
 
 def resized(index: int) -> bytes:
@@ -48,8 +49,7 @@ def with_sound(number: int) -> dict[str, Any]:
 def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root: Path = tmp_path_factory.mktemp("any_size")
     cases = {}
-    of_any_size = [x for x in CASES if x.architecture.startswith(("llava_", "qwen")) or x.options.get("splits")]
-    for case in of_any_size:
+    for case in OF_ANY_SIZE:
         make_case(case, root / case.name / "hf")
         import_hf(root / case.name / "hf", root / case.name / "megatron")
         kind = ARCHITECTURES[case.architecture]

@@ -1,0 +1,74 @@
+"""README.md's table of architectures: from the registry, and from the lists of classes that tests run with.
+
+python -m tests.helpers.capabilities
+"""
+
+from __future__ import annotations
+
+from llava_mcore.models.architectures.base import Architecture, TileArchitecture
+from llava_mcore.models.architectures.registry import ARCHITECTURES
+from tests.helpers.tiny_classes import MAKERS
+from tests.parallel import test_adapters, test_any_size, test_generate
+
+YES, UNTESTED, NO = "yes", "untested", "no"
+LLAVA = "llava"
+"""What most tests of a feature run with."""
+PACKED = {LLAVA, *MAKERS, *(case.architecture for case in test_any_size.OF_ANY_SIZE)}
+"""tests/parallel: test_packing, test_classes, test_any_size."""
+ADAPTED = {LLAVA, *(case.architecture for case in test_adapters.CLASSES)}
+QUANTIZED = {LLAVA}
+"""tests/unit/test_qlora.py."""
+ANSWERED = {case.architecture for case in test_generate.CASES}
+SERVED = {LLAVA}
+"""tests/unit/test_serve.py."""
+ON_GPUS = {
+    LLAVA: "trained, also in FP8",
+    "llava_next": "logits",
+    "llava_onevision": "trained, 10 layers",
+    "internvl": "logits",
+    "idefics3": "logits",
+    "smolvlm": "logits",
+    "qwen2_vl": "logits",
+    "qwen2_5_vl": "trained, 8 layers",
+    "qwen3_vl": "logits",
+}
+"""What has run on an H200: tests/gpu and benchmarks.train_step."""
+COLUMNS = (
+    *("…ForConditionalGeneration", "pictures", "videos", "sound", "packing", "LoRA", "QLoRA"),
+    *("`generate`", "`serve`", "on an H200"),
+)
+
+
+def capability_table() -> str:
+    """Return the table, in Markdown."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines += [f"| {' | '.join(row(name, kind))} |" for name, kind in ARCHITECTURES.items()]
+    return "\n".join(lines)
+
+
+def row(name: str, kind: Architecture) -> list[str]:
+    """Return the cells of an architecture."""
+    tested = [YES if name in having else UNTESTED for having in (PACKED, ADAPTED, QUANTIZED, ANSWERED)]
+    served = YES if name in SERVED else UNTESTED if kind.takes_images else NO
+    return [
+        kind.model_class.__name__.removesuffix("ForConditionalGeneration"),
+        pictures(name, kind),
+        "frames" if kind.takes_videos else NO,
+        "clips" if kind.takes_audios else NO,
+        *tested,
+        served,
+        ON_GPUS.get(name, "not run"),
+    ]
+
+
+def pictures(name: str, kind: Architecture) -> str:
+    """Return which sizes of pictures a class takes."""
+    if not kind.takes_images:
+        return NO
+    if name == LLAVA:
+        return "one size"
+    return "any size, tiles" if isinstance(kind, TileArchitecture) else "any size"
+
+
+if __name__ == "__main__":
+    print(capability_table())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.forkserver
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A shared two-core machine has pauses: time is no sign of a fault. Failures must be the same everywhere.
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_world_is_left() -> Iterator[None]:
+    """End the world of one process that a library call has joined: tests of the next file may start another one."""
+    yield
+    if torch.distributed.is_initialized():
+        from llava_mcore.parallel.groups import shut_down
+
+        shut_down()
 
 
 @pytest.fixture
@@ -45,6 +56,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     It imports while the first tests run. A process that has looked for GPUs must not be forked.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not torch.cuda.is_available():
         multiprocessing.set_forkserver_preload(["tests.helpers.preload"])
         multiprocessing.forkserver.ensure_running()

@@ -26,10 +26,11 @@ from transformers.video_utils import VideoMetadata
 from llava_mcore.answering.job import Dtype, Reading
 from llava_mcore.compat.transformers import exact_attention
 from llava_mcore.convert.jobs import DTYPES
-from llava_mcore.data.encoding.assets import LOAD_ERRORS, Assets
+from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.encode import check_length, check_media, expanded
 from llava_mcore.data.encoding.images import decode_image, decode_pixels
 from llava_mcore.data.encoding.preprocess import ImagePreprocessor
+from llava_mcore.data.encoding.processors import LOAD_ERRORS
 from llava_mcore.data.encoding.sound.files import decode_sound
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Video
 from llava_mcore.errors import ConfigError, ConversionError

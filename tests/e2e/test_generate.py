@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -61,8 +60,7 @@ def test_answers_at_every_layout(root: Path) -> None:
 
 
 def test_what_fails_in_the_processes_is_one_message(root: Path) -> None:
-    start = time.monotonic()
     given = ("--megatron-dir", root / "megatron", "--tp", 2, "--data-path", root / "no", "--out", root / "x.jsonl")
     text = generate(*given, expect=2)
     assert text.count("error:") == 1 and "Traceback" not in text and "does not exist" in text
-    assert len(text.strip().splitlines()) == 1 and time.monotonic() - start < 100
+    assert len(text.strip().splitlines()) == 1

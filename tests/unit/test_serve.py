@@ -167,9 +167,7 @@ def test_a_checked_request_has_a_limit_for_its_answer() -> None:
 def test_ctrl_c_ends_it(folder: Path) -> None:
     with serving(folder, "--device", "cpu", "--served-model-name", "named") as server:
         assert server.chat("What is it?", model="named").status_code == 200
-        start = time.monotonic()
         assert server.stop(signal.SIGINT) == 130
-        assert time.monotonic() - start < 10
         assert server.output == "interrupted\n"
 
 

@@ -53,6 +53,7 @@ MODEL_CLASSES = (
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
 )
 """The classes of models.architectures.registry, which needs torch; a test compares the lists."""
 

@@ -8,42 +8,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer, BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.encoding.chat import ChatFormat
-from llava_mcore.data.encoding.pixel_range import pixel_range_of, set_pixel_range
-from llava_mcore.data.encoding.preprocess import ImagePreprocessor, MediaPreprocessor, load_image_processor
-from llava_mcore.data.encoding.sound.processor import Audios, SoundPreprocessor, choose_audios
+from llava_mcore.data.encoding.pixel_range import pixel_range_of
+from llava_mcore.data.encoding.preprocess import ImagePreprocessor, MediaPreprocessor
+from llava_mcore.data.encoding.processors import (
+    LOAD_ERRORS,
+    PROCESSOR_FILES,
+    Processors,
+    load_processors,
+    media_plan,
+    media_preprocessor,
+)
 from llava_mcore.data.encoding.special_tokens import check_tokenizer, choose_tokens
 from llava_mcore.data.encoding.text.template_choice import Lang, TemplateChoice, choose_template
-from llava_mcore.data.encoding.videos import VIDEO_FILE, Videos, choose_videos
+from llava_mcore.data.encoding.videos import VIDEO_FILE
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
 from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError, problems
-from llava_mcore.files.json_files import read_object
 from llava_mcore.files.regular import kind_of
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.audio.plan import AudioPlan
-from llava_mcore.models.media import MediaPlan, Processing
+from llava_mcore.models.media import MediaPlan
 
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 ASSET_FILES = (
     *(*TOKENIZER_FILES, *PROCESSOR_FILES, VIDEO_FILE, "config.json", "chat_template.jinja", "chat_template.json"),
     *("merges.txt", "added_tokens.json", "special_tokens_map.json"),
 )
 MOST_BYTES = 1 << 28
 """Maximum size of each file; the largest tokenizers have about 40 MB."""
-LOAD_ERRORS = (
-    *(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ImportError, RecursionError),
-    StrictDataclassError,
-)
-"""Errors that transformers raises for missing or invalid files."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +100,9 @@ def load_assets(
     if tokenizer is not None:
         choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
     choice = _choose_template(tokenizer, folders, chat_template, lang, found)
-    processors = _load_processors(folders, config, tokenizer, found)
-    if config is not None and processors.images is not None:
-        found += set_pixel_range(processors.images, pixels, config)
-    plan = None if config is None else _plan(folders, config, tokenizer, processors, found)
-    preprocessor = _preprocessor(processors, config, plan, limits, found)
+    processors = load_processors(folders, config, tokenizer, pixels, found)
+    plan = None if config is None else media_plan(folders, config, tokenizer, processors, found)
+    preprocessor = media_preprocessor(processors, config, plan, limits, found)
     token = None if tokenizer is None else check_tokenizer(tokenizer, config, found)
     if config is not None and not architecture_of(config).takes_images and image_token_id is not None:
         found.append(f"--image-token-id {image_token_id} has no effect: the model takes no pictures; omit it")
@@ -152,17 +148,8 @@ def _chat_format(
     return chat
 
 
-@dataclass(frozen=True)
-class _Processors:
-    """Of pictures (None: the class takes none, or there is a problem with it), videos and sounds."""
-
-    images: BaseImageProcessor | None = None
-    videos: Videos = field(default_factory=Videos)
-    audios: Audios = field(default_factory=Audios)
-
-
 def _refused(
-    config: PretrainedConfig, processors: _Processors, preprocessor: MediaPreprocessor, chat: ChatFormat
+    config: PretrainedConfig, processors: Processors, preprocessor: MediaPreprocessor, chat: ChatFormat
 ) -> dict[str, str]:
     """Return why samples with some media cannot be used, by their mark."""
     architecture, videos = architecture_of(config), processors.videos.reason
@@ -217,14 +204,6 @@ def _log_choice(choice: TemplateChoice, chat: ChatFormat) -> None:
         )
 
 
-def _read_json(file: Path, found: list[str]) -> dict[str, Any] | None:
-    try:
-        return read_object(file, DataError)
-    except DataError as error:
-        found.append(str(error))
-        return None
-
-
 def _load_config(folder: Path, found: list[str]) -> PretrainedConfig | None:
     try:
         return load_hf_config(folder)
@@ -246,70 +225,3 @@ def _load_tokenizer(folder: Path, found: list[str]) -> PreTrainedTokenizerBase |
         found.append(f"{type(tokenizer).__name__} in {folder} does not support offsets; save it with a tokenizer.json")
         return None
     return tokenizer
-
-
-def _load_processors(
-    folders: list[Path], config: PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None, found: list[str]
-) -> _Processors:
-    images = _load_image_processor(folders, found) if config is None or architecture_of(config).takes_images else None
-    if config is None or tokenizer is None:
-        return _Processors(images)
-    audios = choose_audios(folders, PROCESSOR_FILES, config, tokenizer, LOAD_ERRORS, found)
-    return _Processors(images, choose_videos(folders, config, tokenizer, LOAD_ERRORS), audios)
-
-
-def _load_image_processor(folders: list[Path], found: list[str]) -> BaseImageProcessor | None:
-    folder = next((f for f in folders if any((f / name).is_file() for name in PROCESSOR_FILES)), None)
-    if folder is None:
-        found.append(f"no image processor in {folders[0]}: none of {', '.join(PROCESSOR_FILES)}")
-        return None
-    try:
-        return load_image_processor(folder)
-    except (*LOAD_ERRORS, DataError) as error:
-        found.append(f"the image processor in {folder} cannot be used: {why_not_loaded(error)}")
-        return None
-
-
-def _preprocessor(
-    processors: _Processors,
-    config: PretrainedConfig | None,
-    plan: MediaPlan | None,
-    limits: Limits,
-    found: list[str],
-) -> MediaPreprocessor | None:
-    if config is None or plan is None:
-        return None
-    if isinstance(plan, AudioPlan):
-        assert processors.audios.extractor is not None, "there is no plan without one"
-        return SoundPreprocessor(processors.audios.extractor, plan)
-    if processors.images is None:
-        return None
-    try:
-        shape = architecture_of(config).pixel_shape(config)
-        return ImagePreprocessor(processors.images, shape, plan, limits.picture_pixels, processors.videos.processor)
-    except (*LOAD_ERRORS, DataError) as error:
-        found.append(f"the image processor cannot be used: {why_not_loaded(error)}")
-        return None
-
-
-def _plan(
-    folders: list[Path],
-    config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    processors: _Processors,
-    found: list[str],
-) -> MediaPlan | None:
-    """Return how media become tokens; a processor with different tokens for pictures is reported."""
-    architecture, images, audios = architecture_of(config), processors.images, processors.audios.extractor
-    file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
-    settings = None if file is None else _read_json(file, found)
-    try:
-        if settings is not None:
-            found += [f"{file}: {problem}" for problem in architecture.processor_problems(config, settings)]
-        if tokenizer is None or (images if architecture.takes_images else audios) is None:
-            return None
-        how = Processing(tokenizer, images, settings or {}, processors.videos.processor, audios)
-        return architecture.media(config, how)
-    except ConversionError as error:
-        found.append(str(error))
-        return None

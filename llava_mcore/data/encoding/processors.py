@@ -1,0 +1,127 @@
+"""Loads the processors of a Hugging Face folder: those of pictures, videos and sound, and how media become tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
+
+from llava_mcore.config.sections.data import Limits, PixelRange
+from llava_mcore.data.encoding.pixel_range import set_pixel_range
+from llava_mcore.data.encoding.preprocess import ImagePreprocessor, MediaPreprocessor, load_image_processor
+from llava_mcore.data.encoding.sound.processor import Audios, SoundPreprocessor, choose_audios
+from llava_mcore.data.encoding.videos import Videos, choose_videos
+from llava_mcore.errors import ConversionError, DataError
+from llava_mcore.files.json_files import read_object
+from llava_mcore.files.torch_files import why_not_loaded
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.audio.plan import AudioPlan
+from llava_mcore.models.media import MediaPlan, Processing
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+LOAD_ERRORS = (
+    *(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ImportError, RecursionError),
+    StrictDataclassError,
+)
+"""Errors that transformers raises for missing or invalid files."""
+
+
+@dataclass(frozen=True)
+class Processors:
+    """The processors of pictures (None: the class takes none, or there is a problem with it), videos and sounds."""
+
+    images: BaseImageProcessor | None = None
+    videos: Videos = field(default_factory=Videos)
+    audios: Audios = field(default_factory=Audios)
+
+
+def load_processors(
+    folders: list[Path],
+    config: PretrainedConfig | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    pixels: PixelRange,
+    found: list[str],
+) -> Processors:
+    """Load the processors of what the class of `config` takes, with `pixels` as the range of resized pictures.
+
+    Args:
+        folders: where to look, in this order.
+        config, tokenizer: None if they could not be loaded; then as much as possible is checked.
+        found: gets a line for everything that is missing or does not match.
+    """
+    images = _load_image_processor(folders, found) if config is None or architecture_of(config).takes_images else None
+    if config is not None and images is not None:
+        found += set_pixel_range(images, pixels, config)
+    if config is None or tokenizer is None:
+        return Processors(images)
+    audios = choose_audios(folders, PROCESSOR_FILES, config, tokenizer, LOAD_ERRORS, found)
+    return Processors(images, choose_videos(folders, config, tokenizer, LOAD_ERRORS), audios)
+
+
+def _load_image_processor(folders: list[Path], found: list[str]) -> BaseImageProcessor | None:
+    folder = next((f for f in folders if any((f / name).is_file() for name in PROCESSOR_FILES)), None)
+    if folder is None:
+        found.append(f"no image processor in {folders[0]}: none of {', '.join(PROCESSOR_FILES)}")
+        return None
+    try:
+        return load_image_processor(folder)
+    except (*LOAD_ERRORS, DataError) as error:
+        found.append(f"the image processor in {folder} cannot be used: {why_not_loaded(error)}")
+        return None
+
+
+def media_preprocessor(
+    processors: Processors,
+    config: PretrainedConfig | None,
+    plan: MediaPlan | None,
+    limits: Limits,
+    found: list[str],
+) -> MediaPreprocessor | None:
+    """Return what turns encoded media into the tower's input; None after a problem, which is added to `found`."""
+    if config is None or plan is None:
+        return None
+    if isinstance(plan, AudioPlan):
+        assert processors.audios.extractor is not None, "there is no plan without one"
+        return SoundPreprocessor(processors.audios.extractor, plan)
+    if processors.images is None:
+        return None
+    try:
+        shape = architecture_of(config).pixel_shape(config)
+        return ImagePreprocessor(processors.images, shape, plan, limits.picture_pixels, processors.videos.processor)
+    except (*LOAD_ERRORS, DataError) as error:
+        found.append(f"the image processor cannot be used: {why_not_loaded(error)}")
+        return None
+
+
+def media_plan(
+    folders: list[Path],
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    processors: Processors,
+    found: list[str],
+) -> MediaPlan | None:
+    """Return how media become tokens; a processor with different tokens for pictures is reported."""
+    architecture, images, audios = architecture_of(config), processors.images, processors.audios.extractor
+    file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
+    settings = None if file is None else _read_json(file, found)
+    try:
+        if settings is not None:
+            found += [f"{file}: {problem}" for problem in architecture.processor_problems(config, settings)]
+        if tokenizer is None or (images if architecture.takes_images else audios) is None:
+            return None
+        how = Processing(tokenizer, images, settings or {}, processors.videos.processor, audios)
+        return architecture.media(config, how)
+    except ConversionError as error:
+        found.append(str(error))
+        return None
+
+
+def _read_json(file: Path, found: list[str]) -> dict[str, Any] | None:
+    try:
+        return read_object(file, DataError)
+    except DataError as error:
+        found.append(str(error))
+        return None

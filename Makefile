@@ -9,6 +9,7 @@ INPUTS := pyproject.toml environments/test-models.txt scripts/setup_venv.sh
 # Tests wait for processes of their own half of the time: a third worker fills two cores.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 USUAL := 'not gpu and not cluster and not long'
+ACROSS_VERSIONS := tests/e2e/test_readme.py tests/parallel/test_layouts.py tests/parallel/test_training.py tests/unit
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
@@ -32,10 +33,11 @@ test: lint ## Run every check that needs no GPU
 test-long: .venv/.installed-dev ## Run the tests that take long
 	$(PYTHON) $(PYTEST) -m long tests/e2e tests/parallel tests/unit
 
-# The rest of tests/e2e is about messages and processes, which versions change little.
+# What versions change: names, numbers, tokens, files and the commands of the README. The rest of tests/e2e and
+# tests/parallel is about processes, and about layouts that agree with each other.
 test-newest: $(NEWEST)/.installed-dev ## Run the tests with the newest versions that pyproject.toml allows
 	$(NEWEST)/bin/python -m compileall -q llava_mcore tests
-	$(NEWEST)/bin/python $(PYTEST) -m $(USUAL) tests/e2e/test_readme.py tests/e2e/test_resume.py tests/parallel tests/unit
+	$(NEWEST)/bin/python $(PYTEST) -m $(USUAL) $(ACROSS_VERSIONS)
 
 test-all: test test-long test-newest test-cluster ## Run test, test-long, test-newest and test-cluster
 

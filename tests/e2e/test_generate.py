@@ -32,7 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def generate(*arguments: object, expect: int = 0) -> str:
     """Run the command and return its output and errors."""
     command = [sys.executable, "-m", "llava_mcore", "generate", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=900)
     assert done.returncode == expect, (done.stdout + done.stderr)[-4000:]
     return done.stdout + done.stderr
 

@@ -107,7 +107,7 @@ def train_step(
 
 
 class _Losses:
-    """The loss of one step, added up on the device and copied to the host while the device goes on."""
+    """The loss of one step, added up on the device and copied to the host while the device continues."""
 
     def __init__(self, groups: Groups, reports: Sequence[Report]) -> None:
         """Add (summed loss, trained tokens) over micro-batches and model replicas, each counted once; a collective call

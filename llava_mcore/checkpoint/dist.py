@@ -12,24 +12,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.optimizer import Adam, CPUAdam
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
 from llava_mcore.checkpoint.checksums import of_files
 from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE, take_scales, with_plain_scales
+from llava_mcore.checkpoint.save_plan import SavePlan
+from llava_mcore.checkpoint.sharded import sharded_tensors
 from llava_mcore.checkpoint.torch_dist_metadata import require_plain
 from llava_mcore.compat.megatron import LoadStrategy, keep_write_results_here
 from llava_mcore.errors import CheckpointError, problems
@@ -51,25 +45,29 @@ class StateWrite:
     """
 
     def __init__(
-        self, state: ShardedStateDict, folder: Path, *, copy: bool = False, replicas: dist.ProcessGroup | None = None
+        self, state: ShardedStateDict, folder: Path, *, copy: bool = False, plan: SavePlan | None = None
     ) -> None:
         """Plan the save and copy the tensors to the host.
 
         Args:
             copy: copy every tensor, so that training can continue while `write` runs.
-            replicas: ranks that hold the same tensors and divide writing them.
+            plan: of the run's earlier saves; None: this save is planned alone, and every tensor written by its first
+                replica.
         """
-        strategy = TorchDistSaveShardedStrategy()
+        plan = SavePlan() if plan is None else plan
+        is_new = plan.begin(state)
         live = {x.data.untyped_storage().data_ptr() for x in sharded_tensors(state) if x.data is not None}
         keep_write_results_here()
         self._request = dist_checkpointing.save(
             {"checkpoint_version": CHECKPOINT_VERSION, **state},
             str(folder),
-            sharded_strategy=strategy if replicas is None else FullyParallelSaveStrategyWrapper(strategy, replicas),
+            sharded_strategy=plan.strategy,
+            validate_access_integrity=is_new,
             content_metadata={"llava_mcore": 1},
             async_sharded_save=True,
             async_strategy="mcore",
         )
+        plan.done()
         self._files: list[Any] = []
         if self._request.async_fn is not None:  # otherwise this rank has nothing to write
             on_host = self._request.preload_fn()
@@ -134,8 +132,11 @@ def save_state(state: ShardedStateDict, folder: Path) -> None:
     write.finish()
 
 
-def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
+def load_state(state: ShardedStateDict, folder: Path, replicas: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Load the tensors in `state`, however they were split when they were saved; a collective call.
+
+    Args:
+        replicas: ranks that load the same tensors: each is read by one of them and sent to the others.
 
     Raises:
         CheckpointError: on all ranks, if the folder does not fit the model on any of them, or is damaged.
@@ -145,8 +146,10 @@ def load_state(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
         load_tensors(folder / COMMON_STATE_FNAME)
     try:
         stored = load_sharded_metadata(str(folder), LoadStrategy())
+        divided = replicas is not None and replicas.size() > 1
+        strategy = FullyParallelLoadStrategyWrapper(LoadStrategy(), replicas) if divided else LoadStrategy()
         with without_objects(), torch.serialization.safe_globals(_OPTIMIZER_CLASSES):
-            return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder), LoadStrategy())
+            return dist_checkpointing.load(without_absent_extra_state(state, stored), str(folder), strategy)
     except CheckpointingException as error:
         raise CheckpointError(f"{folder}: dist_checkpointing cannot load it: {error}") from error
     except CheckpointException as error:  # torch's wrapper around this rank's error
@@ -229,44 +232,20 @@ def check_model(state: ShardedStateDict, folder: Path) -> None:
         raise CheckpointError(problems(f"{folder} is a checkpoint of another model", unique))
 
 
-def sharded_tensors(state: ShardedStateDict) -> list[ShardedTensor]:
-    """Return the sharded tensors of a state, with factories expanded."""
-
-    def unfold(value: Any) -> Any:
-        return value.build() if isinstance(value, ShardedTensorFactory) else value
-
-    # A copy of the containers: the caller's state keeps its factories.
-    copied = dict_list_map_inplace(unfold, _copy_containers(state))
-    return list(_flatten(extract_sharded_tensors(copied)[0]))
-
-
-def _copy_containers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy_containers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copy_containers(item) for item in value]
-    return value
-
-
-def _flatten(value: Any) -> list[ShardedTensor]:
-    if isinstance(value, dict):
-        return [x for item in value.values() for x in _flatten(item)]
-    if isinstance(value, list):
-        return [x for item in value for x in _flatten(item)]
-    return [value]
-
-
 def model_state(chunks: Sequence[MegatronModule], *, is_loading: bool) -> ShardedStateDict:
     """Return the sharded state of a rank's model chunks, to save it or to load it."""
     states = [with_plain_scales(chunk, chunk.sharded_state_dict(), is_loading=is_loading) for chunk in chunks]
     return {f"model{i}": state for i, state in enumerate(states)}
 
 
-def load_weights(chunks: Sequence[MegatronModule], folder: Path) -> None:
+def load_weights(chunks: Sequence[MegatronModule], folder: Path, replicas: dist.ProcessGroup | None = None) -> None:
     """Fill every parameter from a checkpoint; a collective call.
 
     Every value is first set to NaN, so that no value can keep its old content: rows that pad the vocabulary are set to
     zero, everything else must have been read.
+
+    Args:
+        replicas: see `load_state`.
 
     Raises:
         CheckpointError: it is another model, or a parameter was not filled completely.
@@ -278,7 +257,7 @@ def load_weights(chunks: Sequence[MegatronModule], folder: Path) -> None:
     state = model_state(chunks, is_loading=True)
     padding = [x for x in sharded_tensors(state) if x.allow_shape_mismatch]
     stored = stored_tensors(folder)
-    loaded = load_state(state, folder)
+    loaded = load_state(state, folder, replicas)
     for i, chunk in enumerate(chunks):
         fill_model(chunk, loaded[f"model{i}"])
     _zero_padding(padding, stored)

@@ -6,13 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from llava_mcore.cli import check_data
-from llava_mcore.cli.common import conversion_main
+from llava_mcore.checkpoint.layout import latest_readable
+from llava_mcore.cli.common import conversion_main, skip_unused_here
 from llava_mcore.cli.flags.check import parser
 from llava_mcore.cli.flags.conversion import default_workers
-from llava_mcore.convert.check import check_checkpoint, check_folder, check_manifest
-from llava_mcore.convert.compare_logits import check_logits
 from llava_mcore.errors import ConfigError
+from llava_mcore.files.hf_source import require_source
 
 
 def run(args: argparse.Namespace) -> int:
@@ -23,7 +22,17 @@ def run(args: argparse.Namespace) -> int:
     if args.logits is not None and (args.hf_dir is None or args.megatron_dir is None):
         raise ConfigError("--logits compares two models: give --hf-dir and --megatron-dir")
     if args.data_path is not None:
+        from llava_mcore.cli import check_data
+
         return check_data.run(args)
+    # A wrong path is reported before the imports that take seconds.
+    if args.hf_dir is not None:
+        require_source(args.hf_dir)
+    if args.megatron_dir is not None:
+        latest_readable(args.megatron_dir)
+    skip_unused_here()
+    from llava_mcore.convert.check import check_checkpoint, check_folder, check_manifest
+
     if args.hf_dir is None:
         print(check_manifest(args.megatron_dir, tp=args.tp, workers=default_workers()))
         return 0
@@ -31,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     if args.megatron_dir is not None:
         print(check_checkpoint(args.hf_dir, args.megatron_dir, tp=args.tp))
     if args.logits is not None:
+        from llava_mcore.convert.compare_logits import check_logits
+
         print(check_logits(args.hf_dir, args.megatron_dir, args.logits, tp=args.tp, pp=args.pp))
     return 0
 

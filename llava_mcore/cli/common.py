@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from llava_mcore.compat.tested import untested_line
+from llava_mcore.compat.unused_imports import IN_VAIN_HERE, skip_unused_imports
 from llava_mcore.run.messages import with_messages
 
 
@@ -23,3 +24,8 @@ def conversion_main(
         return run(args)
 
     return with_messages(parse_and_run)
+
+
+def skip_unused_here() -> None:
+    """Skip what libraries import and a conversion never uses: a third of a command's start."""
+    skip_unused_imports(*IN_VAIN_HERE)

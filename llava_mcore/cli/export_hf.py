@@ -7,18 +7,24 @@ import sys
 import time
 from collections.abc import Sequence
 
-from llava_mcore.adapters.peft_config import CONFIG
-from llava_mcore.cli.common import conversion_main
+from llava_mcore.checkpoint.layout import latest_readable
+from llava_mcore.cli.common import conversion_main, skip_unused_here
 from llava_mcore.cli.flags.export_hf import parser
-from llava_mcore.convert.compare_logits import check_logits
-from llava_mcore.convert.export_hf import export_hf
-from llava_mcore.convert.jobs import DTYPES
 from llava_mcore.errors import ConfigError
+from llava_mcore.files.hf_folder import require_absent
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the conversion."""
     start = time.perf_counter()
+    # A wrong path is reported before the imports that take seconds.
+    require_absent(args.hf_dir, what="the export")
+    latest_readable(args.megatron_dir)
+    skip_unused_here()
+    from llava_mcore.adapters.peft_config import CONFIG
+    from llava_mcore.convert.export_hf import export_hf
+    from llava_mcore.convert.jobs import DTYPES
+
     dtype = DTYPES[args.dtype] if args.dtype else None
     iteration = export_hf(
         args.megatron_dir,
@@ -44,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if args.logits is not None and (args.hf_dir / CONFIG).is_file():
         raise ConfigError(f"{args.hf_dir} is a PEFT folder: --logits compares whole models, so give --merge too")
     if args.logits is not None:
+        from llava_mcore.convert.compare_logits import check_logits
+
         print(check_logits(args.hf_dir, args.megatron_dir, args.logits, tp=args.tp, pp=args.pp))
     return 0
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from llava_mcore.cli.common import conversion_main
+from llava_mcore.cli.common import conversion_main, skip_unused_here
 from llava_mcore.cli.flags.inspect_folder import parser
-from llava_mcore.convert.inventory import Inventory, Row, of_folder
+
+if TYPE_CHECKING:
+    from llava_mcore.convert.inventory import Inventory, Row
 
 WIDE = 160  # columns without a terminal, so that names are not truncated
 
@@ -75,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConversionError: it is neither a Hugging Face folder nor one of checkpoints.
     """
+    skip_unused_here()
+    from llava_mcore.convert.inventory import of_folder
+
     inventory = of_folder(args.dir)
     console = Console()
     show(inventory, console if console.is_terminal else Console(width=WIDE))

@@ -15,7 +15,10 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as strategies
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -48,6 +51,28 @@ def _without_newer(stored: Any) -> Any:
     # No TensorProperties: one of these always has all fields.
     known: Any = SimpleNamespace(**{name: getattr(stored.properties, name) for name in FACTORY_OPTIONS})
     return dataclasses.replace(stored, properties=known)
+
+
+class SaveStrategy(TorchDistSaveShardedStrategy):
+    """megatron-core's save strategy, which plans once: later saves reuse the plan of the first.
+
+    megatron-core 0.19.2 can do so too, but only trusts the plan after a second save in which all ranks have planned and
+    sent their plans to rank 0. Use one for saves of the same tensors only, with the same sharding on every rank.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(cached_metadata=True)
+        required(TorchDistSaveShardedStrategy, "_get_save_and_finalize_callbacks")
+        for name in ("validated_cache_reuse", "cached_global_metadata", "cached_central_plan", "cached_local_plan"):
+            required(self, name)
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, async_strategy: str) -> Any:
+        """Called at the end of planning: keep what rank 0 has put together, and trust the plan from now on."""
+        _, global_metadata, _ = save_state_dict_ret
+        if global_metadata is not None:
+            self.cached_global_metadata = global_metadata
+        self.validated_cache_reuse = True
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)
 
 
 def keep_write_results_here() -> None:

@@ -13,6 +13,10 @@ IN_VAIN = ("sklearn", "scipy", "accelerate")
 object
 detection, and models on several devices."""
 
+IN_VAIN_HERE = ("wandb", "tensorboard", "multistorageclient")
+"""megatron-core imports them if they are installed: to log its timers, and to read checkpoints in object stores. A
+conversion does neither. They take as long as megatron-core itself."""
+
 
 def skip_unused_imports(*more: str) -> None:
     """Make packages count as not installed, unless they have been imported already. This saves a second at every start.

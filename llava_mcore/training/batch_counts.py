@@ -72,6 +72,7 @@ def count(batches: Sequence[LoadedBatch]) -> Counts:
     )
 
 
-def count_all(groups: Groups, batches: Sequence[LoadedBatch]) -> Counts:
-    """Count what all ranks have loaded for one step; a collective call."""
-    return Counts(*sum_over_ranks(groups, list(asdict(count(batches)).values())))
+def count_all(groups: Groups, batches: Sequence[LoadedBatch], flags: Sequence[bool]) -> tuple[Counts, tuple[bool, ...]]:
+    """Count what all ranks have loaded for one step, and find which flags are set on any; one collective call."""
+    totals = sum_over_ranks(groups, [*flags, *asdict(count(batches)).values()])
+    return Counts(*totals[len(flags) :]), tuple(number > 0 for number in totals[: len(flags)])

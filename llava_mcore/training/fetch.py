@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
@@ -22,11 +23,17 @@ class Loader(Protocol):
 
 
 class Remembering:
-    """A loader that remembers the micro-batches since `last` was cleared."""
+    """A loader that remembers the micro-batches of a step, and the position before them."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
         self.last: list[LoadedBatch] = []
+        self.before: Any = None
+
+    def begin(self) -> None:
+        """Begin a step: forget the micro-batches of the previous one."""
+        self.before = self._loader.state()
+        self.last.clear()
 
     def __next__(self) -> LoadedBatch:
         batch = next(self._loader)
@@ -37,10 +44,26 @@ class Remembering:
         return self._loader.state()
 
 
+class Fetched(NamedTuple):
+    """The micro-batches of one step, the counts of the global batch, and which flags are set on any rank."""
+
+    batches: list[MicroBatch]
+    counts: Counts
+    flags: tuple[bool, ...]
+
+
 def fetch_step(
-    groups: Groups, loader: Loader | None, num_micro_batches: int, budget: SkipBudget, fields: Fields
-) -> tuple[list[MicroBatch], Counts]:
-    """Return the step's micro-batches and the counts of the global batch; a collective call.
+    groups: Groups,
+    loader: Loader | None,
+    num_micro_batches: int,
+    budget: SkipBudget,
+    fields: Fields,
+    flags: Sequence[bool] = (),
+) -> Fetched:
+    """Read one step's micro-batches; a collective call, the only one per step in which all hosts take part.
+
+    Args:
+        flags: what else the ranks have to agree on; as many on every rank.
 
     Raises:
         DataError: on all ranks, if any of them could not read its data.
@@ -53,8 +76,7 @@ def fetch_step(
             budget.report(batches)
         except LlavaMcoreError as error:
             problem = str(error)
-    found = agree(groups, problem)
-    if found:
-        raise DataError(problems("training data cannot be used", found), on_all_ranks=True)
-    counts = count_all(groups, batches or [])
-    return share_step(groups, batches, num_micro_batches, fields), counts
+    counts, (failed, *found) = count_all(groups, batches or [], (problem is not None, *flags))
+    if failed:
+        raise DataError(problems("training data cannot be used", agree(groups, problem)), on_all_ranks=True)
+    return Fetched(share_step(groups, batches, num_micro_batches, fields), counts, tuple(found))

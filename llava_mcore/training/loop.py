@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from llava_mcore.config.sections.faults import parse_ranges
@@ -19,7 +20,7 @@ from llava_mcore.training.faults.not_finite import NotFinite
 from llava_mcore.training.faults.out_of_memory import explain_out_of_memory
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.faults.watchdog import Watchdog
-from llava_mcore.training.fetch import Loader, Remembering, fetch_step
+from llava_mcore.training.fetch import Fetched, Loader, Remembering, fetch_step
 from llava_mcore.training.logs.reporter import Reporter
 from llava_mcore.training.optimizer import learning_rates
 from llava_mcore.training.profiling import IterationProfiler
@@ -92,6 +93,8 @@ class _Loop:
         self.reporter = together(self.groups, lambda: Reporter(trainer, progress))
         self.profiler = IterationProfiler(self.run, self.groups)
         self.first = progress.iteration + 1
+        self.saved: int | None = None
+        """The iteration of the last checkpoint that is kept, if this process has saved one."""
 
     @property
     def is_complete(self) -> bool:
@@ -103,10 +106,42 @@ class _Loop:
         number = self.progress.iteration + 1
         self.watchdog.begin(f"iteration {number}")
         with self.profiler.iteration(number):
-            self.iteration.run(self.reporter)
+            fetched = self.iteration.fetch(self._flags(stop))
+            asked, writing, failed = fetched.flags
+            if failed:
+                self.raise_log_problem()
+            if asked and number > self.first:  # every start of a run trains at least once
+                self._save_last(number - 1)
+                return True
+            self.iteration.train(fetched, self.reporter)
         if number == self.first:
             keep_from_garbage_collection()
-        asked, writing, failed = any_rank(self.groups, stop.due(), self.saver.busy, self.reporter.problem is not None)
+        if not self._is_anything_due(number):
+            self._finish_save(number, writing=writing)
+            return False
+        return self._do_what_is_due(number, stop)
+
+    def _flags(self, stop: StopRules) -> tuple[bool, bool, bool]:
+        """Return whether this rank would stop, still writes in the background, and could not write its metrics."""
+        return stop.due(), self.saver.busy, self.reporter.problem is not None
+
+    def _is_anything_due(self, number: int) -> bool:
+        return (
+            self.is_complete
+            or self.validator.due(number)
+            or self.answerer.due(number)
+            or self._saves(number)
+            or is_due(number, self.run.checkpoint.non_persistent_save_interval)
+        )
+
+    def _saves(self, number: int) -> bool:
+        checkpoint = self.run.checkpoint
+        return checkpoint.saves and is_due(number, checkpoint.save_interval)
+
+    def _do_what_is_due(self, number: int, stop: StopRules) -> bool:
+        """Validate, answer questions and save after an iteration; returns whether to stop. What takes minutes is not
+        begun if a rank has been asked to stop."""
+        asked, writing, failed = any_rank(self.groups, *self._flags(stop))
         if failed:
             self.raise_log_problem()
         if self.validator.due(number) and (self.is_complete or not asked):
@@ -119,12 +154,26 @@ class _Loop:
     def _save(self, number: int, *, is_last: bool, writing: bool) -> None:
         """Save if the iteration is due, or else finish the save in the background once no rank is `writing`."""
         config = self.run.checkpoint
-        persistent = config.saves and (is_last or is_due(number, config.save_interval))
+        persistent = self._saves(number) or (config.saves and is_last)
         if persistent or is_due(number, config.non_persistent_save_interval):
             self.watchdog.begin(f"saving iteration {number}")
             background = config.async_save and not is_last
             self.saver.save(self.progress, self.iteration.loader_state(), background=background, persistent=persistent)
-        elif self.saver.pending and not writing:
+            self.saved = number if persistent else self.saved
+        else:
+            self._finish_save(number, writing=writing)
+
+    def _finish_save(self, number: int, *, writing: bool) -> None:
+        if self.saver.pending and not writing:
+            self.saver.finish(number)
+
+    def _save_last(self, number: int) -> None:
+        """Save the last iteration of a run that stops, unless it has been saved. The next batch has been read already,
+        but it is not trained on."""
+        self.watchdog.begin(f"saving iteration {number}")
+        if self.run.checkpoint.saves and self.saved != number:
+            self.saver.save(self.progress, self.iteration.loader_state(before_batch=True))
+        else:
             self.saver.finish(number)
 
     def raise_log_problem(self) -> None:
@@ -170,20 +219,30 @@ class _Iteration:
         self.budget = SkipBudget(run.data.max_skip_rate)
         self.skipped = parse_ranges(run.faults.skip_train_iteration_range)
         self.not_finite = NotFinite(run, groups)
+        self.began = 0.0
+        self.size = 0
 
-    def loader_state(self) -> object:
-        """Return the position after the last batch, on ranks that load data."""
-        return None if self.loader is None else self.loader.state()
+    def loader_state(self, *, before_batch: bool = False) -> object:
+        """Return the position after or before the last batch, on ranks that load data."""
+        if self.loader is None:
+            return None
+        return self.loader.before if before_batch else self.loader.state()
 
-    def run(self, reporter: Reporter) -> None:
-        """Run one iteration; a collective call."""
-        start = time.perf_counter()
-        groups, progress = self.trainer.groups, self.progress
-        size = self.batch_sizes.at(progress.consumed_samples)
-        num_micro_batches = size // (self.trainer.run.training.micro_batch_size * groups.dp_size)
+    def fetch(self, flags: Sequence[bool]) -> Fetched:
+        """Read the next batch, and exchange flags with the other ranks; a collective call."""
+        self.began = time.perf_counter()
+        groups = self.trainer.groups
+        self.size = self.batch_sizes.at(self.progress.consumed_samples)
+        num_micro_batches = self.size // (self.trainer.run.training.micro_batch_size * groups.dp_size)
         if self.loader is not None:
-            self.loader.last.clear()
-        batches, counts = fetch_step(groups, self.loader, num_micro_batches, self.budget, self.trainer.fields)
+            self.loader.begin()
+        return fetch_step(groups, self.loader, num_micro_batches, self.budget, self.trainer.fields, flags)
+
+    def train(self, fetched: Fetched, reporter: Reporter) -> None:
+        """Train on the batch that has been read; a collective call."""
+        start, size = self.began, self.size
+        groups, progress = self.trainer.groups, self.progress
+        batches, counts, _ = fetched
         progress.consumed_conversations += counts.num_conversations
         progress.skipped_conversations += counts.num_skipped
         self.budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)

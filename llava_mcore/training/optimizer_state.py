@@ -73,8 +73,9 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
     """Load what was read into `optimizer_state` into the optimizer."""
     distributed = _distributed(optimizer)
     if distributed is None:
-        if any(isinstance(one, Float16OptimizerWithFloat16Params) for one in _chained(optimizer)):
-            loaded.setdefault("fp32_from_fp16_params", [])  # lost where this rank trains nothing
+        for one in _chained(optimizer):
+            if isinstance(one, Float16OptimizerWithFloat16Params):
+                _restore_empty_groups(one, loaded)
         loaded.get("optimizer", loaded).setdefault("state", {})  # this too
         optimizer.load_state_dict(loaded)
         return
@@ -92,6 +93,14 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
         hand_state_to_parts(inner)
         for group in inner.param_groups:
             group.pop("step", None)  # otherwise every update would reset the count of its part on the GPU to this one
+
+
+def _restore_empty_groups(optimizer: Float16OptimizerWithFloat16Params, loaded: dict[str, Any]) -> None:
+    """Put back the parameter groups without parameters on this rank: a load loses empty lists, and megatron-core pairs
+    groups in their order."""
+    saved = iter([group for group in loaded.get("fp32_from_fp16_params", []) if group])
+    groups = optimizer.fp32_from_float16_groups
+    loaded["fp32_from_fp16_params"] = [next(saved) if group else [] for group in groups]
 
 
 def _chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

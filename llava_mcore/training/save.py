@@ -33,6 +33,7 @@ from llava_mcore.checkpoint.complete import (
 from llava_mcore.checkpoint.deletion import delete_in_background
 from llava_mcore.checkpoint.dist import StateWrite
 from llava_mcore.checkpoint.node_local import LocalWrite
+from llava_mcore.checkpoint.save_plan import SavePlan
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import move, sync_tree, write_synced
 from llava_mcore.parallel.groups import agree, gather_to_all, sum_over_ranks
@@ -79,6 +80,7 @@ class Saver:
         self.trainer, self.hf_source = trainer, hf_source
         self._pending: _Pending | None = None
         self._deletion: threading.Thread | None = None
+        self._plan = SavePlan(trainer.groups)
 
     @property
     def busy(self) -> bool:
@@ -209,7 +211,7 @@ class Saver:
             local = None if root == self._root(persistent=True) else run.checkpoint.non_persistent_local_dir
             write: StateWrite | LocalWrite
             if local is None:
-                write = StateWrite(state, partial, copy=copy, replicas=groups.data_parallel)
+                write = StateWrite(state, partial, copy=copy, plan=self._plan)
             else:
                 write = LocalWrite(state, partial, local / run.name, groups, copy=copy)
         (num_bytes,) = sum_over_ranks(groups, [write.num_bytes])

@@ -84,7 +84,7 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     if adaptation is not None:
         load_adapted(models, adaptation, groups, quantize=run.adapter.quantize, seed=run.training.seed)
     elif start.checkpoint is not None:
-        load_checkpoint(models, start.checkpoint, groups.rank)
+        load_checkpoint(models, start.checkpoint, groups)
     # The first chunk's buckets overlap with its own backward pass; those of the others with earlier chunks' passes.
     chunks = [data_parallel(run, groups, model, buckets=i == 0) for i, model in enumerate(models)]
     optimizer = build_optimizer(run, chunks)
@@ -101,19 +101,19 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     return Trainer(run, groups, hf, chunks, optimizer, scheduler, trained_parts, adaptation)
 
 
-def load_checkpoint(models: Sequence[VisionLanguageModel], checkpoint: Path, rank: int) -> None:
+def load_checkpoint(models: Sequence[VisionLanguageModel], checkpoint: Path, groups: Groups) -> None:
     """Fill every parameter from a checkpoint; a collective call."""
     if is_local(checkpoint):
-        load_local_weights(models, checkpoint, rank)
+        load_local_weights(models, checkpoint, groups.rank)
     else:
-        load_weights(models, checkpoint)
+        load_weights(models, checkpoint, groups.data_parallel)
 
 
 def load_adapted(
     models: Sequence[VisionLanguageModel], adaptation: Adaptation, groups: Groups, *, quantize: str, seed: int
 ) -> None:
     """Load the model that adapters belong to, add them, and load what they begin with; a collective call."""
-    load_checkpoint(models, adaptation.base.folder, groups.rank)
+    load_checkpoint(models, adaptation.base.folder, groups)
     if quantize != "none":
         quantize_model(models, adaptation.layers, quantize, groups)
     for model in models:

@@ -62,7 +62,10 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
     progress = Progress()
     wanted = _state(trainer, progress, is_loading=True, with_random=same_layout)
     local = is_local(checkpoint)
-    loaded = load_local(wanted, checkpoint, trainer.groups.rank) if local else load_state(wanted, checkpoint)
+    if local:
+        loaded = load_local(wanted, checkpoint, trainer.groups.rank)
+    else:
+        loaded = load_state(wanted, checkpoint, trainer.groups.data_parallel)
     for i, model in enumerate(trainer.models):
         fill_model(model, loaded.get(f"model{i}", {}), partial=trainer.adaptation is not None)
     follow_settings(loaded["optimizer"], before.optimizer, trainer.run.optimizer)

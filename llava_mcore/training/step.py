@@ -88,35 +88,52 @@ def train_step(
 ) -> StepResult:
     """Train on one global batch; a collective call.
 
-    The host waits for the device twice before the update: for the loss and for the gradient norm. If either is not
-    finite,
-    the weights stay as they were.
+    The host waits for the device once, in megatron-core, for the gradient norm; the loss has arrived by then. If either
+    is not finite, the weights stay as they were.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     reports = forward_backward(chunks, batches)
     lr = scheduler.get_lr({})
-    total, count, not_finite = _sum_over_ranks(groups, reports)
-    updated, grad_norm = update_unless(optimizer, lambda norm: not (math.isfinite(total) and math.isfinite(norm)))
+    losses = _Losses(groups, reports)
+    updated, grad_norm = update_unless(optimizer, lambda norm: not (losses.are_finite and math.isfinite(norm)))
     if updated:  # fp16 skips an update whose gradients overflowed
         scheduler.step(increment=global_batch_size)
+    total, count = losses.on_host
     loss = total / count if count else float("nan")
-    finite = math.isfinite(total) and math.isfinite(grad_norm)
-    return StepResult(loss, grad_norm, lr, int(count), updated, finite, not_finite)
+    finite = losses.are_finite and math.isfinite(grad_norm)
+    return StepResult(loss, grad_norm, lr, int(count), updated, finite, () if finite else losses.not_finite())
 
 
-def _sum_over_ranks(groups: Groups, reports: Sequence[Report]) -> tuple[float, float, tuple[int, ...]]:
-    """Add (summed loss, trained tokens) over micro-batches and model replicas, each counted once.
+class _Losses:
+    """The loss of one step, added up on the device and copied to the host while the device continues."""
 
-    Also returns this rank's micro-batches whose loss is not finite.
-    """
-    sums = torch.zeros(2, dtype=torch.float64)
-    not_finite: tuple[int, ...] = ()
-    if groups.reports_loss:
-        each = torch.stack([report["sums"] for report in reports]).double().cpu()
-        for values in each:
-            sums += values
-        not_finite = tuple((~each[:, 0].isfinite()).nonzero()[:, 0].tolist())
-    dist.all_reduce(sums, group=groups.control)
-    return sums[0].item(), sums[1].item(), not_finite
+    def __init__(self, groups: Groups, reports: Sequence[Report]) -> None:
+        """Add (summed loss, trained tokens) over micro-batches and model replicas, each counted once; a collective call
+        of the devices, for which the host does not wait."""
+        self._each = torch.zeros(0, 2, dtype=torch.float64, device=groups.device)
+        if groups.reports_loss:
+            self._each = torch.stack([report["sums"] for report in reports]).double()
+        sums = self._each.sum(0)
+        dist.all_reduce(sums)
+        on_gpu = groups.device.type == "cuda"
+        self._sums = torch.empty(2, dtype=torch.float64, pin_memory=on_gpu)
+        self._sums.copy_(sums, non_blocking=True)
+        self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
+
+    @property
+    def on_host(self) -> tuple[float, float]:
+        """The summed loss and the number of trained tokens of the global batch."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._sums[0].item(), self._sums[1].item()
+
+    @property
+    def are_finite(self) -> bool:
+        """Whether the summed loss is finite; the same on all ranks."""
+        return math.isfinite(self.on_host[0])
+
+    def not_finite(self) -> tuple[int, ...]:
+        """Return this rank's micro-batches whose loss is not finite. The host waits for the device."""
+        return tuple((~self._each[:, 0].isfinite()).nonzero()[:, 0].tolist())

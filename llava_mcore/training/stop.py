@@ -14,7 +14,7 @@ from llava_mcore.parallel.groups import Groups
 
 @dataclass(frozen=True)
 class StopRules:
-    """Stop on request, or when the time is up. Ranks may differ; `any_rank` makes them agree."""
+    """Stop on request, or when the time is up. Ranks may differ: they have to agree in a collective call."""
 
     asked: Callable[[], bool]
     until: float | None

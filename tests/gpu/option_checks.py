@@ -103,7 +103,7 @@ def forward_and_backward_without_waiting(checkpoint: str, save_dir: str) -> None
     for kind in (FakeLoader, PackedLoader):
         trainer = make_trainer(groups, run)
         loader = kind(trainer.hf, micro_batch_size=2, dp_rank=0, dp_size=1, text_only=MIXED)
-        batches, _ = fetch_step(
+        batches, *_ = fetch_step(
             groups, loader, number, SkipBudget(0.0), trainer.fields
         )  # the first step chooses kernels and allocates
         train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)

@@ -111,7 +111,7 @@ def gradient_squares(tp: int, checkpoint: str, save_dir: str, kinds: dict[str, d
         opened = PackedLoader if "packed" in kind else FakeLoader
         loader = opened(trainer.hf, micro_batch_size=2, dp_rank=0, dp_size=1, text_only=MIXED)
         number = GLOBAL_BATCH // 2
-        batches, _ = fetch_step(groups, loader if groups.loads_data else None, number, SkipBudget(0.0), trainer.fields)
+        batches, *_ = fetch_step(groups, loader if groups.loads_data else None, number, SkipBudget(0.0), trainer.fields)
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
         forward_backward(trainer.chunks, batches)

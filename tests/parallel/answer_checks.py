@@ -78,7 +78,7 @@ def train_and_ask(
                 write_answers(Path(save_dir), replace(result, iteration=groups.world_size))
         if iteration < steps:
             number = GLOBAL_BATCH // (size * groups.dp_size)
-            batches, _ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
+            batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
             step = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
             losses.append((step.loss, step.grad_norm))
     watchdog.close()

@@ -42,7 +42,7 @@ def _steps(groups: Groups, run: Any, hf: Path, data: str, packing: bool) -> dict
         )
     losses, norms, tokens, tiles = [], [], [], []
     for _ in range(STEPS):
-        batches, counts = fetch_step(groups, loader, GLOBAL_BATCH // 2, SkipBudget(0.0), trainer.fields)
+        batches, counts, _ = fetch_step(groups, loader, GLOBAL_BATCH // 2, SkipBudget(0.0), trainer.fields)
         result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
         losses.append(result.loss)
         norms.append(result.grad_norm)

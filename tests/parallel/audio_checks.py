@@ -57,7 +57,7 @@ def open_loader(groups: Groups, hf: str, data: str, saved: Any) -> TrainLoader |
 def train(groups: Groups, trainer: Trainer, loader: TrainLoader | None) -> list[float]:
     found = []
     for _ in range(STEPS):
-        batches, _ = fetch_step(groups, loader, 4, SkipBudget(0.0), trainer.fields)
+        batches, *_ = fetch_step(groups, loader, 4, SkipBudget(0.0), trainer.fields)
         result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
         found += [result.loss, result.grad_norm]
     return found

@@ -27,7 +27,7 @@ from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.loop import train
 from llava_mcore.training.save import Saver
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.state import Progress, resume
+from llava_mcore.training.state import LOADER_FOLDER, Progress, loader_file, resume
 from llava_mcore.training.stop import StopRules
 from tests.helpers.batches import FakeBatch, FakeLoader
 from tests.parallel.checks import join
@@ -87,6 +87,8 @@ def faults(checkpoint: str, save_dir: str) -> dict[str, Any]:
     found["equal"] = all(torch.equal(x, weights(left_out)[name]) for name, x in weights(skip).items())
     loop(groups, run("stopped", 6, checkpoint__save=True, checkpoint__save_optim=True), FakeLoader, stop_after=4)
     found["stopped at"] = latest_iteration(Path(save_dir) / "stopped")
+    stopped = latest_checkpoint(Path(save_dir) / "stopped")[0]
+    found["micro-batches before it"] = torch.load(stopped / LOADER_FOLDER / loader_file(groups), weights_only=True)
     try:
         loop(groups, run("diverging", 30, faults__on_nan="skip", optimizer__lr=1e30), FakeLoader)
     except TrainingError as error:

@@ -36,7 +36,7 @@ def train_steps(groups: Groups, trainer: Trainer, run: RunConfig, loader: FakeLo
     number = GLOBAL_BATCH // (run.training.micro_batch_size * groups.dp_size)
     losses = []
     for _ in range(STEPS):
-        batches, _ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
+        batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
         result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
         losses.append(result.loss)
     return losses

@@ -52,6 +52,7 @@ def test_a_step_that_is_not_finite(checkpoint: Path, tmp_path: Path) -> None:
     assert skip[-1]["consumed_samples"] == left_out[-1]["consumed_samples"] == 48
 
     assert found[0]["stopped at"] == 4, "asked on rank 1 only"
+    assert [x["micro-batches before it"] for x in found] == [8, 8], "the batch that was read but not trained on"
     assert "10 updates in a row were skipped" in found[0]["diverging"]
     assert found[0]["full"] == found[1]["full"], "only rank 0 writes"
     message, on_all_ranks = found[0]["full"]

@@ -58,7 +58,7 @@ def curve(
         )
     losses, norms, rates = [], [], []
     for _ in range(run.training.train_iters):
-        batches, _ = fetch_step(
+        batches, *_ = fetch_step(
             groups, loader, GLOBAL_BATCH // (size * groups.dp_size), SkipBudget(0.0), trainer.fields
         )
         result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)

@@ -91,7 +91,7 @@ def train_and_validate(
             result = validator.run(iteration)
             validations.append((result.loss, result.num_trained_tokens, result.num_conversations, result.num_skipped))
         if iteration < steps:
-            batches, _ = fetch_step(
+            batches, *_ = fetch_step(
                 groups, loader, GLOBAL_BATCH // (size * groups.dp_size), SkipBudget(0.0), trainer.fields
             )
             step = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)

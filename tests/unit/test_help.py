@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.startup import start, write_folders
 from llava_mcore.__main__ import COMMANDS
+from llava_mcore.compat.unused_imports import IN_VAIN, IN_VAIN_HERE
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*/run.py"))
@@ -18,7 +20,10 @@ EVERY = {
     **{name: ["-m", "llava_mcore", name] for name in COMMANDS},
     **{str(path.relative_to(ROOT)): [str(path)] for path in SCRIPTS},
 }
-HEAVY = re.compile(r"\|\s+(torch|transformers|megatron|numpy|pyarrow|matplotlib|PIL)$", re.MULTILINE)
+HEAVY = re.compile(
+    r"\|\s+(torch|torchvision|transformers|megatron|numpy|pandas|scipy|pyarrow|matplotlib|PIL|wandb)$", re.MULTILINE
+)
+READERS = ("import-hf", "export-hf", "check --hf-dir", "check --megatron-dir")
 
 
 @pytest.mark.parametrize("command", EVERY)
@@ -30,3 +35,19 @@ def test_help_is_quick(command: str) -> None:
         assert HEAVY.findall(done.stderr) == []
         assert code or "usage: " in done.stdout
         assert not code or "--no-such-flag" in done.stderr or "required" in done.stderr
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_folder_is_read_before_the_imports_that_take_seconds(name: str, tmp_path: Path) -> None:
+    command, folder = write_folders(tmp_path)[name]
+    first = start(command, folder)
+    assert first.modules.isdisjoint(
+        {"transformers", "megatron", "torchvision", "accelerate", "pandas", "scipy", "pyarrow", "matplotlib", "wandb"}
+    )
+
+
+def test_nothing_is_imported_in_vain(tmp_path: Path) -> None:
+    command, _ = write_folders(tmp_path)["import-hf"]
+    whole = start(command)
+    assert {"torch", "transformers", "megatron"} <= whole.modules, "it ended before its imports"
+    assert whole.modules.isdisjoint({*IN_VAIN, *IN_VAIN_HERE, "pandas", "matplotlib"})

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.errors import ConversionError, problems
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.hf_source import read_config
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of, tower_config
 from llava_mcore.models.language.registry import REASONS as LANGUAGE_REASONS
 from llava_mcore.models.language.registry import language_family, texts_of_any_class
@@ -60,11 +60,7 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
         ConversionError: there is no config.json, it is not JSON, or the architecture or a family is unknown.
     """
     path = folder / "config.json"
-    if not path.is_file():
-        raise ConversionError(
-            f"{folder}: no config.json; expected a folder of a vision-language model (build one with build_llava_jp.py)"
-        )
-    values = read_object(path, ConversionError)
+    values = read_config(folder)
     kind = values.get("model_type")
     if kind not in ARCHITECTURES:
         known = ", ".join(f"{name!r} ({x.model_class.__name__})" for name, x in ARCHITECTURES.items())

@@ -1,0 +1,34 @@
+"""What a Hugging Face folder must hold; read before imports that take seconds, so that a wrong path ends at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.errors import ConversionError
+from llava_mcore.files.hf_folder import HfFolder
+from llava_mcore.files.json_files import read_object
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json.
+
+    Raises:
+        ConversionError: there is none, or it is not a JSON object.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConversionError(
+            f"{folder}: no config.json; expected a folder of a vision-language model (build one with build_llava_jp.py)"
+        )
+    return read_object(path, ConversionError)
+
+
+def require_source(folder: Path) -> None:
+    """Refuse a folder without a readable config.json or readable weights, from headers alone.
+
+    Raises:
+        ConversionError: what is missing or damaged.
+    """
+    read_config(folder)
+    HfFolder.open(folder)

@@ -1,0 +1,139 @@
+"""Which collective calls steps, saves and loads make inside a test world."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from llava_mcore.checkpoint.layout import iteration_folder
+from llava_mcore.checkpoint.save_plan import SavePlan
+from llava_mcore.parallel.groups import Groups, gather_to_all, wait_for_all
+from llava_mcore.training.loop import _Iteration
+from llava_mcore.training.save import Saver
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.state import Progress, resume, state_to_save
+from tests.helpers.batches import FakeLoader
+from tests.parallel.checks import join
+from tests.parallel.fault_checks import loop, weights
+from tests.parallel.training_checks import make_trainer, run_config
+
+ON_HOSTS = (
+    *("all_reduce", "broadcast", "barrier", "all_gather_object", "gather_object"),
+    *("broadcast_object_list", "scatter_object_list"),
+)
+
+
+@contextlib.contextmanager
+def counted(calls: Counter[str], group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Count calls of torch.distributed's functions, for one group or else for groups as large as the world."""
+
+    def wrapped(name: str) -> Any:
+        function = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = kwargs.get("group")
+            size = dist.get_world_size() if given is None else given.size()
+            if given is group if group is not None else size == dist.get_world_size():
+                calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for name in ON_HOSTS:
+            patches.enter_context(mock.patch.object(dist, name, wrapped(name)))
+        yield
+
+
+def per_step(checkpoint: str, save_dir: str, tp: int) -> list[dict[str, int]]:
+    """Return the world-wide calls between hosts of each step of a run of 6, from one fetch to the next."""
+    groups = join(tp, 1)
+    steps: list[Counter[str]] = []
+    calls: Counter[str] = Counter()
+    fetch = _Iteration.fetch
+
+    def begin(self: _Iteration, flags: Any) -> Any:
+        steps.append(calls.copy())
+        return fetch(self, flags)
+
+    run = run_config(tp, 1, checkpoint, save_dir, **{"training.train_iters": 6, "name": f"steps{tp}"})
+    # The group belongs to the world that `loop` trains in, as the trainer's does.
+    with mock.patch.object(_Iteration, "fetch", begin), counted(calls, groups.control):
+        loop(groups, run, FakeLoader)
+    return [dict(after - before) for before, after in itertools.pairwise(steps)]
+
+
+def saves(checkpoint: str, save_dir: str) -> dict[str, Any]:
+    """Save several times; return the calls of each save, and whether checkpoints and their contents are the same."""
+    groups = join(1, 1)
+    flags = {"checkpoint.save": True, "checkpoint.save_optim": True, "checkpoint.load_optim": True}
+    flags |= {"training.train_iters": 2, "name": "saves"}
+    run = run_config(1, 1, checkpoint, save_dir, **flags)
+    trainer, hf = loop(groups, run, FakeLoader), Path(checkpoint) / "iter_0000000" / "hf"
+    place = {"place": 1}
+    saver, calls = Saver(trainer, hf), [Counter[str]() for _ in range(3)]
+    for number, counter in enumerate(calls):
+        with counted(counter):
+            saver.save(Progress(10 + number), place, background=number == 1)
+            saver.finish(10 + number)
+    before = _contents(run.run_dir, 12)
+    wait_for_all(groups)
+    Saver(trainer, hf).save(Progress(12), place)
+    found = {"calls": calls, "equal": before == _contents(run.run_dir, 12) != {}}
+    return found | _loads(groups, trainer, iteration_folder(run.run_dir, 12)) | {"new": _other_structure(trainer)}
+
+
+def _contents(run_dir: Path, iteration: int) -> dict[str, bytes]:
+    """Return the files with tensors and objects of a checkpoint."""
+    return {path.name: path.read_bytes() for path in iteration_folder(run_dir, iteration).glob("*.distcp")}
+
+
+def _loads(groups: Groups, trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
+    """Resume; return what all ranks have read, and whether weights and moments are those that were saved."""
+    read: list[tuple[str, tuple[int, ...]]] = []
+    read_data = FileSystemReader.read_data
+
+    def recorded(self: FileSystemReader, plan: LoadPlan, planner: Any) -> Any:
+        items = [item.storage_index for item in plan.items]
+        read.extend((x.fqn, tuple(x.offset)) for x in items if x.offset is not None)
+        return read_data(self, plan, planner)
+
+    fresh = make_trainer(groups, trainer.run)
+    with mock.patch.object(FileSystemReader, "read_data", recorded):
+        resume(fresh, checkpoint)
+    everyone = Counter(item for items in gather_to_all(groups, read) for item in items)
+    mine, theirs = weights(trainer), weights(fresh)
+    moments = [
+        [state[name] for one in x.optimizer.chained_optimizers for state in one.optimizer.state.values()]
+        for x in (trainer, fresh)
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
+    pairs = [*zip(moments[0], moments[2], strict=True), *zip(moments[1], moments[3], strict=True)]
+    return {
+        "read": everyone,
+        "shares": [len(items) for items in gather_to_all(groups, read)],
+        "resumed": all(torch.equal(mine[name], theirs[name]) for name in mine)
+        and all(torch.equal(a, b) for a, b in pairs),
+    }
+
+
+def _other_structure(trainer: Trainer) -> list[bool]:
+    """Return whether a save is planned: the first, the same, one without a part on rank 1, and that again."""
+    plan, found = SavePlan(trainer.groups), []
+    for number in range(4):
+        state = state_to_save(trainer, Progress(1))
+        if number >= 2 and trainer.groups.rank == 1:
+            del state["optimizer"]
+        found.append(plan.begin(state))
+        plan.done()
+    return found

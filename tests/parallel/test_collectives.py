@@ -1,0 +1,44 @@
+"""What costs time in large worlds: calls in which all hosts take part, and bytes that several ranks read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llava_mcore.convert.import_hf import import_hf
+from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.world import run_world
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("collectives")
+    make_hf_llava(root / "hf")
+    import_hf(root / "hf", root / "megatron")
+    return root / "megatron"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_all_hosts_meet_once_per_step(checkpoint: Path, tmp_path: Path, tp: int) -> None:
+    found = run_world(
+        2, "tests.parallel.collective_checks:per_step", checkpoint=str(checkpoint), save_dir=str(tmp_path), tp=tp
+    )
+    assert found == [[{"all_reduce": 1}] * 5] * 2
+
+
+def test_saves_are_planned_once_and_tensors_read_once(checkpoint: Path, tmp_path: Path) -> None:
+    for found in run_world(
+        2, "tests.parallel.collective_checks:saves", checkpoint=str(checkpoint), save_dir=str(tmp_path)
+    ):
+        first, *later = found["calls"]
+        assert first["all_gather_object"] > 1
+        for calls in later:
+            # Of files that have been written: their contents' places and their checksums, new in each save.
+            assert (calls["gather_object"], calls["all_gather_object"]) == (1, 1)
+            assert calls["broadcast_object_list"] == calls["scatter_object_list"] == 0
+        assert found["equal"], "a reused plan writes the same files"
+        assert found["resumed"]
+        assert found["read"] and set(found["read"].values()) == {1}
+        assert min(found["shares"]) > 0.2 * sum(found["shares"])
+        assert found["new"] == [True, False, True, False]

@@ -32,11 +32,12 @@ RECOMPUTED = {"model.recompute": "full", "model.recompute_vision": "full"}
 INTERLEAVED = {"parallel.num_layers_per_virtual_pipeline_stage": 1}
 DISTRIBUTED = {"parallel.use_distributed_optimizer": True}
 STAGE_1 = {"model.freeze_language_model": True, "model.freeze_vision_model": True}
+VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {"padded": (False, WHOLE), "packed": (True, WHOLE | SEQUENCE)}
 LORA = {"model.freeze_vision_model": True, "adapter.r": 4, "adapter.vision_r": 2, "adapter.projection_r": 3}
 
 
 def gradients(tp: int, pp: int, cases: dict[str, dict[str, Any]], save_dir: str) -> dict[str, Any]:
-    """Return each case's loss, gradients and weights' marks after the backward passes of one step, of every variant.
+    """Return losses, gradients and their norm after the backward passes of one step, of each case and variant.
 
     A step has a micro-batch of all conversations, one of a single picture, which some rank has no part of, and one of
     text alone.
@@ -44,14 +45,10 @@ def gradients(tp: int, pp: int, cases: dict[str, dict[str, Any]], save_dir: str)
     groups = join(tp, pp)
     found = {}
     for name, case in cases.items():
-        variants: dict[str, dict[str, Any]] = {"": {}}
-        if tp > 1:
-            variants = {"whole": WHOLE, "whole, sequence parallel": WHOLE | SEQUENCE}
-            variants |= {"divided": {}} if case["divides"] else {}
-        for variant, flags in variants.items():
-            for packed in (False, True):
-                run = run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(3), **flags)
-                found[name, variant, packed] = _gradients(groups, run, case, packed=packed)
+        for variant, (packed, flags) in VARIANTS.items():
+            flags = flags if tp > 1 else {}
+            run = run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(3), **flags)
+            found[name, variant] = _gradients(groups, run, case, packed=packed)
     return found
 
 

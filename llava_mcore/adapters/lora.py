@@ -47,8 +47,8 @@ class Factors(nn.Module):
 class Division:
     """How a layer is divided over ranks, and whether its tokens are divided where its features are not.
 
-    `gathers`: ranks put the outputs that they have divided together again. `own_tokens`: every rank has the whole layer,
-    for tokens that no other has (tp_size is 1 then).
+    `gathers`: ranks put the outputs that they have divided together again. `own_tokens`: every rank has the whole
+    layer, for tokens that no other has (tp_size is 1 then).
     """
 
     tp_size: int

@@ -21,7 +21,9 @@ def gradient_ranges(wrapped: DistributedDataParallel, parameters: Container[Para
     Each view is of parameters that no other one is between in a buffer.
     """
     for buffer in required(wrapped, "buffers"):
-        places = sorted((*place[:2], param in parameters) for param, place in required(buffer, "param_index_map").items())
+        places = sorted(
+            (*place[:2], param in parameters) for param, place in required(buffer, "param_index_map").items()
+        )
         for is_wanted, found in groupby(places, key=lambda place: place[2]):
             if is_wanted:
                 spans = list(found)

@@ -9,7 +9,7 @@ b: samples, s: tokens, i: tiles, n: features per tile, h: language hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch

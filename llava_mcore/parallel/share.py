@@ -197,9 +197,7 @@ def _broadcast(
     return [[next(rest) for _ in part] for part in shapes]
 
 
-def _unpack(
-    tokens: list[Tensor], media: dict[str, Tensor], media_lengths: MediaLengths, layout: _Layout
-) -> MicroBatch:
+def _unpack(tokens: list[Tensor], media: dict[str, Tensor], media_lengths: MediaLengths, layout: _Layout) -> MicroBatch:
     planes, cu_seqlens = tokens
     input_ids, labels, loss_mask = planes[:3]
     return MicroBatch(

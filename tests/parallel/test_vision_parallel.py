@@ -83,7 +83,7 @@ def test_losses_and_gradients_are_those_of_one_rank(cases: dict[str, dict[str, A
             found, where = two[rank][name, variant], (name, variant, rank)
             losses, norm = torch.tensor(expected["losses"]), expected["norm"]
             assert torch.allclose(torch.tensor(found["losses"]), losses, rtol=1e-5, atol=0.0), where
-            assert found["norm"] == pytest.approx(norm, rel=1e-5), where
+            assert norm > 0 and found["norm"] == pytest.approx(norm, rel=1e-5), where
             assert_same_gradients(cases[name], expected["gradients"], found["gradients"], where)
 
 
@@ -102,12 +102,12 @@ def assert_same_gradients(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pp", [1, 2])
-def test_twenty_steps_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path: Path, pp: int) -> None:
-    chosen = {name: cases[name] for name in ("qwen2_5_vl", "qwen3_vl", "audio")}
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (1, 2)])
+def test_twenty_steps_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path: Path, pp: int, dp: int) -> None:
+    chosen = {name: cases[name] for name in ("qwen2_5_vl", "qwen3_vl", "audio") if dp == 1}
     arguments = {"cases": chosen, "llava": cases["llava"]["checkpoint"], "save_dir": str(tmp_path)}
     (one,) = run_world(1, f"{CHECKS}curves", tp=1, pp=1, **arguments)
-    ranks = run_world(2 * pp, f"{CHECKS}curves", tp=2, pp=pp, **arguments)
+    ranks = run_world(2 * pp * dp, f"{CHECKS}curves", tp=2, pp=pp, **arguments)
     assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
     for run, expected in one.items():
         loss, norm = (1e-2, 5e-2) if run == "bf16" else (1e-5, 1e-3)

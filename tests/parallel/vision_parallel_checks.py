@@ -64,6 +64,7 @@ def _gradients(groups: Groups, run: RunConfig, case: dict[str, Any], *, packed: 
         chunk.zero_grad_buffer()
     reports = forward_backward(trainer.chunks, batches)
     losses = [report["sums"].tolist() for report in reports]
+    trainer.optimizer.prepare_grads()  # hands over the gradients whose norm is taken
     norm = trainer.optimizer.get_grad_norm()
     return {"losses": losses, "norm": norm, "gradients": _main_gradients(trainer)}
 
@@ -83,7 +84,7 @@ def _loader(
 
 
 def curves(tp: int, pp: int, cases: dict[str, dict[str, Any]], llava: str, save_dir: str) -> dict[str, Any]:
-    """Train 20 steps of two packs of each case, and LLaVA with other options."""
+    """Train 20 steps of two packs of each case (none with several replicas), and LLaVA with other options."""
     groups = join(tp, pp)
     whole = WHOLE if tp > 1 else {}
     found = {}

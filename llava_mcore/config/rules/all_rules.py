@@ -17,9 +17,7 @@ from llava_mcore.config.rules.schedule import check_schedule
 from llava_mcore.config.schema import RunConfig
 
 
-def check_layout(
-    dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_parallel: bool = False
-) -> list[str]:
+def check_layout(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_parallel: bool = False) -> list[str]:
     """Return why the model cannot be split into `tp` x `pp` parts.
 
     Args:
@@ -33,10 +31,7 @@ def check_layout(
         "width of the projection": dims.hidden_size,
         "width inside the projection": dims.projection_ffn_hidden_size,
     }
-    of_tower = {
-        "attention heads of the vision tower": dims.vision_num_attention_heads,
-        "MLP width of the vision tower": dims.vision_ffn_hidden_size,
-    }
+    of_tower = _tower_sizes(dims)
     whole = math.gcd(*sizes.values())
     fitting, all_fitting = _divisors(math.gcd(whole, *of_tower.values())), _divisors(whole)
     advice = f"this model can use {all_fitting if vision_data_parallel else fitting}"
@@ -57,6 +52,18 @@ def check_layout(
             f"in {source}: this model can use {_divisors(dims.num_layers)}"
         )
     return found
+
+
+def tower_divides(dims: ModelDims, tp: int) -> bool:
+    """Return whether the tower can be divided over `tp` ranks."""
+    return not any(size % tp for size in _tower_sizes(dims).values())
+
+
+def _tower_sizes(dims: ModelDims) -> dict[str, int]:
+    return {
+        "attention heads of the vision tower": dims.vision_num_attention_heads,
+        "MLP width of the vision tower": dims.vision_ffn_hidden_size,
+    }
 
 
 def check_run(

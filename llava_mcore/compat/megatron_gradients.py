@@ -21,10 +21,9 @@ def gradient_ranges(wrapped: DistributedDataParallel, parameters: Container[Para
     Each view is of parameters that no other one is between in a buffer.
     """
     for buffer in required(wrapped, "buffers"):
-        places = sorted(
-            (*place[:2], param in parameters) for param, place in required(buffer, "param_index_map").items()
-        )
-        for is_wanted, found in groupby(places, key=lambda place: place[2]):
+        places = required(buffer, "param_index_map")  # start, end and bucket of each parameter
+        spans = sorted((start, end, param in parameters) for param, (start, end, _) in places.items())
+        for is_wanted, found in groupby(spans, key=lambda span: span[2]):
             if is_wanted:
-                spans = list(found)
-                yield required(buffer, "grad_data")[spans[0][0] : spans[-1][1]]
+                together = list(found)
+                yield required(buffer, "grad_data")[together[0][0] : together[-1][1]]

@@ -105,7 +105,7 @@ class _GatherItems(torch.autograd.Function):
         padded[: len(own)] = own
         everyone = own.new_empty(len(parts) * most, *own.shape[1:])
         dist.all_gather_into_tensor(everyone, padded, group=group)
-        places = {}
+        places: dict[int, int] = {}  # where each item begins in what was gathered
         for rank, part in enumerate(parts):
             starts = accumulate((num_rows[i] for i in part), initial=rank * most)
             places |= dict(zip(part, starts, strict=False))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llava_mcore.convert.check import check_folder
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.samples import Conversation, Turn
@@ -126,7 +127,22 @@ def test_checkpoints_load_with_and_without_the_option(cases: dict[str, dict[str,
 
 def test_an_import_is_exported_bit_for_bit(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     chosen = {name: cases[name]["checkpoint"] for name in ("qwen2_5_vl", "llava_onevision", "audio")}
+    chosen["qwen2_5_vl"] = str(tmp_path / "import")  # for as many ranks as train
+    import_hf(Path(cases["qwen2_5_vl"]["hf"]), tmp_path / "import", tensor_parallel=2, verify=True)
+    summary = check_folder(Path(cases["qwen2_5_vl"]["hf"]), tp=2, pp=1)
+    assert summary.endswith("fits tp 2 x pp 1 with --vision-data-parallel")
     run_world(2, f"{CHECKS}save_unchanged", tp=2, pp=1, checkpoints=chosen, save_dir=str(tmp_path))
     for name in chosen:
-        export_hf(tmp_path / name, tmp_path / f"{name}-hf", tensor_parallel=1, pipeline_parallel=1, verify=True)
+        export_hf(tmp_path / name, tmp_path / f"{name}-hf", tensor_parallel=2, pipeline_parallel=1, verify=True)
         assert_same_folder(Path(cases[name]["hf"]), tmp_path / f"{name}-hf")
+
+
+def test_ranks_draw_other_dropout_for_their_pictures_and_stay_together(
+    cases: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """A rank draws in the tower for its own pictures alone, which must not move the numbers that all ranks share."""
+    arguments = {"checkpoint": cases["llava"]["checkpoint"], "save_dir": str(tmp_path)}
+    first, second = run_world(2, f"{CHECKS}with_dropout", tp=2, pp=1, **arguments)
+    assert torch.equal(first["random"], second["random"])
+    assert any(name.startswith("vision_model.") for name in first["alike"])
+    assert all(torch.equal(x, second["alike"][name]) for name, x in first["alike"].items())

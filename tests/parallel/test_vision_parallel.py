@@ -141,7 +141,7 @@ def test_ranks_draw_other_dropout_for_their_pictures_and_stay_together(
     cases: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     """A rank draws in the tower for its own pictures alone, which must not move the numbers that all ranks share."""
-    arguments = {"checkpoint": cases["llava"]["checkpoint"], "save_dir": str(tmp_path)}
+    arguments = {"case": cases["qwen2_5_vl"], "save_dir": str(tmp_path)}
     first, second = run_world(2, f"{CHECKS}with_dropout", tp=2, pp=1, **arguments)
     assert torch.equal(first["random"], second["random"])
     assert any(name.startswith("vision_model.") for name in first["alike"])

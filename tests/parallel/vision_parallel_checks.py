@@ -124,16 +124,18 @@ def _curve(groups: Groups, run: RunConfig, case: dict[str, Any]) -> dict[str, li
     return {"loss": losses, "grad_norm": norms}
 
 
-def with_dropout(tp: int, pp: int, checkpoint: str, save_dir: str) -> dict[str, Any]:
-    """Train adapters with dropout; return the random state, and what all tensor-parallel ranks should have alike."""
+def with_dropout(tp: int, pp: int, case: dict[str, Any], save_dir: str) -> dict[str, Any]:
+    """Train adapters with dropout for a step; return the random state, and what all ranks should have alike."""
     groups = join(tp, pp)
     flags = {"adapter.dropout": 0.5, **LORA, **WHOLE}
-    run = run_config(tp, pp, checkpoint, save_dir, **flags)
-    trainer = make_trainer(groups, run)
-    losses = train_steps(groups, trainer, run, open_fake_loader(groups, trainer, run, 0))
+    trainer = make_trainer(groups, run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(1), **flags))
+    batches, _ = fetch_step(
+        groups, _loader(groups, case, [case["all"]], packed=True), 1, SkipBudget(0.0), trainer.fields
+    )
+    train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, 1)
     named = [pair for model in trainer.models for pair in model.named_parameters() if pair[1].requires_grad]
     alike = {name: p.detach() for name, p in named if not vars(p)["tensor_model_parallel"]}
-    return {"losses": losses, "random": torch.get_rng_state(), "alike": alike}
+    return {"random": torch.get_rng_state(), "alike": alike}
 
 
 def switch(tp: int, pp: int, checkpoint: str, save_dir: str) -> dict[str, tuple[list[float], list[float]]]:

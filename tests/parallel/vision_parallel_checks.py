@@ -129,9 +129,8 @@ def with_dropout(tp: int, pp: int, case: dict[str, Any], save_dir: str) -> dict[
     groups = join(tp, pp)
     flags = {"adapter.dropout": 0.5, **LORA, **WHOLE}
     trainer = make_trainer(groups, run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(1), **flags))
-    batches, _ = fetch_step(
-        groups, _loader(groups, case, [case["all"]], packed=True), 1, SkipBudget(0.0), trainer.fields
-    )
+    loader = _loader(groups, case, [case["all"]], packed=True)
+    batches, _ = fetch_step(groups, loader, 1, SkipBudget(0.0), trainer.fields)
     train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, 1)
     named = [pair for model in trainer.models for pair in model.named_parameters() if pair[1].requires_grad]
     alike = {name: p.detach() for name, p in named if not vars(p)["tensor_model_parallel"]}

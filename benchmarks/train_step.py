@@ -102,6 +102,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-5, help="ours and the peers', from the first step to the last")
     parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
     parser.add_argument(
+        "--vision-data-parallel",
+        action="store_true",
+        help="run each layout with tp > 1 a second time, with whole towers whose ranks divide the pictures",
+    )
+    parser.add_argument(
         "--weights", action="store_true", help="all layouts begin with the same weights, imported first"
     )
     parser.add_argument("--bubble", action="store_true", help="profile one step more where pp > 1")
@@ -142,7 +147,12 @@ def sizes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
 
 def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
     """Return the configurations of a shape: ours, then the peers."""
-    entries = [Entry(shape, fp8, *size, args.global_batch_size) for size in sizes(args) for fp8 in args.fp8]
+    entries = [
+        Entry(shape, fp8, *size, args.global_batch_size, whole_towers=whole)
+        for size in sizes(args)
+        for fp8 in args.fp8
+        for whole in ((False, True) if args.vision_data_parallel and size[0] > 1 else (False,))
+    ]
     padded = (args.padded_micro_batch_size, args.padded_micro_batch_size * args.padded_micro_batches * args.gpus)
     packed = (args.peer_micro_batch_size, args.global_batch_size)
     return entries + [Entry(shape, name, 1, 1, *(padded if name == "hf-padded" else packed)) for name in args.peer]
@@ -174,6 +184,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     }
     flags = ["--dist-optim", f"model.freeze_vision_model={not args.train_vision}"]
     flags += ["--megatron-load-dir", str(folder / f"{entry.shape}-megatron")] if args.weights else ["--init"]
+    flags += ["--vision-data-parallel"] if entry.whole_towers else []
     flags += ["--fp8", "--fp8-recipe", entry.what] if entry.what != "none" else []
     flags += ["--profile", f"{iters}:{iters}", "logging.profile_ranks=0"] if profiled else []
     held = ("optimizer.lr_warmup_fraction=0", f"data.num_streams={streams(args)}")  # all layouts read one order

@@ -28,6 +28,8 @@ class Entry:
     pp: int
     micro_batch_size: int
     global_batch_size: int
+    whole_towers: bool = False
+    """Of ours: --vision-data-parallel."""
     steps: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
@@ -47,6 +49,8 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
     row: dict[str, Any] = {"shape": entry.shape, "what": PEERS.get(entry.what, entry.what)}
     row |= {"tp": entry.tp, "pp": entry.pp, "dp": gpus // (entry.tp * entry.pp)}
     row |= {"mbs": entry.micro_batch_size, "gbs": entry.global_batch_size}
+    if args.vision_data_parallel:
+        row |= {"tower": "whole" if entry.whole_towers else "divided"}
     if not entry.steps:
         return row | {"error": entry.error}
 

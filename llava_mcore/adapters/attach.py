@@ -41,7 +41,7 @@ def attach_adapters(
         chosen = [plan for plan in plans if any(member.name in plan.ranks for member in linear.members)]
         if chosen and linear.name in here:
             module = here[linear.name]
-            division = _division(module, linear, tp_size, tp_rank)
+            division = _division(model, module, linear, tp_size, tp_rank)
             adapters = [_new_adapter(model, module, plan, linear, division, seed, memory) for plan in chosen]
             _hook(module, adapters)
 
@@ -57,7 +57,9 @@ def _matrix(module: Any) -> Tensor:
     return module.make_matrix() if isinstance(module, FrozenProduct) else module.weight.detach()
 
 
-def _division(module: Any, linear: Linear, tp_size: int, tp_rank: int) -> Division:
+def _division(model: VisionLanguageModel, module: Any, linear: Linear, tp_size: int, tp_rank: int) -> Division:
+    if model.has_whole(linear.name):
+        return Division(1, 0, linear.is_row_parallel, sequence_parallel=False, own_tokens=True)
     gathers = isinstance(module, ColumnParallelLinear) and module.gather_output and tp_size > 1
     return Division(tp_size, tp_rank, linear.is_row_parallel, bool(module.config.sequence_parallel), gathers)
 

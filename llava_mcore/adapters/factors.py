@@ -98,5 +98,6 @@ def _mark(parameter: Parameter, dim: int | None, division: Division) -> None:
     With sequence parallelism, a rank's gradient of the latter comes from its own tokens only, and must be summed. This
     mark is how megatron-core's gradient finalization finds it; without it every rank would train a copy of its own.
     """
+    dim = None if division.own_tokens else dim
     set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
     vars(parameter)["sequence_parallel"] = division.sequence_parallel and dim is None

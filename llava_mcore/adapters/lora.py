@@ -47,7 +47,8 @@ class Factors(nn.Module):
 class Division:
     """How a layer is divided over ranks, and whether its tokens are divided where its features are not.
 
-    `gathers`: ranks gather the outputs that they have divided.
+    `gathers`: ranks gather the outputs that they have divided. `own_tokens`: every rank has the whole layer, for tokens
+    that no other has (tp_size is 1 then).
     """
 
     tp_size: int
@@ -55,6 +56,7 @@ class Division:
     is_row_parallel: bool
     sequence_parallel: bool
     gathers: bool = False
+    own_tokens: bool = False
 
 
 class LinearAdapter:
@@ -142,7 +144,8 @@ class LinearAdapter:
     def _dropped(self, x: Tensor) -> Tensor:
         """Apply dropout; ranks that hold different parts of x draw different numbers."""
         division = self.division
-        differs = division.tp_size > 1 and (division.is_row_parallel or division.sequence_parallel)
+        divided = division.tp_size > 1 and (division.is_row_parallel or division.sequence_parallel)
+        differs = divided or division.own_tokens
         with tensor_parallel.get_cuda_rng_tracker().fork() if differs else contextlib.nullcontext():
             return F.dropout(x, self.dropout)
 

@@ -65,7 +65,8 @@ def _load_trained(
         complete = {x: tensor for x, tensor in found.items() if tensor is not None}
         if len(complete) == len(found):
             full = entry.to_megatron(complete)
-            local = entry.shard.split(full, groups.tp_size)[groups.tp_rank]
+            is_divided = not model.has_whole(name)
+            local = entry.shard.split(full, groups.tp_size)[groups.tp_rank] if is_divided else full
             rows = parameter.shape[0] - local.shape[0]  # of a padded vocabulary, on the last rank
             parameter.copy_(torch.nn.functional.pad(local, (0, 0) * (local.ndim - 1) + (0, rows)))
 

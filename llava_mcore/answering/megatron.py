@@ -39,7 +39,7 @@ def answer_checkpoint(folder: Path, job: Job, layout: Layout) -> list[Record]:
     """
     checkpoint = folder if is_iteration(folder) else latest_checkpoint(folder)[0]
     dims = model_dims(load_hf_config(hf_folder(checkpoint)))
-    wrong = check_layout(dims, layout.tp, layout.pp, str(checkpoint))
+    wrong = check_layout(dims, layout.tp, layout.pp, str(checkpoint), vision_data_parallel=True)
     if wrong:
         raise ConfigError(problems(f"{checkpoint} cannot be split into tp {layout.tp} x pp {layout.pp}", wrong))
     size, num_gpus = layout.tp * layout.pp, torch.cuda.device_count()

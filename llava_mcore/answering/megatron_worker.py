@@ -16,6 +16,7 @@ from llava_mcore import log
 from llava_mcore.answering.job import Job
 from llava_mcore.answering.progress import shown_progress
 from llava_mcore.checkpoint.layout import hf_folder
+from llava_mcore.config.rules.all_rules import tower_divides
 from llava_mcore.convert.jobs import DTYPES
 from llava_mcore.convert.load_model import load_part
 from llava_mcore.data.encoding.assets import Assets
@@ -25,7 +26,7 @@ from llava_mcore.generation.generate import generate
 from llava_mcore.generation.questions import Question
 from llava_mcore.generation.records import Asked, Record
 from llava_mcore.generation.settings import Settings, read_settings, require_known
-from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups, gather_to_all, initialize, shut_down
@@ -96,9 +97,12 @@ def _open(groups: Groups, checkpoint: Path, job: Job) -> tuple[Assets, int | Non
 
 
 def _load(groups: Groups, checkpoint: Path, job: Job) -> VisionLanguageModel:
-    own: Any = load_hf_config(hf_folder(checkpoint)).dtype
+    hf = load_hf_config(hf_folder(checkpoint))
+    own: Any = hf.dtype
     dtype = DTYPES[job.dtype] if job.dtype is not None else own or torch.float32
-    model = load_part(groups, checkpoint, dtype=dtype, on_cpu=groups.device.type == "cpu")
+    whole = not tower_divides(model_dims(hf), groups.tp_size)
+    on_cpu = groups.device.type == "cpu"
+    model = load_part(groups, checkpoint, dtype=dtype, on_cpu=on_cpu, vision_data_parallel=whole)
     return model.to(device=groups.device, dtype=dtype)  # megatron-core creates norms in fp32
 
 

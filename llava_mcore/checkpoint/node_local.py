@@ -51,14 +51,25 @@ class LocalWrite:
     """Writes this rank's file to the node's disk. `write` may run in a thread, the other methods are collective
     calls."""
 
-    def __init__(self, state: ShardedStateDict, folder: Path, root: Path, groups: Groups, *, copy: bool) -> None:
+    def __init__(
+        self,
+        state: ShardedStateDict,
+        folder: Path,
+        root: Path,
+        groups: Groups,
+        *,
+        copy: bool,
+        vision_data_parallel: bool = False,
+    ) -> None:
         """Copy the tensors to the host.
 
         Args:
             folder: the iteration's folder, which rank 0 has created, under its temporary name.
             root: this run's folder on the node's disk.
             copy: copy every tensor, so that training can continue while `write` runs.
+            vision_data_parallel: every rank has a whole tower.
         """
+        self._own = _layout(groups, vision_data_parallel)
         box = [uuid.uuid4().hex[:8]]  # an abandoned attempt may have left a file of the same iteration
         dist.broadcast_object_list(box, src=0, group=groups.control)
         self._folder, self._groups = folder, groups
@@ -110,8 +121,10 @@ class LocalWrite:
         dist.all_gather_object(files, mine, group=groups.control)
         problem = None
         if groups.rank == 0:
-            content: dict[str, Any] = {"tp": groups.tp_size, "pp": groups.pp_size, "dp": groups.dp_size}
-            content |= {"files": [file[:2] for file in files], KEY: [file[2] for file in files]}
+            content: dict[str, Any] = self._own | {
+                "files": [file[:2] for file in files],
+                KEY: [file[2] for file in files],
+            }
             try:
                 (self._folder / LOCAL).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
                 (self._folder / "metadata.json").write_text(json.dumps(METADATA) + "\n", encoding="utf-8")
@@ -132,21 +145,32 @@ class LocalWrite:
                     logger.warning("%s could not be deleted: %s", path, error)
 
 
+def _layout(groups: Groups, vision_data_parallel: bool) -> dict[str, Any]:
+    """Return what decides which tensors each rank has."""
+    sizes = {"tp": groups.tp_size, "pp": groups.pp_size, "dp": groups.dp_size}
+    return sizes | {"vision_data_parallel": vision_data_parallel}
+
+
 def is_local(checkpoint: Path) -> bool:
     """Return whether a checkpoint's tensors are on the nodes' own disks."""
     return (checkpoint / LOCAL).is_file()
 
 
-def unusable_here(checkpoint: Path, groups: Groups, *, verify: bool = True) -> str | None:
+def unusable_here(
+    checkpoint: Path, groups: Groups, *, verify: bool = True, vision_data_parallel: bool = False
+) -> str | None:
     """Return why this rank cannot resume from a local checkpoint; None if it can.
 
     Args:
         verify: read the file and compare it with its checksum.
+        vision_data_parallel: every rank has a whole tower in this run.
     """
     content = read_object(checkpoint / LOCAL, CheckpointError)
-    saved, now = (content["tp"], content["pp"], content["dp"]), (groups.tp_size, groups.pp_size, groups.dp_size)
+    now = _layout(groups, vision_data_parallel)
+    saved = {key: content.get(key, False) for key in now}  # older versions had no whole towers
     if saved != now:
-        return f"{checkpoint}: its tensors are on the nodes' own disks for tp, pp, dp = {saved}; this run has {now}"
+        before, here = (", ".join(f"{key} {value}" for key, value in x.items()) for x in (saved, now))
+        return f"{checkpoint}: its tensors are on the nodes' own disks for {before}; this run has {here}"
     name, size = content["files"][groups.rank]
     path = Path(name)
     if not path.is_file():

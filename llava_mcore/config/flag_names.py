@@ -83,6 +83,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("parallel.tensor_model_parallel_size", ("--tp",)),
         Flag("parallel.pipeline_model_parallel_size", ("--pp",)),
         Flag("parallel.sequence_parallel", ("--sequence-parallel",)),
+        Flag("parallel.vision_data_parallel", ("--vision-data-parallel",)),
         Flag("parallel.use_distributed_optimizer", ("--dist-optim",)),
         Flag("parallel.backend", ("--backend",)),
     ),

@@ -75,6 +75,7 @@ NEEDS: dict[str, Condition] = {
     },
     **{f"adapter.{name}": _ADAPTER for name in ("name", "frozen", "quantize")},
     "parallel.sequence_parallel": _several("parallel.tensor_model_parallel_size"),
+    "parallel.vision_data_parallel": _several("parallel.tensor_model_parallel_size"),
     "parallel.num_layers_in_first_pipeline_stage": _PIPELINE,
     "parallel.num_layers_in_last_pipeline_stage": _PIPELINE,
     "parallel.num_layers_per_virtual_pipeline_stage": _PIPELINE,

@@ -71,6 +71,9 @@ class ParallelConfig(Section):
     given: one chunk per stage."""
     sequence_parallel: bool = False
     """With tensor parallelism, also divide the tokens where layers are not divided: less activation memory."""
+    vision_data_parallel: bool = False
+    """With tensor parallelism, give every rank the whole vision tower (or audio encoder) and a part of the pictures, in
+    place of a part of the tower. Its widths then need not be divisible by --tp."""
     use_distributed_optimizer: bool = False
     """Divide the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool = True

@@ -10,11 +10,13 @@ from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import recorded
 from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.checkpoint.verify import require_undamaged
+from llava_mcore.config.rules.all_rules import tower_divides
 from llava_mcore.convert.import_hf import model_and_table, open_folder
 from llava_mcore.convert.jobs import compare_digests
 from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
 from llava_mcore.errors import CheckpointError, ConversionError, problems
 from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.models.architectures.hf_config import model_dims
 from llava_mcore.parallel.groups import single_process
 
 
@@ -30,6 +32,7 @@ def check_folder(hf_dir: Path, *, tp: int, pp: int) -> str:
     return (
         f"{hf_dir}: {len(folder.tensors)} tensors = {len(table.entries)} Megatron parameters, "
         f"{len(table.unused)} unused by training, {len(table.copies)} tied copies; fits tp {tp} x pp {pp}"
+        f"{'' if tower_divides(model_dims(hf), tp) else ' with --vision-data-parallel'}"
     )
 
 

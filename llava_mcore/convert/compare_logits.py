@@ -27,13 +27,14 @@ from transformers.utils.logging import disable_progress_bar
 from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
 from llava_mcore.checkpoint import layout
 from llava_mcore.compat.transformers import exact_attention, tower_names_in_files
+from llava_mcore.config.rules.all_rules import check_layout
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
 from llava_mcore.data.encoding.sound.files import decode_sound, require_libraries, sound_length
 from llava_mcore.errors import ConversionError, DataError, problems
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.torch_files import why_not_loaded
-from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
 from llava_mcore.models.audio.lengths import frames_kept
 from llava_mcore.models.audio.plan import AudioPlan
@@ -89,12 +90,16 @@ def compare_logits(hf_dir: Path, checkpoint: Path, example: Path, *, tp: int, pp
         checkpoint: folder of one iteration.
 
     Raises:
-        ConversionError: logits differ, the example or the folder's processor cannot be used, or memory is too small.
+        ConversionError: logits differ, the example or the folder's processor cannot be used, memory is too small, or
+            ranks cannot divide every layer.
         CheckpointError: the parallel model could not run.
     """
     folder = hf_files.HfFolder.open(hf_dir)
     require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=tp * pp)
     hf = load_hf_config(hf_dir)
+    refused = check_layout(model_dims(hf), tp, pp, str(hf_dir))  # of whole towers every rank has other outputs
+    if refused:
+        raise ConversionError(problems(f"logits cannot be compared at tp {tp} x pp {pp}", refused))
     names = detect_names(hf, folder.tensors, source=str(hf_dir))
     prompt = _prompt(hf, hf_dir, example)
     with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:

@@ -116,12 +116,14 @@ def _verify(checkpoint: Path, expected: dict[str, str], *, tp: int, workers: int
 def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[PretrainedConfig, hf_files.HfFolder]:
     """Read config and headers of a folder and check that the model is known and can be split.
 
+    The tower need not divide: ranks may have all of it (`vision_data_parallel`).
+
     Raises:
         ConversionError, ConfigError: lists everything that does not fit.
     """
     hf = load_hf_config(hf_dir)
     folder = hf_files.HfFolder.open(hf_dir)
-    wrong = check_layout(model_dims(hf), tp, pp, str(hf_dir))
+    wrong = check_layout(model_dims(hf), tp, pp, str(hf_dir), vision_data_parallel=True)
     if wrong:
         raise ConfigError(problems(f"{hf_dir} cannot be split into tp {tp} x pp {pp}", wrong))
     return hf, folder

@@ -51,13 +51,19 @@ def load_model(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> Vis
 
 
 def load_part(
-    groups: Groups, checkpoint: Path, *, dtype: torch.dtype = torch.float32, on_cpu: bool = True
+    groups: Groups,
+    checkpoint: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    on_cpu: bool = True,
+    vision_data_parallel: bool = False,
 ) -> VisionLanguageModel:
     """Return this rank's part of a model with its weights, in eval mode; a collective call.
 
     Args:
         checkpoint: folder of one iteration, which contains the model's Hugging Face config. If it holds adapters, they
             work in the model that they were trained on.
+        vision_data_parallel: see ModelOptions.
 
     Raises:
         CheckpointError: the checkpoint does not fill the model.
@@ -68,6 +74,7 @@ def load_part(
         pipeline_model_parallel_size=groups.pp_size,
         initialize=False,
         on_cpu=on_cpu,
+        vision_data_parallel=vision_data_parallel,
     )
     hf = load_hf_config(hf_folder(checkpoint))
     model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)

@@ -98,7 +98,7 @@ def tensors_of_config(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
 class CheckpointWeights:
     """One iteration's weights, from its metadata; data is read when a tensor is requested.
 
-    Process groups of one must exist. `tp_size`: only checked, every parameter must be divisible.
+    Process groups of one must exist. `tp_size`: only checked, every parameter but the tower's must be divisible.
 
     Raises:
         CheckpointError: not a readable checkpoint of this model.
@@ -128,7 +128,8 @@ class CheckpointWeights:
         if lost:
             raise ConversionError(problems(f"{self.checkpoint}: tensors that cannot be written back", lost))
         for name, entry in self.table.entries.items():
-            entry.shard.split(torch.empty(self.shapes[name], device="meta"), tp_size)
+            if not name.startswith("vision_model."):  # every rank may have all of it
+                entry.shard.split(torch.empty(self.shapes[name], device="meta"), tp_size)
 
     def trained_names(self) -> set[str]:
         """Return the Hugging Face tensors that come from Megatron parameters."""

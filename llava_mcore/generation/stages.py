@@ -53,7 +53,9 @@ class CachedModel:
         self.rows.prefilled = row
 
         def start(model: VisionLanguageModel) -> tuple[Tensor, Tensor | None]:
-            return model.decoder_input(batch.input_ids, batch.position_ids, batch.media, batch.max_media_seqlen)
+            return model.decoder_input(
+                batch.input_ids, batch.position_ids, batch.media, batch.max_media_seqlen, batch.media_lengths
+            )
 
         hidden = self._run(start, batch.position_ids)
         self.rows.prefilled = None

@@ -94,6 +94,7 @@ class ModelOptions:
     `initialize` False does not initialize weights, which will be loaded. `on_cpu` allocates nothing on a GPU even if
     there is one. `transformer_impl`: implementation of the layers of decoder and encoder; checkpoints are the same.
     `plain_linears`: the decoder's linear layers are megatron-core's own, even with Transformer Engine's other layers.
+    `vision_data_parallel`: every tensor-parallel rank has the whole tower and runs it on a part of the pictures.
     """
 
     params_dtype: torch.dtype = torch.float32
@@ -111,6 +112,7 @@ class ModelOptions:
     fp8: Fp8Options | None = None
     recompute: Recompute | None = None
     recompute_vision: Recompute | None = None
+    vision_data_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,9 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     """Derive the three configurations.
 
     Only the language model is pipelined and, if configured, sequence-parallel: the tower is on stage 0, and its number
-    of
-    tokens per picture (577, 729) has no suitable divisor.
+    of tokens per picture (577, 729) has no suitable divisor. The connector is tensor-parallel even if the tower is not:
+    its widths follow from the language model's, it is small, and the gradients of what it reads are whole on every
+    rank, so that the tower's ranks only have to take their own part of them.
     """
     architecture, text = architecture_of(hf), hf.text_config
     common = _common_fields(options)
@@ -144,6 +147,8 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     of_tower = tower_config(hf)
     tower = vision_family(of_tower)
     vision = tower.config_from_hf(of_tower, num_layers)
+    if options.vision_data_parallel:
+        vision["tensor_model_parallel_size"] = 1
     language = language_family(text).config_from_hf(text)
     if options.fp8 is not None:
         language |= options.fp8.fields()

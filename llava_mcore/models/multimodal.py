@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
@@ -36,6 +38,8 @@ from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.models.language.decoder import LanguageModel, padded_vocab_size
 from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.vision.registry import vision_family
+from llava_mcore.models.vision.replicated import as_replicas, mark_replicated, run_divided
+from llava_mcore.parallel.items import MediaLengths
 from llava_mcore.pixels import normalize
 
 
@@ -60,11 +64,14 @@ class VisionLanguageModel(MegatronModule):
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = ties_embeddings(hf)
+        self.divides_media = options.vision_data_parallel
         if pre_process:
             architecture, vision = architecture_of(hf), tower_config(hf)
             features = architecture.features(hf)
             tower = vision_family(vision)
             self.vision_model = tower.build(vision, configs.vision, features)
+            if options.vision_data_parallel:
+                mark_replicated(self.vision_model)
             width = tower.hidden_size(vision) * len(features.layers)
             self.connector, self.num_deepstack = architecture.connector(hf), architecture.num_deepstack(hf)
             self.vision_projection = self.connector.build(hf, configs.projection, input_size=width)
@@ -96,6 +103,7 @@ class VisionLanguageModel(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         num_trained: int | None = None,
         max_media_seqlen: int = 0,
+        media_lengths: MediaLengths | None = None,
     ) -> Tensor:
         """Run this stage.
 
@@ -108,6 +116,8 @@ class VisionLanguageModel(MegatronModule):
             packed_seq_params: where the packed sequences of the only row begin; they do not see each other.
             num_trained: tokens that loss_mask counts, where the host knows: the others then skip the output layer.
             max_media_seqlen: the largest of MEDIA_SEQLENS.
+            media_lengths: of fields in `items.LENGTHS` the values, if the host knows them: a model that divides
+                pictures over ranks otherwise waits for the device to tell them.
 
         Returns:
             On the last stage the summed loss of the tokens that count if labels and loss_mask are given, the loss of
@@ -116,7 +126,9 @@ class VisionLanguageModel(MegatronModule):
         """
         decoder_input, deepstack = None, None
         if self.pre_process:
-            decoder_input, deepstack = self.decoder_input(input_ids, position_ids, media, max_media_seqlen)
+            decoder_input, deepstack = self.decoder_input(
+                input_ids, position_ids, media, max_media_seqlen, media_lengths
+            )
         return self.language_model(
             input_ids,
             position_ids,
@@ -131,7 +143,12 @@ class VisionLanguageModel(MegatronModule):
         )
 
     def decoder_input(
-        self, input_ids: Tensor, position_ids: Tensor, media: Mapping[str, Tensor], max_media_seqlen: int = 0
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        media: Mapping[str, Tensor],
+        max_media_seqlen: int = 0,
+        media_lengths: MediaLengths | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return what the first stage's decoder layers take; the arguments are those of `forward`.
 
@@ -140,7 +157,8 @@ class VisionLanguageModel(MegatronModule):
             architecture has such features; with sequence parallelism this rank's part of the tokens.
         """
         embeddings = self.language_model.embed(input_ids, position_ids)
-        decoder_input, deepstack = self._with_features(embeddings, media, max_media_seqlen)
+        features = self.image_features(media, max_media_seqlen, media_lengths)
+        decoder_input, deepstack = self._with_features(embeddings, features, media)
         if torch.is_grad_enabled() and not decoder_input.requires_grad and self._needs_input_gradient():
             decoder_input.requires_grad_()
         if self.config.sequence_parallel:  # each rank continues with its part of the tokens, [s / tp, b, h]
@@ -150,13 +168,12 @@ class VisionLanguageModel(MegatronModule):
         return decoder_input, deepstack
 
     def _with_features(
-        self, embeddings: Tensor, media: Mapping[str, Tensor], max_media_seqlen: int
+        self, embeddings: Tensor, features: Tensor, media: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the embeddings [s, b, h] with features, newlines and resized features at their positions.
 
         Also returns what is added after the first layers [k, s, b, h], where the architecture has such features.
         """
-        features = self.image_features(media, max_media_seqlen)
         deepstack = None
         if self.num_deepstack:
             features, *inner = features.chunk(1 + self.num_deepstack, dim=-1)
@@ -175,24 +192,40 @@ class VisionLanguageModel(MegatronModule):
             chosen, positions = torch.cat(found), [torch.cat(positions)]
         return insert_features(embeddings, chosen, positions[0]), deepstack
 
-    def image_features(self, media: Mapping[str, Tensor], max_media_seqlen: int = 0) -> Tensor:
+    def image_features(
+        self, media: Mapping[str, Tensor], max_media_seqlen: int = 0, media_lengths: MediaLengths | None = None
+    ) -> Tensor:
         """Return the features [features, h] of all pictures; [features, h * (1 + k)] with those of k inner layers.
 
         Without pictures the parts run on a blank one of which nothing is kept (0 rows are returned, tied to the graph),
         so that every rank's collectives and gradients stay aligned with those that have some.
         """
-        pixels = normalize(media[PIXEL_VALUES], media[PIXEL_SCALE])
-        is_blank = not len(pixels)
+        is_blank = not len(media[PIXEL_VALUES])
         if is_blank:
             if not any(p.requires_grad for p in self._image_parameters()):
                 width = self.config.hidden_size * (1 + self.num_deepstack)
-                return pixels.new_empty(0, width, dtype=self.config.params_dtype)
-            pixels, media, max_media_seqlen = self.vision_model.blank(pixels, media)
+                return media[PIXEL_VALUES].new_empty(0, width, dtype=self.config.params_dtype)
+            media, max_media_seqlen = self._blank(media)
         trained = any(p.requires_grad for p in self.vision_model.parameters())
         with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-            hidden = self.vision_model(pixels.to(self.config.params_dtype), media, max_media_seqlen)
+            if self.divides_media and not is_blank:
+                hidden = run_divided(self.vision_model, self._tower_features, self._blank, media, media_lengths)
+            else:
+                hidden = self._tower_features(media, max_media_seqlen)
         features = self.connector.run(self.vision_projection, hidden, media, max_media_seqlen).flatten(0, -2)
         return features[:0] + 0.0 * features.sum() if is_blank else features
+
+    def _blank(self, media: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+        """Return the fields of one blank picture, and the largest of its MEDIA_SEQLENS."""
+        none = normalize(media[PIXEL_VALUES][:0], media[PIXEL_SCALE])
+        pixels, fields, max_media_seqlen = self.vision_model.blank(none, media)
+        return {**fields, PIXEL_VALUES: pixels, PIXEL_SCALE: media[PIXEL_SCALE]}, max_media_seqlen
+
+    def _tower_features(self, media: Mapping[str, Tensor], max_media_seqlen: int) -> Tensor:
+        """Return what the tower makes of pictures that are not normalized yet."""
+        pixels = normalize(media[PIXEL_VALUES], media[PIXEL_SCALE])
+        hidden: Tensor = self.vision_model(pixels.to(self.config.params_dtype), media, max_media_seqlen)
+        return hidden
 
     def _needs_input_gradient(self) -> bool:
         """Return whether gradients must reach the first layer although nothing before it is trained.
@@ -205,9 +238,20 @@ class VisionLanguageModel(MegatronModule):
     def _image_parameters(self) -> list[torch.nn.Parameter]:
         return [*self.vision_model.parameters(), *self.vision_projection.parameters()]
 
+    def has_whole(self, name: str) -> bool:
+        """Return whether every tensor-parallel rank has all of a module or parameter, although its kind is divided."""
+        return self.divides_media and name.partition(".")[0] == "vision_model"
+
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Take the previous stage's output (called by megatron-core's schedules)."""
         self.language_model.set_input_tensor(input_tensor)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return every parameter as it is divided (called by megatron-core), whole towers as copies."""
+        state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return as_replicas(state, f"{prefix}vision_model.") if self.divides_media else state
 
     def shared_embedding_or_output_weight(self) -> Tensor:
         """Return the tied embedding of this stage (called by megatron-core's gradient finalization)."""

@@ -6,7 +6,7 @@ b: samples, s: tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from llava_mcore.batch_fields import MEDIA_SEQLENS, Fields
+from llava_mcore.parallel.items import MediaLengths
 
 
 class TensorFields(Protocol):
@@ -43,6 +44,7 @@ class MicroBatch:
     max_seqlen: length of the longest of them.
     num_trained: number of tokens that loss_mask counts, known without a device sync; None: unknown.
     max_media_seqlen: the largest of MEDIA_SEQLENS, for media that have them.
+    media_lengths: values of fields from which ranks divide media (see `items.LENGTHS`), known without a device sync.
     """
 
     input_ids: Tensor
@@ -54,6 +56,7 @@ class MicroBatch:
     max_seqlen: int = 0
     num_trained: int | None = None
     max_media_seqlen: int = 0
+    media_lengths: MediaLengths = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -115,6 +115,21 @@ def _groups(device: torch.device, control: ControlGroup, control_replica: Contro
     )
 
 
+def tensor_parallel_group() -> dist.ProcessGroup:
+    """Return the group of this rank's tensor-parallel ranks."""
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def group_of_this_rank() -> dist.ProcessGroup:
+    """Return a group of this rank alone: tensor-parallel layers in it are whole, and communicate with nobody.
+
+    It is megatron-core's context-parallel group, which exists and has one rank: no run divides sequences.
+    """
+    group = parallel_state.get_context_parallel_group()
+    assert group.size() == 1
+    return group
+
+
 def set_virtual_stages(number: int | None) -> None:
     """Set the number of chunks per stage, which megatron-core's schedules read; None: not interleaved."""
     parallel_state.set_virtual_pipeline_model_parallel_world_size(number)

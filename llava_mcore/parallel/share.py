@@ -19,6 +19,7 @@ from torch import Tensor
 from llava_mcore.batch_fields import Field, Fields
 from llava_mcore.parallel.batch import MicroBatch, TensorFields, longest, longest_media, num_trained, pad_to
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.parallel.items import LENGTHS, MediaLengths, host_lengths
 from llava_mcore.pixels import as_used, in_memory
 
 _DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32)
@@ -108,12 +109,29 @@ def share_step(
         header = torch.tensor([_Layout.of(x, fields).numbers() for x in batches], dtype=torch.int64)
     dist.broadcast(header, groups.model_parallel_source, group=groups.control_replica)
     layouts = [_Layout.read(row, fields) for row in header.tolist()]
+    lengths = _broadcast_lengths(groups, batches, layouts)
     tokens = _broadcast_tokens(groups, batches, layouts)
     if groups.is_first_stage:
         media = _broadcast_media(groups, batches, layouts)
     else:
         media = [_no_media(layout, groups.device) for layout in layouts]
-    return [_unpack(t, m, layout) for t, m, layout in zip(tokens, media, layouts, strict=True)]
+    return [_unpack(t, m, n, layout) for t, m, n, layout in zip(tokens, media, lengths, layouts, strict=True)]
+
+
+def _broadcast_lengths(
+    groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_Layout]
+) -> list[MediaLengths]:
+    """Send the hosts of the replica the values by which tensor-parallel ranks may divide media."""
+    names = [name for name in LENGTHS if name in layouts[0].media]
+    sizes = [layout.media[name][1][0] for layout in layouts for name in names]
+    if groups.tp_size == 1 or not sum(sizes):
+        return [{name: () for name in names} for _ in layouts]
+    values = torch.zeros(sum(sizes), dtype=torch.int64)
+    if batches is not None:
+        values = torch.cat([x.media[name].long() for x in batches for name in names])
+    dist.broadcast(values, groups.model_parallel_source, group=groups.control_replica)
+    parts = iter(values.split(sizes))
+    return [{name: next(parts).tolist() for name in names} for _ in layouts]
 
 
 def _broadcast_tokens(
@@ -179,7 +197,7 @@ def _broadcast(
     return [[next(rest) for _ in part] for part in shapes]
 
 
-def _unpack(tokens: list[Tensor], media: dict[str, Tensor], layout: _Layout) -> MicroBatch:
+def _unpack(tokens: list[Tensor], media: dict[str, Tensor], media_lengths: MediaLengths, layout: _Layout) -> MicroBatch:
     planes, cu_seqlens = tokens
     input_ids, labels, loss_mask = planes[:3]
     return MicroBatch(
@@ -192,6 +210,7 @@ def _unpack(tokens: list[Tensor], media: dict[str, Tensor], layout: _Layout) -> 
         layout.max_seqlen,
         layout.num_trained,
         layout.max_media_seqlen,
+        media_lengths,
     )
 
 
@@ -209,4 +228,5 @@ def _to_device(batch: TensorFields, device: torch.device) -> MicroBatch:
         max_seqlen=longest(batch.cu_seqlens),
         num_trained=num_trained(batch),
         max_media_seqlen=longest_media(batch.media),
+        media_lengths=host_lengths(batch.media),
     )

@@ -119,7 +119,9 @@ def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = la
         begin(f"verifying {checkpoint}")
         verify = not run.checkpoint.skip_verification
         if start.kind == "resume" and is_local(checkpoint):
-            found = agree(groups, unusable_here(checkpoint, groups, verify=verify))
+            whole = run.parallel.vision_data_parallel
+            problem = unusable_here(checkpoint, groups, verify=verify, vision_data_parallel=whole)
+            found = agree(groups, problem)
             if found:
                 unusable[checkpoint] = "; ".join(found)
                 continue

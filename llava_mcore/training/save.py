@@ -213,7 +213,14 @@ class Saver:
             if local is None:
                 write = StateWrite(state, partial, copy=copy, plan=self._plan)
             else:
-                write = LocalWrite(state, partial, local / run.name, groups, copy=copy)
+                write = LocalWrite(
+                    state,
+                    partial,
+                    local / run.name,
+                    groups,
+                    copy=copy,
+                    vision_data_parallel=run.parallel.vision_data_parallel,
+                )
         (num_bytes,) = sum_over_ranks(groups, [write.num_bytes])
         return _Pending(final, record, progress.iteration, write, num_bytes, start, 0.0)
 

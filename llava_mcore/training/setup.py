@@ -33,7 +33,9 @@ from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stag
 from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
+from llava_mcore.models.vision.replicated import copy_from_first_rank
 from llava_mcore.parallel.groups import Groups, set_virtual_stages, sum_over_ranks
+from llava_mcore.training.gradients import TowerGradients
 from llava_mcore.training.optimizer import build_optimizer, build_scheduler, data_parallel, params_dtype
 
 logger = logging.getLogger(__name__)
@@ -90,8 +92,10 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     optimizer = build_optimizer(run, chunks)
     scheduler = build_scheduler(run, optimizer)
     no_sync = [chunk.no_sync for chunk in chunks]
+    divides = run.parallel.vision_data_parallel
+    finalize = TowerGradients(chunks, models).finalize if divides else finalize_model_grads
     for model in models:
-        model.config.finalize_model_grads_func = finalize_model_grads
+        model.config.finalize_model_grads_func = finalize
         model.config.grad_scale_func = optimizer.scale_loss
         model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     _log_parts(models, groups)
@@ -154,6 +158,8 @@ def build_models(
             fuse_weight_gradients(model)
         if not options.plain_linears:  # else it is quantized first
             model.to(groups.device)
+        if initialize and model.pre_process and options.vision_data_parallel:
+            copy_from_first_rank(model.vision_model)
     return models
 
 
@@ -176,6 +182,7 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         fp8=fp8_options(run),
         recompute=recompute_options(model, model.recompute),
         recompute_vision=recompute_options(model, model.recompute_vision),
+        vision_data_parallel=run.parallel.vision_data_parallel,
     )
 
 

@@ -58,6 +58,7 @@ def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple
         packed_seq_params=batch.packed_seq_params,
         num_trained=batch.num_trained,
         max_media_seqlen=batch.max_media_seqlen,
+        media_lengths=batch.media_lengths,
     )
     return output, partial(loss_sum, batch.loss_mask)
 

@@ -26,8 +26,15 @@ from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer
 
 
 def with_own_disk(run: RunConfig, disk: Path) -> RunConfig:
+    """Save on own disks; where tensors are divided and so is the optimizer, towers are not."""
     change = {"non_persistent_save_interval": 2, "non_persistent_local_dir": disk}
-    return run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update=change)})
+    whole = run.parallel.tensor_model_parallel_size > 1 and run.parallel.use_distributed_optimizer
+    return run.model_copy(
+        update={
+            "checkpoint": run.checkpoint.model_copy(update=change),
+            "parallel": run.parallel.model_copy(update={"vision_data_parallel": whole}),
+        }
+    )
 
 
 def saved_on_own_disks(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str) -> dict[str, dict[str, Any]]:
@@ -54,7 +61,12 @@ def saved_on_own_disks(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str
         fresh = build_trainer(again, groups, start)
         resume(fresh, start.checkpoint)
         resumed = train_steps(groups, fresh, again, open_fake_loader(groups, fresh, again, start.iteration))
-        elsewhere = unusable_here(start.checkpoint, dataclasses.replace(groups, tp_size=tp + 1))
+        whole = run.parallel.vision_data_parallel
+        wider = dataclasses.replace(groups, tp_size=tp + 1)
+        elsewhere = [
+            unusable_here(start.checkpoint, wider, vision_data_parallel=whole),
+            unusable_here(start.checkpoint, groups, vision_data_parallel=not whole),
+        ]
         message = save_to_a_full_disk(groups, saver, 2 * STEPS + 1, full_on=3, num_bytes=1 << 16, persistent=False)
         saver.save(Progress(3 * STEPS), state, persistent=False)
         dist.barrier(groups.control)  # every rank has deleted its older file

@@ -22,7 +22,10 @@ def test_a_run_goes_on_from_the_nodes_own_disks(tmp_path: Path, tp: int, pp: int
     for rank, result in enumerate(results):
         for name, found in result.items():
             assert found["resumed"] == (8, found["uninterrupted"]), (rank, name)
-            assert f"tp, pp, dp = ({tp}, {pp}, 2); this run has ({tp + 1}, {pp}, 2)" in found["elsewhere"]
+            wider, other = found["elsewhere"]
+            assert f"for tp {tp}, pp {pp}, dp 2" in wider and f"this run has tp {tp + 1}, pp {pp}, dp 2" in wider
+            whole = tp > 1 and name == "distributed"
+            assert f"vision_data_parallel {whole}; this run has" in other and f"_parallel {not whole}" in other
             assert "could not be written" in found["message"] and "rank_00003.pt" in found["message"]
             node = (0, 1) if rank < 2 else (2, 3)
             assert [file[-13:-3] for file in found["disk"]] == [f"rank_{x:05d}" for x in node], found["disk"]

@@ -73,6 +73,7 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--save", "checkpoint.save", True),
     ("--save-interval 7", "checkpoint.save_interval", 7),
     ("--sequence-parallel", "parallel.sequence_parallel", True),
+    ("--vision-data-parallel", "parallel.vision_data_parallel", True),
     ("--recompute full", "model.recompute", "full"),
     ("--save-optim", "checkpoint.save_optim", True),
     ("--load-optim", "checkpoint.load_optim", True),

@@ -105,6 +105,20 @@ def test_layout_that_does_not_divide(dims: dict[str, int], tp: int, pp: int, exp
     assert all(words in found[0] for words in expected), found[0]
 
 
+def test_a_tower_that_does_not_divide_needs_the_option_that_the_message_names(good: list[str]) -> None:
+    dims = dataclasses.replace(DIMS, vision_ffn_hidden_size=51)
+    run = load_run_config(None, good)
+    (found,) = check_run(run, dims, world_size=8, device_available=False)
+    assert "MLP width of the vision tower, which is 51" in found and "can use 1; in training" in found
+    assert "--vision-data-parallel also allows 1, 2 or 4" in found
+    whole = load_run_config(None, [*good, "parallel.vision_data_parallel=true"])
+    assert check_run(whole, dims, world_size=8, device_available=False) == []
+    found = check_layout(dims, 8, 1, "M", vision_data_parallel=True)
+    assert all("of the vision tower" not in x and "can use 1, 2 or 4" in x for x in found) and found
+    narrow = dataclasses.replace(dims, projection_ffn_hidden_size=102)
+    assert "width inside the projection, which is 102" in check_layout(narrow, 4, 1, "M", vision_data_parallel=True)[0]
+
+
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
 def test_layout_is_accepted_exactly_when_everything_divides(
     heads: int, groups: int, layers: int, tp: int, pp: int

@@ -17,21 +17,34 @@ from llava_mcore.config.rules.schedule import check_schedule
 from llava_mcore.config.schema import RunConfig
 
 
-def check_layout(dims: ModelDims, tp: int, pp: int, source: str) -> list[str]:
-    """Return why the model cannot be split into `tp` x `pp` parts. `source` names the model, such as its folder."""
+def check_layout(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_parallel: bool = False) -> list[str]:
+    """Return why the model cannot be split into `tp` x `pp` parts.
+
+    Args:
+        source: names the model, such as its folder.
+        vision_data_parallel: every rank has the whole tower.
+    """
     sizes = {
         "attention heads of the language model": dims.num_attention_heads,
         "key/value heads of the language model": dims.num_query_groups,
         "MLP width of the language model": dims.ffn_hidden_size,
         "width of the projection": dims.hidden_size,
-        "attention heads of the vision tower": dims.vision_num_attention_heads,
-        "MLP width of the vision tower": dims.vision_ffn_hidden_size,
+        "width inside the projection": dims.projection_ffn_hidden_size,
     }
-    fitting = _divisors(math.gcd(*sizes.values()))
+    of_tower = _tower_sizes(dims)
+    whole = math.gcd(*sizes.values())
+    fitting, all_fitting = _divisors(math.gcd(whole, *of_tower.values())), _divisors(whole)
+    advice = f"this model can use {all_fitting if vision_data_parallel else fitting}"
     found = [
-        f"--tp {tp} does not divide the {what}, which is {size} in {source}: this model can use {fitting}"
+        f"--tp {tp} does not divide the {what}, which is {size} in {source}: {advice}"
         for what, size in sizes.items()
         if size % tp
+    ]
+    other = "" if all_fitting == fitting else f"; in training --vision-data-parallel also allows {all_fitting}"
+    found += [
+        f"--tp {tp} does not divide the {what}, which is {size} in {source}: {advice}{other}"
+        for what, size in of_tower.items()
+        if size % tp and not vision_data_parallel
     ]
     if dims.num_layers % pp:
         found.append(
@@ -39,6 +52,18 @@ def check_layout(dims: ModelDims, tp: int, pp: int, source: str) -> list[str]:
             f"in {source}: this model can use {_divisors(dims.num_layers)}"
         )
     return found
+
+
+def tower_divides(dims: ModelDims, tp: int) -> bool:
+    """Return whether the tower can be divided over `tp` ranks."""
+    return not any(size % tp for size in _tower_sizes(dims).values())
+
+
+def _tower_sizes(dims: ModelDims) -> dict[str, int]:
+    return {
+        "attention heads of the vision tower": dims.vision_num_attention_heads,
+        "MLP width of the vision tower": dims.vision_ffn_hidden_size,
+    }
 
 
 def check_run(
@@ -70,7 +95,9 @@ def check_run(
     if dims is not None:
         parallel = run.parallel
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        found += check_layout(dims, tp, 1 if has_uneven_stages(parallel) else pp, source)
+        divides = parallel.vision_data_parallel
+        even_pp = 1 if has_uneven_stages(parallel) else pp
+        found += check_layout(dims, tp, even_pp, source, vision_data_parallel=divides)
         found += [*check_stages(run, dims, world_size, source), *check_length(run.data.seq_length, dims, source)]
         if run.model.drop_class_token and dims.keeps_class_token:
             found.append(

@@ -12,7 +12,8 @@ class ModelDims:
     `num_query_groups` is the number of key/value heads. `vision_num_layers` counts all layers of the tower,
     including those after the feature layer. `sliding_window` is None if every token sees all earlier ones.
     `num_deepstack`: features of inner layers of the tower, one added after each of the first decoder layers.
-    `keeps_class_token`: the tower has one, and the language model sees it.
+    `keeps_class_token`: the tower has one, and the language model sees it. `projection_ffn_hidden_size`: the width
+    between the matrices of what maps the tower's features, 0 if there is none.
     """
 
     num_layers: int
@@ -28,4 +29,5 @@ class ModelDims:
     max_position_embeddings: int
     sliding_window: int | None
     keeps_class_token: bool = False
+    projection_ffn_hidden_size: int = 0
     num_deepstack: int = 0

@@ -122,8 +122,11 @@ def _with_data(sharded: ShardedTensor | ShardedTensorFactory, full: Tensor) -> l
 
 
 def _cut(whole: ShardedTensor, shard: Shard, tp_size: int) -> list[ShardedTensor]:
-    """Store one chunk per tensor-parallel rank, so that each rank later reads only its own."""
-    if shard.dim is None or tp_size == 1:
+    """Store one chunk per tensor-parallel rank, so that each rank later reads only its own.
+
+    What does not divide stays whole: towers that ranks do not divide.
+    """
+    if shard.dim is None or tp_size == 1 or whole.local_shape[shard.dim] % tp_size:
         return [whole]
     assert whole.data is not None and whole.axis_fragmentations is not None
     axis = shard.dim + whole.prepend_axis_num

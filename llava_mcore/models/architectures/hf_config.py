@@ -137,4 +137,5 @@ def model_dims(hf: PretrainedConfig) -> ModelDims:
         sliding_window=values.get("sliding_window") if limited_by_window else None,
         num_deepstack=architecture_of(hf).num_deepstack(hf),
         keeps_class_token=tower.has_class_token(vision) and not features.drop_first_token,
+        projection_ffn_hidden_size=architecture_of(hf).connector(hf).config_from_hf(hf)["ffn_hidden_size"],
     )

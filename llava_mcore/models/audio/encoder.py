@@ -24,13 +24,15 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
+from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES
 from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.mapping.layouts import FuseQKV
 from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.names import LayerNames
 from llava_mcore.models.vision.patches import packed_bounds
+from llava_mcore.models.vision.replicated import process_groups
 from llava_mcore.models.vision.te_layers import te_layer_spec, use_fewer_kernels
+from llava_mcore.parallel.items import Items, MediaLengths
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,13 @@ class AudioTransformer(VisionModule):
         self.conv2 = nn.Conv1d(hidden, hidden, kernel_size=3, stride=2, dtype=dtype)
         self.position_embeddings = nn.Embedding(shape.num_positions, hidden, dtype=dtype)
         self.position_embeddings.requires_grad_(False)  # sinusoids
-        self.decoder = TransformerBlock(config, layer_spec(config), post_layer_norm=False, post_process=False)
+        self.decoder = TransformerBlock(
+            config,
+            layer_spec(config),
+            post_layer_norm=False,
+            post_process=False,
+            pg_collection=process_groups(config),
+        )
         self.ln_post = WrappedTorchNorm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
         if config.transformer_impl == "transformer_engine":
             use_fewer_kernels(self.decoder)
@@ -105,6 +113,17 @@ class AudioTransformer(VisionModule):
             FEATURE_POSITIONS: media[FEATURE_POSITIONS].new_zeros(1),
         }
         return pixels.new_zeros(6, self.shape.num_mel_bins), found, 2
+
+    def items(self, media: Mapping[str, Tensor], lengths: MediaLengths) -> Items:
+        """Return what belongs to each clip; `lengths`: the values of MEDIA_SEQLENS."""
+        hidden = lengths[MEDIA_SEQLENS]
+        features = [n // 2 for n in hidden]
+        rows = {
+            PIXEL_VALUES: [2 * n + 2 for n in hidden],
+            MEDIA_SEQLENS: [1] * len(hidden),
+            FEATURE_POSITIONS: features,  # of which only the number is looked at here
+        }
+        return Items(hidden, features, rows)
 
     def forward(self, rows: Tensor, media: Mapping[str, Tensor], max_seqlen: int) -> Tensor:
         """Return features [m, h].

@@ -9,8 +9,9 @@ of a patch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from llava_mcore.batch_fields import (
     MEDIA_SEQLENS,
     PATCH_POSITIONS,
+    PIXEL_VALUES,
     POSITION_ROWS,
     POSITION_WEIGHTS,
     WINDOW_ORDER,
@@ -38,7 +40,9 @@ from llava_mcore.models.names import LayerNames
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import PatchRopeSelfAttention
 from llava_mcore.models.vision.features import FeatureChoice
+from llava_mcore.models.vision.replicated import process_groups
 from llava_mcore.models.vision.te_layers import te_layer_spec, use_fewer_kernels
+from llava_mcore.parallel.items import Items, MediaLengths
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,13 @@ class PatchTransformer(VisionModule):
         self.conv1 = nn.Linear(shape.patch_numbers, hidden, bias=shape.conv_bias, dtype=dtype)
         if shape.num_positions:
             self.position_embeddings = nn.Embedding(shape.num_positions, hidden, dtype=dtype)
-        self.decoder = TransformerBlock(config, layer_spec(config, shape), post_layer_norm=False, post_process=False)
+        self.decoder = TransformerBlock(
+            config,
+            layer_spec(config, shape),
+            post_layer_norm=False,
+            post_process=False,
+            pg_collection=process_groups(config),
+        )
         if config.transformer_impl == "transformer_engine":
             use_fewer_kernels(self.decoder)
         if shape.post_norm:
@@ -132,6 +142,22 @@ class PatchTransformer(VisionModule):
         if WINDOW_ORDER in media:
             found[WINDOW_ORDER] = media[WINDOW_ORDER].new_zeros(1)
         return pixels.new_zeros(n, self.shape.patch_numbers), found, n
+
+    def items(self, media: Mapping[str, Tensor], lengths: MediaLengths) -> Items:
+        """Return what belongs to each picture or frame: patches, squares of them, and the windows that they fill.
+
+        Args:
+            media: of which only names are looked at.
+            lengths: the values of MEDIA_SEQLENS and WINDOW_SEQLENS.
+        """
+        patches = lengths[MEDIA_SEQLENS]
+        of_patches = (PIXEL_VALUES, PATCH_POSITIONS, POSITION_ROWS, POSITION_WEIGHTS)
+        rows: dict[str, Sequence[int]] = {name: patches for name in of_patches if name in media}
+        rows[MEDIA_SEQLENS] = [1] * len(patches)
+        if WINDOW_ORDER in media:
+            rows[WINDOW_ORDER] = [n // self.shape.merged for n in patches]
+            rows[WINDOW_SEQLENS] = windows_of(patches, lengths[WINDOW_SEQLENS])
+        return Items(patches, patches, rows, numbering=frozenset({WINDOW_ORDER}))
 
     def forward(self, patches: Tensor, media: Mapping[str, Tensor], max_seqlen: int) -> Tensor:
         """Return features [n, l * h], in the order of the patches or, if the tower has windows, of WINDOW_ORDER.
@@ -193,6 +219,13 @@ class PatchTransformer(VisionModule):
         final, extracted = result if inner else (result, [])
         states = {last: final} | dict(zip((i + 1 for i in sorted(inner)), extracted, strict=True))
         return [states[i] for i in self.features.layers]
+
+
+def windows_of(patches: Sequence[int], windows: Sequence[int]) -> list[int]:
+    """Return how many windows each picture has, of the patches in every picture and in every window."""
+    ends = {end: number for number, end in enumerate(accumulate(windows), 1)}
+    numbers = [ends[end] for end in accumulate(patches)]
+    return [after - before for before, after in pairwise([0, *numbers])]
 
 
 def packed_bounds(lengths: Tensor, most: int) -> dict[str, Any]:

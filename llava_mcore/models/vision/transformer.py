@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from llava_mcore.batch_fields import PIXEL_VALUES
 from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.names import LayerNames
@@ -28,7 +29,9 @@ from llava_mcore.models.vision import layer_scale
 from llava_mcore.models.vision.encoder_layers import USUAL_NAMES
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.layer_scale import LayerScale
+from llava_mcore.models.vision.replicated import process_groups
 from llava_mcore.models.vision.te_layers import te_layer_spec, use_fewer_kernels
+from llava_mcore.parallel.items import Items, MediaLengths
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,13 @@ class VisionTransformer(VisionModule):
         self.position_embeddings = nn.Embedding(num_positions, hidden, dtype=dtype)
         if shape.pre_norm:
             self.ln_pre = WrappedTorchNorm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
-        self.decoder = TransformerBlock(config, layer_spec(config, shape), post_layer_norm=False, post_process=False)
+        self.decoder = TransformerBlock(
+            config,
+            layer_spec(config, shape),
+            post_layer_norm=False,
+            post_process=False,
+            pg_collection=process_groups(config),
+        )
         if shape.post_norm:
             self.ln_post = WrappedTorchNorm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
         if config.transformer_impl == "transformer_engine":
@@ -105,6 +114,11 @@ class VisionTransformer(VisionModule):
     def blank(self, pixels: Tensor, media: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor], int]:
         """Return the arguments of a forward pass on one blank picture, on the device of `pixels`."""
         return pixels.new_zeros(1, 3, self.shape.image_size, self.shape.image_size), media, 0
+
+    def items(self, media: Mapping[str, Tensor], lengths: MediaLengths) -> Items:
+        """Return what belongs to each tile: its pixels, and a row of the output."""
+        ones = [1] * len(media[PIXEL_VALUES])
+        return Items(ones, ones, {PIXEL_VALUES: ones})
 
     def forward(self, pixel_values: Tensor, media: Mapping[str, Tensor], max_seqlen: int = 0) -> Tensor:
         """Return features [b, s (- 1), l*h] of pictures [b, 3, height, width]; nothing else is looked at."""

@@ -1,0 +1,96 @@
+"""A tower that every tensor-parallel rank has as a whole, because the ranks divide the pictures instead.
+
+Its configuration says tensor_model_parallel_size 1. Its layers are built in a process group of one rank, so that they
+communicate with nobody; what is left to do is to tell the rest of the program that the ranks hold the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from llava_mcore.parallel.groups import group_of_this_rank, tensor_parallel_group
+from llava_mcore.parallel.items import Items, MediaLengths, divide, gather_items, host_lengths
+
+Fields = Mapping[str, Tensor]
+
+
+class DividingTower(Protocol):
+    """A tower that says what belongs to each of its pictures, frames or clips."""
+
+    def items(self, media: Fields, lengths: MediaLengths) -> Items: ...
+
+
+def run_divided(
+    tower: DividingTower,
+    run: Callable[[Fields, int], Tensor],
+    blank: Callable[[Fields], tuple[Fields, int]],
+    media: Fields,
+    lengths: MediaLengths | None,
+) -> Tensor:
+    """Return a tower's output for all pictures of a micro-batch, of which this rank computes a part; a collective call.
+
+    A rank without a picture runs a blank one and keeps no row of it: gradients of all parameters are expected of it.
+
+    Args:
+        run: computes on fields, of which MEDIA_SEQLENS are not larger than the number.
+        blank: returns the fields of a blank picture, and that number.
+        media: with one picture at least.
+        lengths: those of `media`; None reads them from the device.
+    """
+    group = tensor_parallel_group()
+    items = tower.items(media, host_lengths(media) if lengths is None else lengths)
+    parts = divide(items.costs, group.size())
+    mine = parts[group.rank()]
+    if mine:
+        own = run(items.of(media, mine), max(items.costs[i] for i in mine))
+    else:
+        made = run(*blank(media))
+        own = made[:0] + 0.0 * made.sum()
+    return gather_items(own, items.num_features, parts, group)
+
+
+def process_groups(config: TransformerConfig) -> ProcessGroupCollection:
+    """Return the groups in which a tower's layers are built."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if config.tensor_model_parallel_size == 1:
+        groups.tp = group_of_this_rank()
+    return groups
+
+
+def mark_replicated(tower: nn.Module) -> None:
+    """Note that ranks do not divide any parameter: megatron-core's layers always say that they do, and every rank
+    would count its copy in the gradient norm."""
+    for parameter in tower.parameters():
+        vars(parameter).update(tensor_model_parallel=False, partition_dim=-1, partition_stride=1)
+
+
+@torch.no_grad()
+def copy_from_first_rank(tower: nn.Module) -> None:
+    """Give all ranks the first one's initial weights, as each draws its own on a GPU; a collective call."""
+    group = tensor_parallel_group()
+    for tensor in tower.state_dict().values():
+        if isinstance(tensor, torch.Tensor):
+            dist.broadcast(tensor, dist.get_process_group_ranks(group)[0], group=group)
+
+
+def as_replicas(state: ShardedStateDict, prefix: str) -> ShardedStateDict:
+    """Return a rank's sharded state with the tensors under a prefix as copies, of which the first rank's is saved.
+
+    The layers themselves only know their group of one rank, and take every rank's tensors for the only ones.
+    """
+    rank = tensor_parallel_group().rank()
+    return {key: _replica(x, rank) if key.startswith(prefix) else x for key, x in state.items()}
+
+
+def _replica(sharded: Any, rank: int) -> Any:
+    first, _, data_parallel = sharded.replica_id
+    return replace(sharded, replica_id=(first, rank, data_parallel))

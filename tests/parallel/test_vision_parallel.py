@@ -1,0 +1,148 @@
+"""Towers that every tensor-parallel rank has whole, for a part of the pictures: nothing of a step changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llava_mcore.convert.check import check_folder
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.data.samples import Conversation, Turn
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.table import mapping_table, usual_names
+from tests.helpers.tiny_audio import make_hf_audio
+from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_idefics2 import make_hf_idefics2
+from tests.helpers.tiny_qwen import make_hf_qwen
+from tests.helpers.world import run_world
+from tests.parallel.test_layouts import assert_same_folder
+from tests.unit.test_audio import conversation
+from tests.unit.test_idefics2 import CONVERSATIONS as OF_IDEFICS
+from tests.unit.test_qwen import CONVERSATIONS as OF_QWEN
+from tests.unit.test_qwen import PICTURES
+
+CHECKS = "tests.parallel.vision_parallel_checks:"
+SAID = Turn("assistant", "It is seven.")
+OF_PICTURES = [
+    Conversation((Turn("user", "<image>\nWhat? <image> <image>"), SAID), tuple(PICTURES)),
+    Conversation((Turn("user", "Is it even?"), SAID), ()),
+    Conversation((Turn("user", "<image>\nthis?"), SAID), (PICTURES[1],)),
+]
+OF_SOUND = [conversation("<audio> <audio>", 0.3, 2.0), conversation("Is it even?"), conversation("<audio>", 1.005)]
+GIVEN = {
+    "llava": OF_PICTURES,
+    "llava_onevision": OF_PICTURES,
+    "qwen2_5_vl": OF_QWEN,
+    "qwen3_vl": OF_QWEN,
+    "idefics2": OF_IDEFICS,
+    "audio": OF_SOUND,
+}
+"""Of each class three conversations, the second without pictures."""
+UNDIVIDED = {"qwen2_5_vl": {"intermediate_size": 51}, "qwen3_vl": {"num_heads": 1}}
+"""What does not divide by two."""
+
+
+def make(name: str, folder: Path) -> None:
+    if name == "audio":
+        make_hf_audio(folder)
+    elif name == "idefics2":
+        make_hf_idefics2(folder)
+    elif name.startswith("llava"):
+        make_hf_llava(folder, architecture=name, **({} if name == "llava" else {"vision": "siglip", "text": "qwen2"}))
+    else:
+        make_hf_qwen(folder, name, vision_overrides=UNDIVIDED.get(name))
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("vision")
+    found = {}
+    for name, given in GIVEN.items():
+        make(name, root / name)
+        import_hf(root / name, root / f"{name}-megatron")
+        found[name] = {
+            "hf": str(root / name),
+            "checkpoint": str(root / f"{name}-megatron"),
+            "all": given,
+            "single": given[2:],
+            "text": given[1:2],
+        }
+    return found
+
+
+def test_losses_and_gradients_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    arguments = {"cases": cases, "save_dir": str(tmp_path)}
+    (one,) = run_world(1, f"{CHECKS}gradients", tp=1, pp=1, **arguments)
+    two = run_world(2, f"{CHECKS}gradients", tp=2, pp=1, **arguments)
+    for (name, variant), expected in one.items():
+        for rank in (0, 1):
+            found, where = two[rank][name, variant], (name, variant, rank)
+            losses, norm = torch.tensor(expected["losses"]), expected["norm"]
+            assert torch.allclose(torch.tensor(found["losses"]), losses, rtol=1e-5, atol=0.0), where
+            assert norm > 0 and found["norm"] == pytest.approx(norm, rel=1e-5), where
+            assert_same_gradients(cases[name], expected["gradients"], found["gradients"], where)
+
+
+def assert_same_gradients(
+    case: dict[str, Any], whole: dict[str, Tensor], found: dict[str, Tensor], where: tuple[str, str, int]
+) -> None:
+    """Compare each gradient with all of one rank's, of the tower, or with the part that this rank has."""
+    hf = load_hf_config(Path(case["hf"]))
+    entries = mapping_table(hf, usual_names(hf), hf_tensors=(), padded_vocab_size=512).entries
+    assert found.keys() == whole.keys()
+    for name, gradient in whole.items():
+        is_whole = name.startswith("vision_model.")
+        mine = gradient if is_whole else entries[name].shard.split(gradient, 2)[where[-1]]
+        assert found[name].shape == mine.shape, (where, name)
+        assert (found[name] - mine).abs().max() <= 1e-5 * gradient.abs().max() + 1e-9, (where, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (1, 2)])
+def test_twenty_steps_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path: Path, pp: int, dp: int) -> None:
+    chosen = {name: cases[name] for name in ("qwen2_5_vl", "qwen3_vl", "audio") if dp == 1}
+    arguments = {"cases": chosen, "llava": cases["llava"]["checkpoint"], "save_dir": str(tmp_path)}
+    (one,) = run_world(1, f"{CHECKS}curves", tp=1, pp=1, **arguments)
+    ranks = run_world(2 * pp * dp, f"{CHECKS}curves", tp=2, pp=pp, **arguments)
+    assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
+    for run, expected in one.items():
+        loss, norm = (1e-2, 5e-2) if run == "bf16" else (1e-5, 1e-3)
+        assert ranks[0][run]["loss"] == pytest.approx(expected["loss"], rel=loss), run
+        assert ranks[0][run]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=norm), run
+        assert expected["loss"][-1] < expected["loss"][0], run
+
+
+def test_checkpoints_load_with_and_without_the_option(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    arguments = {"checkpoint": cases["llava"]["checkpoint"], "save_dir": str(tmp_path)}
+    ranks = run_world(2, f"{CHECKS}switch", tp=2, pp=1, **arguments)
+    assert ranks[0] == ranks[1] and len(ranks[0]) == 4
+    for name, (resumed, uninterrupted) in ranks[0].items():
+        assert resumed == pytest.approx(uninterrupted, rel=1e-5), name
+
+
+def test_an_import_is_exported_bit_for_bit(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    chosen = {name: cases[name]["checkpoint"] for name in ("qwen2_5_vl", "llava_onevision", "audio")}
+    chosen["qwen2_5_vl"] = str(tmp_path / "import")  # for as many ranks as train
+    import_hf(Path(cases["qwen2_5_vl"]["hf"]), tmp_path / "import", tensor_parallel=2, verify=True)
+    summary = check_folder(Path(cases["qwen2_5_vl"]["hf"]), tp=2, pp=1)
+    assert summary.endswith("fits tp 2 x pp 1 with --vision-data-parallel")
+    run_world(2, f"{CHECKS}save_unchanged", tp=2, pp=1, checkpoints=chosen, save_dir=str(tmp_path))
+    for name in chosen:
+        export_hf(tmp_path / name, tmp_path / f"{name}-hf", tensor_parallel=2, pipeline_parallel=1, verify=True)
+        assert_same_folder(Path(cases[name]["hf"]), tmp_path / f"{name}-hf")
+
+
+def test_ranks_draw_other_dropout_for_their_pictures_and_stay_together(
+    cases: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """A rank draws in the tower for its own pictures alone, which must not move the numbers that all ranks share."""
+    arguments = {"case": cases["qwen2_5_vl"], "save_dir": str(tmp_path)}
+    first, second = run_world(2, f"{CHECKS}with_dropout", tp=2, pp=1, **arguments)
+    assert torch.equal(first["random"], second["random"])
+    assert any(name.startswith("vision_model.") for name in first["alike"])
+    assert all(torch.equal(x, second["alike"][name]) for name, x in first["alike"].items())

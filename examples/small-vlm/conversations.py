@@ -1,4 +1,4 @@
-"""The questions about a picture, each in several wordings, and the conversations to train on and to be examined with."""
+"""The questions about a picture, each in several wordings, and the conversations for training and for the exam."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from conversations import FORMS, text
 from PIL import Image
-from questions import FORMS, text
 from rich.console import Console
 from rich.table import Table
 from scores import form_of, right_answer

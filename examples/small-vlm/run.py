@@ -169,7 +169,8 @@ def train(out: Path, name: str, iterations: int | None) -> None:
     shards = out / "shards" / ("train_text" if name == "text_only" else "train")
     places = ["--megatron-load-dir", start, "--tokenizer-load-dir", out / "hf", "--data-path", shards]
     flags = ["--save-dir", out / "runs", "--name", name, "--save", "--config", f"examples/small-vlm/{config}.yaml"]
-    more = ["--lora-modules-to-save", "multi_modal_projector"] if name == "stage2" else []
+    projector = ["--lora-modules-to-save", "multi_modal_projector", "optimizer.projection_lr=5e-4"]
+    more = projector if name == "stage2" else []
     count = [] if iterations is None else ["--train-iters", iterations]
     script("train/run.py", "-g", 2, *places, *flags, *more, *count)
 

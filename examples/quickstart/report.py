@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import textwrap
 from pathlib import Path
@@ -20,12 +19,6 @@ from rich.table import Table
 
 ROWS, COLUMNS = 4, 6
 GREEN, RED = "#1a7f37", "#cf222e"
-
-
-def read_metrics(run_folder: Path) -> list[dict[str, float]]:
-    """Return what training logged, one dict an iteration."""
-    lines = (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def plot_loss(metrics: list[dict[str, float]], path: Path) -> None:

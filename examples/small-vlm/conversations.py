@@ -1,0 +1,97 @@
+"""The questions about a picture, each in several wordings, and the conversations for training and for the exam."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pictures import Emoji
+
+WHAT_KIND, IS_IT, MAIN_COLOR = "what kind", "is it (yes or no)", "main color"
+FORMS = (WHAT_KIND, IS_IT, MAIN_COLOR)
+WORDINGS = {
+    WHAT_KIND: ("What kind of thing is shown?", "What kind of thing is this?", "What sort of thing is in the picture?"),
+    IS_IT: ("Is this {}?", "Does the picture show {}?"),
+    MAIN_COLOR: ("What is its main color?", "Which color is it mostly?"),
+}
+NAMED = {
+    "animal": "an animal",
+    "building": "a building",
+    "clothing": "clothing",
+    "drink": "a drink",
+    "face": "a face",
+    "food": "food",
+    "hand": "a hand",
+    "instrument": "a musical instrument",
+    "person": "a person",
+    "plant": "a plant",
+    "sport": "sports equipment",
+    "symbol": "a symbol",
+    "tool": "a tool",
+    "vehicle": "a vehicle",
+}
+
+
+def ask(form: str, one: Emoji, others: Sequence[Emoji], rng: random.Random, yes: bool | None = None) -> tuple[str, str]:
+    """Return a question about an emoji and its answer.
+
+    Args:
+        others: a question whose answer is no names the kind of one of these, so every kind is right and wrong
+            equally often.
+        yes: the answer to "is it"; None: drawn.
+    """
+    wording = rng.choice(WORDINGS[form])
+    if form == WHAT_KIND:
+        return wording, one.kind
+    if form == MAIN_COLOR:
+        assert one.color is not None
+        return wording, one.color
+    if yes is None:
+        yes = rng.random() < 0.5
+    kind = one.kind if yes else rng.choice([x.kind for x in others if x.kind != one.kind])
+    return wording.format(NAMED[kind]), "yes" if yes else "no"
+
+
+def training_row(one: Emoji, others: Sequence[Emoji], number: int, picture: str, rng: random.Random) -> dict[str, Any]:
+    """Return a conversation about one drawing: its kind is asked for, or named, and its color is asked for.
+
+    The order is random. No answer helps with another one.
+    """
+    forms = [WHAT_KIND if rng.random() < 0.6 else IS_IT] + [MAIN_COLOR] * (one.color is not None)
+    turns = [ask(form, one, others, rng) for form in rng.sample(forms, len(forms))]
+    return row(f"{one.code} {number}", picture, turns)
+
+
+def exam_rows(held_out: Sequence[Emoji], rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Yield a conversation per question about held-out emoji; half of the answers to "is it" are yes."""
+    for number, one in enumerate(held_out):
+        for form in FORMS:
+            if form != MAIN_COLOR or one.color is not None:
+                turn = ask(form, one, held_out, rng, yes=number % 2 == 0)
+                yield row(f"{one.code} {form}", f"{one.code}.png", [turn])
+
+
+def row(name: str, picture: str, turns: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return what `prepare` reads; the picture belongs to the first question."""
+    messages = [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    messages[0]["content"] = "<image>\n" + messages[0]["content"]
+    return {"id": name, "images": [picture], "messages": messages}
+
+
+def without_picture(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the same conversations without their pictures: what the text-only baseline is trained on and asked."""
+    found = []
+    for one in rows:
+        first, *rest = one["messages"]
+        found.append({"id": one["id"], "messages": [{**first, "content": text(one)}, *rest]})
+    return found
+
+
+def text(row: dict[str, Any]) -> str:
+    """Return the first question of a conversation, without the mark of its picture."""
+    return str(row["messages"][0]["content"]).removeprefix("<image>\n")

@@ -59,7 +59,7 @@ def _batch_sizes(packs: int) -> dict[str, Any]:
 def _gradients(groups: Groups, run: RunConfig, case: dict[str, Any], *, packed: bool) -> dict[str, Any]:
     trainer = make_trainer(groups, run)
     loader = _loader(groups, case, [case["all"], case["single"], case["text"]], packed=packed)
-    batches, _ = fetch_step(groups, loader, 3, SkipBudget(0.0), trainer.fields)
+    batches, *_ = fetch_step(groups, loader, 3, SkipBudget(0.0), trainer.fields)
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
     reports = forward_backward(trainer.chunks, batches)
@@ -117,7 +117,7 @@ def _curve(groups: Groups, run: RunConfig, case: dict[str, Any]) -> dict[str, li
     loader = _loader(groups, case, [pack for _ in range(20) for pack in (case["all"], case["single"])], packed=True)
     losses, norms = [], []
     for _ in range(20):
-        batches, _ = fetch_step(groups, loader, 2, SkipBudget(0.0), trainer.fields)
+        batches, *_ = fetch_step(groups, loader, 2, SkipBudget(0.0), trainer.fields)
         result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, 2)
         losses.append(result.loss)
         norms.append(result.grad_norm)
@@ -130,7 +130,7 @@ def with_dropout(tp: int, pp: int, case: dict[str, Any], save_dir: str) -> dict[
     flags = {"adapter.dropout": 0.5, **LORA, **WHOLE}
     trainer = make_trainer(groups, run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(1), **flags))
     loader = _loader(groups, case, [case["all"]], packed=True)
-    batches, _ = fetch_step(groups, loader, 1, SkipBudget(0.0), trainer.fields)
+    batches, *_ = fetch_step(groups, loader, 1, SkipBudget(0.0), trainer.fields)
     train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, 1)
     named = [pair for model in trainer.models for pair in model.named_parameters() if pair[1].requires_grad]
     alike = {name: p.detach() for name, p in named if not vars(p)["tensor_model_parallel"]}

@@ -18,7 +18,10 @@ from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionCo
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 
 from llava_mcore.batch_fields import MediaWork
-from llava_mcore.cli import export_hf, import_hf, inspect_folder
+from llava_mcore.cli import import_hf as import_command
+from llava_mcore.cli import inspect_folder
+from llava_mcore.convert.export_hf import export_hf
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError
 from llava_mcore.models.architectures.hf_config import load_hf_config
@@ -112,7 +115,7 @@ def test_check_compares_the_output_of_every_module(
     folders: dict[str, Path], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--hf-dir", str(folders[name]), "--megatron-dir", str(tmp_path / "m"), "--tp", "2", "--pp", "2"]
-    assert import_hf.main([*flags, "--workers", "1", "--verify", "--logits", str(CHINA)]) == 0
+    assert import_command.main([*flags, "--workers", "1", "--verify", "--logits", str(CHINA)]) == 0
     assert f"outputs of {MODULES[name]} modules compared)" in capsys.readouterr().out
 
 
@@ -127,8 +130,8 @@ def test_files_that_transformers_writes_now_are_read_and_written_back(
     model.save_pretrained(hf, save_original_format=False)
     names = load_file(hf / "model.safetensors").keys()
     assert all(x.startswith(("model.", "lm_head.")) for x in names)
-    import_hf.import_hf(hf, tmp_path / "m", tensor_parallel=2, verify=True)
-    export_hf.export_hf(tmp_path / "m", tmp_path / "out", tensor_parallel=2, verify=True)
+    import_hf(hf, tmp_path / "m", tensor_parallel=2, verify=True)
+    export_hf(tmp_path / "m", tmp_path / "out", tensor_parallel=2, verify=True)
     written, read = load_file(tmp_path / "out" / "model.safetensors"), load_file(hf / "model.safetensors")
     assert written.keys() == read.keys() and all(torch.equal(written[x], read[x]) for x in read)
 
@@ -138,7 +141,7 @@ def test_a_processor_that_needs_another_package_says_so(
 ) -> None:
     monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", None)
     flags = ["--hf-dir", str(folders["smolvlm"]), "--megatron-dir", str(tmp_path / "m"), "--workers", "1"]
-    assert import_hf.main([*flags, "--logits", str(CHINA)]) == 2
+    assert import_command.main([*flags, "--logits", str(CHINA)]) == 2
     said = capsys.readouterr().err
     assert "comparing logits needs a picture and a processor in" in said and "`num2words` is required" in said
 
@@ -262,7 +265,7 @@ def test_what_cannot_be_computed_is_refused_by_name(folders: dict[str, Path], wh
     kind: type[LlavaMcoreError] = ConversionError if file == CONFIG else DataError
     with pytest.raises(kind, match=expected):
         if file == CONFIG:
-            import_hf.import_hf(folder, tmp_path / "m")
+            import_hf(folder, tmp_path / "m")
         else:
             load_assets(folder)
 

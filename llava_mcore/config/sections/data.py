@@ -85,11 +85,11 @@ class DataConfig(Section):
     max_skip_rate: float = Field(0.01, ge=0, le=1)
     """Fraction of the samples that may be skipped as broken or too long before the run ends with a list of them."""
     min_pixels: Size | None = None
-    """Minimum width x height of a resized picture, for Qwen-VL: a smaller picture is enlarged. Not given: the image
+    """For Qwen-VL, the minimum width x height of a resized picture: a smaller picture is enlarged. Not given: the image
     processor's. The exported folder gets the same limits."""
     max_pixels: Size | None = None
-    """Maximum width x height of a resized picture, for Qwen-VL, which bounds its number of tokens. Not given: the image
-    processor's. The exported folder gets the same limits."""
+    """For Qwen-VL, the maximum width x height of a resized picture, which bounds its number of tokens. Not given: the
+    image processor's. The exported folder gets the same limits."""
     chat_template: str | None = None
     """Chat template to train with and to export: vicuna, llama-2, llama-3, chatml, llm-jp, mistral, plain, or a .jinja
     file. Not given: the tokenizer's own."""

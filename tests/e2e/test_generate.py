@@ -17,6 +17,9 @@ from tests.helpers.tiny_hf import make_hf_llava
 NUM_PICTURES = 200
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder, its checkpoint, and a dataset whose first part has as many pictures."""
@@ -50,7 +53,6 @@ def test_answers_of_a_checkpoint(root: Path) -> None:
     assert len(lines) == 24 and len({line["answer"] for line in lines}) > 3
 
 
-@pytest.mark.long
 def test_answers_at_every_layout(root: Path) -> None:
     expected = answers(root, "hf", NUM_PICTURES, "--hf-dir", root / "hf")
     assert len(expected.splitlines()) == NUM_PICTURES

@@ -39,6 +39,7 @@ def losses(root: Path, name: str, *flags: object) -> list[float]:
     return found
 
 
+@pytest.mark.long
 def test_deterministic_runs_from_random_weights_are_equal(root: Path) -> None:
     first = losses(root, "a", "--init", "--deterministic", "--tp", 2, "--save", "--chat-template", "plain")
     assert losses(root, "b", "--init", "--deterministic", "--tp", 2, "--chat-template", "plain") == first

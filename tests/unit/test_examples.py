@@ -19,6 +19,7 @@ import yaml
 from benchmarks.marked_tables import ROOT, TABLES, with_table
 from llava_mcore.cli import build, generate, train
 from llava_mcore.config.flags import parse_command_line
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.run import launch
 from tests.helpers.recipes import EXAMPLES, MODELS, Command, commands, make_places
 from tests.helpers.shards import jpeg, make_dataset
@@ -29,6 +30,8 @@ GPUS = 8
 ON_CPUS = {
     "quickstart/train.yaml": "-g 4 --tp 2 --pp 2",
     "speech/train.yaml": "-g 2",
+    "small-vlm/stage1.yaml": "-g 2",
+    "small-vlm/stage2.yaml": "-g 2",
 }
 """Configurations whose commands are in the example's run.py, which other tests run."""
 VARIANTS = [
@@ -138,7 +141,11 @@ def test_configuration_of_an_example_resolves(
         make_hf_audio(tmp_path / "hf", text_overrides={"max_position_embeddings": 1024})
     else:
         make_hf_llava(tmp_path / "hf")
-    places = f"--init --tokenizer-load-dir {tmp_path / 'hf'} --data-path {shards} --save-dir {tmp_path} --name r"
+    start = "--init"
+    if config == "small-vlm/stage2.yaml":  # adapters need a model
+        import_hf(tmp_path / "hf", tmp_path / "megatron")
+        start = f"--megatron-load-dir {tmp_path / 'megatron'}"
+    places = f"{start} --tokenizer-load-dir {tmp_path / 'hf'} --data-path {shards} --save-dir {tmp_path} --name r"
     flags = f"{ON_CPUS[config]} --config examples/{config} {places}"
     assert resolved(flags.split(), capsys)["training"]["precision"] == "fp32"
 

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from PIL import Image, ImageDraw
+from safetensors.torch import save_file
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "small-vlm"
 WIDTH = 384
@@ -41,14 +42,15 @@ def test_the_tower_is_dinov2_bit_for_bit(tmp_path: Path) -> None:
     except FileNotFoundError as error:
         pytest.skip(str(error))
     config = Dinov2Config(hidden_size=WIDTH, num_hidden_layers=12, num_attention_heads=6, image_size=518, patch_size=14)
-    theirs = Dinov2Model(config).eval()
-    keys = theirs.load_state_dict(weights, strict=False)
-    assert (keys.missing_keys, keys.unexpected_keys) == (["embeddings.mask_token"], [])
+    config.save_pretrained(tmp_path / "dinov2")
+    save_file(weights, tmp_path / "dinov2" / "model.safetensors", metadata={"format": "pt"})
+    theirs, keys = Dinov2Model.from_pretrained(tmp_path / "dinov2", output_loading_info=True)
+    assert set(keys["missing_keys"]) == {"embeddings.mask_token"} and not keys["unexpected_keys"]
     assert dinov2.write_tower(weights, tmp_path) == sum(x.numel() for x in weights.values()) - 2 * WIDTH
     ours = InternVLVisionModel.from_pretrained(tmp_path).eval()
     pixels = torch.randn(2, 3, 112, 112, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = theirs(pixels, output_hidden_states=True).hidden_states[-1]
+        expected = theirs.eval()(pixels, output_hidden_states=True).hidden_states[-1]
         assert torch.equal(ours(pixels).last_hidden_state, expected)
 
 

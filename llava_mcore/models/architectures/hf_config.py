@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -69,32 +70,39 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
             "build_llava_jp.py"
         )
     try:
-        hf = ARCHITECTURES[kind].config_class.from_dict(values)
+        hf = ARCHITECTURES[kind].config_class.from_dict(deepcopy(values))  # it takes values out of them
     except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise ConversionError(f"{path}: transformers cannot read it ({error!r})") from error
     wrong = [x for section in hf.sub_configs for x in _wrong_sizes(section, getattr(hf, section))]
     wrong += _wrong_rope("text_config.rope_parameters", hf.text_config.to_dict().get("rope_parameters"))
     if wrong:
         raise ConversionError(problems(f"{path}: invalid values", wrong))
-    unknown = _unknown_families(hf)
+    unknown = _unknown_families(hf, values)
     if unknown:
         raise ConversionError(problems(str(path), unknown))
     return hf
 
 
-def _unknown_families(hf: PretrainedConfig) -> list[str]:
-    """Return problems with the families of the parts."""
+def _unknown_families(hf: PretrainedConfig, values: dict[str, Any]) -> list[str]:
+    """Return problems with the families of the parts. `values`: those of config.json."""
     found = []
     architecture = architecture_of(hf)
     towers, texts = architecture.towers or towers_of_any_class(), architecture.texts or texts_of_any_class()
     for key, kind, known, reasons in (
         ("text_config", hf.text_config.model_type, texts, LANGUAGE_REASONS),
-        (architecture.tower_section, tower_config(hf).model_type, towers, VISION_REASONS),
+        (architecture.tower_section, _tower_type(hf, values), towers, VISION_REASONS),
     ):
         if kind not in known:
             reason = f": {reasons[kind]}" if kind in reasons else ""
             found.append(f"{key}.model_type = {kind!r} is not supported{reason}; known: {', '.join(sorted(known))}")
     return found
+
+
+def _tower_type(hf: PretrainedConfig, values: dict[str, Any]) -> str:
+    """Return the tower's model_type. transformers 5.23 ignores that of the file where a class has one type of tower."""
+    section = values.get(architecture_of(hf).tower_section)
+    written = section.get("model_type") if isinstance(section, dict) else None
+    return str(written if written in towers_of_any_class() else tower_config(hf).model_type)
 
 
 def _wrong_rope(key: str, value: Any) -> Iterator[str]:

@@ -155,3 +155,13 @@ def test_the_text_only_rows_are_the_same_without_pictures(pictures: ModuleType) 
     for row, text in zip(rows, bare, strict=True):
         assert row["messages"][0]["content"] == "<image>\n" + text["messages"][0]["content"]
         assert row["messages"][1:] == text["messages"][1:] and "images" not in text
+
+
+def test_the_page_has_the_scores_of_the_recorded_run() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    results = json.loads((docs / "small_vlm.json").read_text(encoding="utf-8"))
+    page = (docs / "small_vlm.md").read_text(encoding="utf-8")
+    for name, shares in results["exact_match"].items():
+        assert f"| {name} | {' | '.join(f'{100 * share:.1f} %' for share in shares.values())} |" in page
+    for kind in ("seconds", "cpu_seconds"):
+        assert f"{sum(results[kind].values()):,.0f} seconds" in page

@@ -110,11 +110,7 @@ def load_assets(
         raise DataError(problems(f"{hf_dir} cannot prepare conversations for the model", found))
     assert config is not None and tokenizer is not None and choice is not None and preprocessor is not None
     assert plan is not None and token is not None
-    tokens = {
-        "image_token": token if plan.image_token_id is not None else None,
-        "video_token": processors.videos.token,
-        "audio_token": processors.audios.token,
-    }
+    tokens = _placeholders(token, plan, processors)
     chat = _chat_format(hf_dir, tokenizer, choice, plan, special_tokens_in_text, tokens)
     return Assets(
         tokenizer=tokenizer,
@@ -128,6 +124,15 @@ def load_assets(
         pixels=pixel_range_of(processors.images, config),
         refused=_refused(config, processors, preprocessor, chat),
     )
+
+
+def _placeholders(image_token: str, plan: MediaPlan, processors: Processors) -> dict[str, Any]:
+    """Return the names of the placeholders, by ChatFormat's arguments; None for media that the class does not take."""
+    return {
+        "image_token": image_token if plan.image_token_id is not None else None,
+        "video_token": processors.videos.token,
+        "audio_token": processors.audios.token,
+    }
 
 
 def _chat_format(

@@ -57,9 +57,14 @@ def data_parallel(
 
 def overlaps_param_gather(run: RunConfig) -> bool:
     """Return whether a run on GPUs gathers weights during the forward pass; only a distributed optimizer shards
-    them."""
+    them.
+
+    Not those of adapters: megatron-core waits for weights before the forward pass of the module that has them, and
+    adapters are read by the layers that they belong to. They are small.
+    """
     parallel = run.parallel
-    return parallel.use_distributed_optimizer and parallel.overlap_grad_reduce and parallel.overlap_param_gather
+    wanted = parallel.overlap_grad_reduce and parallel.overlap_param_gather
+    return parallel.use_distributed_optimizer and wanted and not run.adapter.is_on
 
 
 def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:

@@ -3,9 +3,9 @@
     python -m benchmarks.linear_cross_entropy --json out.json
 
 On a GPU 8192 tokens x hidden 4096 x vocabulary 32000 and 152064 in bf16; without one a small size, timed only. The
-peak is what is allocated above the inputs (hidden states and weight), gradients included. Every variant computes the
-sum of the losses of the same trained tokens; the variants alternate, and the median of the rounds is shown.
-megatron-core 0.19 has no linear cross-entropy of its own: its rows are its losses after the plain head.
+peak is what is allocated above the inputs (hidden states, weight and its main_grad), gradients included. Every
+variant computes the sum of the losses of the same trained tokens; the variants alternate, and the median of the rounds
+is shown. megatron-core 0.19 has no linear cross-entropy of its own: its rows are its losses after the plain head.
 """
 
 from __future__ import annotations
@@ -45,8 +45,12 @@ def torch_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
 
-def ours(chunk_tokens: int, world: dist.ProcessGroup, num_trained: int | None = None) -> Loss:
-    """Our function at one chunk size, over all tokens or over this many trained ones."""
+def ours(chunk_tokens: int, world: dist.ProcessGroup, num_trained: int | None = None, adds: bool = False) -> Loss:
+    """Our function at one chunk size, over all tokens or over this many trained ones.
+
+    Args:
+        adds: the weight's gradient is added to `main_grad`, as in training; the others' would still have to be.
+    """
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         return linear_cross_entropy(
@@ -58,6 +62,7 @@ def ours(chunk_tokens: int, world: dist.ProcessGroup, num_trained: int | None = 
             tp_group=world,
             num_trained=num_trained,
             chunk_tokens=chunk_tokens,
+            adds_to_main_grad=adds,
         )[0]
 
     return run
@@ -84,7 +89,10 @@ def variants(device: str, chunk_sizes: list[int], world: dist.ProcessGroup, num_
     found["plain head + torch loss"] = plain(torch_loss)
     for size in chunk_sizes:
         found[f"ours, chunks of {size}"] = ours(size, world)
-        found[f"ours, chunks of {size}, trained tokens only"] = ours(size, world, num_trained)
+        found[f"ours, chunks of {size}, added to main_grad"] = ours(size, world, adds=True)
+        found[f"ours, chunks of {size}, added to main_grad, trained tokens only"] = ours(
+            size, world, num_trained, adds=True
+        )
     if device == "cpu":
         return found
     fused = plain(lambda x, y: fused_vocab_parallel_cross_entropy(x, y, world))
@@ -102,7 +110,8 @@ def inputs(device: str, dtype: torch.dtype, tokens: int, hidden: int, vocab: int
     """Return hidden [s, 1, h], weight [vocabulary, h], labels and mask [1, s]; three of five tokens are trained."""
     torch.manual_seed(0)
     states = torch.randn(tokens, 1, hidden, device=device, dtype=dtype).requires_grad_()
-    weight = torch.empty(vocab, hidden, device=device, dtype=dtype).normal_(0, 0.02).requires_grad_()
+    weight = torch.nn.Parameter(torch.empty(vocab, hidden, device=device, dtype=dtype).normal_(0, 0.02))
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     labels = torch.randint(0, vocab, (1, tokens), device=device)
     return states, weight, labels, (torch.rand(1, tokens, device=device) < 0.6).float()
 
@@ -154,7 +163,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096 if on_gpu else 128)
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 152064] if on_gpu else [4096])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16" if on_gpu else "float32")
-    parser.add_argument("--chunk-tokens", type=int, nargs="+", default=[CHUNK_TOKENS])
+    parser.add_argument("--chunk-tokens", type=int, nargs="+", default=[CHUNK_TOKENS, 2 * CHUNK_TOKENS])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Differences between torch's checkpoint files from 2.11 to 2.15, and private names that read them."""
+"""Private names of torch 2.11 to 2.15, and differences between the checkpoint files that these versions write."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import TensorProperties
@@ -37,3 +38,8 @@ def file_offset(tensor: Tensor) -> int:
 def storage_info(name: str, start: int, length: int) -> Any:
     """Return the entry of `.metadata` for a tensor's location: file name, first byte, number of bytes."""
     return required(filesystem, "_StorageInfo")(name, start, length)
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """End the program if a boolean on the device is false, without waiting for it."""
+    required(torch, "_assert_async")(condition, message)

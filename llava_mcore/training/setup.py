@@ -156,6 +156,8 @@ def build_models(
         set_trained(model, trained)
         if options.transformer_impl == "transformer_engine":
             fuse_weight_gradients(model)
+        if model.post_process:  # with fp16 the gradient of the loss is its scale
+            model.language_model.output_layer.adds_to_main_grad = options.params_dtype != torch.float16
         if not options.plain_linears:  # else it is quantized first
             model.to(groups.device)
         if initialize and model.pre_process and options.vision_data_parallel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -64,8 +65,12 @@ def compare_shape(group: dist.ProcessGroup, shape: tuple[int, int, int, int], *,
     return max(difference(x.detach(), y.detach()) for x, y in pairs)
 
 
-def data_parallel_gradients(tied: bool) -> float:
-    """Return the largest difference in main_grad between the plain loss and the chunked one, at tp 2 x dp 2."""
+def data_parallel_gradients(tied: bool, adds: bool) -> float:
+    """Return the largest difference in main_grad between the plain loss and the chunked one, at tp 2 x dp 2.
+
+    Args:
+        adds: the chunked one adds the gradient of the output layer's weight in its forward pass.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from transformers import LlavaConfig
 
@@ -85,6 +90,7 @@ def data_parallel_gradients(tied: bool) -> float:
         pre_process=True,
         post_process=True,
     )
+    model.output_layer.adds_to_main_grad = adds
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     g = torch.Generator().manual_seed(dist.get_rank() // 2)
     found: list[dict[str, Tensor]] = []
@@ -119,8 +125,8 @@ def compare_all() -> dict[str, float]:
             for sequence_parallel in (False, True):
                 name = f"tp {tp}, {shape}, sequence parallel {sequence_parallel}"
                 found[name] = compare_shape(group, shape, sequence_parallel=sequence_parallel)
-    for tied in (False, True):
-        found[f"main_grad, tied {tied}"] = data_parallel_gradients(tied)
+    for tied, adds in itertools.product((False, True), repeat=2):
+        found[f"main_grad, tied {tied}, added {adds}"] = data_parallel_gradients(tied, adds)
     return found
 
 

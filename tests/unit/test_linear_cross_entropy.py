@@ -55,13 +55,19 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor)
     return (losses * token_weights).sum(), losses
 
 
-def ours(inputs: dict[str, Tensor], chunk_tokens: int = 16, num_trained: int | None = None) -> tuple[Tensor, Tensor]:
+def ours(
+    inputs: dict[str, Tensor],
+    chunk_tokens: int = 16,
+    num_trained: int | None = None,
+    adds_to_main_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
     return linear_cross_entropy(
         **inputs,
         vocab_size=VOCAB,
         tp_group=dist.group.WORLD,
         chunk_tokens=chunk_tokens,
         num_trained=num_trained,
+        adds_to_main_grad=adds_to_main_grad,
     )
 
 
@@ -160,6 +166,23 @@ def test_only_what_is_trained_gets_a_gradient() -> None:
     assert torch.equal(torch.autograd.grad(ours(frozen_below)[0], inputs["weight"])[0], whole[1])
     with torch.no_grad():
         assert torch.equal(ours(inputs)[0], ours(frozen_head)[0]) and not ours(inputs)[0].requires_grad
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weight_gradient_can_be_added_to_its_sum(device: str, dtype: torch.dtype) -> None:
+    inputs = case(61, 3, dtype, device)
+    expected = gradients(ours(inputs)[0], inputs)
+    weight = torch.nn.Parameter(inputs["weight"].detach())
+    weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+    weight.grad_added_to_main_grad = False
+    total, _ = ours(inputs | {"weight": weight}, adds_to_main_grad=True)
+    (found,) = torch.autograd.grad(total, inputs["hidden"], retain_graph=True)
+    assert torch.equal(found, expected[0]) and weight.grad_added_to_main_grad
+    assert difference(weight.main_grad - 1, expected[1]) <= (1e-6 if dtype == torch.float32 else 4e-3)
+    if device == "cpu":  # the assertion would end a process with a GPU
+        with pytest.raises(RuntimeError, match="before the loss was scaled"):
+            torch.autograd.grad(2 * total, inputs["hidden"])
 
 
 @pytest.mark.parametrize(("s", "b", "part"), [(200, 1, 0.3), (90, 3, 0.1), (130, 2, 0.0), (130, 2, 0.97)])

@@ -5,6 +5,9 @@ forward pass. So a chunk's logits become its share of both gradients at once, wi
 in the plain head, and the backward pass only multiplies by one number. A per-token result would need the logits again
 in the backward pass: a fourth product, a third more work.
 
+In training that number is 1, except with the loss scale of fp16. Then the weight's gradient need not wait for it: each
+chunk adds its share to the weight's `main_grad`, megatron-core's sum over micro-batches.
+
 megatron-core 0.19 has no such function: its cross-entropies (its own, fused, Transformer Engine's) take logits.
 
 Tokens that are not trained (prompts, pictures, padding) do not need logits: if the host knows the number of trained
@@ -30,6 +33,9 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+
+from llava_mcore.compat.torch import assert_on_device
 
 # Every chunk reads and writes the fp32 weight gradient: 8 bytes per element, for which it does 2 * c operations. On an
 # H200 (800 TF/s, 4.3 TB/s) both take the same time at c = 750; a larger chunk only costs memory, 8 bytes per logit.
@@ -44,6 +50,9 @@ class OutputLayer(ColumnParallelLinear):
     It is a module, not a function that takes the weight, because data parallelism waits for a gathered weight in
     the hooks that run before a module's forward.
     """
+
+    adds_to_main_grad = False
+    """Whether a trained weight's gradient is added to its `main_grad` (see `linear_cross_entropy`)."""
 
     def forward(
         self,
@@ -69,6 +78,7 @@ class OutputLayer(ColumnParallelLinear):
             tp_group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
             num_trained=num_trained,
+            adds_to_main_grad=self.adds_to_main_grad,
         )
 
 
@@ -83,6 +93,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     num_trained: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    adds_to_main_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of the cross-entropy of hidden @ weight.T, and each token's.
 
@@ -100,6 +111,8 @@ def linear_cross_entropy(
             to a multiple of KEPT_MULTIPLE) get logits. The same on all ranks of `tp_group`. A number
             that is too small drops trained tokens.
         chunk_tokens: maximum number of tokens with logits at a time.
+        adds_to_main_grad: the weight is a parameter of megatron-core's data parallelism, and if it is trained, the
+            forward pass adds its gradient to `main_grad`. The gradient of the sum must be 1.
 
     Returns:
         The sum of token_weights * loss, [], and the loss of every token, [b, s], which has no gradient and is 0
@@ -119,6 +132,7 @@ def linear_cross_entropy(
         _VocabShard(weight.shape[0], vocab_size, tp_group),
         chunk_tokens,
         torch.is_grad_enabled(),
+        adds_to_main_grad,
     )
     return total, losses.view(s, b).transpose(0, 1)
 
@@ -171,6 +185,7 @@ class _WeightedLossSum(torch.autograd.Function):
         shard: _VocabShard,
         chunk_tokens: int,
         grad_enabled: bool,
+        adds_to_main_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         losses = hidden.new_zeros(hidden.shape[0], dtype=_wide(hidden.dtype))
         token_weights = token_weights.to(losses.dtype)
@@ -178,7 +193,8 @@ class _WeightedLossSum(torch.autograd.Function):
         # An fp16 gradient may be too small before it is scaled, so it stays wide until then.
         grad_dtype = losses.dtype if hidden.dtype == torch.float16 else hidden.dtype
         grad_hidden = torch.zeros_like(hidden, dtype=grad_dtype) if wants[0] else None
-        grad_weight: Tensor | None = None
+        is_added = adds_to_main_grad and wants[1]
+        grad_weight: Tensor | None = vars(weight)["main_grad"] if is_added else None
         for place in _chunks(hidden.shape[0] if kept is None else kept, chunk_tokens):
             part, part_weights = hidden[place], token_weights[place].unsqueeze(1)
             result = _chunk_losses(part, weight, labels[place], shard)
@@ -191,16 +207,29 @@ class _WeightedLossSum(torch.autograd.Function):
                     grad_weight = _add_product(grad_weight, grad_logits.t(), part * part_weights.to(part.dtype))
                 del grad_logits
             del result  # never the logits of two chunks at a time
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, None if is_added else grad_weight)
         ctx.dtypes = (hidden.dtype, weight.dtype)
+        ctx.added = weight if is_added else None
         ctx.mark_non_differentiable(losses)
         return (losses * token_weights).sum(), losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (*(None if g is None else _scaled(g, grad_total, dtype) for g, dtype in grads), *[None] * 6)
+        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        grad_hidden, grad_weight = (None if g is None else _scaled(g, grad_total, dtype) for g, dtype in saved)
+        if ctx.added is not None:
+            assert_on_device(grad_total == 1, "the output layer's gradient was added before the loss was scaled")
+            grad_weight = _already_added(ctx.added)
+        return grad_hidden, grad_weight, *[None] * 7
+
+
+def _already_added(weight: Parameter) -> Tensor:
+    """Return what stands for a gradient that is in `main_grad`, as megatron-core's own layers do: data parallelism
+    waits for it and adds it only if the weight is also that of the embedding, whose gradient autograd adds to it."""
+    attributes = vars(weight)
+    attributes["grad_added_to_main_grad"] = True
+    return torch.zeros_like(weight) if attributes.get("zero_out_wgrad") else torch.empty_like(weight)
 
 
 def _chunks(kept: Tensor | int, chunk_tokens: int) -> Iterator[Tensor | slice]:

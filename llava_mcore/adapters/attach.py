@@ -15,10 +15,13 @@ from llava_mcore.adapters.layers import WEIGHT, Linear, ModelLayers
 from llava_mcore.adapters.lora import Division, Factors, LinearAdapter
 from llava_mcore.adapters.plan import LoraPlan
 from llava_mcore.adapters.products import SharedMatrices
+from llava_mcore.compat.aligned_linears import AlignedColumnParallelLinear
 from llava_mcore.compat.frozen_linears import FrozenProduct
 from llava_mcore.models.language.layers import NormedRowParallelLinear
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_name
+
+_ATTACHED = "attached_adapters"
 
 
 def attach_adapters(
@@ -44,6 +47,14 @@ def attach_adapters(
             division = _division(model, module, linear, tp_size, tp_rank)
             adapters = [_new_adapter(model, module, plan, linear, division, seed, memory) for plan in chosen]
             _hook(module, adapters)
+            _keep_width(model, linear.members[0].part)
+
+
+def _keep_width(model: VisionLanguageModel, part: str) -> None:
+    """Let the layers of a part, which has adapters, have the outputs that their matrices have."""
+    for module in model.get_submodule(part).modules():
+        if isinstance(module, AlignedColumnParallelLinear):
+            module.pads_outputs = False
 
 
 def linear_modules(model: VisionLanguageModel) -> dict[str, Any]:
@@ -104,8 +115,15 @@ def _row_norms(weight: Tensor, division: Division) -> Tensor:
     return squares.sqrt()
 
 
+def adapters_of(module: nn.Module) -> Sequence[LinearAdapter]:
+    """Return the adapters that change a layer's output; their parameters are elsewhere in the model."""
+    found: Sequence[LinearAdapter] = vars(module).get(_ATTACHED, ())
+    return found
+
+
 def _hook(module: Any, adapters: Sequence[LinearAdapter]) -> None:
     """Let adapters change a layer's output, one after the other."""
+    vars(module)[_ATTACHED] = tuple(adapters)
 
     def change(x: Tensor, output: Tensor) -> Tensor:
         bias = _added_bias(module)

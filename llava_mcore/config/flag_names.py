@@ -110,6 +110,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("training.fp8_recipe", ("--fp8-recipe",)),
         Flag("training.fp8_format", ("--fp8-format",)),
         Flag("model.recompute", ("--recompute",)),
+        Flag("model.cuda_graphs", ("--cuda-graphs",)),
         Flag("training.deterministic", ("--deterministic",)),
     ),
     "adapters": (

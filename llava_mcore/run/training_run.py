@@ -13,7 +13,7 @@ from llava_mcore.adapters.record import holds_adapters
 from llava_mcore.checkpoint.choose_start import StartPoint, resumes, start_point
 from llava_mcore.checkpoint.node_local import is_local, unusable_here
 from llava_mcore.checkpoint.verify import damage_found_together
-from llava_mcore.config.rules.all_rules import pad_multiple
+from llava_mcore.config.rules.all_rules import loader_multiple, pad_multiple
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.data.doctor.show import in_words
@@ -199,7 +199,7 @@ def _open_loader(run: RunConfig, groups: Groups, assets: Assets | None, saved: A
         dp_rank=groups.dp_rank,
         dp_size=groups.dp_size,
         seed=run.training.seed,
-        pad_multiple=pad_multiple(run),
+        pad_multiple=loader_multiple(run),
         num_micro_batches=run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size),
         saved=saved,
     )

@@ -266,5 +266,6 @@ class _Iteration:
 
     def _step(self, number: int, batches: list[MicroBatch], size: int) -> StepResult:
         trainer = self.trainer
+        parts = trainer.groups, trainer.chunks, trainer.optimizer, trainer.scheduler
         with explain_out_of_memory(trainer.run, trainer.groups, number):
-            return train_step(trainer.groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, size)
+            return train_step(*parts, batches, size, trainer.graphs)

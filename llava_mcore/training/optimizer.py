@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,7 +53,22 @@ def data_parallel(
         check_for_nan_in_grad=False,  # training/step.py checks the norm, without waiting for each bucket
     )
     inner = model if dtype == torch.float32 else Float16Module(model.config, model)
-    return DistributedDataParallel(model.config, config, inner, disable_bucketing=not buckets)
+    with _own_stream() if run.model.cuda_graphs else nullcontext():
+        return DistributedDataParallel(model.config, config, inner, disable_bucketing=not buckets)
+
+
+@contextmanager
+def _own_stream() -> Iterator[None]:
+    """Do something on a CUDA stream of its own, after what came before and before what follows.
+
+    Autograd adds up the gradients of a parameter on the stream where that was prepared, which data parallelism does,
+    and nothing on the default stream can be part of a CUDA graph.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def overlaps_param_gather(run: RunConfig) -> bool:

@@ -30,12 +30,14 @@ from llava_mcore.errors import ConfigError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
+from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.models.vision.replicated import copy_from_first_rank
 from llava_mcore.parallel.groups import Groups, set_virtual_stages, sum_over_ranks
 from llava_mcore.training.gradients import TowerGradients
+from llava_mcore.training.layer_graphs import LayerGraphs
 from llava_mcore.training.optimizer import build_optimizer, build_scheduler, data_parallel, params_dtype
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class Trainer:
     scheduler: OptimizerParamScheduler
     trained_parts: frozenset[str]
     adaptation: Adaptation | None = None
+    graphs: LayerGraphs | None = None
 
     @property
     def fields(self) -> Fields:
@@ -102,7 +105,26 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     trained_parts = frozenset(name.partition(".")[0] for name, is_trained in trained.items() if is_trained)
     if adaptation is not None:
         trained_parts = adaptation.trained_parts
-    return Trainer(run, groups, hf, chunks, optimizer, scheduler, trained_parts, adaptation)
+    graphs = layer_graphs(run, models[0].language_model, chunks[0]) if run.model.cuda_graphs else None
+    return Trainer(run, groups, hf, chunks, optimizer, scheduler, trained_parts, adaptation, graphs)
+
+
+def layer_graphs(run: RunConfig, model: LanguageModel, chunk: DistributedDataParallel) -> LayerGraphs:
+    """Return the graphs of a model's layers.
+
+    Raises:
+        ConfigError: the model cannot have them.
+    """
+    config = model.config
+    reasons = {
+        "needs Transformer Engine's layers, which this run does not have": config.transformer_impl == "local",
+        "does not work with DeepStack, whose features are added between layers": model.shape.deepstack,
+        "does not work with dropout, which config.json asks for": config.attention_dropout or config.hidden_dropout,
+    }
+    found = [f"--cuda-graphs {reason}: omit the flag" for reason, holds in reasons.items() if holds]
+    if found:
+        raise ConfigError("\n".join(found))
+    return LayerGraphs(model, chunk, run.data.seq_length)
 
 
 def load_checkpoint(models: Sequence[VisionLanguageModel], checkpoint: Path, groups: Groups) -> None:
@@ -231,6 +253,10 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
         return "local"
     usable = groups.device.type == "cuda" and HAVE_TE
     chosen = run.model.transformer_impl or ("transformer_engine" if usable or run.training.fp8 else "local")
+    if run.model.cuda_graphs and chosen == "local":
+        raise ConfigError(
+            "--cuda-graphs needs Transformer Engine's layers: install transformer-engine, or omit the flag"
+        )
     if chosen == "transformer_engine" and not usable:
         raise ConfigError(f"{wanted} needs GPUs and the package transformer-engine: install it, or omit that")
     return chosen

@@ -18,6 +18,7 @@ from torch import Tensor
 from llava_mcore.compat.megatron_optimizer import update_unless
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.layer_graphs import LayerGraphs
 
 Report = dict[str, Tensor]
 
@@ -86,12 +87,15 @@ def train_step(
     scheduler: OptimizerParamScheduler,
     batches: Sequence[MicroBatch],
     global_batch_size: int,
+    graphs: LayerGraphs | None = None,
 ) -> StepResult:
     """Train on one global batch; a collective call.
 
     The host waits for the device once, in megatron-core, for the gradient norm; the loss has arrived by then. If either
     is not finite, the weights stay as they were.
     """
+    if graphs is not None:
+        graphs.capture()
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()

@@ -112,5 +112,20 @@ class PackedLoader(FakeLoader):
         )
 
 
+class FullPackLoader(FakeLoader):
+    """The whole samples of FakeLoader one after the other, as full packs; every other one has one sample more."""
+
+    def __next__(self) -> FakeBatch:
+        padded = super().__next__()
+        rows = len(padded.input_ids)
+        bounds = list(range(0, LENGTH * rows + 1, LENGTH))
+        if self.count % 2:  # what follows the last trained token
+            bounds.insert(-1, LENGTH * (rows - 1) + int(padded.loss_mask[-1].nonzero().max()) + 2)
+        padded.cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+            setattr(padded, name, getattr(padded, name).reshape(1, -1))
+        return padded
+
+
 def _joined(rows: Tensor, ends: list[int]) -> Tensor:
     return torch.cat([row[:end] for row, end in zip(rows, ends, strict=True)])[None]

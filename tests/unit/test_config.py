@@ -112,6 +112,7 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--lora-dora", "adapter.dora", True),
     ("--lora-rslora", "adapter.rslora", True),
     ("--lora-quantize nf4", "adapter.quantize", "nf4"),
+    ("--cuda-graphs", "model.cuda_graphs", True),
     ("--deterministic", "training.deterministic", True),
     ("--train-samples 900", "training.train_samples", 900),
     ("--rampup-batch-size 2,2,100", "training.rampup_batch_size", "2,2,100"),

@@ -187,6 +187,12 @@ def pad_multiple(run: RunConfig) -> int:
     return multiple * (run.parallel.tensor_model_parallel_size if run.parallel.sequence_parallel else 1)
 
 
+def loader_multiple(run: RunConfig) -> int:
+    """Return the multiple to which the loader pads the tokens of a micro-batch: whole packs for graphs of the layers,
+    which have fixed shapes."""
+    return run.data.seq_length if run.model.cuda_graphs else pad_multiple(run)
+
+
 def check_length(seq_length: int, dims: ModelDims, source: str) -> Iterator[str]:
     """Yield why a sequence is too long for the model."""
     if seq_length > dims.max_position_embeddings:

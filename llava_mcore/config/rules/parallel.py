@@ -17,6 +17,8 @@ def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
             "model.recompute_vision has no effect on a frozen vision tower, which keeps nothing: omit it, or "
             "train the tower with model.freeze_vision_model=false"
         )
+    if model.cuda_graphs:
+        yield from _check_graphs(run, device_available)
     yield from _check_optimizer(run, device_available)
     uneven_too = parallel.num_layers_per_virtual_pipeline_stage is not None and has_uneven_stages(parallel)
     if uneven_too and parallel.pipeline_model_parallel_size > 1:
@@ -24,6 +26,18 @@ def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
             "parallel.num_layers_per_virtual_pipeline_stage needs stages of equal size: omit it, or "
             "parallel.num_layers_in_first_pipeline_stage and …_last_…"
         )
+
+
+def _check_graphs(run: RunConfig, device_available: bool) -> Iterator[str]:
+    flag = "--cuda-graphs"
+    if not device_available or run.model.transformer_impl == "local":
+        yield f"{flag} captures Transformer Engine's layers on GPUs: omit the flag"
+    if run.parallel.pipeline_model_parallel_size > 1:
+        yield f"{flag} works with --pp 1 only, because several micro-batches are on their way in a pipeline: omit it"
+    if run.model.recompute != "none":
+        yield f"{flag} does not work with --recompute {run.model.recompute}: omit one of them"
+    if run.adapter.dropout:
+        yield f"{flag} does not work with --lora-dropout: omit one of them"
 
 
 def _check_optimizer(run: RunConfig, device_available: bool) -> Iterator[str]:

@@ -44,6 +44,9 @@ class ModelConfig(Section):
     """Layers of a unit (uniform) or of a stage (block) that --recompute full recomputes."""
     recompute_vision: Literal["none", "full"] = "none"
     """The same for a trained vision tower; a frozen one stores no activations."""
+    cuda_graphs: bool = False
+    """Run the language model's layers as CUDA graphs, captured in the second step: faster where the host starts kernels
+    more slowly than the GPU runs them, such as for small models, adapters, and few tokens per GPU."""
     attention_backend: Literal["fused", "flash"] | None = None
     """Transformer Engine's attention: cuDNN's fused kernels, or those of the package flash-attn; not given: its own
     choice."""

@@ -1,0 +1,94 @@
+"""CUDA graphs by Transformer Engine 2.20 of parts of a megatron-core 0.19.2 model.
+
+Import `llava_mcore.parallel` first, as for megatron.core itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer import cuda_graphs
+from torch import Tensor, nn
+
+from llava_mcore.compat.required import replace_name, required
+
+Pool = tuple[int, int]
+"""Memory that graphs share which never run at the same time."""
+
+
+def make_graphs(
+    parts: Sequence[nn.Module], samples: Sequence[tuple[Tensor, ...]], *, fp8: Sequence[bool], recipe: Any, pool: Pool
+) -> list[Callable[..., Tensor]]:
+    """Capture the forward and backward passes of parts that run one after the other; a collective call of the ranks
+    that exchange data in them.
+
+    Parameters get no gradients from this. What their gradients are added to must be reset afterwards.
+
+    Args:
+        parts: modules in training mode that take and return tensors only.
+        samples: arguments of each part, whose memory later arguments are copied into.
+        fp8: whether a part multiplies in FP8.
+        recipe: Transformer Engine's FP8 recipe; None without FP8.
+        pool: see `torch.cuda.graph_pool_handle`.
+
+    Returns:
+        For each part a function of its arguments and, with FP8, `is_first_microbatch`.
+    """
+    from transformer_engine.pytorch import make_graphed_callables  # on GPUs only
+
+    for part in parts:
+        _without_random_numbers(part)
+    with _capturing():
+        found = make_graphed_callables(
+            tuple(parts),
+            tuple(samples),
+            allow_unused_input=True,
+            enabled=tuple(fp8),
+            recipe=recipe,
+            cache_quantized_params=any(fp8),
+            pool=pool,
+            clone_param_grads_on_return=False,  # data parallelism adds them up before the next pass
+        )
+    return list(found)
+
+
+def parameter_gathering(chunk: DistributedDataParallel) -> Callable[[nn.Module], None] | None:
+    """Return what must run before a module's parameters are used; None if they are never being gathered then.
+
+    Data parallelism puts it before the forward pass of every module, which does not happen in a graph.
+    """
+    if not chunk.ddp_config.overlap_param_gather:
+        return None
+    hook: Callable[[nn.Module], None] = required(chunk, "_make_forward_pre_hook")()
+    return hook
+
+
+@contextlib.contextmanager
+def _capturing() -> Iterator[None]:
+    """Keep megatron-core's data parallelism from reacting to passes that are only captured."""
+    required(cuda_graphs, "_set_capture_start")()
+    try:
+        yield
+    finally:
+        required(cuda_graphs, "_set_capture_end")()
+
+
+def _without_random_numbers(part: nn.Module) -> None:
+    """Detach the states of random numbers that Transformer Engine would capture: attention has no dropout here, and
+    megatron-core keeps the states in a form that cannot be captured."""
+    from transformer_engine.pytorch import DotProductAttention, distributed  # on GPUs only
+
+    for module in part.modules():
+        if isinstance(module, DotProductAttention):
+            replace_name(module, "rng_states_tracker", None)
+    required(distributed, "set_all_rng_states")({})
+
+
+def new_pool() -> Pool:
+    """Return a new pool of memory for graphs."""
+    pool: Pool = torch.cuda.graph_pool_handle()
+    return pool

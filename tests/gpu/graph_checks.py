@@ -1,0 +1,95 @@
+"""What the ranks of the tests of CUDA graphs run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.checkpoint.choose_start import start_point
+from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.faults.skipped_samples import SkipBudget
+from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.save import Saver
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.state import Progress, resume
+from llava_mcore.training.step import train_step
+from tests.gpu.te_checks import BF16, FP8, TE
+from tests.helpers.batches import LENGTH, FullPackLoader
+from tests.parallel.checks import join
+from tests.parallel.option_checks import MIXED
+from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
+
+STEPS = 5
+LORA = {"adapter.r": 8, "adapter.projection_r": 4, "model.freeze_vision_model": True}
+PACKED = {"data.packing": True, "data.seq_length": LENGTH}
+KINDS: dict[str, dict[str, Any]] = {
+    "all trained": {},
+    "distributed": {"parallel.use_distributed_optimizer": True},
+    "layers frozen": {"model.freeze_language_model": True},
+    "lora": LORA,
+    "lora, nothing else trained": {"adapter.r": 8, "model.freeze_vision_model": True},
+    "nf4": LORA | {"adapter.quantize": "nf4"},
+    "delayed": FP8,
+    "tensorwise": FP8 | {"training.fp8_recipe": "tensorwise"},
+    "blockwise": FP8 | {"training.fp8_recipe": "blockwise"},
+    "tensorwise, ends in bf16": FP8
+    | {"training.fp8_recipe": "tensorwise", "training.fp8_first_layers_bf16": 1, "training.fp8_last_layers_bf16": 1},
+    "lora in FP8": LORA | FP8,
+}
+
+Curve = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+
+def curves(tp: int, kind: str, checkpoint: str, save_dir: str) -> dict[str, Curve]:
+    """Train without and with graphs."""
+    groups = join(tp, 1)
+    given = BF16 | TE | PACKED | KINDS[kind] | {"parallel.sequence_parallel": tp > 1}
+    found = {}
+    for name, on in (("without", False), ("with", True)):
+        flags = given | {"model.cuda_graphs": on}
+        trainer = make_trainer(groups, run_config(tp, 1, checkpoint, save_dir, **flags))
+        found[name] = train(groups, trainer, loader_of(groups, trainer), STEPS)
+    return found
+
+
+def resumed(kind: str, checkpoint: str, save_dir: str, hf: str) -> tuple[Curve, Curve]:
+    """Return what follows a save, and what follows when it is resumed, both with graphs."""
+    groups = join(1, 1)
+    flags = BF16 | TE | PACKED | KINDS[kind] | {"model.cuda_graphs": True, "name": kind.replace(" ", "")}
+    saving = {"checkpoint.save": True, "checkpoint.save_optim": True}
+    trainer = make_trainer(groups, run_config(1, 1, checkpoint, save_dir, **flags, **saving))
+    loader = loader_of(groups, trainer)
+    train(groups, trainer, loader, STEPS)
+    state = None if loader is None else loader.state()
+    Saver(trainer, Path(hf)).save(Progress(STEPS, STEPS * GLOBAL_BATCH), state)
+    expected = train(groups, trainer, loader, STEPS)
+    again = run_config(1, 1, checkpoint, save_dir, **flags, **saving, **{"checkpoint.load_optim": True})
+    trainer, start = make_trainer(groups, again), start_point(again)
+    assert start.kind == "resume" and start.checkpoint is not None
+    resume(trainer, start.checkpoint)
+    loader = loader_of(groups, trainer)
+    if loader is not None:
+        loader.restore(state)
+    return expected, train(groups, trainer, loader, STEPS)
+
+
+def loader_of(groups: Groups, trainer: Trainer) -> FullPackLoader | None:
+    """Open full packs on ranks that load data."""
+    if not groups.loads_data:
+        return None
+    size = trainer.run.training.micro_batch_size
+    ranks = {"dp_rank": groups.dp_rank, "dp_size": groups.dp_size}
+    return FullPackLoader(trainer.hf, micro_batch_size=size, text_only=MIXED, **ranks)
+
+
+def train(groups: Groups, trainer: Trainer, loader: FullPackLoader | None, steps: int) -> Curve:
+    """Train some steps."""
+    number = GLOBAL_BATCH // (trainer.run.training.micro_batch_size * groups.dp_size)
+    parts = groups, trainer.chunks, trainer.optimizer, trainer.scheduler
+    found = []
+    for _ in range(steps):
+        batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
+        result = train_step(*parts, batches, GLOBAL_BATCH, trainer.graphs)
+        found.append((result.loss, result.grad_norm))
+    return found

@@ -1,0 +1,149 @@
+"""Which passes of the decoder's layers run as graphs, with plain calls in the place of graphs. GPUs: tests/gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llava_mcore.config.load import load_run_config
+from llava_mcore.config.rules.all_rules import check_run, loader_multiple
+from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.errors import ConfigError
+from llava_mcore.parallel.groups import join_alone
+from llava_mcore.training import layer_graphs
+from llava_mcore.training.faults.skipped_samples import SkipBudget
+from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.layer_graphs import LayerGraphs, padded_bounds
+from llava_mcore.training.optimizer import overlaps_param_gather
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.setup import layer_graphs as graphs_of
+from llava_mcore.training.step import train_step
+from tests.helpers.batches import LENGTH, FullPackLoader
+from tests.helpers.tiny_hf import make_hf_llava
+from tests.parallel.option_checks import MIXED
+from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
+
+LORA = {"adapter.r": 4, "adapter.projection_r": 4, "model.freeze_vision_model": True}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ([0, 5], [0, 5]),
+        ([0, 5, 9], [0, 5, 9]),
+        ([0, 1, 2, 3], [0, 1, 2, 3, 3]),
+        ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 5, 5, 5]),
+    ],
+)
+def test_empty_samples_fill_up_to_a_power_of_two(bounds: list[int], expected: list[int]) -> None:
+    assert padded_bounds(torch.tensor(bounds, dtype=torch.int32)).tolist() == expected
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = tmp_path_factory.mktemp("graphs")
+    make_hf_llava(root / "hf")
+    import_hf(root / "hf", root / "megatron")
+    return root / "megatron"
+
+
+class Calls:
+    """Stands for `make_graphs`: plain calls, which are counted."""
+
+    def __init__(self) -> None:
+        self.captured: list[list[tuple[int, ...]]] = []
+        self.calls = 0
+
+    def __call__(
+        self, parts: Sequence[nn.Module], samples: Sequence[tuple[Tensor, ...]], **_: Any
+    ) -> list[Callable[..., Tensor]]:
+        self.captured.append([tuple(x.shape[0] for x in sample) for sample in samples])
+        return [self._counted(part) for part in parts]
+
+    def _counted(self, part: nn.Module) -> Callable[..., Tensor]:
+        def call(*given: Tensor, is_first_microbatch: bool) -> Tensor:
+            self.calls += 1
+            result: Tensor = part(*given)
+            return result
+
+        return call
+
+
+def train(trainer: Trainer, steps: int = 4) -> list[tuple[float, float]]:
+    groups = trainer.groups
+    loader = FullPackLoader(trainer.hf, micro_batch_size=2, dp_rank=0, dp_size=1, text_only=MIXED)
+    found = []
+    for _ in range(steps):
+        batches, *_ = fetch_step(groups, loader, GLOBAL_BATCH // 2, SkipBudget(0.0), trainer.fields)
+        parts = groups, trainer.chunks, trainer.optimizer, trainer.scheduler
+        result = train_step(*parts, batches, GLOBAL_BATCH, trainer.graphs)
+        found.append((result.loss, result.grad_norm))
+    return found
+
+
+@pytest.mark.parametrize("flags", [{}, LORA], ids=["all", "lora"])
+def test_segments_compute_what_layers_do(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any]
+) -> None:
+    """Also a segment's parameters are all that its layers use, adapters among them: graphs need to know them."""
+    groups = join_alone()
+    run = run_config(1, 1, str(checkpoint), str(tmp_path), **flags, **{"data.packing": True})
+    expected = train(make_trainer(groups, run))
+    calls = Calls()
+    monkeypatch.setattr(layer_graphs, "make_graphs", calls)
+    monkeypatch.setattr(layer_graphs, "new_pool", lambda: (0, 0))
+    monkeypatch.setattr(layer_graphs, "LAYERS_OF_A_GRAPH", 3)
+    trainer = make_trainer(groups, run)
+    model = trainer.models[0].language_model
+    graphs = LayerGraphs(model, trainer.chunks[0], LENGTH)
+    used = [*graphs._segments[0].parameters(), *graphs._segments[1].parameters()]
+    trained = {id(p) for name, p in model.named_parameters() if p.requires_grad and ".layers." in name}
+    assert {id(p) for p in used if p.requires_grad} == trained and trained
+    object.__setattr__(trainer, "graphs", graphs)
+    assert train(trainer) == expected
+    # Four layers are two segments. The first step sees packs of two samples and of three, which count as four.
+    assert calls.captured == [[(2 * LENGTH, 3, LENGTH)] * 2, [(2 * LENGTH, 5, LENGTH)] * 2] or calls.captured == [
+        [(2 * LENGTH, 5, LENGTH)] * 2,
+        [(2 * LENGTH, 3, LENGTH)] * 2,
+    ]
+    assert calls.calls == 3 * (GLOBAL_BATCH // 2) * 2
+    before = calls.calls
+    with torch.no_grad():
+        trainer.models[0].eval()
+        model(torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)[None], None)
+    assert calls.calls == before
+
+
+def test_what_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> None:
+    groups = join_alone()
+    run = run_config(1, 1, str(checkpoint), str(tmp_path))
+    trainer = make_trainer(groups, run)
+    with pytest.raises(ConfigError, match="--cuda-graphs needs Transformer Engine's layers"):
+        graphs_of(run, trainer.models[0].language_model, trainer.chunks[0])
+
+
+def test_rules(tmp_path: Path) -> None:
+    base = [f"checkpoint.save_dir={tmp_path}", "checkpoint.init=true", "model.cuda_graphs=true"]
+    alone = load_run_config(None, base)
+    found = check_run(alone, None, world_size=1, device_available=True)
+    assert any("--cuda-graphs has no effect without --packing" in x for x in found)
+    others = ["data.packing=true", "parallel.pipeline_model_parallel_size=2", "model.recompute=full"]
+    run = load_run_config(None, [*base, *others, "adapter.r=4", "adapter.dropout=0.1", "data.seq_length=1024"])
+    found = [x for x in check_run(run, None, world_size=2, device_available=False) if "--cuda-graphs" in x]
+    words = ("on GPUs", "--pp 1 only", "--recompute full", "--lora-dropout")
+    assert len(found) == len(words) and all(any(word in x for x in found) for word in words)
+    assert loader_multiple(run) == 1024
+
+
+def test_adapters_are_gathered_before_the_forward_pass() -> None:
+    """megatron-core would wait for them in the forward pass of their own modules, which never run."""
+    distributed = ["parallel.use_distributed_optimizer=true"]
+    assert overlaps_param_gather(load_run_config(None, distributed))
+    assert not overlaps_param_gather(load_run_config(None, [*distributed, "adapter.r=4"]))

@@ -12,6 +12,7 @@ the tower). Configurations take turns; medians over the steps of all rounds. The
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -73,11 +74,17 @@ def main() -> None:
             for i, entry in enumerate(entries):
                 if not entry.error:
                     measure(args, entry, folder, data, folder / f"{i}-{number}")
-    rows = [row_of(args, entry, entries) for entry in entries]
-    show(rows, leave_out=("losses", "error", "stack"))
+                    print(json.dumps(row_of(args, entry, entries)), flush=True)
+                    write(args, entries)
+    show([row_of(args, entry, entries) for entry in entries], leave_out=("losses", "error", "stack"))
     for entry in entries:
         print(*(f"{entry.kind}: {text}" for text in (entry.stack, entry.error) if text), sep="\n")
+
+
+def write(args: argparse.Namespace, entries: list[Entry]) -> None:
+    """Write what has been measured so far, so that a run that is killed leaves its first rows."""
     if args.json is not None:
+        rows = [row_of(args, entry, entries) for entry in entries if entry.seconds or entry.error]
         write_record(args.json, rows, gpus=1)
 
 

@@ -78,7 +78,8 @@ def measure(hf: PretrainedConfig, args: argparse.Namespace, device: torch.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     clips = make_clips(hf, args.clips, device)
     exact = their_encoder(hf, torch.float32, device)
-    truth = their_features(exact, clips)
+    with torch.no_grad():
+        truth = their_features(exact, clips)
     encoders = {OURS: our_encoder(hf, exact.state_dict(), dtype, device), THEIRS: their_encoder(hf, dtype, device)}
     del exact
     features: dict[str, Callable[[], Tensor]] = {

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 from PIL import Image
 
@@ -35,6 +34,8 @@ def as_arrays(clip: Video) -> list[np.ndarray[Any, Any]]:
 
 def video_file(path: Path, *, num_frames: int = 50, codec: str = "libx264") -> Path:
     """Write a video of 25 frames a second whose frame i is of the grey 5 * i; H.264 has frames out of order."""
+    import av  # of the extra `video`, which machines with GPUs may lack
+
     fps, size = 25, (64, 48)
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=fps)

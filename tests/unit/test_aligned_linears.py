@@ -1,33 +1,89 @@
-"""The layer that pads its products is the layer that does not."""
+"""MLPs whose layers pad their products are those whose layers do not."""
 
 from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (before megatron.core)
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
 import torch
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
-from llava_mcore.compat.aligned_linears import AlignedRowParallelLinear
+from llava_mcore.compat.aligned_linears import AlignedColumnParallelLinear, AlignedRowParallelLinear
 from llava_mcore.parallel.groups import single_process
+from tests.helpers.world import run_world
+
+HIDDEN, INNER = 12, 140
+KINDS = ((ColumnParallelLinear, RowParallelLinear), (AlignedColumnParallelLinear, AlignedRowParallelLinear))
 
 
-def test_outputs_and_gradients_are_the_same() -> None:
+@pytest.mark.parametrize("gated", [False, True])
+def test_outputs_and_gradients_are_the_same(gated: bool) -> None:
     with single_process() as groups:
-        config = TransformerConfig(num_layers=1, hidden_size=12, num_attention_heads=1, use_cpu_initialization=True)
-        given = {"config": config, "init_method": torch.nn.init.normal_, "bias": True, "input_is_parallel": True}
-        given |= {"skip_bias_add": False, "tp_group": groups.tensor_parallel}
-        plain, aligned = (kind(70, 12, **given) for kind in (RowParallelLinear, AlignedRowParallelLinear))
-        torch.nn.init.normal_(plain.bias)
-        aligned.load_state_dict(plain.state_dict())
-        found = [_outputs_and_gradients(layer) for layer in (plain, aligned)]
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        compare(groups.tensor_parallel, 1, gated)
 
 
-def _outputs_and_gradients(layer: RowParallelLinear) -> list[torch.Tensor]:
-    x = torch.randn(5, 2, 70, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    out, bias = layer(x)
-    assert bias is None and out.shape == (5, 2, 12)
-    out.square().sum().backward()
-    return [out, x.grad, layer.weight.grad, layer.bias.grad]
+def test_ranks_that_divide_the_layers() -> None:
+    run_world(2, "tests.unit.test_aligned_linears:compare_both")
+
+
+def compare_both() -> None:
+    """Run on every rank of a world of two."""
+    from tests.parallel.checks import join
+
+    groups = join(2, 1)
+    for gated in (False, True):
+        compare(groups.tensor_parallel, 2, gated)
+
+
+def compare(group: Any, tp: int, gated: bool) -> None:
+    """Compare the plain layers with those that pad: wider rows between them, or not."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        gated_linear_unit=gated,
+        tensor_model_parallel_size=tp,
+        use_cpu_initialization=True,
+    )
+    given = {"config": config, "init_method": nn.init.normal_, "bias": True, "skip_bias_add": False, "tp_group": group}
+    found = []
+    for into, out_of in KINDS:
+        torch.manual_seed(0)
+        first = into(HIDDEN, INNER * (1 + gated), gather_output=False, **given)
+        second = out_of(INNER, HIDDEN, input_is_parallel=True, **given)
+        for bias in (first.bias, second.bias):
+            nn.init.normal_(bias)
+        found.append(partial(outputs_and_gradients, first, second, gated))
+    plain, aligned = (run() for run in found)
+    assert aligned[0].shape[-1] == (1 + gated) * 64 * -(-INNER // tp // 64)
+    same(aligned[1:], plain[1:])
+    found[1].args[0].pads_outputs = False
+    same(found[1](), plain)
+
+
+def outputs_and_gradients(first: nn.Module, second: nn.Module, gated: bool) -> list[torch.Tensor]:
+    x = torch.randn(5, 2, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    inner, _ = first(x)
+    out, bias = second(_activated(inner, gated))
+    assert bias is None and out.shape == x.shape
+    parameters = [*first.parameters(), *second.parameters()]
+    return [inner, out, *torch.autograd.grad(out.square().sum(), [x, *parameters])]
+
+
+def _activated(inner: torch.Tensor, gated: bool) -> torch.Tensor:
+    if not gated:
+        return F.gelu(inner)
+    gate, up = inner.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
+    for one, other in zip(a, b, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * other.abs().max().item())

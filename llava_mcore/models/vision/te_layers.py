@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from llava_mcore.compat.aligned_linears import ALIGNED, AlignedRowParallelLinear
+from llava_mcore.compat.aligned_linears import ALIGNED, AlignedColumnParallelLinear, AlignedRowParallelLinear
 from llava_mcore.compat.megatron_layers import split_gradients_without_copy
 from llava_mcore.models.activations import StatelessActivation, quick_gelu
 
@@ -27,8 +27,9 @@ def te_layer_spec(config: TransformerConfig) -> ModuleSpec:
     attention_layer, mlp = layer.self_attention.submodules, layer.mlp.keywords["submodules"]
     attention_layer.linear_proj = _adding_its_bias(attention_layer.linear_proj)
     inner = config.ffn_hidden_size // config.tensor_model_parallel_size
-    out_of = mlp.linear_fc2 if inner % ALIGNED == 0 else AlignedRowParallelLinear
-    mlp.linear_fc1, mlp.linear_fc2 = _adding_its_bias(mlp.linear_fc1), _adding_its_bias(out_of)
+    linears = mlp.linear_fc1, mlp.linear_fc2
+    into, out_of = linears if inner % ALIGNED == 0 else (AlignedColumnParallelLinear, AlignedRowParallelLinear)
+    mlp.linear_fc1, mlp.linear_fc2 = _adding_its_bias(into), _adding_its_bias(out_of)
     return spec
 
 

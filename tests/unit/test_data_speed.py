@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import multiprocessing
+import pickle
 import time
 from pathlib import Path
 from random import Random
@@ -174,6 +175,7 @@ def test_pixels_stay_in_buffers_until_they_are_taken(dtype: torch.dtype, ahead: 
         assert found is not None
         waiting.append((pixels + 1, found))
     assert all(torch.equal(buffers.take(buffered, pinned=False), expected) for expected, buffered in waiting)
+    assert pickle.loads(pickle.dumps(buffers)) is buffers
     assert buffers.put(torch.zeros(6, 3, 4, 4, dtype=dtype)) is None
     assert buffers.put(torch.zeros(0, 3, 4, 4, dtype=dtype)) is None
 

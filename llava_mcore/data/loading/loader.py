@@ -265,6 +265,6 @@ def _serve(
     for numbers in shares:
         buffers = PixelBuffers(buffer_bytes, num_ahead) if num_workers else None
         server = StreamServer({n: streams[n] for n in numbers}, RoundRobin(num_batches), buffers)
-        source = Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout, buffers=buffers)
+        source = Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout, num_ahead=num_ahead)
         sources |= dict.fromkeys(numbers, source)
     return sources

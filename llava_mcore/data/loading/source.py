@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from llava_mcore.batch_fields import PIXEL_VALUES
 from llava_mcore.data.loading.loader_process import loader_process_init
 from llava_mcore.data.storage.remote import storage_message
-from llava_mcore.data.streams.pixel_buffers import PixelBuffers
 from llava_mcore.data.streams.streams import Delivery
 from llava_mcore.errors import DataError
 
@@ -35,11 +33,9 @@ class Source:
         in_process: bool,
         seed: int,
         timeout: float,
-        buffers: PixelBuffers | None = None,
+        num_ahead: int = LEAST_AHEAD,
     ) -> None:
-        """timeout: maximum seconds per delivery of a loader process. buffers: where the server puts pixels."""
-        self._buffers = buffers
-        num_ahead = LEAST_AHEAD if buffers is None else buffers.num_ahead
+        """timeout: maximum seconds per delivery of a loader process. num_ahead: deliveries that it prepares."""
         # A separate generator: otherwise starting would use the global one, and a resumed run would differ.
         self._loader = DataLoader(
             server,
@@ -58,10 +54,8 @@ class Source:
     def next(self) -> Delivery:
         if self._iterator is None:
             self._iterator = iter(self._loader)
-        delivery = next(self._iterator)
-        if self._buffers is not None and delivery.buffered is not None:
-            pixels = self._buffers.take(delivery.buffered, pinned=torch.cuda.is_available())
-            delivery.batch.media[PIXEL_VALUES], delivery.buffered = pixels, None
+        delivery: Delivery = next(self._iterator)
+        delivery.take_pixels(pinned=False)  # with a GPU torch's thread has pinned them
         return delivery
 
     def close(self) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -24,7 +28,8 @@ class Buffered:
 class PixelBuffers:
     """Buffers that are used in turn. They are created before the loader process is forked, which then fills them.
 
-    They are anonymous memory: there is nothing to clean up, and /dev/shm's limit does not apply.
+    They are anonymous memory: there is nothing to clean up, and /dev/shm's limit does not apply. A copy that the loader
+    process sends is the object that it was forked with.
     """
 
     def __init__(self, num_bytes: int, num_ahead: int) -> None:
@@ -36,10 +41,15 @@ class PixelBuffers:
                 written; there is one more buffer for safety.
         """
         self.num_ahead = num_ahead
+        self._number = next(_NUMBERS)
+        _OPEN[self._number] = self
         num_buffers = num_ahead + 2
         memory = mmap.mmap(-1, num_buffers * max(1, num_bytes))
         self._buffers = torch.frombuffer(memory, dtype=torch.uint8).view(num_buffers, -1)
         self._next = 0
+
+    def __reduce__(self) -> tuple[Callable[[int], PixelBuffers], tuple[Any, ...]]:
+        return _opened, (self._number,)
 
     def put(self, pixels: Tensor) -> Buffered | None:
         """Put tiles [tiles, 3, h, w] or patches [patches, f] into the next buffer.
@@ -62,3 +72,12 @@ class PixelBuffers:
     def _view(self, buffered: Buffered) -> Tensor:
         size = buffered.dtype.itemsize * torch.Size(buffered.shape).numel()
         return self._buffers[buffered.buffer, :size].view(buffered.dtype).view(buffered.shape)
+
+
+_NUMBERS = itertools.count()
+_OPEN: WeakValueDictionary[int, PixelBuffers] = WeakValueDictionary()
+"""All of this process: torch's thread that pins memory receives deliveries, and nothing else."""
+
+
+def _opened(number: int) -> PixelBuffers:
+    return _OPEN[number]

@@ -111,11 +111,19 @@ class Delivery:
     position: dict[str, Any] | None
     buffered: Buffered | None = None
     """Where the batch's pixels are, if they are not in the batch."""
+    buffers: PixelBuffers | None = None
 
     def pin_memory(self) -> Self:
-        """Copy the tensors to pinned memory (called by torch)."""
+        """Copy the tensors to pinned memory (called by torch in a thread, so that a step does not wait for it)."""
+        self.take_pixels(pinned=True)
         self.batch = self.batch.pin_memory()
         return self
+
+    def take_pixels(self, *, pinned: bool) -> None:
+        """Copy pixels from their buffer into the batch."""
+        if self.buffers is not None and self.buffered is not None:
+            self.batch.media[PIXEL_VALUES] = self.buffers.take(self.buffered, pinned=pinned)
+            self.buffers = self.buffered = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the tensors except pixels as bytes for the pipe: shared memory for each of them would cost more."""
@@ -123,7 +131,7 @@ class Delivery:
         arrays = {name: value.numpy() for name, value in fields.items() if isinstance(value, Tensor)}
         pixels = in_memory(self.batch.media[PIXEL_VALUES]).contiguous()
         media = {name: value.numpy() for name, value in (self.batch.media | {PIXEL_VALUES: pixels}).items()}
-        own = {"stream": self.stream, "position": self.position, "buffered": self.buffered}
+        own = {name: vars(self)[name] for name in ("stream", "position", "buffered", "buffers")}
         return own | {"fields": fields | arrays, "arrays": list(arrays), "media": media}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -131,7 +139,8 @@ class Delivery:
         fields |= {name: torch.from_numpy(fields[name]) for name in state["arrays"]}
         media = {name: torch.from_numpy(value) for name, value in state["media"].items()}
         media[PIXEL_VALUES] = as_used(media[PIXEL_VALUES])
-        self.stream, self.position, self.buffered = state["stream"], state["position"], state["buffered"]
+        self.stream, self.position = state["stream"], state["position"]
+        self.buffered, self.buffers = state["buffered"], state["buffers"]
         self.batch = Batch(**fields, media=media)
 
 
@@ -217,7 +226,7 @@ class StreamServer(IterableDataset[Delivery]):
                 if self.buffers is not None:
                     delivery.buffered = self.buffers.put(media[PIXEL_VALUES])
                 if delivery.buffered is not None:
-                    media[PIXEL_VALUES] = media[PIXEL_VALUES][:0]
+                    media[PIXEL_VALUES], delivery.buffers = media[PIXEL_VALUES][:0], self.buffers
                 yield delivery
 
 

@@ -128,7 +128,9 @@ def make_clips(hf: PretrainedConfig, number: int, device: torch.device) -> Clips
 def their_encoder(hf: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Qwen2AudioEncoder:
     """Build Hugging Face's encoder with the weights of one seed."""
     torch.manual_seed(0)
-    return Qwen2AudioEncoder._from_config(hf.audio_config, attn_implementation="sdpa").to(device, dtype).train()
+    with device:  # a CPU takes long to draw them
+        model = Qwen2AudioEncoder._from_config(hf.audio_config, attn_implementation="sdpa")
+    return model.to(dtype).train()
 
 
 def our_encoder(hf: PretrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> Any:

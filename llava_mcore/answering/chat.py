@@ -7,16 +7,17 @@ from pathlib import Path
 
 import torch
 
-from llava_mcore.answering.files import asked_turn, read_picture, read_video
+from llava_mcore.answering.files import asked_turn, read_picture, read_sound, read_video
 from llava_mcore.answering.hf_model import HfModel
 from llava_mcore.data.prepare.sampling import Sampling
-from llava_mcore.data.samples import VIDEO_MARK, Conversation, Turn, Video
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn, Video
 from llava_mcore.errors import DataError, LlavaMcoreError
 from llava_mcore.generation.settings import Settings
 
 HELP = """\
 /image FILE   show a picture with the next question; may be repeated
 /video FILE   show a video with it
+/audio FILE   play a sound with it
 /clear        begin a new conversation
 /help         show this
 /quit         end (or Ctrl-D); Ctrl-C stops an answer\
@@ -24,7 +25,7 @@ HELP = """\
 
 
 class Chat:
-    """The turns so far, with their pictures and videos, and those of the next question."""
+    """The turns so far, with their pictures, videos and sounds, and those of the next question."""
 
     def __init__(self, model: HfModel, settings: Settings, sampling: Sampling, say: Callable[[str], None]) -> None:
         """say: prints text as it is, without a line break."""
@@ -32,6 +33,7 @@ class Chat:
         self._commands: dict[str, Callable[[str], None]] = {
             "/image": self.show_picture,
             "/video": self.show_video,
+            "/audio": self.play_sound,
             "/clear": lambda _: self.clear(),
             "/help": lambda _: self.say(f"{HELP}\n"),
         }
@@ -42,18 +44,32 @@ class Chat:
         self.turns: list[Turn] = []
         self.images: list[bytes] = []
         self.videos: list[Video] = []
+        self.audios: list[Sound] = []
+        self._forget_new()
+
+    def _forget_new(self) -> None:
         self.new_images: list[bytes] = []
         self.new_videos: list[Video] = []
+        self.new_audios: list[Sound] = []
 
     def show_picture(self, name: str) -> None:
-        """Add a picture to the next question. DataError if it cannot be read."""
+        """Add a picture to the next question. DataError if it cannot be read or the model takes none."""
+        self._require(IMAGE_MARK)
         self.new_images.append(read_picture(Path(name).expanduser(), self.model.assets.limits))
 
     def show_video(self, name: str) -> None:
         """Add a video to the next question. DataError if it cannot be read or the model takes none."""
-        if VIDEO_MARK in self.model.assets.refused:
-            raise DataError(self.model.assets.refused[VIDEO_MARK])
+        self._require(VIDEO_MARK)
         self.new_videos.append(read_video(Path(name).expanduser(), self.model.assets.limits, self.sampling))
+
+    def play_sound(self, name: str) -> None:
+        """Add a sound to the next question. DataError if it cannot be read or the model takes none."""
+        self._require(AUDIO_MARK)
+        self.new_audios.append(read_sound(Path(name).expanduser(), self.model.assets.limits))
+
+    def _require(self, mark: str) -> None:
+        if mark in self.model.assets.refused:
+            raise DataError(self.model.assets.refused[mark])
 
     def ask(self, question: str) -> Iterator[str]:
         """Yield the answer; question and answer are remembered at its end.
@@ -63,14 +79,18 @@ class Chat:
         """
         if self.turns and self.model.assets.chat.several_turns is not None:
             raise DataError(f"only one question can be asked, because {self.model.assets.chat.several_turns}; /clear")
-        turns = [*self.turns, asked_turn(question, len(self.new_images), len(self.new_videos))]
+        number = len(self.new_images), len(self.new_videos), len(self.new_audios)
+        turns = [*self.turns, asked_turn(question, *number)]
         images, videos = [*self.images, *self.new_images], [*self.videos, *self.new_videos]
+        audios = [*self.audios, *self.new_audios]
+        asked = Conversation(tuple(turns), tuple(images), videos=tuple(videos), audios=tuple(audios))
         pieces = []
-        for piece in self.model.stream(Conversation(tuple(turns), tuple(images), videos=tuple(videos)), self.settings):
+        for piece in self.model.stream(asked, self.settings):
             pieces.append(piece)
             yield piece
         self.turns = [*turns, Turn("assistant", "".join(pieces).strip() or "-")]
-        self.images, self.videos, self.new_images, self.new_videos = images, videos, [], []
+        self.images, self.videos, self.audios = images, videos, audios
+        self._forget_new()
 
     def run(self, lines: Iterator[str]) -> None:
         """Answer lines until there are no more, or /quit; errors are printed, and the chat continues."""

@@ -1,16 +1,18 @@
-"""Pictures and videos of a user's files as a conversation."""
+"""Pictures, videos and sounds of a user's files as a conversation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.images import decode_image
+from llava_mcore.data.encoding.sound.files import require_libraries, sound_format
 from llava_mcore.data.prepare.media.video_files import decode_video
 from llava_mcore.data.prepare.records import BadSample
 from llava_mcore.data.prepare.sampling import Sampling
-from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Turn, Video
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn, Video
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.regular import open_regular_file, read_regular_file
 
@@ -42,43 +44,72 @@ def read_video(path: Path, limits: Limits, sampling: Sampling) -> Video:
     return Video(tuple(frames), fps)
 
 
-def asked_turn(question: str, num_images: int, num_videos: int) -> Turn:
-    """Return a question after the marks of its pictures and videos, unless it has marks itself, as `prepare` does.
+def read_sound(path: Path, limits: Limits) -> Sound:
+    """Return a sound whose header can be read. DataError names the file."""
+    try:
+        require_libraries()
+        data = read_regular_file(path, limits.sample_bytes)
+        sound_format(data)
+    except DataError as error:
+        text = str(error)
+        raise DataError(text if str(path) in text else f"{path}: {text}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    return Sound(data)
+
+
+def asked_turn(question: str, num_images: int, num_videos: int, num_audios: int = 0) -> Turn:
+    """Return a question after the marks of its pictures, videos and sounds, unless it has marks itself, as `prepare`
+    does.
 
     Raises:
         DataError: it is empty.
     """
     text = question.strip()
-    if not text.replace(IMAGE_MARK, "").replace(VIDEO_MARK, "").strip():
+    numbers = {IMAGE_MARK: num_images, VIDEO_MARK: num_videos, AUDIO_MARK: num_audios}
+    rest = text
+    for mark in numbers:
+        rest = rest.replace(mark, "")
+    if not rest.strip():
         raise DataError("the question is empty")
-    marks = [] if IMAGE_MARK in text else [IMAGE_MARK] * num_images
-    marks += [] if VIDEO_MARK in text else [VIDEO_MARK] * num_videos
+    marks = [mark for mark, number in numbers.items() if mark not in text for _ in range(number)]
     return Turn("user", "\n".join([*marks, text]))
 
 
-def conversation_of_files(
-    question: str, images: Sequence[Path], videos: Sequence[Path], limits: Limits, sampling: Sampling
-) -> Conversation:
-    """Return a question about pictures and videos of files.
+@dataclass(frozen=True)
+class MediaFiles:
+    """The files of a question."""
+
+    images: Sequence[Path] = ()
+    videos: Sequence[Path] = ()
+    audios: Sequence[Path] = ()
+
+
+def conversation_of_files(question: str, files: MediaFiles, limits: Limits, sampling: Sampling) -> Conversation:
+    """Return a question about pictures, videos and sounds of files.
 
     Raises:
         DataError: lists everything that cannot be used.
     """
-    found, pictures, clips = [], [], []
-    for path in images:
-        try:
-            pictures.append(read_picture(path, limits))
-        except DataError as error:
-            found.append(str(error))
-    for path in videos:
-        try:
-            clips.append(read_video(path, limits, sampling))
-        except DataError as error:
-            found.append(str(error))
+    found: list[str] = []
+    pictures = _read_all(files.images, lambda path: read_picture(path, limits), found)
+    clips = _read_all(files.videos, lambda path: read_video(path, limits, sampling), found)
+    sounds = _read_all(files.audios, lambda path: read_sound(path, limits), found)
     try:
-        turn = asked_turn(question, len(images), len(videos))
+        turn = asked_turn(question, len(files.images), len(files.videos), len(files.audios))
     except DataError as error:
         found.append(str(error))
     if found:
         raise DataError(found[0] if len(found) == 1 else problems("the question cannot be asked", found))
-    return Conversation((turn,), tuple(pictures), videos=tuple(clips))
+    return Conversation((turn,), tuple(pictures), videos=tuple(clips), audios=tuple(sounds))
+
+
+def _read_all[Media](paths: Sequence[Path], read: Callable[[Path], Media], found: list[str]) -> list[Media]:
+    """Return what can be read, and add why the rest cannot."""
+    media = []
+    for path in paths:
+        try:
+            media.append(read(path))
+        except DataError as error:
+            found.append(str(error))
+    return media

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llava_mcore.answering.files import conversation_of_files
+from llava_mcore.answering.files import MediaFiles, conversation_of_files
 from llava_mcore.answering.hf_folder import answer_folder
 from llava_mcore.answering.hf_model import Quantization
 from llava_mcore.answering.job import DataJob, Job, Reading
@@ -77,8 +77,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         found.append("give one of --question and --data-path")
     if (args.data_path is None) != (args.out is None):
         found.append("--data-path and --out need each other")
-    if args.data_path is not None and (args.image or args.video):
-        found.append("--image and --video belong to --question")
+    if args.data_path is not None and (args.image or args.video or args.audio):
+        found.append("--image, --video and --audio belong to --question")
     if args.data_path is None and (args.split is not None or args.num_samples is not None or args.every_answer):
         found.append("--split, --num-samples and --every-answer belong to --data-path")
     if args.batch_size is not None and (args.megatron_dir is None or args.data_path is None):
@@ -99,7 +99,8 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _asked(args: argparse.Namespace, reading: Reading) -> Conversation | DataJob:
     if args.data_path is None:
         sampling = Sampling(args.video_fps, args.video_max_frames)
-        return conversation_of_files(args.question, args.image, args.video, reading.limits, sampling)
+        files = MediaFiles(args.image, args.video, args.audio)
+        return conversation_of_files(args.question, files, reading.limits, sampling)
     path = args.data_path if "://" in args.data_path else Path(args.data_path)
     return DataJob(path, args.split or VALIDATION, args.num_samples, args.every_answer)
 

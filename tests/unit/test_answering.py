@@ -30,7 +30,9 @@ from llava_mcore.generation.questions import Question, Questions
 from llava_mcore.generation.settings import FILE, TokenSampling, read_settings, require_known
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.parallel.groups import join_alone, shut_down
+from tests.helpers.cases import Case, make_sharp_case
 from tests.helpers.shards import make_dataset
+from tests.helpers.tiny_audio import encoded
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.videos import noise, video_file
 
@@ -59,6 +61,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (root / "large.jpg").open("wb") as file:
         file.truncate(300 << 20)
     video_file(root / "video.mp4")
+    (root / "sound.wav").write_bytes(encoded(0.5))
     return root
 
 
@@ -107,6 +110,32 @@ def test_a_dataset(root: Path, tmp_path: Path, ask: Callable[..., tuple[int, str
     assert [json.loads(x)["key"] for x in out[0].read_text().splitlines()] == ["sample00001", "sample00007"]
 
 
+def test_a_question_about_sounds(tmp_path: Path, ask: Callable[..., tuple[int, str, str]]) -> None:
+    """Files of several formats and rates; the checkpoint gives the folder's answer, and it hears them."""
+    make_sharp_case(Case("qwen2_audio_encoder", "qwen2", {"seconds": 8}, None, "qwen2_audio"), tmp_path / "hf")
+    import_hf(tmp_path / "hf", tmp_path / "megatron")
+    for number, (name, options) in enumerate({"a.wav": {}, "b.flac": {"kind": "FLAC", "rate": 8000}}.items()):
+        (tmp_path / name).write_bytes(encoded(1.3 + number, number, **options))
+    (tmp_path / "text.wav").write_text("hello")
+    (tmp_path / "long.wav").write_bytes(encoded(9.0))
+    folder, checkpoint = ("--hf-dir", tmp_path / "hf"), ("--megatron-dir", tmp_path / "megatron")
+    asked = ("--question", "What is said?", "--max-new-tokens", 12)
+    answers = []
+    for files in (("a.wav",), ("b.flac",), ("a.wav", "b.flac")):
+        sounds = [x for name in files for x in ("--audio", tmp_path / name)]
+        (code, answer, _), again = ask(*folder, *sounds, *asked), ask(*checkpoint, *sounds, *asked)
+        assert (code, answer) == again[:2] and answer.strip()
+        answers.append(answer)
+    assert len(set(answers)) == 3
+    for name, message in (("text.wav", "text.wav: a sound of 5 bytes cannot be opened"), ("no.wav", "No such file"),
+                          ("long.wav", "seconds")):  # fmt: skip
+        for model in (folder, checkpoint):
+            code, _, said = ask(*model, "--audio", tmp_path / name, *asked)
+            assert code == 2 and message in said and "Traceback" not in said, said
+    code, _, said = ask(*folder, "--image", tmp_path / "a.wav", *asked)
+    assert code == 2 and "cannot be decoded" in said
+
+
 Q = ("--question", "What?")
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "no model": (Q, "give one of --hf-dir and --megatron-dir"),
@@ -137,6 +166,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "missing": (("--hf-dir", "{hf}", "--image", "{root}/no.png", *Q), "no.png cannot be read: No such file"),
     "no video": (("--hf-dir", "{hf}", "--video", "{root}/picture.png", *Q), "video cannot be decoded"),
     "video": (("--hf-dir", "{hf}", "--video", "{root}/video.mp4", *Q), "does not support videos"),
+    "sound": (("--hf-dir", "{hf}", "--audio", "{root}/sound.wav", *Q), "does not support sound"),
     "heads": (("--megatron-dir", "{megatron}", "--tp", "3", *Q), "cannot be split into tp 3 x pp 1"),
     "no checkpoint": (("--megatron-dir", "{hf}", *Q), "import a model first"),
     "no config": (("--hf-dir", "{megatron}", *Q), "no config.json"),
@@ -225,7 +255,7 @@ def test_questions_are_evenly_distributed_and_say_what_is_broken(root: Path, ass
 
 def test_a_question_with_marks_of_its_own() -> None:
     assert asked_turn(" a <image> b ", 1, 0).text == "a <image> b"
-    assert asked_turn("a", 2, 1).text == "<image>\n<image>\n<video>\na"
+    assert asked_turn("a", 2, 1, 1).text == "<image>\n<image>\n<video>\n<audio>\na"
 
 
 def test_chat(root: Path, assets: Assets) -> None:
@@ -236,7 +266,7 @@ def test_chat(root: Path, assets: Assets) -> None:
     chat = Chat(model, settings, Sampling(), said.append)
     lines = [
         f"/image {root / 'picture.png'}", "What is this?", "Is it even?", f"/image {root / 'text.jpg'}", "",
-        "/image /dev/zero", f"/video {root / 'video.mp4'}", "/nothing", "/help",
+        "/image /dev/zero", f"/video {root / 'video.mp4'}", f"/audio {root / 'sound.wav'}", "/nothing", "/help",
     ]  # fmt: skip
     chat.run(iter(lines))
     text = "".join(said)
@@ -244,7 +274,7 @@ def test_chat(root: Path, assets: Assets) -> None:
     settings_again = model.answer(Conversation((Turn("user", "<image>\nWhat is this?"),), tuple(chat.images)), settings)
     assert chat.turns[1].text == assets.tokenizer.decode(settings_again, skip_special_tokens=True).strip()
     assert re.findall(r"error: (.{12})", text) == [
-        str(root / "text.jpg")[:12], "the question", "/dev/zero is", "LlavaForCond", "/nothing: no",
+        str(root / "text.jpg")[:12], "the question", "/dev/zero is", "LlavaForCond", "LlavaForCond", "/nothing: no",
     ]  # fmt: skip
     chat.run(iter(["/clear", "/quit", "not reached"]))
     assert not chat.turns and not chat.images

@@ -14,8 +14,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore chat",
         allow_abbrev=False,
-        description="Chat about pictures with a Hugging Face folder's model in the terminal. /help lists the commands, "
-        "such as /image FILE. Runs on a GPU if there is one.",
+        description="Chat about pictures, videos or sounds with a Hugging Face folder's model in the terminal. /help "
+        "lists the commands, such as /image FILE. Runs on a GPU if there is one.",
     )
     p.add_argument("--hf-dir", type=Path, required=True, help="Hugging Face folder")
     p.add_argument(

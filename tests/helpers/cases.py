@@ -21,7 +21,7 @@ from llava_mcore.data.encoding.media import media_tokens
 from llava_mcore.data.samples import EncodedSample, MediaSpan, TokenConversation, Video
 from llava_mcore.data.streams.collate import collate
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
+from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of, features_per_tile
 from llava_mcore.models.media import MediaPlan, MediaTokens, Processing, VideoShape, index_values
 from llava_mcore.models.patch_plan import PatchPlan
 from llava_mcore.models.vision.geometry import image_side
@@ -108,6 +108,11 @@ CASES = [
     Case("qwen3_vl", "qwen3", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen3_vl"),
     Case("qwen2_audio_encoder", "qwen2", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen2_audio"),
 ]
+
+SHORT_SOUNDS = Case("qwen2_audio_encoder", "qwen2", {"seconds": 4}, None, "qwen2_audio")
+"""Of long ones nearly all time would be spent in the tower."""
+EACH_CLASS = [next(case for case in (SHORT_SOUNDS, *CASES) if case.architecture == name) for name in ARCHITECTURES]
+"""One case of every class: what README's table of capabilities says of adapters and `serve` is tested with these."""
 
 
 def make_case(case: Case, folder: Path) -> Any:

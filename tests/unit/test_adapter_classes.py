@@ -19,23 +19,19 @@ from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.convert.load_model import load_part
 from llava_mcore.convert.logits_worker import given_media
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.architectures.registry import ARCHITECTURES
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import set_trained
 from llava_mcore.parallel.batch import longest_media
 from llava_mcore.parallel.groups import join_alone
 from llava_mcore.training.setup import load_adapted
-from tests.helpers.cases import CASES, Case, case_inputs, hf_inputs, make_case
+from tests.helpers.cases import EACH_CLASS, Case, case_inputs, hf_inputs, make_case
 from tests.helpers.fixed_dropout import RATE, fix_peft, fixed_here
 from tests.helpers.peft_models import make_peft_folder, open_hf, open_hf_in_4_bits
 
-SOUND = Case("qwen2_audio_encoder", "qwen2", {"seconds": 4}, None, "qwen2_audio")
-"""Of long clips most tests' time would be spent in the tower."""
-OF_CLASS = [next(case for case in (SOUND, *CASES) if case.architecture == name) for name in ARCHITECTURES]
 KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora-dropout": {"use_dora": True, "lora_dropout": RATE}}
 
 
-@pytest.fixture(scope="module", params=OF_CLASS, ids=lambda case: case.architecture)
+@pytest.fixture(scope="module", params=EACH_CLASS, ids=lambda case: case.architecture)
 def case(request: pytest.FixtureRequest) -> Case:
     found: Case = request.param
     return found

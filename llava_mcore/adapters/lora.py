@@ -5,8 +5,12 @@ own, even if several are one layer here, so what is trained is PEFT's adapter. D
 2402.09353) also trains the magnitude m of every row: y = m / |W + scaling * B A| * (W + scaling * B A) x, where the
 norms |.| get no gradient.
 
+LoRA's dropout is on the x of A, DoRA's on the x of both products, as PEFT has it: then m scales what W makes of the
+dropped x, and W x is added as it is. Each Hugging Face layer has a mask of its own.
+
 Where outputs are divided (column-parallel), so are B's rows, and every rank has all of A; where inputs are divided
-(row-parallel), so are A's columns, and every rank has all of B. What crosses ranks is [s, b, r], never [s, b, h].
+(row-parallel), so are A's columns, and every rank has all of B. What crosses ranks is [s, b, r]. Only DoRA with dropout
+multiplies by W a second time, and exchanges what W reads or makes as well.
 
 s: tokens, b: samples, h: inputs of the layer, o: its outputs (a rank's, where they are divided), r: sum of the ranks
 of the members that have an adapter.
@@ -26,7 +30,7 @@ from torch.nn import Parameter
 
 from llava_mcore.adapters.layers import Linear
 from llava_mcore.adapters.plan import LoraPlan
-from llava_mcore.adapters.products import AddUp, BlockMatrix, Down, SharedMatrices, block_matrix
+from llava_mcore.adapters.products import AddUp, BaseRows, BlockMatrix, Down, SharedMatrices, block_matrix
 
 
 class Factors(nn.Module):
@@ -77,7 +81,7 @@ class LinearAdapter:
             rows: of every block of the layer (see `Linear.blocks`).
             memory: for matrices of all B, shared by all layers of a model.
         """
-        self.division, self.dora, self.dropout, self.rows = division, plan.dora, plan.dropout, rows
+        self.linear, self.division, self.dora, self.dropout, self.rows = linear, division, plan.dora, plan.dropout, rows
         self.layout, self.members = linear.blocks(division.tp_size)
         self.factors = dict(sorted(factors.items()))
         self.scaling = {i: plan.scaling(linear.members[i].name) for i in self.factors}
@@ -107,7 +111,13 @@ class LinearAdapter:
             bias: [o], if it is a part of `output`.
             weight: returns the layer's matrix [o, h].
         """
-        a = self._low_rank(x, training=training)
+        base: Tensor | None = None
+        if self.dora and self.dropout and training:
+            a, base = self._dropped_products(x, weight)
+        else:
+            a = self._low_rank(x, training=training)
+        # What ranks have computed of A x: of divided inputs a part of the sum, of divided tokens those of each.
+        a = self._summed(a) if self.division.is_row_parallel else self._whole(a)
         if not (self.dora or self.division.gathers):
             of_blocks = self._by_block([one.lora_B for one in self.factors.values()])
             B = [x for _, _, x in of_blocks if x is not None]
@@ -120,34 +130,64 @@ class LinearAdapter:
         if not self.dora:
             return output + added
         scale = self._scale(weight(), all_B)
-        base = output if bias is None else output - bias
+        if base is None:
+            base = output if bias is None else output - bias
         return output + (scale - 1) * base + scale * added
 
     def _low_rank(self, x: Tensor, *, training: bool) -> Tensor:
-        """Return A x of all members side by side, [s, b, r]; for row-parallel layers with sequence parallelism
-        [s / tp, b, r]."""
-        if self.dropout and training:
-            a = torch.cat([F.linear(self._dropped(x), one.lora_A) for one in self.factors.values()], dim=-1)
-        else:
-            a = Down.apply(x, *(one.lora_A for one in self.factors.values()))
-        division = self.division
-        if division.tp_size == 1:
-            return a
-        if division.is_row_parallel:
-            if division.sequence_parallel:
-                return tensor_parallel.reduce_scatter_to_sequence_parallel_region(a)
-            return tensor_parallel.reduce_from_tensor_model_parallel_region(a)
-        if division.sequence_parallel:
-            return tensor_parallel.gather_from_sequence_parallel_region(a, tensor_parallel_output_grad=True)
-        return tensor_parallel.copy_to_tensor_model_parallel_region(a)
+        """Return A x of all members side by side, [.., b, r], of the part of x that this rank has."""
+        if not (self.dropout and training):
+            return Down.apply(x, *(one.lora_A for one in self.factors.values()))
+        products = [F.linear(self._dropped(x, i), one.lora_A) for i, one in self.factors.items()]
+        return torch.cat(products, dim=-1)
 
-    def _dropped(self, x: Tensor) -> Tensor:
-        """Apply dropout; ranks that hold different parts of x draw different numbers."""
+    def _summed(self, y: Tensor) -> Tensor:
+        """Return the sum of the parts that the ranks of a row-parallel layer have of a product."""
+        if self.division.tp_size == 1:
+            return y
+        if self.division.sequence_parallel:
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(y)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(y)
+
+    def _dropped_products(self, x: Tensor, weight: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what `_low_rank` does and W x like the layer's output, both of each member's x after dropout."""
+        dropped = {i: self._dropped(x, i) for i in self.factors}
+        a = torch.cat([F.linear(dropped[i], one.lora_A) for i, one in self.factors.items()], dim=-1)
+        rows = [self._rows_of(i, x.device) for i in dropped]
+        base: Tensor = BaseRows.apply(weight, rows, *map(self._whole, dropped.values()))
+        if self.division.gathers:
+            base = tensor_parallel.gather_from_tensor_model_parallel_region(base)
+        return a, self._summed(base) if self.division.is_row_parallel else base
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Return what the layer's product reads: a column-parallel one reads the tokens of all ranks."""
         division = self.division
-        divided = division.tp_size > 1 and (division.is_row_parallel or division.sequence_parallel)
-        differs = divided or division.own_tokens
-        with tensor_parallel.get_cuda_rng_tracker().fork() if differs else contextlib.nullcontext():
+        if division.tp_size == 1 or division.is_row_parallel:
+            return x
+        if division.sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(x)
+
+    def _rows_of(self, member: int, device: torch.device) -> Tensor | None:
+        """Return the rows of the layer that belong to a member; None: all."""
+        if set(self.members) == {member}:
+            return None
+        owners = [owner for owner in self.members if owner in self.factors]
+        found = self._matrix.rows_on(device)
+        return torch.cat([rows for rows, owner in zip(found, owners, strict=True) if owner == member])
+
+    def _dropped(self, x: Tensor, member: int) -> Tensor:
+        """Apply dropout to what a member reads; ranks that hold different parts of x draw different numbers."""
+        with tensor_parallel.get_cuda_rng_tracker().fork() if self.divides_input else contextlib.nullcontext():
             return F.dropout(x, self.dropout)
+
+    @property
+    def divides_input(self) -> bool:
+        """Whether ranks hold different parts of what the layer reads: features, tokens or pictures."""
+        division = self.division
+        return division.own_tokens or (
+            division.tp_size > 1 and (division.is_row_parallel or division.sequence_parallel)
+        )
 
     def _all_A(self) -> Tensor:
         """Return the members' A, stacked, [r, h]."""

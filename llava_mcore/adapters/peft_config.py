@@ -86,8 +86,6 @@ def _not_supported(config: Mapping[str, Any]) -> list[str]:
     if kind != "LORA":
         return [f"peft_type is {kind!r}, expected 'LORA'"]
     found = [f"{key} = {value!r} is not supported" for key, value in config.items() if value and key not in _KNOWN]
-    if config.get("use_dora") and config.get("lora_dropout"):
-        found.append("use_dora together with lora_dropout is not supported")
     found += [
         f"alpha_pattern has the pattern {key!r}; names and their ends are supported"
         for key in _literal(config.get("alpha_pattern") or {})

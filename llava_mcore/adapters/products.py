@@ -1,4 +1,4 @@
-"""The two products of LoRA as one operation each: a model has hundreds of them, and the host must start every kernel.
+"""The products of LoRA as one operation each: a model has hundreds of them, and the host must start every kernel.
 
 Adapters of layers that are one layer here share one product: their A are stacked, and their B are blocks of a matrix
 that is zero elsewhere. These matrices are assembled when they are needed and not kept.
@@ -8,7 +8,7 @@ s: tokens, h: inputs, o: outputs, r: sum of the ranks of the layers that have an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,10 @@ class BlockMatrix:
             return [whole]
         found = [whole[:, x.start : x.stop].index_select(0, x.rows) for x in self._on(whole.device)]
         return [x if block.factor == 1.0 else x.mul_(block.factor) for block, x in zip(self.blocks, found, strict=True)]
+
+    def rows_on(self, device: torch.device) -> list[Tensor]:
+        """Return the rows of every block, on a device."""
+        return [block.rows for block in self._on(device)]
 
     def _on(self, device: torch.device) -> Sequence[Block]:
         """Return the blocks with rows on a device, where they stay."""
@@ -147,6 +151,35 @@ class AddUp(torch.autograd.Function):
             return gradient, of_a, None, None, *(None for _ in B)
         of_B = (gradient.flatten(0, -2).t() @ a.flatten(0, -2)).mul_(ctx.scaling)
         return gradient, of_a, None, None, *ctx.matrix.parts(of_B)
+
+
+class BaseRows(torch.autograd.Function):
+    """W x, [..., o], of a frozen W [o, h] whose rows read different x [..., h]; zero in the rows of none of them.
+
+    W is made again for the backward pass: it may be quantized, and then nobody else keeps it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], Tensor], rows: Sequence[Tensor | None], *x: Tensor) -> Tensor:
+        """Args:
+        make: returns W.
+        rows: of every x; None: all.
+        """
+        ctx.make, ctx.rows = make, rows
+        W = make()
+        if rows[0] is None:
+            return F.linear(x[0], W)
+        y = x[0].new_zeros(*x[0].shape[:-1], len(W))
+        for own, one in zip(rows, x, strict=True):
+            y[..., own] = F.linear(one, W[own])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        W = ctx.make()
+        of_x = [gradient @ W if own is None else gradient[..., own] @ W[own] for own in ctx.rows]
+        return None, None, *of_x
 
 
 def _below_each_other(A: Sequence[Tensor]) -> Tensor:

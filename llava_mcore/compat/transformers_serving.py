@@ -9,12 +9,29 @@ from starlette.responses import Response
 from transformers.cli.serving import chat_completion, model_manager
 from transformers.cli.serving import utils as serving_utils
 
-from llava_mcore.compat.required import required
+from llava_mcore.compat.required import replace_name, required
 
 _Handler: Any = required(chat_completion, "ChatCompletionHandler")
 _Manager: Any = required(model_manager, "ModelManager")
 _State: Any = required(serving_utils, "GenerationState")
 required(_Handler, "_resolve_model")
+_response_template: Any = required(serving_utils, "get_response_template")
+
+
+def _fitting_template(processor: Any, model: Any) -> Any:
+    """Return how transformers finds thoughts in an answer; None if the chat template does not begin answers like that.
+
+    For Qwen's classes transformers (5.17) looks for what begins an answer in ChatML. In a prompt of another template it
+    finds none, and the answer would repeat the whole prompt.
+    """
+    found = _response_template(processor, model)
+    start = () if found is None else found.get("start_anchor", ())
+    starts = (start,) if isinstance(start, str) else start
+    fits = not starts or any(each.strip() in str(processor.chat_template) for each in starts)
+    return found if fits else None
+
+
+replace_name(serving_utils, "get_response_template", _fitting_template)
 
 
 class PinnedHandler(_Handler):

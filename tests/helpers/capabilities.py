@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from llava_mcore.models.architectures.base import Architecture, TileArchitecture
 from llava_mcore.models.architectures.registry import ARCHITECTURES
+from tests.helpers.cases import EACH_CLASS
 from tests.helpers.tiny_classes import MAKERS
-from tests.parallel import test_adapters, test_any_size, test_generate
+from tests.parallel import test_any_size, test_generate
 
 YES, UNTESTED, NO = "yes", "untested", "no"
 LLAVA = "llava"
 """What most tests of a feature run with."""
 PACKED = {LLAVA, *MAKERS, *(case.architecture for case in test_any_size.OF_ANY_SIZE)}
 """tests/parallel: test_packing, test_classes, test_any_size."""
-ADAPTED = {LLAVA, *(case.architecture for case in test_adapters.CLASSES)}
-QUANTIZED = {LLAVA}
-"""tests/unit/test_qlora.py."""
+ADAPTED = QUANTIZED = {case.architecture for case in EACH_CLASS}
+"""tests/unit/test_adapter_classes.py."""
 ANSWERED = {case.architecture for case in test_generate.CASES}
-SERVED = {LLAVA}
-"""tests/unit/test_serve.py."""
+SERVED = {case.architecture for case in EACH_CLASS}
+"""tests/unit/test_serve.py: those that take pictures."""
 ON_GPUS = {
     LLAVA: "trained, also in FP8",
     "llava_next": "logits",
@@ -49,7 +49,7 @@ def capability_table() -> str:
 def row(name: str, kind: Architecture) -> list[str]:
     """Return the cells of an architecture."""
     tested = [YES if name in having else UNTESTED for having in (PACKED, ADAPTED, QUANTIZED, ANSWERED)]
-    served = YES if name in SERVED else UNTESTED if kind.takes_images else NO
+    served = NO if not kind.takes_images else YES if name in SERVED else UNTESTED
     return [
         kind.model_class.__name__.removesuffix("ForConditionalGeneration"),
         pictures(name, kind),

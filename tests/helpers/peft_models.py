@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.save_and_load import load_peft_weights, set_peft_model_state_dict
 from transformers import BitsAndBytesConfig
 
+from llava_mcore.adapters.layers import model_layers
+from llava_mcore.adapters.quantize import PART
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from tests.helpers.batches import FakeLoader
+from tests.helpers.fixed_dropout import fix_peft
 
 TOWER, PROJECTOR, TEXT = "model.vision_tower", "model.multi_modal_projector", "model.language_model"
 
@@ -25,16 +29,25 @@ def open_hf(folder: Path) -> Any:
 
 
 def open_hf_in_4_bits(folder: Path) -> Any:
-    """Return transformers' model of a folder with the language model's layers in NF4, computing in fp32."""
+    """Return transformers' model of a folder with the language model's layers in NF4, computing in fp32.
+
+    Its products are ours in training mode only: else bitsandbytes multiplies in bf16 on some CPUs.
+    """
+    hf = load_hf_config(folder)
+    kind, members = architecture_of(hf).model_class, model_layers(hf).members
+    with torch.device("meta"):
+        linears = [name for name, x in kind._from_config(hf).named_modules() if isinstance(x, torch.nn.Linear)]
+    in_4_bits = {name for name, member in members.items() if member.part == PART}
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
-        llm_int8_skip_modules=[TOWER, PROJECTOR, "lm_head"],
+        llm_int8_skip_modules=[name for name in linears if name not in in_4_bits],
     )
-    kind = architecture_of(load_hf_config(folder)).model_class
-    return kind.from_pretrained(folder, quantization_config=config, dtype=torch.float32, device_map="cpu")
+    model = kind.from_pretrained(folder, quantization_config=config, dtype=torch.float32, device_map="cpu")
+    assert {name for name, x in model.named_modules() if isinstance(x, Linear4bit)} == in_4_bits
+    return model.train()
 
 
 def make_peft_folder(hf: Path, folder: Path, *, seed: int = 0, **options: Any) -> Path:
@@ -78,10 +91,12 @@ def train_peft(
 ) -> Any:
     """Train an adapter with torch's AdamW; return losses and gradient norms.
 
-    rates: learning rate of every step.
+    rates: learning rate of every step. If the adapter has dropout, its masks are those of `fixed_dropout`.
     """
     opened = open_hf_in_4_bits(hf) if in_4_bits else open_hf(hf)
     model = PeftModel.from_pretrained(opened, folder, is_trainable=True).train()
+    if model.peft_config["default"].lora_dropout:
+        fix_peft(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": decay},

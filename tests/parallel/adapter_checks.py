@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
+from llava_mcore.adapters.lora import LinearAdapter
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.convert.logits_worker import forward
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.save import save_checkpoint
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.state import Progress, resume
+from tests.helpers.fixed_dropout import RATE, fixed_here
 from tests.parallel.checks import join
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
@@ -33,14 +38,18 @@ def curves(
     pp: int,
     dp: int,
     checkpoint: str,
-    wide: str,
+    wide: dict[str, Any],
     adapters: dict[str, str],
+    dropped: dict[str, str],
     classes: dict[str, str],
     save_dir: str,
 ) -> dict[str, Any]:
     """Train every adapter for 20 steps; a few steps of one packed, recomputed and so on, and of other classes.
 
-    `wide`: a checkpoint whose rows are several blocks of 64 numbers on each of two ranks.
+    Args:
+        wide: a checkpoint whose rows are several blocks of 64 numbers on each of two ranks, an adapter on it, and
+            inputs whose logits are returned.
+        dropped: adapters with dropout.
     """
     short, mixed = {"training.train_iters": 4}, {1, 3, 4, 5}
     runs = {name: (checkpoint, mixed, adapter_flags(tp, dp, folder)) for name, folder in adapters.items()}
@@ -51,14 +60,68 @@ def curves(
         "pictures only": (checkpoint, set(), some),
         "bf16": (checkpoint, mixed, some | {"training.precision": "bf16"}),
     }
-    if tp == 1:  # the model's rows are a block long
-        runs["nf4"] = (checkpoint, mixed, adapter_flags(tp, dp, adapters["lora"]) | {"adapter.quantize": "nf4"})
-    quantized = adapter_flags(tp, dp) | short | {"adapter.r": 4, "adapter.quantize": "nf4"}
-    runs["nf4, wide"] = (wide, mixed, quantized)
+    quantized = adapter_flags(tp, dp, wide["adapter"]) | {"adapter.quantize": "nf4"}
+    runs["nf4"] = (wide["checkpoint"], mixed, quantized)
     everywhere = {"adapter.r": 4, "adapter.vision_r": 2, "adapter.projection_r": 3, "adapter.dora": True}
     for name, other in classes.items():
         runs[name] = (other, mixed, adapter_flags(tp, dp) | short | everywhere | {"adapter.bias": "lora_only"})
-    return run_all(join(tp, pp), runs, save_dir)
+    groups = join(tp, pp)
+    found = run_all(groups, runs, save_dir)
+    with_masks = {
+        name: (checkpoint, mixed, adapter_flags(tp, dp, folder) | {"training.train_iters": 4})
+        for name, folder in dropped.items()
+    }
+    with fixed_here():
+        found |= run_all(groups, with_masks, save_dir)
+    run = run_config(tp, pp, wide["checkpoint"], save_dir, **quantized)
+    return {
+        "curves": found,
+        "logits": forward(make_trainer(groups, run).models[0].eval(), wide["inputs"]),
+        "masks": drawn_masks(groups, checkpoint, dropped, save_dir) if tp > 1 else {},
+    }
+
+
+def drawn_masks(groups: Groups, checkpoint: str, dropped: dict[str, str], save_dir: str) -> dict[str, dict[str, bool]]:
+    """Return for each kind of layer, adapter and sequence parallelism whether tensor-parallel ranks draw the same mask.
+
+    The numbers that are kept are checked here.
+    """
+    found: dict[str, dict[str, bool]] = {}
+    draw = LinearAdapter._dropped
+    for name, folder in dropped.items():
+        for sequence_parallel in (False, True):
+            seen: dict[str, list[Tensor]] = {}
+
+            def watched(adapter: LinearAdapter, x: Tensor, member: int, seen: Any = seen) -> Tensor:
+                y = draw(adapter, x, member)
+                assert torch.all((y == 0) | torch.isclose(y, x / (1 - RATE)))
+                if adapter.linear.name.startswith("language_model"):
+                    assert 0.5 * RATE < (y == 0).float().mean() < 2 * RATE
+                    kind = "row" if adapter.division.is_row_parallel else "column"
+                    seen.setdefault(kind, []).append(y == 0)
+                return y
+
+            flags = adapter_flags(groups.tp_size, 1, folder) | {
+                "parallel.sequence_parallel": sequence_parallel,
+                "training.train_iters": 1,
+                "training.micro_batch_size": GLOBAL_BATCH,
+            }
+            with patch.object(LinearAdapter, "_dropped", watched):
+                run_all(groups, {"": (checkpoint, {1, 3}, flags)}, save_dir)
+            end = ", sequence parallel" if sequence_parallel else ""
+            found[name + end] = {kind: _equal(masks, groups) for kind, masks in sorted(seen.items())}
+    return found
+
+
+def _equal(masks: list[Tensor], groups: Groups) -> bool:
+    """Return whether all ranks have these masks; the first two, of two members or layers, must differ."""
+    assert not torch.equal(masks[0], masks[1])
+    values = torch.cat([x.flatten() for x in masks]).to(torch.uint8)
+    ranks = [torch.empty_like(values) for _ in range(groups.tp_size)]
+    torch.distributed.all_gather(ranks, values, group=groups.tensor_parallel)
+    same = {torch.equal(x, ranks[0]) for x in ranks[1:]}
+    assert len(same) <= 1
+    return False not in same
 
 
 def _start(groups: Groups, run: RunConfig) -> tuple[Trainer, Any]:

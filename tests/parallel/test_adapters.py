@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
@@ -17,12 +18,14 @@ from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.convert.load_model import load_model
 from llava_mcore.convert.logits_worker import forward
 from tests.helpers.cases import Case, hf_logits, make_case, make_inputs
+from tests.helpers.fixed_dropout import RATE
 from tests.helpers.peft_models import (
     PROJECTOR,
     TEXT,
     TOWER,
     make_peft_folder,
     open_hf,
+    open_hf_in_4_bits,
     open_peft,
     train_peft,
     used_linears,
@@ -45,6 +48,8 @@ CLASSES = [
 ]
 """Files with fused matrices, norms after matrices, a matrix whose divided outputs are gathered."""
 KINDS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
+DROPPED: dict[str, dict[str, Any]] = {f"{x}-dropout": KINDS[x] | {"lora_dropout": RATE} for x in ("lora", "dora")}
+WIDE = "lora-wide"
 DECAY, TEXT_ONLY = 0.01, {1, 3, 4, 5}
 
 
@@ -56,12 +61,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import_hf(root / "hf", root / "megatron")
     make_hf_llava(root / "hf-wide", text_overrides={"hidden_size": 128, "intermediate_size": 256})
     import_hf(root / "hf-wide", root / "wide")
-    targets = used_linears(root / "hf", [TOWER, PROJECTOR, TEXT])
-    for name, options in KINDS.items():
-        make_peft_folder(
-            root / "hf", root / name, r=4, lora_alpha=8, target_modules=targets,
-            rank_pattern={".*vision_tower.*": 2, "linear_1": 3}, **options,
-        )  # fmt: skip
+    common: dict[str, Any] = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": used_linears(root / "hf", [TOWER, PROJECTOR, TEXT]),
+        "rank_pattern": {".*vision_tower.*": 2, "linear_1": 3},
+    }
+    for name, options in (KINDS | DROPPED).items():
+        make_peft_folder(root / "hf", root / name, **common, **options)
+    make_peft_folder(root / "hf-wide", root / WIDE, **common)
     for case in CLASSES:
         make_case(case, root / f"hf-{case.name}")
         import_hf(root / f"hf-{case.name}", root / case.name)
@@ -69,29 +77,41 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folders: Path) -> Callable[[Any], Any]:
-    """Returns the curves of a layout."""
+def found(folders: Path) -> Callable[[Any], Any]:
+    """Returns what a layout has found: curves, masks that were drawn, and the 4-bit model's logits."""
+    wide = {"checkpoint": str(folders / "wide"), "adapter": str(folders / WIDE)}
 
     @functools.cache
-    def curves(layout: tuple[int, int, int]) -> Any:
+    def of(layout: tuple[int, int, int]) -> Any:
         tp, pp, dp = layout
         ranks = run_world(
             tp * pp * dp, "tests.parallel.adapter_checks:curves", tp=tp, pp=pp, dp=dp,
-            checkpoint=str(folders / "megatron"), wide=str(folders / "wide"),
+            checkpoint=str(folders / "megatron"), wide=wide | {"inputs": make_inputs(open_hf(folders / "hf-wide"))},
             adapters={name: str(folders / name) for name in KINDS},
+            dropped={name: str(folders / name) for name in DROPPED},
             classes={case.name: str(folders / case.name) for case in CLASSES}, save_dir=str(folders / "save"),
         )  # fmt: skip
-        assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
-        return ranks[0]
+        for name in ("curves", "masks"):
+            assert all(rank[name] == ranks[0][name] for rank in ranks), f"ranks disagree about {name}"
+        return ranks[0] | {"logits": ranks[-1]["logits"]}
 
-    return curves
+    return of
+
+
+@pytest.fixture(scope="module")
+def results(found: Any) -> Callable[[Any], Any]:
+    """Returns the curves of a layout."""
+    return lambda layout: found(layout)["curves"]
 
 
 @pytest.fixture(scope="module")
 def peft(folders: Path, results: Any) -> dict[str, Any]:
     """The same curves by PEFT."""
-    rates = results((1, 1, 1))["lora"]["lr"]
-    return {name: train_peft(folders / "hf", folders / name, rates, decay=DECAY, text_only=TEXT_ONLY) for name in KINDS}
+    one = results((1, 1, 1))
+    given: dict[str, Any] = {"decay": DECAY, "text_only": TEXT_ONLY}
+    curves = {name: train_peft(folders / "hf", folders / name, one[name]["lr"], **given) for name in (*KINDS, *DROPPED)}
+    wide = train_peft(folders / "hf-wide", folders / WIDE, one["nf4"]["lr"], in_4_bits=True, **given)
+    return curves | {"nf4": wide}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -103,22 +123,42 @@ def test_twenty_steps_are_those_of_peft(results: Any, peft: Any, kind: str, layo
     assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2)])
-def test_qlora_trains_as_peft_on_a_model_in_4_bits(results: Any, folders: Path, layout: tuple[int, int, int]) -> None:
-    here = results(layout)["nf4"]
-    reference = train_peft(
-        folders / "hf", folders / "lora", here["lr"], decay=DECAY, text_only=TEXT_ONLY, in_4_bits=True
-    )
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_qlora_trains_as_peft_on_a_model_in_4_bits(results: Any, peft: Any, layout: tuple[int, int, int]) -> None:
+    here, reference = results(layout)["nf4"], peft["nf4"]
+    assert len(here["loss"]) == 20 and here["loss"][-1] < 0.95 * here["loss"][0]
     assert here["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-    full = results(layout)["lora"]["loss"]
-    assert here["loss"] == pytest.approx(full, rel=0.05) and here["loss"] != pytest.approx(full, rel=1e-3)
+    assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_qlora_trains_alike_at_every_layout(results: Any, layout: tuple[int, int, int]) -> None:
-    here, reference = results(layout)["nf4, wide"], results((1, 1, 1))["nf4, wide"]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_in_4_bits_are_those_of_peft(found: Any, folders: Path, layout: tuple[int, int, int]) -> None:
+    logits = found(layout)["logits"]
+    base = open_hf_in_4_bits(folders / "hf-wide")
+    inputs = make_inputs(base)
+    expected = hf_logits(PeftModel.from_pretrained(base, folders / WIDE).train(), inputs)
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    exact = hf_logits(open_peft(folders / "hf-wide", {"default": folders / WIDE}), inputs)
+    assert (logits - exact).abs().max() > 1e-2 * expected.abs().max(), "4 bits matter"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", DROPPED)
+def test_dropout_is_that_of_peft(results: Any, peft: Any, kind: str, layout: tuple[int, int, int]) -> None:
+    """With the same masks in both; without them nothing would be equal."""
+    here, reference = results(layout)[kind], peft[kind]
     assert here["loss"] == pytest.approx(reference["loss"], rel=1e-6)
     assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
+    without = peft[kind.removesuffix("-dropout")]["loss"][: len(here["loss"])]
+    assert here["loss"] != pytest.approx(without, rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[3]])
+def test_ranks_draw_the_same_masks_for_the_same_inputs_only(found: Any, layout: tuple[int, int, int]) -> None:
+    masks = found(layout)["masks"]
+    for name in DROPPED:
+        assert masks[name] == {"column": True, "row": False}
+        assert masks[f"{name}, sequence parallel"] == {"column": False, "row": False}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from PIL import Image
 
 from llava_mcore.answering.hf_model import HfModel
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.samples import Conversation, Turn
+from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn
 from llava_mcore.generation.settings import TokenSampling, read_settings
-from tests.helpers.cases import TWO_ROPES, YARN, Case, make_sharp_case
+from tests.helpers.cases import SHORT_SOUNDS, TWO_ROPES, YARN, Case, make_sharp_case
+from tests.helpers.tiny_audio import encoded
 from tests.helpers.videos import noise, video
 from tests.helpers.world import run_world
 from tests.parallel.validation_checks import make_material
@@ -27,16 +29,28 @@ CASES = [
     Case("siglip", "qwen2", {"feature_layer": -1, "tie": True}, None, "llava_onevision"),
     Case("internvit", "qwen2", {"tie": True}, None, "internvl"),
     Case("siglip", "llama", {}, None, "idefics3"),
+    Case("siglip", "llama", {"tie": True, "marks": False}, None, "smolvlm"),
     Case("siglip", "mistral", {}, None, "idefics2"),
     Case("qwen2_vl", "qwen2", {"tie": True}, None, "qwen2_vl"),
     Case("qwen2_5_vl", "qwen2", {}, None, "qwen2_5_vl"),
     Case("qwen3_vl", "qwen3", {}, None, "qwen3_vl"),
+    SHORT_SOUNDS,
 ]
 NUM_NEW = 12
 
 
-def conversations(*, videos: bool) -> list[Conversation]:
-    """A picture, none, two of other sizes, an earlier answer, and a video where the class takes them."""
+def conversations(refused: Collection[str]) -> list[Conversation]:
+    """A picture, none, two of other sizes, an earlier answer, and a video where the class takes them.
+
+    refused: the marks of media that it does not take. Sounds, if it takes no pictures.
+    """
+    if IMAGE_MARK in refused:
+        short, long = Sound(encoded(0.3)), Sound(encoded(2.7, 1))
+        return [
+            Conversation((Turn("user", "<audio>\nWhat is this?"),), (), audios=(short,)),
+            Conversation((Turn("user", "Which digit is said? Is it even?"),), ()),
+            Conversation((Turn("user", "<audio>\n<audio>\nquick brown fox"),), (), audios=(long, short)),
+        ]
     large, wide, small = noise(100, 40), noise(30, 110, 1), noise(56, 56, 2)
     asked = [
         Conversation((Turn("user", "<image>\nWhat is this?"),), (large,)),
@@ -51,7 +65,7 @@ def conversations(*, videos: bool) -> list[Conversation]:
             (small,),
         ),
     ]
-    if videos:
+    if VIDEO_MARK not in refused:
         clip = video(4, 40, 60, fps=2.0)
         asked.append(Conversation((Turn("user", "<video>\nWhat is this?"),), (), None, (clip,)))
     return asked
@@ -60,7 +74,13 @@ def conversations(*, videos: bool) -> list[Conversation]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every case as a Megatron checkpoint, with transformers' answers."""
-    root: Path = tmp_path_factory.mktemp("generate")
+    with pytest.MonkeyPatch.context() as patch:
+        # SmolVLM's processor asks for a package that spells the number of a video's frames.
+        patch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
+        return answered(tmp_path_factory.mktemp("generate"))
+
+
+def answered(root: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for case in CASES:
         folder = root / case.name
@@ -68,7 +88,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         import_hf(folder / "hf", folder / "megatron")
         hf = HfModel.load(folder / "hf")
         settings = read_settings(folder / "hf", hf.model.config, None, max_new_tokens=NUM_NEW, sampling=TokenSampling())
-        asked = conversations(videos="<video>" not in hf.assets.refused)
+        asked = conversations(hf.assets.refused)
         answers = [hf.answer(conversation, settings) for conversation in asked]
         if case is CASES[0]:
             settings.config.update(repetition_penalty=1.5, no_repeat_ngram_size=2)

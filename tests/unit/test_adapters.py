@@ -107,7 +107,6 @@ def test_a_tied_embedding_is_not_trained_apart(tmp_path: Path) -> None:
         ({"model.freeze_vision_model": False}, "with an adapter the model is frozen"),
         ({"model.unfreeze": "*.bias"}, "name what to train in full with --lora-modules-to-save"),
         ({"checkpoint.init": True, "checkpoint.load": None}, "--init makes a random model"),
-        ({"adapter.dora": True, "adapter.dropout": 0.1}, "--lora-dora together with --lora-dropout"),
         ({"adapter.quantize": "nf4", "training.fp8": True}, "--lora-quantize restores matrices in half precision"),
         ({"adapter.load": "/nowhere"}, "omit --lora-r"),
         ({"adapter.frozen": "/some/default"}, "several adapters are called default"),

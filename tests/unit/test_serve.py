@@ -8,16 +8,24 @@ import time
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import torch
 from PIL import Image
-from transformers import LlavaForConditionalGeneration, LlavaProcessor
+from starlette.testclient import TestClient
+from transformers import AutoProcessor
+from transformers.cli.serving import utils as serving_utils
 
 from llava_mcore.cli.serve import main
+from llava_mcore.compat.transformers_serving import load_handler
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
+from llava_mcore.serving.app import build_app
 from llava_mcore.serving.requests import RequestError, ServedModel, check_chat
+from tests.helpers.cases import EACH_CLASS, Case, make_sharp_case
 from tests.helpers.server import Started, request, serving
 from tests.helpers.shards import jpeg
 from tests.helpers.tiny_hf import make_hf_llava
@@ -41,8 +49,8 @@ def server(folder: Path) -> Iterator[Started]:
 
 def greedy(folder: Path, question: str, picture: bytes, tokens: int) -> str:
     """Answer with plain transformers."""
-    model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
-    processor = LlavaProcessor.from_pretrained(folder)
+    model = architecture_of(load_hf_config(folder)).model_class.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
     parts = [{"type": "image", "image": Image.open(BytesIO(picture))}, {"type": "text", "text": question}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": parts}],
@@ -71,6 +79,30 @@ def test_answers_are_those_of_transformers(server: Started, folder: Path) -> Non
     wanted = {number: greedy(folder, "Which digit is this?", jpeg(number), 8) for number in (1, 2)}
     assert answers == wanted
     assert answers[1] != answers[2], "the picture does not reach the model"
+
+
+@pytest.mark.parametrize(
+    "case", [x for x in EACH_CLASS if ARCHITECTURES[x.architecture].takes_images], ids=lambda case: case.architecture
+)
+def test_every_class_is_served(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: what the command prepares is the same for all of them."""
+    # SmolVLM's processor asks for a package that spells the number of a video's frames.
+    monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
+    make_sharp_case(case, tmp_path)
+    app = build_app(load_handler(tmp_path, "tiny", "cpu"), MODEL, max_request_bytes=MEGABYTE)
+    with TestClient(app) as client:
+        answer = client.post("/v1/chat/completions", json=request("Which digit is this?", jpeg(1)))
+    assert answer.status_code == 200, message(answer)
+    found = answer.json()["choices"][0]["message"]["content"]
+    assert found == greedy(tmp_path, "Which digit is this?", jpeg(1), 8)
+
+
+@pytest.mark.parametrize(("template", "is_read"), [("<|im_start|>assistant\n", True), ("ASSISTANT:", False)])
+def test_thoughts_are_looked_for_in_chatml_only(template: str, is_read: bool) -> None:
+    """In a prompt of another template, transformers would take the prompt for a part of the answer."""
+    model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3_vl"))
+    processor = SimpleNamespace(chat_template=template, tokenizer=SimpleNamespace())
+    assert (serving_utils.get_response_template(processor, model) is not None) == is_read
 
 
 def test_a_stream_is_the_same_answer(server: Started) -> None:

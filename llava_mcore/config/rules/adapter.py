@@ -33,8 +33,6 @@ def check_adapter(run: RunConfig) -> Iterator[str]:
     ):
         if is_set:
             yield f"{key}: {_INSTEAD}"
-    if adapter.dora and adapter.dropout:
-        yield "--lora-dora together with --lora-dropout is not supported: omit one of them"
     if adapter.quantize != "none" and run.training.fp8:
         yield "--lora-quantize restores matrices in half precision, and --fp8 multiplies in FP8: omit one of them"
     if run.checkpoint.init:

@@ -1,0 +1,128 @@
+"""An adapter on every class: PEFT's logits, and the gradient of every one of its tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from llava_mcore.adapters.adaptation import adaptation_of
+from llava_mcore.adapters.factors import CHILD
+from llava_mcore.adapters.layers import ModelLayers, model_layers
+from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.config.sections.adapter import AdapterConfig
+from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.convert.load_model import load_part
+from llava_mcore.convert.logits_worker import given_media
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.trainable import set_trained
+from llava_mcore.parallel.batch import longest_media
+from llava_mcore.parallel.groups import join_alone
+from llava_mcore.training.setup import load_adapted
+from tests.helpers.cases import EACH_CLASS, Case, case_inputs, hf_inputs, make_case
+from tests.helpers.fixed_dropout import RATE, fix_peft, fixed_here
+from tests.helpers.peft_models import make_peft_folder, open_hf, open_hf_in_4_bits
+
+KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora-dropout": {"use_dora": True, "lora_dropout": RATE}}
+
+
+@pytest.fixture(scope="module", params=EACH_CLASS, ids=lambda case: case.architecture)
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the class, imported."""
+    root = tmp_path_factory.mktemp(case.architecture)
+    make_case(case, root / "hf")
+    import_hf(root / "hf", root / "megatron")
+    return root
+
+
+@pytest.fixture(scope="module")
+def inputs(case: Case, folder: Path) -> dict[str, Tensor]:
+    return case_inputs(case, open_hf(folder / "hf"), folder / "hf")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_gradients_are_those_of_peft(folder: Path, inputs: dict[str, Tensor], kind: str) -> None:
+    adapter = everywhere(folder, **KINDS[kind])
+    theirs = PeftModel.from_pretrained(open_hf(folder / "hf"), adapter, is_trainable=True)
+    if kind != "lora":
+        fix_peft(theirs)
+    with fixed_here():
+        check(folder, adapter, theirs, inputs, "none")
+
+
+def test_those_on_a_language_model_in_4_bits_too(folder: Path, inputs: dict[str, Tensor]) -> None:
+    """QLoRA; tower and connector keep their precision."""
+    adapter = everywhere(folder)
+    theirs = PeftModel.from_pretrained(open_hf_in_4_bits(folder / "hf"), adapter, is_trainable=True)
+    check(folder, adapter, theirs, inputs, "nf4")
+
+
+def everywhere(folder: Path, **options: Any) -> Path:
+    """Return an adapter of PEFT's on every layer that can have one."""
+    layers = list(model_layers(load_hf_config(folder / "hf")).members)
+    return make_peft_folder(folder / "hf", folder / "adapter", r=3, lora_alpha=5, target_modules=layers, **options)
+
+
+def check(folder: Path, adapter: Path, theirs: Any, inputs: dict[str, Tensor], quantize: str) -> None:
+    ours, layers = adapted(folder, adapter, quantize)
+    expected = theirs.train()(**hf_inputs(theirs, inputs)).logits
+    found = logits(ours.train(), inputs)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    for each in (found, expected):
+        (each * weights).mean().backward()
+    here, there = gradients(ours, layers), peft_gradients(theirs)
+    assert here.keys() == there.keys()
+    largest = max(x.abs().max() for x in there.values())
+    for name, gradient in there.items():
+        assert (here[name] - gradient).abs().max() <= 1e-5 * largest, name
+        assert gradient.norm() > 0 and (here[name] - gradient).norm() <= 1e-2 * gradient.norm(), name
+
+
+def adapted(root: Path, adapter: Path, quantize: str) -> tuple[VisionLanguageModel, ModelLayers]:
+    """Return our model with an adapter of PEFT's."""
+    groups, checkpoint = join_alone(), latest_checkpoint(root / "megatron")[0]
+    adaptation = adaptation_of(AdapterConfig(load=adapter), load_hf_config(root / "hf"), checkpoint, None)
+    assert adaptation is not None
+    model = load_part(groups, checkpoint)
+    set_trained(model, adaptation.trained)
+    load_adapted([model], adaptation, groups, quantize=quantize, seed=0)
+    return model, adaptation.layers
+
+
+def logits(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Return our logits [b, s, vocabulary], with their graph."""
+    ids, media = inputs["input_ids"], given_media(inputs)
+    positions = inputs.get("position_ids", torch.arange(ids.shape[1]).expand(ids.shape))
+    found: Tensor = model(ids, positions, media, max_media_seqlen=longest_media(media))
+    return found
+
+
+def gradients(model: VisionLanguageModel, layers: ModelLayers) -> dict[str, Tensor]:
+    """Return the gradients of our adapter by PEFT's names."""
+    found = {}
+    for name, member in layers.members.items():
+        factors: Any = model.get_submodule(f"{member.part}.{CHILD}.default.{member.key}")
+        found[f"{name}.lora_A"] = factors.lora_A.grad
+        found[f"{name}.lora_B"] = torch.cat([x.grad for x in factors.lora_B])
+        if factors.magnitude:
+            found[f"{name}.lora_magnitude_vector"] = torch.cat([x.grad for x in factors.magnitude])
+    return found
+
+
+def peft_gradients(model: Any) -> dict[str, Tensor]:
+    """Return those of PEFT's."""
+    of_all = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {name.removeprefix("base_model.model.").partition(".default")[0]: x for name, x in of_all.items()}

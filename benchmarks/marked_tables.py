@@ -49,7 +49,8 @@ def front_page() -> str:
 def speed() -> list[Cells]:
     """Return the rows about speed, each from one file, in which the peer was measured too."""
     plain, fp8 = _rows("train_step_7b_4_gbs192")[:2]
-    qwen, adapter = _rows("train_step_qwen2_5_vl_1")[0], _rows("adapters_7b")[0]
+    qwen, audio = (_rows(f"train_step_{name}_1")[0] for name in ("qwen2_5_vl", "qwen2_audio"))
+    adapter = _rows("adapters_7b")[0]
     packed, padded = (f"{plain[peer]:.2f} ({fp8[peer]:.2f})" for peer in ("÷ hf", "÷ hf-padded"))
     page = "[performance.md](docs/performance.md)"
     return [
@@ -62,6 +63,11 @@ def speed() -> list[Cells]:
         (
             f"Qwen2.5-VL-7B, 8 of 28 layers, {_gpu('train_step_qwen2_5_vl_1')}, BF16",
             f"{qwen['tok/s/GPU']:,} tokens/s: {qwen['÷ hf']:.2f} times Hugging Face, packed",
+            page,
+        ),
+        (
+            f"Qwen2-Audio-7B, 8 of 32 layers, {_gpu('train_step_qwen2_audio_1')}, BF16",
+            f"{audio['tok/s/GPU']:,} tokens/s: {audio['÷ hf']:.2f} times Hugging Face, packed",
             page,
         ),
         (

@@ -31,6 +31,7 @@ ON_GPUS = {
     "qwen2_vl": "logits",
     "qwen2_5_vl": "trained, 8 layers",
     "qwen3_vl": "logits",
+    "qwen2_audio": "trained, 8 layers",
 }
 """What has run on an H200: tests/gpu and benchmarks.train_step."""
 COLUMNS = (

@@ -9,13 +9,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()
@@ -80,3 +81,22 @@ def read_metrics(run_folder: Path) -> list[dict[str, float]]:
     """Return what training logged, one dict per iteration."""
     lines = (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+def summary_table(
+    title: str, stages: Stages, metrics: Sequence[Mapping[str, float]], scores: Mapping[str, float]
+) -> Table:
+    """Return the table at an example's end: the time of each stage, the loss of a run, and scores from 0 to 1."""
+    table = Table(title=title)
+    table.add_column("what", no_wrap=True)
+    table.add_column("result", justify="right")
+    for stage, value in stages.seconds.items():
+        table.add_row(stage, f"{value:.1f} s")
+    table.add_row("all stages", f"{sum(stages.seconds.values()):.1f} s")
+    table.add_row("all stages, CPU time", f"{sum(stages.cpu_seconds.values()):.1f} s", end_section=True)
+    table.add_row("loss, first iteration", f"{metrics[0]['loss']:.4f}")
+    table.add_row(f"loss, last iteration ({int(metrics[-1]['iteration'])})", f"{metrics[-1]['loss']:.4f}")
+    table.add_section()
+    for name, share in scores.items():
+        table.add_row(name, f"{share:.1%}")
+    return table

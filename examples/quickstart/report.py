@@ -14,8 +14,8 @@ import matplotlib.pyplot as plt
 from data import Exam
 from PIL import Image
 from questions import FORMS
-from rich.console import Console
-from rich.table import Table
+
+from examples.common import Stages, console, summary_table
 
 ROWS, COLUMNS = 4, 6
 GREEN, RED = "#1a7f37", "#cf222e"
@@ -58,22 +58,9 @@ def plot_predictions(answered: list[tuple[Exam, str]], exam_folder: Path, path: 
     plt.close(figure)
 
 
-def print_summary(
-    seconds: dict[str, float], metrics: list[dict[str, float]], accuracies: dict[str, float], folder: Path
-) -> None:
+def print_summary(stages: Stages, metrics: list[dict[str, float]], accuracies: dict[str, float], folder: Path) -> None:
     """Print the one table of the run."""
-    table = Table(title="Quickstart: Hugging Face → Megatron tp 2 x pp 2 → trained → Hugging Face")
-    table.add_column("what")
-    table.add_column("result", justify="right")
-    for stage, value in seconds.items():
-        table.add_row(stage, f"{value:.1f} s")
-    table.add_row("all stages", f"{sum(seconds.values()):.1f} s", end_section=True)
-    table.add_row("loss, first iteration", f"{metrics[0]['loss']:.4f}")
-    table.add_row(f"loss, last iteration ({int(metrics[-1]['iteration'])})", f"{metrics[-1]['loss']:.4f}")
-    table.columns[0].no_wrap = True
-    table.add_section()
-    for form, share in accuracies.items():
-        style = "bold" if form == "which digit" else None
-        table.add_row(f"exact match, {form}", f"{share:.1%}", style=style)
-    Console().print(table)
+    scores = {f"exact match, {form}": share for form, share in accuracies.items()}
+    title = "Quickstart: Hugging Face → Megatron tp 2 x pp 2 → trained → Hugging Face"
+    console.print(summary_table(title, stages, metrics, scores))
     print(f"look at {folder / 'predictions.png'} and {folder / 'loss.png'}; the model is in {folder / 'export'}")

@@ -36,7 +36,7 @@ def main() -> int:
     stage("train at tp 2 x pp 2", lambda: script("train/run.py", *train_flags(out), *iterations))
     stage("Megatron → Hugging Face", lambda: script("convert/convert_megatron_to_hf.py", *export_flags(out)))
     accuracies = stage("answer questions about held-out scans", lambda: evaluate(out))
-    return summary(out, stage.seconds, accuracies)
+    return summary(out, stage, accuracies)
 
 
 def make_data(out: Path, num_samples: int) -> None:
@@ -103,16 +103,16 @@ def evaluate(out: Path) -> dict[str, float]:
     return evaluate.accuracy(answered)
 
 
-def summary(out: Path, seconds: dict[str, float], accuracies: dict[str, float]) -> int:
+def summary(out: Path, stages: Stages, accuracies: dict[str, float]) -> int:
     """Print the table, write results.json and loss.png, and say whether the goal was reached."""
     import report
 
     metrics = read_metrics(out / "runs" / "digits")
     report.plot_loss(metrics, out / "loss.png")
     losses = {"first": metrics[0]["loss"], "last": metrics[-1]["loss"]}
-    results = {"seconds": seconds, "loss": losses, "exact_match": accuracies}
+    results = {"seconds": stages.seconds, "loss": losses, "exact_match": accuracies}
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    report.print_summary(seconds, metrics, accuracies, out)
+    report.print_summary(stages, metrics, accuracies, out)
     if accuracies["which digit"] < GOAL:
         print(f'"which digit" is below {GOAL:.0%}: something is wrong, or the run was cut short', file=sys.stderr)
         return 1

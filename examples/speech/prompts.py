@@ -23,9 +23,9 @@ LONGEST = 30.0
 """Seconds that the model hears."""
 MOST_JOINED, LONGEST_JOINED = 4, 15.0
 """Prompts in a recording of several, and its seconds before its speed is changed."""
-SPEEDS = (0.9, 1.15)
-NOT_SPEECH = re.compile(r"[\[\]<>]")
-"""Descriptions of tones and of silence are in brackets."""
+SPEEDS = (0.9, 1.25)
+NOT_SPEECH = re.compile(r"[\[\]<>()]")
+"""Descriptions of tones and of silence are in brackets or parentheses."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,12 @@ def split(prompts: list[Prompt], held_out_share: float) -> tuple[list[Prompt], l
         number = int.from_bytes(hashlib.blake2b(words(prompt.text).encode(), digest_size=8).digest())
         sides[number < held_out_share * 2**64].append(prompt)
     return sides
+
+
+def made_of(train: Sequence[Prompt], prompts: Sequence[Prompt]) -> list[bool]:
+    """Return which prompts have only words that prompts to train on have too."""
+    known = {word for prompt in train for word in words(prompt.text).split()}
+    return [known.issuperset(words(prompt.text).split()) for prompt in prompts]
 
 
 def join(prompts: Sequence[Prompt], folder: Path, number: int, on_file: Callable[[], None]) -> list[Prompt]:

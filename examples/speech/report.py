@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from transcribe import load
 from transformers import WhisperFeatureExtractor
+
+from examples.common import Stages
 
 ROWS = 4
 
@@ -32,7 +34,7 @@ def plot_loss(metrics: list[dict[str, float]], path: Path) -> None:
 
 
 def plot_spectrograms(
-    prompts: Sequence[Prompt], before: Sequence[str], after: Sequence[str], model_folder: Path, path: Path
+    prompts: Sequence[Prompt], heard: Mapping[str, Sequence[str]], model_folder: Path, path: Path
 ) -> None:
     """Draw what the encoder sees of some held-out recordings, with what was said and heard.
 
@@ -49,7 +51,8 @@ def plot_spectrograms(
         seconds = frames * extractor.hop_length / extractor.sampling_rate
         axes.imshow(mel[:, :frames], origin="lower", aspect="auto", extent=(0, seconds, 0, len(mel)), cmap="magma")
         axes.set(xlabel="seconds", ylabel="mel bin")
-        lines = [f"said: {prompts[i].text}", f"heard: {after[i] or '(nothing)'}", f"before training: {before[i]}"]
+        lines = [f"said: {prompts[i].text}"]
+        lines += [f"heard {when}: {' '.join(texts[i].split()) or '(nothing)'}" for when, texts in heard.items()]
         axes.set_title(
             "\n".join(textwrap.shorten(line, 130, placeholder=" …") for line in lines), fontsize=9, loc="left"
         )
@@ -59,19 +62,21 @@ def plot_spectrograms(
 
 
 def print_summary(
-    seconds: dict[str, float], metrics: list[dict[str, float]], errors: dict[str, float], folder: Path
+    stages: Stages, metrics: list[dict[str, float]], scores: Mapping[str, Mapping[str, float]], folder: Path
 ) -> None:
     """Print the one table of the run."""
     table = Table(title="Speech: Whisper's encoder + SmolLM2 → Qwen2-Audio → Megatron → trained → Hugging Face")
     table.add_column("what", no_wrap=True)
     table.add_column("result", justify="right")
-    for stage, value in seconds.items():
+    for stage, value in stages.seconds.items():
         table.add_row(stage, f"{value:.1f} s")
-    table.add_row("all stages", f"{sum(seconds.values()):.1f} s", end_section=True)
+    table.add_row("all stages", f"{sum(stages.seconds.values()):.1f} s")
+    table.add_row("all stages, CPU time", f"{sum(stages.cpu_seconds.values()):.1f} s", end_section=True)
     table.add_row("loss, first iteration", f"{metrics[0]['loss']:.4f}")
     table.add_row(f"loss, last iteration ({int(metrics[-1]['iteration'])})", f"{metrics[-1]['loss']:.4f}")
     table.add_section()
-    for name, rate in errors.items():
-        table.add_row(f"word error rate, {name}", f"{rate:.1%}")
+    for when, values in scores.items():
+        for name, value in values.items():
+            table.add_row(f"{name}, {when}", f"{value:.1%}")
     Console().print(table)
     print(f"look at {folder / 'spectrograms.png'} and {folder / 'loss.png'}; the model is in {folder / 'export'}")

@@ -48,19 +48,20 @@ def main() -> int:
     prompts.write_rows([*train, *joined], out / "rows.json")
     stage("prepare the recordings", lambda: script("data/prepare.py", *prepare_flags(out)))
     stage("Hugging Face → Megatron", lambda: script("convert/convert_hf_to_megatron.py", *import_flags(out)))
+    held_out.sort(key=lambda x: x.seconds)
     before = stage("transcribe held-out prompts before training", lambda: hear(out / "hf", held_out))
     iterations = [] if args.train_iters is None else ["--train-iters", args.train_iters]
     stage("train", lambda: script("train/run.py", *train_flags(out, args.processes), *iterations))
     stage("Megatron → Hugging Face", lambda: script("convert/convert_megatron_to_hf.py", *export_flags(out)))
     after = stage("transcribe held-out prompts after training", lambda: hear(out / "export", held_out))
-    return summary(out, stage.seconds, held_out, before, after)
+    return summary(out, stage, train, held_out, {"before training": before, "after training": after})
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "speech", help="folder for everything made")
     parser.add_argument("--train-iters", type=int, help="iterations (default: as train.yaml says)")
-    parser.add_argument("--processes", type=int, default=4, help="of training, a multiple of 2 (default %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="of training (default %(default)s)")
     parser.add_argument(
         "--num-joined", type=int, default=2500, help="recordings that join some prompts (default %(default)s)"
     )
@@ -95,7 +96,7 @@ def prepare_flags(out: Path) -> list[object]:
 
 
 def import_flags(out: Path) -> list[object]:
-    return ["--pp", 2, "--hf-dir", out / "hf", "--megatron-dir", out / "megatron"]
+    return ["--hf-dir", out / "hf", "--megatron-dir", out / "megatron"]
 
 
 def train_flags(out: Path, processes: int) -> list[object]:
@@ -106,7 +107,7 @@ def train_flags(out: Path, processes: int) -> list[object]:
 
 
 def export_flags(out: Path) -> list[object]:
-    return ["--pp", 2, "--megatron-dir", out / "runs" / "speech", "--hf-dir", out / "export"]
+    return ["--megatron-dir", out / "runs" / "speech", "--hf-dir", out / "export"]
 
 
 def join_prompts(train: Sequence[Prompt], folder: Path, number: int) -> list[Prompt]:
@@ -128,28 +129,38 @@ def hear(folder: Path, held_out: Sequence[Prompt]) -> list[str]:
 
 
 def summary(
-    out: Path, seconds: dict[str, float], held_out: Sequence[Prompt], before: Sequence[str], after: Sequence[str]
+    out: Path, stages: Stages, train: Sequence[Prompt], held_out: Sequence[Prompt], heard: dict[str, list[str]]
 ) -> int:
-    """Print the table, write results.json and the pictures, and say whether training helped."""
+    """Print the table, write results.json and the pictures, and say whether training helped.
+
+    Args:
+        heard: before and after training, what was heard in each held-out recording.
+    """
+    import prompts
     import report
     import transcribe
 
     metrics = read_metrics(out / "runs" / "speech")
     report.plot_loss(metrics, out / "loss.png")
-    report.plot_spectrograms(held_out, before, after, out / "whisper", out / "spectrograms.png")
-    errors = {
-        "before training": transcribe.word_error_rate(held_out, before),
-        "after training": transcribe.word_error_rate(held_out, after),
+    report.plot_spectrograms(held_out, heard, out / "whisper", out / "spectrograms.png")
+    known = prompts.made_of(train, held_out)
+    scores = {when: transcribe.scores(held_out, texts, known) for when, texts in heard.items()}
+    results = {
+        "seconds": stages.seconds,
+        "cpu_seconds": stages.cpu_seconds,
+        "loss": {"first": metrics[0]["loss"], "last": metrics[-1]["loss"], "iterations": len(metrics)},
+        "trained_on": {"prompts": len(train), "minutes": sum(x.seconds for x in train) / 60},
+        "held_out": transcribe.numbers(held_out, known),
+        "scores": scores,
+        "heard": [
+            {"name": x.name, "said": x.text, **{when: texts[i] for when, texts in heard.items()}}
+            for i, x in enumerate(held_out)
+        ],
     }
-    heard = [
-        {"name": x.name, "said": x.text, "before": early, "after": late}
-        for x, early, late in zip(held_out, before, after, strict=True)
-    ]
-    losses = {"first": metrics[0]["loss"], "last": metrics[-1]["loss"]}
-    results = {"seconds": seconds, "loss": losses, "word_error_rate": errors, "heard": heard}
     (out / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    report.print_summary(seconds, metrics, errors, out)
-    if errors["after training"] >= errors["before training"]:
+    report.print_summary(stages, metrics, scores, out)
+    before, after = (scores[when]["word error rate"] for when in heard)
+    if after >= before:
         print("training has not lowered the word error rate: the run was cut short", file=sys.stderr)
         return 1
     return 0

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from prompts import QUESTION, Prompt, words
 from transformers import Qwen2AudioForConditionalGeneration, Qwen2AudioProcessor
 
-BATCH_SIZE = 8
+BATCH_SIZE = 16
 MAX_NEW_TOKENS = 96
 
 
 def transcribe(folder: Path, prompts: Sequence[Prompt], progress: Callable[[int], None]) -> list[str]:
     """Return what a model hears in each recording. `progress` is called with the number just transcribed."""
-    model = Qwen2AudioForConditionalGeneration.from_pretrained(folder).eval()
+    model = Qwen2AudioForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     processor = Qwen2AudioProcessor.from_pretrained(folder)
     processor.tokenizer.padding_side = "left"
     heard: list[str] = []
@@ -56,6 +56,29 @@ def _hear(
     return [text.strip() for text in processor.batch_decode(new, skip_special_tokens=True)]
 
 
-def word_error_rate(prompts: Sequence[Prompt], heard: Sequence[str]) -> float:
-    """Return substituted, deleted and inserted words over all spoken ones. More than 1 is possible."""
-    return float(jiwer.wer([words(x.text) for x in prompts], [words(x) for x in heard]))
+def scores(prompts: Sequence[Prompt], heard: Sequence[str], known: Sequence[bool]) -> dict[str, float]:
+    """Return the word error rate of all prompts and of those with known words only, and the share without an error."""
+    both = [(words(x.text), words(text)) for x, text in zip(prompts, heard, strict=True)]
+    return {
+        "word error rate": word_error_rate(both),
+        "word error rate, known words only": word_error_rate([x for x, yes in zip(both, known, strict=True) if yes]),
+        "prompts without an error": sum(said == text for said, text in both) / len(both),
+    }
+
+
+def word_error_rate(both: Sequence[tuple[str, str]]) -> float:
+    """Return substituted, deleted and inserted words over all spoken ones. More than 1 is possible.
+
+    Args:
+        both: what was said and what was heard.
+    """
+    return float(jiwer.wer([said for said, _ in both], [heard for _, heard in both]))
+
+
+def numbers(prompts: Sequence[Prompt], known: Sequence[bool]) -> dict[str, int]:
+    """Return how many prompts and words are held out, and how many prompts have known words only."""
+    return {
+        "prompts": len(prompts),
+        "words": sum(len(words(x.text).split()) for x in prompts),
+        "prompts with known words only": sum(known),
+    }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.marks import NAMES
@@ -82,7 +84,7 @@ def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | No
     tokens = from_json(conversation.tokens)
     for mark, token_id in assets.chat.media_ids.items():
         number = conversation.num_media[mark]
-        if int((tokens.ids == token_id).sum()) != number:
+        if np.count_nonzero(tokens.ids == token_id) != number:
             raise DataError(f"its {TOKENS_KEY} are not those of {number} {NAMES[mark]}s; prepare the data again")
     return tokens
 

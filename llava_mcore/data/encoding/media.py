@@ -81,7 +81,7 @@ def in_order[T](
         plan.video_token_id: iter(videos),
         plan.audio_token_id: iter(audios),
     }
-    return [next(queues[i]) for i in ids[np.isin(ids, plan.placeholders)].tolist()]
+    return [next(queues[i]) for i in ids[_places(ids, plan.placeholders)].tolist()]
 
 
 def expand(tokens: TextTokens, placeholders: Sequence[int], media: Sequence[MediaTokens]) -> ChatTokens:
@@ -89,11 +89,22 @@ def expand(tokens: TextTokens, placeholders: Sequence[int], media: Sequence[Medi
 
     Raises ValueError if there are not as many placeholders as media.
     """
-    is_media = np.isin(tokens.ids, placeholders)
-    repeats = np.ones(len(tokens.ids), dtype=np.int64)
-    repeats[is_media] = [len(item) for item in media]
-    starts = (np.cumsum(repeats) - repeats)[is_media]
-    input_ids = np.repeat(tokens.ids, repeats)
-    for start, item in zip(starts, media, strict=True):
-        input_ids[start : start + len(item)] = item.ids
-    return ChatTokens(input_ids, np.repeat(tokens.trained & ~is_media, repeats), starts, tokens.typed)
+    ids: list[NDArray[np.int64]] = []
+    trained: list[NDArray[np.bool_]] = []
+    starts, added, done = [], 0, 0
+    for place, item in zip(_places(tokens.ids, placeholders).tolist(), media, strict=True):
+        ids += (tokens.ids[done:place], item.ids)
+        trained += (tokens.trained[done:place], np.zeros(len(item), dtype=np.bool_))
+        starts.append(place + added)
+        added, done = added + len(item) - 1, place + 1
+    input_ids = np.concatenate([*ids, tokens.ids[done:]])
+    is_trained = np.concatenate([*trained, tokens.trained[done:]])
+    return ChatTokens(input_ids, is_trained, np.array(starts, dtype=np.int64), tokens.typed)
+
+
+def _places(ids: NDArray[np.int64], placeholders: Sequence[int]) -> NDArray[np.int64]:
+    """Return the indices of placeholders. `np.isin` takes ten times as long for so few of them."""
+    is_media = np.zeros(len(ids), dtype=np.bool_)
+    for placeholder in placeholders:
+        is_media |= ids == placeholder
+    return np.flatnonzero(is_media)

@@ -16,7 +16,7 @@ from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizer
 
 from llava_mcore.data.encoding.chat import ChatFormat
 from llava_mcore.data.encoding.text.tokens import ChatTokens
-from llava_mcore.data.samples import IMAGE_MARK, Turn
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
 from tests.helpers.chat_cases import sentencepiece_like, trimmed_byte_level
 from tests.helpers.encoding import N, encoded, image_positions
@@ -191,12 +191,17 @@ def test_mask_is_hugging_faces(tokenizer_name: str) -> None:
     assert found.trained[single].tolist()[skipped:] == [bool(m) for m in expected["assistant_masks"]]
 
 
+def has_no_mark(text: str) -> bool:
+    """Hypothesis also draws the strings that it finds in the code."""
+    return not any(mark in text for mark in (IMAGE_MARK, VIDEO_MARK, AUDIO_MARK))
+
+
 @pytest.mark.parametrize("case_name", [c for c in CASES if c != "instructions with BOS"])
 @settings(max_examples=40)
-@given(question=st.text(min_size=1), answer=st.text(min_size=1))
+@given(question=st.text(min_size=1).filter(has_no_mark), answer=st.text(min_size=1).filter(has_no_mark))
 def test_any_text(case_name: str, question: str, answer: str) -> None:
     """Whatever is asked and answered, the trained tokens are the answer and EOS, byte for byte."""
-    question, answer = "q" + question.replace(IMAGE_MARK, ""), "a" + answer.rstrip() + "z"
+    question, answer = f"q{question}", f"a{answer.rstrip()}z"
     processor, format_ = processor_and_format("byte level", case_name)
     tokens = encoded(format_, vqa(question, answer, image=True), num_images=1)
     assert trained(format_, tokens, processor.tokenizer) == CASES[case_name].trained.replace("ANSWER", answer)

@@ -9,7 +9,7 @@ Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real to
 ones differ by layout), and "loss off %" is how far the losses of the steps are at most from the first configuration's,
 which reads the same samples. With --bubble one more step of each pipelined layout is profiled: "bubble %" is what the
 first stage waited for the others, "predicted %" what it should be (`benchmarks/read_trace.py`), of the time of all
-passes. With --peer also Hugging Face stacks (`benchmarks/hf_peer.py`) on the same shards, their components, and the
+passes. With --traces one more step of every layout is profiled, and its trace copied to a folder. With --peer also Hugging Face stacks (`benchmarks/hf_peer.py`) on the same shards, their components, and the
 ratios to them; one that runs out of memory is run again in a form that needs less. Configurations take turns, as many
 rounds as asked for; medians over the steps of all rounds.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -110,6 +111,7 @@ def parse() -> argparse.Namespace:
         "--weights", action="store_true", help="all layouts begin with the same weights, imported first"
     )
     parser.add_argument("--bubble", action="store_true", help="profile one step more where pp > 1")
+    parser.add_argument("--traces", type=Path, help="profile one step more of ours, and keep the trace in this folder")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="compare with Hugging Face stacks")
     parser.add_argument("--peer-micro-batch-size", type=int, help="packs of a packed peer (default: as ours)")
@@ -165,7 +167,7 @@ def streams(args: argparse.Namespace) -> int:
 
 def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: Path) -> None:
     """Train with run.py and add what its metrics.jsonl says."""
-    profiled = args.bubble and entry.pp > 1
+    profiled = args.traces is not None or (args.bubble and entry.pp > 1)
     iters = args.iters + profiled
     options = {
         "-g": args.gpus,
@@ -194,8 +196,12 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     if entry.error:
         return
     if profiled:
-        trace = read_trace.read(next((out / "run" / "profile").glob("*.trace.json.gz")))
-        entry.bubbles.append(read_trace.bubble(trace))
+        file = next((out / "run" / "profile").glob("*.trace.json.gz"))
+        if args.traces is not None:
+            args.traces.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, args.traces / f"{entry.shape}.{entry.what}.tp{entry.tp}.pp{entry.pp}.trace.json.gz")
+        if args.bubble and entry.pp > 1:
+            entry.bubbles.append(read_trace.bubble(read_trace.read(file)))
     entry.losses = [round(line["loss"], 4) for line in lines]
     for line in lines[args.warm_up :]:
         seconds = line["step_seconds"]

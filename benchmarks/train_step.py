@@ -9,9 +9,10 @@ Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real to
 ones differ by layout), and "loss off %" is how far the losses of the steps are at most from the first configuration's,
 which reads the same samples. With --bubble one more step of each pipelined layout is profiled: "bubble %" is what the
 first stage waited for the others, "predicted %" what it should be (`benchmarks/read_trace.py`), of the time of all
-passes. With --traces one more step of every layout is profiled, and its trace copied to a folder. With --peer also Hugging Face stacks (`benchmarks/hf_peer.py`) on the same shards, their components, and the
-ratios to them; one that runs out of memory is run again in a form that needs less. Configurations take turns, as many
-rounds as asked for; medians over the steps of all rounds.
+passes. With --traces one more step of every layout is profiled, and its trace copied to a folder. With --peer also
+Hugging Face stacks (`benchmarks/hf_peer.py`) on the same shards, their components, and the ratios to them; one that
+runs out of memory is run again in a form that needs less. Configurations take turns, as many rounds as asked for;
+medians over the steps of all rounds.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
 from llava_mcore.adapters.factors import new_factors, part_adapters
@@ -17,6 +19,7 @@ from llava_mcore.adapters.plan import LoraPlan
 from llava_mcore.adapters.products import SharedMatrices
 from llava_mcore.compat.aligned_linears import AlignedColumnParallelLinear
 from llava_mcore.compat.frozen_linears import FrozenProduct
+from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.language.layers import NormedRowParallelLinear
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_name
@@ -39,14 +42,14 @@ def attach_adapters(
     parallelism. In a model on the meta device adapters are the only ones that have memory.
     """
     here = linear_modules(model)
-    memory = SharedMatrices()
+    memory, activations = SharedMatrices(), _activations(model)
     for linear in layers.linears:
         chosen = [plan for plan in plans if any(member.name in plan.ranks for member in linear.members)]
         if chosen and linear.name in here:
             module = here[linear.name]
             division = _division(model, module, linear, tp_size, tp_rank)
             adapters = [_new_adapter(model, module, plan, linear, division, seed, memory) for plan in chosen]
-            _hook(module, adapters)
+            _hook(module, adapters, activations.get(module))
             _keep_width(model, linear.members[0].part)
 
 
@@ -55,6 +58,12 @@ def _keep_width(model: VisionLanguageModel, part: str) -> None:
     for module in model.get_submodule(part).modules():
         if isinstance(module, AlignedColumnParallelLinear):
             module.pads_outputs = False
+
+
+def _activations(model: VisionLanguageModel) -> dict[nn.Module, StatelessActivation]:
+    """Return the activation functions that are modules, by the layers that read what they return."""
+    found = [x for x in model.modules() if isinstance(x, MLP) and isinstance(x.activation_func, StatelessActivation)]
+    return {mlp.linear_fc2: mlp.activation_func for mlp in found}
 
 
 def linear_modules(model: VisionLanguageModel) -> dict[str, Any]:
@@ -121,14 +130,24 @@ def adapters_of(module: nn.Module) -> Sequence[LinearAdapter]:
     return found
 
 
-def _hook(module: Any, adapters: Sequence[LinearAdapter]) -> None:
-    """Let adapters change a layer's output, one after the other."""
+def _hook(module: Any, adapters: Sequence[LinearAdapter], activation: StatelessActivation | None) -> None:
+    """Let adapters change a layer's output, one after the other.
+
+    Args:
+        activation: what the layer reads is made by it again in the backward pass, from what it keeps itself; the frozen
+            layer keeps nothing.
+    """
     vars(module)[_ATTACHED] = tuple(adapters)
+    activated: list[Tensor] = []
+    if activation is not None:
+        activation.register_forward_pre_hook(lambda _, inputs: activated.append(inputs[0].detach()))
 
     def change(x: Tensor, output: Tensor) -> Tensor:
         bias = _added_bias(module)
+        remake = None if activation is None else partial(activation.forward, activated.pop())
         for adapter in adapters:
-            output = adapter(x, output, bias, lambda: _matrix(module), training=module.training)
+            given = (x, output, bias, lambda: _matrix(module))
+            output = adapter(*given, training=module.training, remake=remake)
         return output
 
     if isinstance(module, NormedRowParallelLinear):

@@ -101,7 +101,14 @@ class LinearAdapter:
         return common, block_matrix(self.layout, self.rows, columns, factors, memory)
 
     def __call__(
-        self, x: Tensor, output: Tensor, bias: Tensor | None, weight: Callable[[], Tensor], *, training: bool
+        self,
+        x: Tensor,
+        output: Tensor,
+        bias: Tensor | None,
+        weight: Callable[[], Tensor],
+        *,
+        training: bool,
+        remake: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """Return the layer's output with what the adapter adds.
 
@@ -110,12 +117,13 @@ class LinearAdapter:
             output: [s, b, o], [s / tp, b, o] after a row-parallel layer with sequence parallelism.
             bias: [o], if it is a part of `output`.
             weight: returns the layer's matrix [o, h].
+            remake: returns x again in the backward pass, so that it need not be kept.
         """
         base: Tensor | None = None
         if self.dora and self.dropout and training:
             a, base = self._dropped_products(x, weight)
         else:
-            a = self._low_rank(x, training=training)
+            a = self._low_rank(x, remake, training=training)
         # What ranks have computed of A x: of divided inputs a part of the sum, of divided tokens those of each.
         a = self._summed(a) if self.division.is_row_parallel else self._whole(a)
         if not (self.dora or self.division.gathers):
@@ -134,10 +142,10 @@ class LinearAdapter:
             base = output if bias is None else output - bias
         return output + (scale - 1) * base + scale * added
 
-    def _low_rank(self, x: Tensor, *, training: bool) -> Tensor:
+    def _low_rank(self, x: Tensor, remake: Callable[[], Tensor] | None, *, training: bool) -> Tensor:
         """Return A x of all members side by side, [.., b, r], of the part of x that this rank has."""
         if not (self.dropout and training):
-            return Down.apply(x, *(one.lora_A for one in self.factors.values()))
+            return Down.apply(x, remake, *(one.lora_A for one in self.factors.values()))
         products = [F.linear(self._dropped(x, i), one.lora_A) for i, one in self.factors.items()]
         return torch.cat(products, dim=-1)
 

@@ -112,32 +112,42 @@ def block_matrix(
 
 
 class Down(torch.autograd.Function):
-    """A x of all members side by side, [..., r], of x [..., h] and every A [rank, h]."""
+    """A x of all members side by side, [..., r], of x [..., h] and every A [rank, h].
+
+    The backward pass needs x again: it is kept, or made again by `remake`, if that is given.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *A: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *A)
+    def forward(ctx: Any, x: Tensor, remake: Callable[[], Tensor] | None, *A: Tensor) -> Tensor:
+        ctx.remake = remake
+        ctx.save_for_backward(*A) if remake is not None else ctx.save_for_backward(*A, x)
         return F.linear(x, _below_each_other(A))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        x, *A = ctx.saved_tensors
+        A = ctx.saved_tensors[: len(ctx.needs_input_grad) - 2]
         of_x = gradient @ _below_each_other(A) if ctx.needs_input_grad[0] else None
-        if not any(ctx.needs_input_grad[1:]):
-            return of_x, *(None for _ in A)
+        if not any(ctx.needs_input_grad[2:]):
+            return of_x, None, *(None for _ in A)
+        x = ctx.saved_tensors[-1] if ctx.remake is None else ctx.remake()
+        ctx.remake = None  # with what it holds
         of_A = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-        return of_x, *of_A.split([len(one) for one in A])
+        return of_x, None, *of_A.split([len(one) for one in A])
 
 
 class AddUp(torch.autograd.Function):
-    """output + scaling * B a, [..., o], of a [..., r] and the B of all blocks."""
+    """output + scaling * B a, [..., o], of a [..., r] and the B of all blocks.
+
+    It is written where `output` is, which no product keeps for its backward pass: a copy would be as large as what the
+    product itself reads and writes. If something did keep it, autograd would raise an error.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, a: Tensor, matrix: BlockMatrix, scaling: float, *B: Tensor) -> Tensor:
         ctx.matrix, ctx.scaling = matrix, scaling
         ctx.save_for_backward(a, *B)
-        flat = torch.addmm(output.flatten(0, -2), a.flatten(0, -2), matrix.whole(B).t(), alpha=scaling)
+        flat = output.detach().flatten(0, -2).addmm_(a.flatten(0, -2), matrix.whole(B).t(), alpha=scaling)
         return flat.view(output.shape)
 
     @staticmethod

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
-from collections.abc import Container, Sequence
+import re
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,11 +216,13 @@ def check_model(state: ShardedStateDict, folder: Path) -> None:
     """Compare the tensors of a model with those of a checkpoint before anything is read.
 
     Raises:
-        CheckpointError: lists every tensor that is missing or has another shape.
+        CheckpointError: lists every tensor that is missing or has another shape, and those of the checkpoint's layers
+            that the model's have not: a layer without its norm would load, and compute something else.
     """
     stored = stored_tensors(folder)
-    found: list[str] = []
-    for wanted in sharded_tensors(state):
+    wanted_tensors = list(sharded_tensors(state))
+    found = [f"not in the model: {name}" for name in _absent_from_layers((x.key for x in wanted_tensors), stored)]
+    for wanted in wanted_tensors:
         have = stored.get(wanted.key)
         if have is None:
             found.append(f"missing: {wanted.key} {wanted.global_shape}")
@@ -230,6 +233,14 @@ def check_model(state: ShardedStateDict, folder: Path) -> None:
     if found:
         unique = sorted(set(found))
         raise CheckpointError(problems(f"{folder} is a checkpoint of another model", unique))
+
+
+def _absent_from_layers(keys: Iterable[str], stored: Iterable[str]) -> list[str]:
+    """Return stored weights, without FP8 scales, of layers of which `keys` has others."""
+    layer_of = re.compile(r"(?!optimizer)(?!.*_extra_state).*?\blayers\.(\d+\.)?")
+    own = set(keys)
+    layers = {match.group() for key in own if (match := layer_of.match(key))}
+    return sorted(x for x in stored if x not in own and (match := layer_of.match(x)) and match.group() in layers)
 
 
 def model_state(chunks: Sequence[MegatronModule], *, is_loading: bool) -> ShardedStateDict:

@@ -31,7 +31,8 @@ from llava_mcore.models.language.decoder import LanguageModel
 
 logger = logging.getLogger(__name__)
 
-# Layers of one graph. More of them copy less between graphs; fewer let gradients be reduced earlier.
+# Layers of one graph. More of them copy and keep less between graphs; fewer let gradients be reduced earlier, which is
+# of no use for the small gradients of adapters: all their layers are one graph.
 LAYERS_OF_A_GRAPH = 4
 # megatron-core's mark of parameters whose gradients the backward pass has already added to their sums.
 _FUSED = "grad_added_to_main_grad"
@@ -220,9 +221,11 @@ def padded_bounds(bounds: Tensor) -> Tensor:
 
 def _segments(model: LanguageModel) -> Iterator[list[TransformerLayer]]:
     """Yield layers that become one graph: neighbors, all in FP8 or none."""
+    is_adapted = any(adapters_of(module) for module in model.decoder.modules())
+    number = len(model.decoder.layers) if is_adapted else LAYERS_OF_A_GRAPH
     for _, found in groupby(
         model.decoder.layers, lambda layer: is_first_last_bf16_layer(model.config, layer.layer_number - 1)
     ):
         layers = list(found)
-        for start in range(0, len(layers), LAYERS_OF_A_GRAPH):
-            yield layers[start : start + LAYERS_OF_A_GRAPH]
+        for start in range(0, len(layers), number):
+            yield layers[start : start + number]

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from llava_mcore.compat.aligned_linears import AlignedColumnParallelLinear, AlignedRowParallelLinear
+from llava_mcore.compat.aligned_linears import ALIGNED, AlignedColumnParallelLinear, AlignedRowParallelLinear
+from llava_mcore.mapping.fused_norms import FUSED_NORMS
+from llava_mcore.models.vision.te_layers import te_layer_spec
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.world import run_world
 
@@ -31,6 +34,16 @@ def test_outputs_and_gradients_are_the_same(gated: bool) -> None:
 
 def test_ranks_that_divide_the_layers() -> None:
     run_world(2, "tests.unit.test_aligned_linears:compare_both")
+
+
+@pytest.mark.parametrize("width", [140, 144])
+def test_the_mlp_has_a_norm_before_it(width: int) -> None:
+    """Transformer Engine's first layer has it inside, the aligned one has not."""
+    config = TransformerConfig(num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, ffn_hidden_size=width)
+    layer = te_layer_spec(config).submodules
+    is_aligned = width % ALIGNED != 0
+    assert (layer.pre_mlp_layernorm is TENorm) == is_aligned
+    assert layer.sharded_state_dict_keys_map == (FUSED_NORMS if is_aligned else {})
 
 
 def compare_both() -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from llava_mcore.checkpoint.checksums import write_checksums
+from llava_mcore.checkpoint.dist import check_model, stored_tensors
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder, latest_checkpoint, write_tracker
 from llava_mcore.cli import check
 from llava_mcore.cli import export_hf as export_command
@@ -46,6 +47,18 @@ def test_round_trip_is_bitwise_at_any_cut(hf: Path, tmp_path: Path, tp_in: int, 
     before, after = load_file(hf / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_layers_that_lack_a_part_of_the_checkpoint_are_refused(hf: Path, tmp_path: Path) -> None:
+    """Such a model computes something else, and every tensor that it asks for is there."""
+    import_hf(hf, tmp_path / "m")
+    folder = latest_checkpoint(tmp_path / "m")[0]
+    stored = stored_tensors(folder)
+    norm = "vision_model.decoder.layers.mlp.linear_fc1.layer_norm_weight"
+    check_model({"model0": stored}, folder)
+    assert stored.pop(norm)
+    with pytest.raises(CheckpointError, match=rf"not in the model: {norm}"):
+        check_model({"model0": stored}, folder)
 
 
 def test_mixed_dtypes_sharded_files_and_older_names_survive(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_transformer_engine_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -17,6 +18,7 @@ from torch import nn
 
 from llava_mcore.compat.aligned_linears import ALIGNED, AlignedColumnParallelLinear, AlignedRowParallelLinear
 from llava_mcore.compat.megatron_layers import split_gradients_without_copy
+from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.models.activations import StatelessActivation, quick_gelu
 
 
@@ -27,8 +29,11 @@ def te_layer_spec(config: TransformerConfig) -> ModuleSpec:
     attention_layer, mlp = layer.self_attention.submodules, layer.mlp.keywords["submodules"]
     attention_layer.linear_proj = _adding_its_bias(attention_layer.linear_proj)
     inner = config.ffn_hidden_size // config.tensor_model_parallel_size
-    linears = mlp.linear_fc1, mlp.linear_fc2
-    into, out_of = linears if inner % ALIGNED == 0 else (AlignedColumnParallelLinear, AlignedRowParallelLinear)
+    into, out_of = mlp.linear_fc1, mlp.linear_fc2
+    if inner % ALIGNED:
+        into, out_of = AlignedColumnParallelLinear, AlignedRowParallelLinear
+        layer.pre_mlp_layernorm = TENorm  # which Transformer Engine's first layer has inside
+        layer.sharded_state_dict_keys_map = FUSED_NORMS
     mlp.linear_fc1, mlp.linear_fc2 = _adding_its_bias(into), _adding_its_bias(out_of)
     return spec
 

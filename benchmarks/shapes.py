@@ -65,7 +65,7 @@ SOUND_SECONDS = (2.0, 16.0)
 """Range of the lengths of clips, drawn uniformly; roughly that of LibriSpeech."""
 NO_PICTURES: tuple[Size, ...] = ()
 ONE_SIZE: tuple[Size, ...] = ((640, 480),)
-PHOTOGRAPHS: tuple[Size, ...] = ((640, 480), (480, 640), (1024, 768), (500, 333), (1600, 900), (800, 1200))
+PHOTOGRAPHS: tuple[Size, ...] = ((640, 480), (480, 640), (1024, 768), (500, 333), (1600, 900), (768, 1024))
 """Sizes of photographs on the web."""
 
 

@@ -34,7 +34,7 @@ from benchmarks.material import make_shards, make_sound_shards, make_weights
 from benchmarks.peer_model import Reshard
 from benchmarks.record import ROOT, show, write_record
 from benchmarks.runs import RECIPES, run_command, training_command
-from benchmarks.shapes import SHAPES, make_hf_folder
+from benchmarks.shapes import SHAPES, Size, make_hf_folder
 from benchmarks.train_step_peer import peer
 from benchmarks.train_step_rows import PEERS, Entry, row_of
 
@@ -51,11 +51,9 @@ def main() -> None:
         for shape in args.shape:
             sizes = SHAPES[shape].sizes
             if sizes not in data:
-                where = folder / f"data-{len(data)}"
-                if sizes:
-                    data[sizes] = make_shards(where, num_samples=args.samples, sizes=sizes)
-                else:
-                    data[sizes] = make_sound_shards(where, num_samples=args.samples)
+                data[sizes] = (args.data or folder) / f"{shape}-{args.samples}"
+                if not data[sizes].exists():
+                    make_data(data[sizes], sizes, args.samples)
             make_hf_folder(folder / shape, shape, seq_length=args.seq_length, num_layers=args.layers)
             entries += planned(args, shape)
             if args.weights:
@@ -76,6 +74,17 @@ def main() -> None:
             print(f"{entry.shape} {entry.what}: {entry.stack}")
         if entry.error:
             print(f"{entry.shape} {entry.what} tp {entry.tp} pp {entry.pp}:\n{entry.error}")
+
+
+def make_data(where: Path, sizes: Sequence[Size], num_samples: int) -> None:
+    """Make shards that appear under their name when they are complete. `sizes`: of pictures; none for sounds."""
+    parts = where.with_name(where.name + ".partial")
+    shutil.rmtree(parts, ignore_errors=True)
+    if sizes:
+        make_shards(parts, num_samples=num_samples, sizes=sizes)
+    else:
+        make_sound_shards(parts, num_samples=num_samples)
+    parts.rename(where)
 
 
 def write(args: argparse.Namespace, entries: Sequence[Entry]) -> None:
@@ -125,6 +134,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-compile", action="store_true", help="compile the peers' decoder layers")
     parser.add_argument("--padded-micro-batch-size", type=int, default=16, help="samples; recomputes decoder layers")
     parser.add_argument("--padded-micro-batches", type=int, default=4, help="of a step of the padded peer")
+    parser.add_argument("--data", type=Path, help="keep the shards in this folder, for later runs")
     parser.add_argument("--work", type=Path, help="folder for the data (default: the system's temporary one)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("more", nargs="*", help="key=value overrides of our run's configuration")

@@ -49,7 +49,8 @@ def front_page() -> str:
 def speed() -> list[Cells]:
     """Return the rows about speed, each from one file, in which the peer was measured too."""
     plain, fp8 = _rows("train_step_7b_4_gbs192")[:2]
-    qwen, audio = (_rows(f"train_step_{name}_1")[0] for name in ("qwen2_5_vl", "qwen2_audio"))
+    names = ("onevision_2", "qwen2_5_vl_2", "qwen2_audio_1")
+    onevision, qwen, audio = (_rows(f"train_step_{name}")[0] for name in names)
     adapter = _rows("adapters_7b")[0]
     packed, padded = (f"{plain[peer]:.2f} ({fp8[peer]:.2f})" for peer in ("÷ hf", "÷ hf-padded"))
     page = "[performance.md](docs/performance.md)"
@@ -61,8 +62,13 @@ def speed() -> list[Cells]:
             page,
         ),
         (
-            f"Qwen2.5-VL-7B, 8 of 28 layers, {_gpu('train_step_qwen2_5_vl_1')}, BF16",
-            f"{qwen['tok/s/GPU']:,} tokens/s: {qwen['÷ hf']:.2f} times Hugging Face, packed",
+            f"LLaVA-OneVision-7B, tower trained, {_gpu('train_step_onevision_2')}, BF16",
+            f"{onevision['tok/s/GPU']:,} tokens/s per GPU: {onevision['÷ hf']:.2f} times Hugging Face, packed",
+            page,
+        ),
+        (
+            f"Qwen2.5-VL-7B, tower trained, {_gpu('train_step_qwen2_5_vl_2')}, BF16",
+            f"{qwen['tok/s/GPU']:,} tokens/s per GPU: {qwen['÷ hf']:.2f} times Hugging Face, packed",
             page,
         ),
         (
@@ -72,7 +78,7 @@ def speed() -> list[Cells]:
         ),
         (
             f"LoRA of LLaVA-1.5-7B, {_gpu('adapters_7b')}, BF16",
-            f"{adapter['tok/s']:,} tokens/s: {adapter['÷ PEFT']:.2f} times PEFT with Liger; to be measured again",
+            f"{adapter['tok/s']:,} tokens/s: {adapter['÷ PEFT']:.2f} times PEFT with Liger",
             page,
         ),
     ]
@@ -152,11 +158,17 @@ def _steps(rows: list[tuple[str, Row]]) -> str:
 
 def adapters() -> str:
     """Return the figures of LoRA and QLoRA beside PEFT's."""
-    names = {"lora": "LoRA", "nf4": "QLoRA"}
+    names = {"lora": "LoRA", "nf4": "QLoRA, before CUDA graphs", "fp8": "LoRA with FP8 products"}
     lines = [f"| {_gpu('adapters_7b')} | tokens/s | GiB |", "|---|---|---|"]
-    for row in _rows("adapters_7b"):
+    for row in [
+        *_rows("adapters_7b"),
+        *_rows("adapters_7b_fp8")[1:],
+        *_rows("adapters_7b_nf4"),
+        *_rows("adapters_13b"),
+    ]:
         who, kind = row["what"].split()
-        lines.append(f"| {names[kind]}, {who} | {row['tok/s']:,} | {row['peak GiB']} |")
+        size = row["shape"].removeprefix("llava-1.5-").upper()
+        lines.append(f"| {size}, {names[kind]}, {who} | {row['tok/s']:,} | {row['peak GiB']} |")
     return "\n".join([*lines, ""])
 
 
@@ -177,10 +189,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "README.md": front_page,
     "examples/llava-1.5-7b/README.md": llava,
     "examples/llava-onevision-7b/README.md": lambda: _steps(
-        [("train_step_siglip_qwen_4", _rows("train_step_siglip_qwen_4")[0])]
+        [(name, _rows(name)[0]) for name in ("train_step_onevision_2", "train_step_siglip_qwen_4")]
     ),
     "examples/qwen2.5-vl-7b/README.md": lambda: _steps(
-        [("train_step_qwen2_5_vl_1", _rows("train_step_qwen2_5_vl_1")[0])]
+        [("train_step_qwen2_5_vl_2", row) for row in _rows("train_step_qwen2_5_vl_2")[:2]]
     ),
     "examples/lora-one-gpu/README.md": adapters,
 }

@@ -24,12 +24,13 @@ SERVED = {case.architecture for case in EACH_CLASS}
 ON_GPUS = {
     LLAVA: "trained, also in FP8",
     "llava_next": "logits",
-    "llava_onevision": "trained, 10 layers",
+    "llava_onevision": "trained",
     "internvl": "logits",
+    "idefics2": "logits",
     "idefics3": "logits",
     "smolvlm": "logits",
     "qwen2_vl": "logits",
-    "qwen2_5_vl": "trained, 8 layers",
+    "qwen2_5_vl": "trained, also in FP8",
     "qwen3_vl": "logits",
     "qwen2_audio": "trained, 8 layers",
 }

@@ -38,8 +38,8 @@ from llava_mcore.training.determinism import make_deterministic
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.loop import train
 from llava_mcore.training.run_ids import adopt_ids
+from llava_mcore.training.saving.state import Progress, resume
 from llava_mcore.training.setup import Trainer, build_trainer
-from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.stop import StopRules
 
 logger = logging.getLogger(__name__)

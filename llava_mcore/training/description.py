@@ -10,8 +10,8 @@ from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import of_folder
 from llava_mcore.config.load import save_run_config
 from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.training.saving.state import RUN_FILE
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.state import RUN_FILE
 
 
 def write_description(trainer: Trainer, checkpoint: Path, hf_source: Path) -> dict[str, str]:

@@ -22,11 +22,11 @@ from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.fetch import Fetched, Loader, Remembering, fetch_step
 from llava_mcore.training.logs.reporter import Reporter
-from llava_mcore.training.optimizer import learning_rates
+from llava_mcore.training.optimization.optimizer import learning_rates
 from llava_mcore.training.profiling import IterationProfiler
-from llava_mcore.training.save import Saver
+from llava_mcore.training.saving.save import Saver
+from llava_mcore.training.saving.state import Progress
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.state import Progress
 from llava_mcore.training.step import StepResult, train_step
 from llava_mcore.training.stop import StopRules, any_rank
 from llava_mcore.training.validation import Validator

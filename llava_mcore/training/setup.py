@@ -36,9 +36,9 @@ from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.models.vision.replicated import copy_from_first_rank
 from llava_mcore.parallel.groups import Groups, set_virtual_stages, sum_over_ranks
-from llava_mcore.training.gradients import TowerGradients
 from llava_mcore.training.layer_graphs import LayerGraphs
-from llava_mcore.training.optimizer import build_optimizer, build_scheduler, data_parallel, params_dtype
+from llava_mcore.training.optimization.gradients import TowerGradients
+from llava_mcore.training.optimization.optimizer import build_optimizer, build_scheduler, data_parallel, params_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step
-from llava_mcore.training.save import Saver
+from llava_mcore.training.saving.save import Saver
+from llava_mcore.training.saving.state import Progress, resume
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.step import train_step
 from tests.gpu.te_checks import BF16, FP8, TE
 from tests.helpers.batches import LENGTH, FullPackLoader

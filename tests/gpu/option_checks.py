@@ -11,8 +11,8 @@ from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.parallel.share import share_step
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.loop import fetch_step
-from llava_mcore.training.save import Saver
-from llava_mcore.training.state import Progress, resume
+from llava_mcore.training.saving.save import Saver
+from llava_mcore.training.saving.state import Progress, resume
 from llava_mcore.training.step import forward_backward, train_step
 from tests.gpu import te_checks
 from tests.gpu.te_checks import FP8, TE

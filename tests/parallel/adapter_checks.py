@@ -14,9 +14,9 @@ from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.convert.logits_worker import forward
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.save import save_checkpoint
+from llava_mcore.training.saving.save import save_checkpoint
+from llava_mcore.training.saving.state import Progress, resume
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.state import Progress, resume
 from tests.helpers.fixed_dropout import RATE, fixed_here
 from tests.parallel.checks import join
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps

@@ -17,9 +17,9 @@ from llava_mcore.mapping.layouts import FuseQKV
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step
-from llava_mcore.training.save import save_checkpoint
+from llava_mcore.training.saving.save import save_checkpoint
+from llava_mcore.training.saving.state import Progress, resume
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.step import train_step
 from tests.parallel.checks import join
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config

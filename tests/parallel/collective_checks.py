@@ -19,9 +19,9 @@ from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.checkpoint.save_plan import SavePlan
 from llava_mcore.parallel.groups import Groups, gather_to_all, wait_for_all
 from llava_mcore.training.loop import _Iteration
-from llava_mcore.training.save import Saver
+from llava_mcore.training.saving.save import Saver
+from llava_mcore.training.saving.state import Progress, resume, state_to_save
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.state import Progress, resume, state_to_save
 from tests.helpers.batches import FakeLoader
 from tests.parallel.checks import join
 from tests.parallel.fault_checks import loop, weights

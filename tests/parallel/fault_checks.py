@@ -25,9 +25,9 @@ from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.logs.metrics import FILE, JsonLines
 from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.loop import train
-from llava_mcore.training.save import Saver
+from llava_mcore.training.saving.save import Saver
+from llava_mcore.training.saving.state import LOADER_FOLDER, Progress, loader_file, resume
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.state import LOADER_FOLDER, Progress, loader_file, resume
 from llava_mcore.training.stop import StopRules
 from tests.helpers.batches import FakeBatch, FakeLoader
 from tests.parallel.checks import join

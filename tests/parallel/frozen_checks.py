@@ -15,8 +15,8 @@ from llava_mcore.checkpoint.dist import load_state
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.save import save_checkpoint
-from llava_mcore.training.state import Progress, resume
+from llava_mcore.training.saving.save import save_checkpoint
+from llava_mcore.training.saving.state import Progress, resume
 from tests.helpers.fused_adam import in_place_of_torch
 from tests.parallel.checks import join
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps

@@ -16,9 +16,9 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.run.training_run import find_start
-from llava_mcore.training.save import Saver
+from llava_mcore.training.saving.save import Saver
+from llava_mcore.training.saving.state import Progress, resume
 from llava_mcore.training.setup import build_trainer
-from llava_mcore.training.state import Progress, resume
 from tests.parallel.checks import join
 from tests.parallel.fault_checks import save_to_a_full_disk
 from tests.parallel.resume_checks import OPTIMIZERS, STEPS, configure, open_fake_loader, train_steps

@@ -7,8 +7,8 @@ from typing import Any
 
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.save import save_checkpoint
-from llava_mcore.training.state import Progress, resume
+from llava_mcore.training.saving.save import save_checkpoint
+from llava_mcore.training.saving.state import Progress, resume
 from tests.parallel.checks import join
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config

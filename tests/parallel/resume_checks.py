@@ -18,10 +18,10 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.loop import fetch_step
-from llava_mcore.training.optimizer_state import optimizer_state
-from llava_mcore.training.save import save_checkpoint
+from llava_mcore.training.optimization.optimizer_state import optimizer_state
+from llava_mcore.training.saving.save import save_checkpoint
+from llava_mcore.training.saving.state import Progress, resume
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.step import train_step
 from tests.helpers.batches import FakeLoader
 from tests.parallel.checks import join

@@ -16,9 +16,9 @@ from llava_mcore.models.trainable import whole_name
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step
-from llava_mcore.training.save import save_checkpoint
+from llava_mcore.training.saving.save import save_checkpoint
+from llava_mcore.training.saving.state import Progress, resume
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.state import Progress, resume
 from llava_mcore.training.step import forward_backward, train_step
 from tests.helpers.class_checks import batch_of
 from tests.parallel.checks import join

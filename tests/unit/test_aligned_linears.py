@@ -18,7 +18,7 @@ from torch import nn
 
 from llava_mcore.compat.aligned_linears import ALIGNED, AlignedColumnParallelLinear, AlignedRowParallelLinear
 from llava_mcore.mapping.fused_norms import FUSED_NORMS
-from llava_mcore.models.vision.te_layers import te_layer_spec
+from llava_mcore.models.vision.layers.te_layers import te_layer_spec
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.world import run_world
 

@@ -21,9 +21,9 @@ from llava_mcore.parallel.groups import single_process
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.run.carried_folder import write_carried_folder
 from llava_mcore.templates.named import NAMES
-from llava_mcore.training.save import save_checkpoint
+from llava_mcore.training.saving.save import save_checkpoint
+from llava_mcore.training.saving.state import Progress
 from llava_mcore.training.setup import build_trainer
-from llava_mcore.training.state import Progress
 from tests.helpers.chat_cases import messages
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
 from tests.unit.test_chat_templates import CONVERSATIONS

@@ -25,15 +25,15 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from llava_mcore.compat import (
     cpu,
-    energon_jsonl,
-    energon_memory,
-    energon_names,
-    energon_repeat,
     frozen_linears,
     megatron,
     megatron_layers,
     megatron_optimizer,
 )
+from llava_mcore.compat.energon import jsonl as energon_jsonl
+from llava_mcore.compat.energon import memory as energon_memory
+from llava_mcore.compat.energon import names as energon_names
+from llava_mcore.compat.energon import repeat as energon_repeat
 from llava_mcore.compat.megatron import FACTORY_OPTIONS, LoadStrategy
 from llava_mcore.compat.required import replace_name, required
 from llava_mcore.compat.torch import NUM_STATE, accept_newer_metadata, file_offset, storage_info

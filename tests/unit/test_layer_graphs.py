@@ -21,7 +21,7 @@ from llava_mcore.training import layer_graphs
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.layer_graphs import LayerGraphs, padded_bounds
-from llava_mcore.training.optimizer import overlaps_param_gather
+from llava_mcore.training.optimization.optimizer import overlaps_param_gather
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.setup import layer_graphs as graphs_of
 from llava_mcore.training.step import train_step

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from megatron.energon.typed_converter import JsonParser
 
-from llava_mcore.compat import energon_names
-from llava_mcore.compat.energon_names import refuse_named_code
+from llava_mcore.compat.energon import names as energon_names
+from llava_mcore.compat.energon.names import refuse_named_code
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.doctor.examiner import Examiner
 from llava_mcore.data.encoding.assets import Assets

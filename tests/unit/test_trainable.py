@@ -15,7 +15,7 @@ from llava_mcore.config.sections.optimizer import OptimizerConfig
 from llava_mcore.errors import CheckpointError, ConfigError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.trainable import trained_parameters
-from llava_mcore.training.optimizer import follow_settings, part_rates
+from llava_mcore.training.optimization.optimizer import follow_settings, part_rates
 from tests.helpers.tiny_hf import make_hf_llava
 
 LAYER = "language_model.decoder.layers.3."

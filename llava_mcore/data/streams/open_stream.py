@@ -10,10 +10,10 @@ import ryml
 from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, get_val_dataset
 from megatron.energon.epathlib import EPath
 
-from llava_mcore.compat.energon_jsonl import skip_nested_lines
-from llava_mcore.compat.energon_memory import forget_read_members
-from llava_mcore.compat.energon_names import NamedCodeError, refuse_named_code
-from llava_mcore.compat.energon_repeat import repeat_parts_exactly
+from llava_mcore.compat.energon.jsonl import skip_nested_lines
+from llava_mcore.compat.energon.memory import forget_read_members
+from llava_mcore.compat.energon.names import NamedCodeError, refuse_named_code
+from llava_mcore.compat.energon.repeat import repeat_parts_exactly
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import SPLIT, VALIDATION

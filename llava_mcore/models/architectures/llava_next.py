@@ -9,10 +9,10 @@ from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration, Pre
 
 from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.anyres import NEXT_FIELDS, AnyRes, AnyResPlan
 from llava_mcore.models.architectures.llava import NAMES, Llava
 from llava_mcore.models.media import MediaPlan, Processing
 from llava_mcore.models.names import KnownNames
+from llava_mcore.models.tiles.anyres import NEXT_FIELDS, AnyRes, AnyResPlan
 from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
 
 

@@ -14,10 +14,10 @@ from transformers import (
 
 from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.anyres import ONEVISION_FIELDS, AnyRes
-from llava_mcore.models.anyres_video import AnyResVideoPlan
 from llava_mcore.models.architectures.llava_next import LlavaNext
 from llava_mcore.models.media import MediaPlan, Processing
+from llava_mcore.models.tiles.anyres import ONEVISION_FIELDS, AnyRes
+from llava_mcore.models.tiles.anyres_video import AnyResVideoPlan
 
 _ASPECT_RATIO = re.compile(r"anyres_max_(\d+)")
 

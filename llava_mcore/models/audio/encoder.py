@@ -29,9 +29,9 @@ from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.mapping.layouts import FuseQKV
 from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.names import LayerNames
+from llava_mcore.models.vision.layers.te_layers import te_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.patches import packed_bounds
 from llava_mcore.models.vision.replicated import process_groups
-from llava_mcore.models.vision.te_layers import te_layer_spec, use_fewer_kernels
 from llava_mcore.parallel.items import Items, MediaLengths
 
 

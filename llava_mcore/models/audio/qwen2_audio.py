@@ -14,9 +14,9 @@ from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
 from llava_mcore.models.audio.encoder import AudioShape, AudioTransformer
 from llava_mcore.models.names import LayerNames
-from llava_mcore.models.vision.encoder_layers import WEIGHT_BIAS, layer_entries, require
 from llava_mcore.models.vision.family import TowerWork, VisionFamily
 from llava_mcore.models.vision.features import FeatureChoice
+from llava_mcore.models.vision.layers.encoder_layers import WEIGHT_BIAS, layer_entries, require
 
 NORM_EPS = 1e-5
 """Of every norm of the encoder; transformers has no setting for it."""

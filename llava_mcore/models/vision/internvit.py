@@ -8,7 +8,9 @@ from transformers import PretrainedConfig
 
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.names import LayerNames
-from llava_mcore.models.vision.encoder_layers import (
+from llava_mcore.models.vision.family import TileTower
+from llava_mcore.models.vision.geometry import image_side, patch_side
+from llava_mcore.models.vision.layers.encoder_layers import (
     embedding_entries,
     layer_entries,
     require,
@@ -17,8 +19,6 @@ from llava_mcore.models.vision.encoder_layers import (
     unused_layers,
     unused_norm,
 )
-from llava_mcore.models.vision.family import TileTower
-from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
 
 _CONV = "embeddings.patch_embeddings.projection"

@@ -40,8 +40,8 @@ from llava_mcore.models.names import LayerNames
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import PatchRopeSelfAttention
 from llava_mcore.models.vision.features import FeatureChoice
+from llava_mcore.models.vision.layers.te_layers import te_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.replicated import process_groups
-from llava_mcore.models.vision.te_layers import te_layer_spec, use_fewer_kernels
 from llava_mcore.parallel.items import Items, MediaLengths
 
 

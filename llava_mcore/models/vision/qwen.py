@@ -38,9 +38,9 @@ from llava_mcore.mapping.sharding import REPLICATED
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
 from llava_mcore.models.names import LayerNames
-from llava_mcore.models.vision.encoder_layers import layer_entries
 from llava_mcore.models.vision.family import PatchTower, TowerWork
 from llava_mcore.models.vision.geometry import patch_side
+from llava_mcore.models.vision.layers.encoder_layers import layer_entries
 from llava_mcore.models.vision.patches import PatchShape
 
 Grid = tuple[int, int, int]

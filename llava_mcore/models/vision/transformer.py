@@ -25,12 +25,12 @@ from llava_mcore.batch_fields import PIXEL_VALUES
 from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.names import LayerNames
-from llava_mcore.models.vision import layer_scale
-from llava_mcore.models.vision.encoder_layers import USUAL_NAMES
 from llava_mcore.models.vision.features import FeatureChoice
-from llava_mcore.models.vision.layer_scale import LayerScale
+from llava_mcore.models.vision.layers import layer_scale
+from llava_mcore.models.vision.layers.encoder_layers import USUAL_NAMES
+from llava_mcore.models.vision.layers.layer_scale import LayerScale
+from llava_mcore.models.vision.layers.te_layers import te_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.replicated import process_groups
-from llava_mcore.models.vision.te_layers import te_layer_spec, use_fewer_kernels
 from llava_mcore.parallel.items import Items, MediaLengths
 
 

@@ -21,8 +21,8 @@ from llava_mcore.training.closing import attempt
 from llava_mcore.training.faults.spikes import SpikeAlert
 from llava_mcore.training.logs.metrics import ANSWERS_FILE, VALIDATION_FILE, JsonLines, Metrics, MetricsFile
 from llava_mcore.training.logs.sinks import Sinks
+from llava_mcore.training.saving.state import Progress
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.state import Progress
 from llava_mcore.training.step import StepResult
 from llava_mcore.training.validation import ValidationResult
 

@@ -19,8 +19,8 @@ from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.random import random_state, set_random_state
-from llava_mcore.training.optimizer import follow_settings, own_rates
-from llava_mcore.training.optimizer_state import load_optimizer_state, optimizer_state
+from llava_mcore.training.optimization.optimizer import follow_settings, own_rates
+from llava_mcore.training.optimization.optimizer_state import load_optimizer_state, optimizer_state
 from llava_mcore.training.setup import Trainer
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Patches and private names of megatron-energon 7.4."""

@@ -1,0 +1,1 @@
+"""The optimizer: its parameter groups and state, and gradients before its step."""

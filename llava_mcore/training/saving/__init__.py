@@ -1,0 +1,1 @@
+"""Saving a run: what is saved, how, and how long it took."""

@@ -76,12 +76,12 @@ def test_every_layout_trains_alike(material: dict[str, Any]) -> None:
         ranks = run_world(tp * pp, "tests.parallel.any_size_checks:train", tp=tp, pp=pp, **material)
         found[tp, pp] = ranks[0]
     one = found[1, 1]
-    for run, expected in one.items():
+    assert one.keys() == found[2, 2].keys() and len(one) == 2 * len(OF_ANY_SIZE)
+    for expected in one.values():
         assert len(set(expected["tiles"])) > 1, "batches hold different numbers of tiles or patches"
         assert expected["loss"][-1] < expected["loss"][0]
-        for layout in LAYOUTS[1:]:
-            assert (
-                found[layout][run]["tokens"] == expected["tokens"] and found[layout][run]["tiles"] == expected["tiles"]
-            )
-            assert found[layout][run]["loss"] == pytest.approx(expected["loss"], rel=1e-5), (layout, run)
-            assert found[layout][run]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4), (layout, run)
+    for layout in LAYOUTS[1:]:
+        for run, here in found[layout].items():
+            assert here["tokens"] == one[run]["tokens"] and here["tiles"] == one[run]["tiles"]
+            assert here["loss"] == pytest.approx(one[run]["loss"], rel=1e-5), (layout, run)
+            assert here["grad_norm"] == pytest.approx(one[run]["grad_norm"], rel=1e-4), (layout, run)

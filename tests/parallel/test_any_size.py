@@ -13,7 +13,7 @@ from PIL import Image
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.models.architectures.registry import ARCHITECTURES
 from tests.helpers.bad_data_makers import index, messages, write_tar
-from tests.helpers.cases import CASES, make_case
+from tests.helpers.cases import CASES, SHORT_SOUNDS, make_case
 from tests.helpers.shards import jpeg, make_dataset
 from tests.helpers.tiny_audio import encoded
 from tests.helpers.world import run_world
@@ -22,6 +22,7 @@ NUM_SAMPLES = 24
 SIZES = ((56, 56), (140, 60), (50, 170), (200, 190), (30, 31))
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
 OF_ANY_SIZE = [x for x in CASES if x.architecture.startswith(("llava_", "qwen")) or x.options.get("splits")]
+OF_ANY_SIZE = [SHORT_SOUNDS if x.architecture == SHORT_SOUNDS.architecture else x for x in OF_ANY_SIZE]
 
 
 def resized(index: int) -> bytes:

@@ -80,7 +80,7 @@ def curves_of(
     """The same in a world that has been joined; of `chosen` runs alone, if given."""
     mixed = {1, 3, 4, 5}  # some data-parallel ranks meet only text in some micro-batches
     untied, tied = checkpoints["untied"], checkpoints["tied"]
-    short = {"training.train_iters": 4}
+    short = {"training.train_iters": 3}
     stage1 = {"model.freeze_language_model": True, "model.freeze_vision_model": True}
     rates = {
         "optimizer.vision_lr": 3e-3,
@@ -121,7 +121,7 @@ def curves_of_classes(
     tp: int, pp: int, checkpoints: dict[str, str], save_dir: str, variants: bool = True
 ) -> dict[str, Any]:
     """Short runs of every class, padded and packed; with `variants` also bf16, text alone, and parts frozen."""
-    short = {"training.train_iters": 4}
+    short = {"training.train_iters": 3}
     parts = ("vision_model", "vision_projection", "language_model")
     only = {part: {f"model.freeze_{other}": other != part for other in parts} for part in parts}
     runs = {}

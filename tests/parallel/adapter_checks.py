@@ -67,10 +67,7 @@ def curves(
         runs[name] = (other, mixed, adapter_flags(tp, dp) | short | everywhere | {"adapter.bias": "lora_only"})
     groups = join(tp, pp)
     found = run_all(groups, runs, save_dir)
-    with_masks = {
-        name: (checkpoint, mixed, adapter_flags(tp, dp, folder) | short)
-        for name, folder in dropped.items()
-    }
+    with_masks = {name: (checkpoint, mixed, adapter_flags(tp, dp, folder) | short) for name, folder in dropped.items()}
     with fixed_here():
         found |= run_all(groups, with_masks, save_dir)
     run = run_config(tp, pp, wide["checkpoint"], save_dir, **quantized)

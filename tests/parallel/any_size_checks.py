@@ -20,14 +20,14 @@ SEQ_LENGTH = 192
 
 
 def train(tp: int, pp: int, cases: dict[str, dict[str, str]], save_dir: str) -> dict[str, Any]:
-    """Train on every case's checkpoint, packed; padded too on one process and with both axes.
+    """Train on every case's checkpoint, packed; one process also trains padded.
 
     Returns losses, gradient norms and sizes of batches.
     """
     groups = join(tp, pp)
     found = {}
     for name, case in cases.items():
-        for packing in (False, True) if tp == pp else (True,):
+        for packing in (False, True) if tp * pp == 1 else (True,):
             flags = {"parallel.sequence_parallel": True} if tp > 1 and packing else {}
             run = run_config(tp, pp, case["checkpoint"], save_dir, **flags)
             found[f"{name}, packed" if packing else name] = _steps(groups, run, Path(case["hf"]), case["data"], packing)

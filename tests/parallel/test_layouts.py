@@ -17,7 +17,7 @@ from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.cases import CASES, Case, case_inputs, hf_logits, make_case
 from tests.helpers.world import run_world
 
-LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
+LAYOUTS: list[Any] = [(1, 1), (2, 1), (1, 2), (2, 2), *(pytest.param(4, pp, marks=pytest.mark.long) for pp in (1, 2))]
 OF_FOUR = ("clip-llama", "clip-qwen2", "siglip-mistral", "siglip-qwen3")
 """What four tensor-parallel ranks divide otherwise than two: padded and tied vocabularies, one or two heads of keys."""
 

@@ -27,7 +27,8 @@ OF_COMBINED = ("plain", "distributed", "tied", "text only", "packed")
 WHOLE = [layout for layout in LAYOUTS if layout not in COMBINED]
 """Layouts that run everything."""
 COMPARED = ("plain", "distributed", "tied", "text only", "pictures only", "stage 1", "rates", "last layer")
-CELLS = [(x, run) for x in LAYOUTS[1:] for run in COMPARED if x in WHOLE or run in OF_COMBINED]
+CELLS: list[Any] = [(x, run) for x in WHOLE[1:] for run in COMPARED]
+CELLS += [pytest.param(x, run, marks=pytest.mark.long) for x in COMBINED for run in OF_COMBINED if run in COMPARED]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def test_recomputation_needs_nothing_trained_below(results: Results, layout: Lay
     assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4) and reference["grad_norm"][0] > 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*WHOLE, *(pytest.param(x, marks=pytest.mark.long) for x in COMBINED)])
 def test_packed_samples_train_as_padded_ones(results: Results, layout: Layout) -> None:
     """Packed samples of unequal length, at every layout, against the padded ones in one process."""
     reference, here = results(ONE)["short"], results(layout)["packed"]

@@ -111,7 +111,7 @@ def test_a_process_killed_from_outside(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "llava_mcore", "prepare", source, "--out", out, "--samples-per-shard", "10"]
     process = subprocess.Popen([*command, "--num-workers", "2"], cwd=ROOT, stdout=subprocess.PIPE)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not (out / "000003.tar").exists():
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.005)

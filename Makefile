@@ -10,7 +10,6 @@ INPUTS := pyproject.toml environments/test-models.txt scripts/setup_venv.sh
 # Tests wait for processes of their own half of the time: a third worker fills two cores.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 USUAL := 'not gpu and not cluster and not long'
-ACROSS_VERSIONS := tests/e2e/test_readme.py tests/parallel/test_layouts.py tests/parallel/test_training.py tests/unit
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
@@ -37,8 +36,25 @@ test: lint ## Run every check that needs no GPU
 test-long: .venv/.installed-dev ## Run the tests that take long
 	$(PYTHON) $(PYTEST) -m long tests/e2e tests/parallel tests/unit
 
-# What versions change: names, numbers, tokens, files and the commands of the README. The rest of tests/e2e and
-# tests/parallel is about processes, and about layouts that agree with each other.
+# What versions of torch and transformers change. The other tests are about our own logic (rules, flags, messages, locks,
+# packing, the importer, the doctor, SLURM), about processes, or about layouts that agree with each other.
+# Names and numbers: weights there and back, logits and gradients beside Hugging Face's, for every class and family.
+ACROSS_VERSIONS := 'tests/parallel/test_layouts.py::test_parity_and_round_trip[1-1]'
+ACROSS_VERSIONS += 'tests/parallel/test_layouts.py::test_parity_and_round_trip[2-2]'
+ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,activations anyres_model audio check_model classes conversion \
+	families idefics2 import_export linear_cross_entropy llava_model qlora qwen rotary_factor vision_features)
+# Tokens: chat templates, tokenizers, processors of pictures, sounds and videos; the models that `build` makes of parts.
+ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,anyres build build_audio build_chat build_classes build_idefics2 \
+	chat_templates chat_travels data_assets data_chat sounds typed_tokens videos)
+# Files: checkpoints that others wrote, what torch.load refuses, streamed conversions, names for servers.
+ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,convert_streaming foreign_checkpoints interop serving_names)
+# Every patch and private name in llava_mcore/compat, what starts without CUDA, the table of versions.
+ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,compat cpu fp8_scales versions)
+# The whole way: the README's commands, training beside plain torch, resumed runs, the library, answers and the server.
+ACROSS_VERSIONS += tests/e2e/test_readme.py tests/parallel/test_resume_layouts.py
+ACROSS_VERSIONS += tests/parallel/test_training.py::test_one_process_trains_as_plain_hugging_face
+ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,answering data_loader library serve)
+
 test-newest: $(NEWEST)/.installed-dev ## Run the tests with the newest versions that pyproject.toml allows
 	$(NEWEST)/bin/python -m compileall -q llava_mcore tests
 	$(NEWEST)/bin/python $(PYTEST) -m $(USUAL) $(ACROSS_VERSIONS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.forkserver
 import os
 import shutil
@@ -61,6 +62,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not torch.cuda.is_available():
         multiprocessing.set_forkserver_preload(["tests.helpers.preload"])
         multiprocessing.forkserver.ensure_running()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what is imported out of garbage collections: each forked loader process would copy all of it for one."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -77,6 +77,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_foreign_one_runs_nothing(root
     assert [line["iteration"] for line in read_metrics(root / "save" / "own")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.long
 def test_a_folder_without_tokenizer(root: Path) -> None:
     shutil.copytree(root / "hf", root / "bare")
     for name in ("tokenizer.json", "tokenizer_config.json"):

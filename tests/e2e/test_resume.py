@@ -55,7 +55,7 @@ def validations(run_dir: Path, name: str = "validation.jsonl") -> list[dict[str,
     return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
 
 
-# layout, a layout with another data-parallel size, the model (exact or with dropout), more flags
+# layout, one with another data-parallel size (tests/parallel/test_resume_layouts.py has more), the model, more flags
 WHOLE = ("--train-iters", ITERATIONS, "--eval-interval", 4)
 # 8 iterations of 4 samples, then 4 of 8; 6 samples are no iteration more. It is saved in the middle of both.
 RAMP = ("--rampup-batch-size", "4,4,32", "--train-samples", 8 * 4 + 4 * 8 + 6, "--skip-train-iteration-range", "8-9")
@@ -65,7 +65,7 @@ PIXELS = ("--min-pixels", 700, "--max-pixels", 5000)
 CASES: dict[str, Any] = {
     "dropout": ((2, 1, 1), None, "dropout", [*WHOLE, "--lr-decay-style", "linear"]),
     "qwen": ((2, 1, 1), (1, 2, 1), "qwen", ["--train-iters", ITERATIONS, "--packing", *PIXELS]),
-    "distributed": ((1, 1, 2), (1, 2, 1), "exact", [*RAMP, *WSD, *ASKS, "--dist-optim", "optimizer.vision_lr=2e-3"]),
+    "distributed": ((1, 1, 2), None, "exact", [*RAMP, *WSD, *ASKS, "--dist-optim", "optimizer.vision_lr=2e-3"]),
 }
 
 

@@ -18,7 +18,7 @@ from llava_mcore.models.media import Size
 
 def assert_same_ids(folder: Path, assets: Assets, sizes: list[Size], together: int = 3) -> None:
     """Compare the ids of conversations with some pictures each with those of the folder's processor, and the tiles."""
-    processor = AutoProcessor.from_pretrained(folder)
+    processor, per_tile = AutoProcessor.from_pretrained(folder), features_per_tile(load_hf_config(folder))
     for some in itertools.batched(sizes, together):
         turns = [Turn("user", "What?" + "\n<image>" * len(some)), Turn("assistant", "This.")]
         text = assets.chat.render(turns)
@@ -31,5 +31,4 @@ def assert_same_ids(folder: Path, assets: Assets, sizes: list[Size], together: i
         tokens = assets.plan.tokens(some)
         num_rows = expected["pixel_values"].flatten(0, -4).shape[0]
         assert sum(item.num_rows for item in tokens) == num_rows, some
-        per_tile = features_per_tile(load_hf_config(folder))
         assert [item.num_features for item in tokens] == [item.num_rows * per_tile for item in tokens]

@@ -51,7 +51,7 @@ def curves(
             inputs whose logits are returned.
         dropped: adapters with dropout.
     """
-    short, mixed = {"training.train_iters": 4}, {1, 3, 4, 5}
+    short, mixed = {"training.train_iters": 3}, {1, 3, 4, 5}
     runs = {name: (checkpoint, mixed, adapter_flags(tp, dp, folder)) for name, folder in adapters.items()}
     some = adapter_flags(tp, dp, adapters["lora"]) | short
     runs |= {
@@ -67,10 +67,7 @@ def curves(
         runs[name] = (other, mixed, adapter_flags(tp, dp) | short | everywhere | {"adapter.bias": "lora_only"})
     groups = join(tp, pp)
     found = run_all(groups, runs, save_dir)
-    with_masks = {
-        name: (checkpoint, mixed, adapter_flags(tp, dp, folder) | {"training.train_iters": 4})
-        for name, folder in dropped.items()
-    }
+    with_masks = {name: (checkpoint, mixed, adapter_flags(tp, dp, folder) | short) for name, folder in dropped.items()}
     with fixed_here():
         found |= run_all(groups, with_masks, save_dir)
     run = run_config(tp, pp, wide["checkpoint"], save_dir, **quantized)

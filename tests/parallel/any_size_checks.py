@@ -15,16 +15,19 @@ from llava_mcore.training.step import train_step
 from tests.parallel.checks import join
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
 
-STEPS = 4
+STEPS = 3
 SEQ_LENGTH = 192
 
 
 def train(tp: int, pp: int, cases: dict[str, dict[str, str]], save_dir: str) -> dict[str, Any]:
-    """Train on every case's checkpoint, padded and packed; return losses, gradient norms and sizes of batches."""
+    """Train on every case's checkpoint, packed; one process also trains padded.
+
+    Returns losses, gradient norms and sizes of batches.
+    """
     groups = join(tp, pp)
     found = {}
     for name, case in cases.items():
-        for packing in (False, True):
+        for packing in (False, True) if tp * pp == 1 else (True,):
             flags = {"parallel.sequence_parallel": True} if tp > 1 and packing else {}
             run = run_config(tp, pp, case["checkpoint"], save_dir, **flags)
             found[f"{name}, packed" if packing else name] = _steps(groups, run, Path(case["hf"]), case["data"], packing)

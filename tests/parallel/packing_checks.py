@@ -22,7 +22,8 @@ from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.share import share_step
 from tests.parallel.checks import join, load_model
 
-STEPS = 10
+STEPS = 6
+"""Of two micro-batches of two samples: with padding an epoch."""
 MICRO_BATCHES = 2
 
 

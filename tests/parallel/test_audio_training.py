@@ -18,7 +18,7 @@ ANSWERS = ("seven", "It is a house.", "no.", "The lazy dog; 漢字とかな。")
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root: Path = tmp_path_factory.mktemp("speech")
-    model = make_hf_audio(root / "hf")
+    model = make_hf_audio(root / "hf", seconds=4)
     import_hf(root / "hf", root / "megatron")
     samples: dict[str, Any] = {}
     for i in range(24):

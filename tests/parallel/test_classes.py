@@ -21,6 +21,8 @@ from tests.parallel.training_checks import GLOBAL_BATCH
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]
 """tp, pp, dp."""
+WHOLE = [(1, 1, 1), (2, 2, 1)]
+"""Layouts that run every variant; tests/parallel/test_training.py runs LLaVA's at every layout."""
 PARTS = ("vision_model", "vision_projection", "language_model")
 
 
@@ -35,7 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     found: dict[Any, Any] = {"root": root}
     for tp, pp, dp in LAYOUTS:
         function = "tests.parallel.training_checks:curves_of_classes"
-        ranks = run_world(tp * pp * dp, function, tp=tp, pp=pp, **arguments)
+        ranks = run_world(tp * pp * dp, function, tp=tp, pp=pp, variants=(tp, pp, dp) in WHOLE, **arguments)
         assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
         found[tp, pp, dp] = ranks[0]
     return found
@@ -45,11 +47,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
 @pytest.mark.parametrize("name", MAKERS)
 def test_loss_curves_equal_those_of_one_process(results: dict[Any, Any], layout: Any, name: str) -> None:
     reference, here = results[1, 1, 1], results[layout]
-    pairs = {run: run for run in reference if run.startswith(name)} | {f"packed {name}": f"{name}, plain"}
+    pairs = {run: run for run in here if run.startswith(name)} | {f"packed {name}": f"{name}, plain"}
     for run, expected in pairs.items():
         assert here[run]["loss"] == pytest.approx(reference[expected]["loss"], rel=1e-5), run
         assert here[run]["grad_norm"] == pytest.approx(reference[expected]["grad_norm"], rel=1e-4), run
         assert here[run]["grad_norm"][0] == pytest.approx(reference[expected]["grad_norm"][0], rel=1e-5), run
+
+
+@pytest.mark.parametrize("layout", WHOLE)
+@pytest.mark.parametrize("name", MAKERS)
+def test_half_precision_is_close_and_parts_add_up(results: dict[Any, Any], layout: Any, name: str) -> None:
+    reference, here = results[1, 1, 1], results[layout]
     assert here[f"bf16 {name}"]["loss"] == pytest.approx(reference[f"{name}, plain"]["loss"], rel=5e-3)
     norms = [here[f"{name}, only {part}"]["grad_norm"][0] for part in PARTS]
     whole = here[f"{name}, plain"]["grad_norm"][0]

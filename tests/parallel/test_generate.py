@@ -107,6 +107,7 @@ def test_tokens_are_those_of_transformers(expected: dict[str, Any], tp: int, pp:
             assert found[name] == case["answers"], name
 
 
+@pytest.mark.long
 def test_other_settings_and_layouts(expected: dict[str, Any]) -> None:
     """Draws, penalties, numbers of rows, sequence parallelism, interleaved stages; and the cache itself."""
     case = expected[CASES[0].name]

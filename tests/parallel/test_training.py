@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,59 +18,75 @@ from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import LAYOUTS, run_world
 from tests.parallel.validation_checks import NUM_VALIDATION, make_material
 
+Layout = tuple[int, int, int]
+Results = Callable[[Layout], dict[str, Any]]
+ONE: Layout = (1, 1, 1)
+COMBINED: list[Layout] = [(2, 1, 2), (2, 2, 2)]
+"""Tensor and data parallelism together: half of all processes, so only what one axis might do to the other runs."""
+OF_COMBINED = ("plain", "distributed", "tied", "text only", "packed")
+WHOLE = [layout for layout in LAYOUTS if layout not in COMBINED]
+"""Layouts that run everything."""
+COMPARED = ("plain", "distributed", "tied", "text only", "pictures only", "stage 1", "rates", "last layer")
+CELLS: list[Any] = [(x, run) for x in WHOLE[1:] for run in COMPARED]
+CELLS += [pytest.param(x, run, marks=pytest.mark.long) for x in COMBINED for run in OF_COMBINED if run in COMPARED]
+
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, int], dict[str, Any]]:
-    """The curves of every layout, from rank 0 of each world."""
-    root: Path = tmp_path_factory.mktemp("training")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the models are."""
+    return tmp_path_factory.mktemp("training")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
+    """Returns the curves of a layout, from rank 0 of its world, and what its validation found."""
     checkpoints = {}
     for name, tie in (("untied", False), ("tied", True)):
-        make_hf_llava(root / f"hf-{name}", text="qwen2" if tie else "llama", tie=tie)
-        import_hf(root / f"hf-{name}", root / name)
-        checkpoints[name] = str(root / name)
-    material = make_material(root)
-    found: dict[Any, Any] = {"hf": root / "hf-untied"}
-    for tp, pp, dp in LAYOUTS:
-        arguments = {"tp": tp, "pp": pp, "checkpoints": checkpoints, "save_dir": str(root / "save")}
-        ranks = run_world(
-            tp * pp * dp, "tests.parallel.validation_checks:curves_and_validation", material=material, **arguments
-        )
+        make_hf_llava(folder / f"hf-{name}", text="qwen2" if tie else "llama", tie=tie)
+        import_hf(folder / f"hf-{name}", folder / name)
+        checkpoints[name] = str(folder / name)
+    given: dict[str, Any] = {"checkpoints": checkpoints, "save_dir": str(folder / "save")}
+    material = make_material(folder)
+
+    @functools.cache
+    def of(layout: Layout) -> dict[str, Any]:
+        tp, pp, dp = layout
+        function = "tests.parallel.validation_checks:curves_and_validation"
+        what: dict[str, Any] = {"material": material} if layout in WHOLE else {"material": None, "runs": OF_COMBINED}
+        ranks = run_world(tp * pp * dp, function, tp=tp, pp=pp, **what, **given)
         assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
-        found[tp, pp, dp] = ranks[0]
-    return found
+        return ranks[0]
+
+    return of
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
-@pytest.mark.parametrize(
-    "run", ["plain", "distributed", "tied", "text only", "pictures only", "stage 1", "rates", "last layer"]
-)
-def test_loss_curve_equals_one_process(results: dict[Any, Any], layout: tuple[int, int, int], run: str) -> None:
-    reference = results[1, 1, 1]["plain" if run == "distributed" else run]
-    here = results[layout][run]
+@pytest.mark.parametrize(("layout", "run"), CELLS)
+def test_loss_curve_equals_one_process(results: Results, layout: Layout, run: str) -> None:
+    reference, here = results(ONE)["plain" if run == "distributed" else run], results(layout)[run]
     assert here["loss"] == pytest.approx(reference["loss"], rel=1e-5)
     assert here["grad_norm"][0] == pytest.approx(reference["grad_norm"][0], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_recomputation_needs_nothing_trained_below(results: dict[Any, Any], layout: tuple[int, int, int]) -> None:
-    reference, here = results[1, 1, 1]["last layer"], results[layout]["last layer + recompute"]
+@pytest.mark.parametrize("layout", WHOLE)
+def test_recomputation_needs_nothing_trained_below(results: Results, layout: Layout) -> None:
+    reference, here = results(ONE)["last layer"], results(layout)["last layer + recompute"]
     assert here["loss"] == pytest.approx(reference["loss"], rel=1e-5)
     assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4) and reference["grad_norm"][0] > 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_packed_samples_train_as_padded_ones(results: dict[Any, Any], layout: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("layout", [*WHOLE, *(pytest.param(x, marks=pytest.mark.long) for x in COMBINED)])
+def test_packed_samples_train_as_padded_ones(results: Results, layout: Layout) -> None:
     """Packed samples of unequal length, at every layout, against the padded ones in one process."""
-    reference, here = results[1, 1, 1]["short"], results[layout]["packed"]
+    reference, here = results(ONE)["short"], results(layout)["packed"]
     assert here["loss"] == pytest.approx(reference["loss"], rel=1e-5)
     assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
     assert here["grad_norm"][0] == pytest.approx(reference["grad_norm"][0], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_validation_finds_the_same_at_every_layout(results: dict[Any, Any], layout: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("layout", WHOLE)
+def test_validation_finds_the_same_at_every_layout(results: Results, layout: Layout) -> None:
     """Every sample once, padded or packed; a broken one is skipped."""
-    reference, here = results[1, 1, 1]["validation"], results[layout]["validation"]
+    reference, here = results(ONE)["validation"], results(layout)["validation"]
     for name in here.keys() - {"without"}:
         expected, *counts = reference["some" if name == "some" else "padded"]["validations"][0]
         loss, *found = here[name]["validations"][0]
@@ -81,26 +98,26 @@ def test_validation_finds_the_same_at_every_layout(results: dict[Any, Any], layo
     assert first != last, "it measures the weights of its iteration"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_does_not_notice_validation(results: dict[Any, Any], layout: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("layout", WHOLE)
+def test_training_does_not_notice_validation(results: Results, layout: Layout) -> None:
     """Bit for bit, with dropout."""
-    here = results[layout]["validation"]
+    here = results(layout)["validation"]
     assert here["padded"]["losses"] == here["without"]["losses"] and len(here["without"]["losses"]) == 2
 
 
-def test_loss_falls_and_half_precision_is_close(results: dict[Any, Any]) -> None:
-    plain = results[1, 1, 1]["plain"]["loss"]
+def test_loss_falls_and_half_precision_is_close(results: Results) -> None:
+    plain = results(ONE)["plain"]["loss"]
     assert plain[-1] < 0.9 * plain[0]
-    full_precision = results[1, 1, 1]["short"]["loss"]
-    for layout in LAYOUTS:
-        assert results[layout]["bf16"]["loss"] == pytest.approx(full_precision, rel=5e-3)
-        assert results[layout]["fp16"]["loss"] == pytest.approx(full_precision, rel=5e-3)
+    full_precision = results(ONE)["short"]["loss"]
+    for layout in WHOLE:
+        assert results(layout)["bf16"]["loss"] == pytest.approx(full_precision, rel=5e-3)
+        assert results(layout)["fp16"]["loss"] == pytest.approx(full_precision, rel=5e-3)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fp16_finds_its_loss_scale(results: dict[Any, Any], layout: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("layout", WHOLE)
+def test_fp16_finds_its_loss_scale(results: Results, layout: Layout) -> None:
     """Updates whose gradients overflow are skipped on all ranks until the scale fits; then the loss falls."""
-    losses, norms = (results[layout]["fp16, adapting"][name] for name in ("loss", "grad_norm"))
+    losses, norms = (results(layout)["fp16, adapting"][name] for name in ("loss", "grad_norm"))
     first = norms.index(next(norm for norm in norms if norm))  # update
     assert 2 < first < len(norms) - 2 and 0 not in norms[first:]
     assert losses[2 : first + 1] == losses[: first - 1], "two batches take turns, and the weights stay as they were"
@@ -136,11 +153,11 @@ def groups_with_rates(model: LlavaForConditionalGeneration) -> list[dict[str, An
     ("run", "make_groups", "clip"), [("plain", plain_groups, 1), ("rates", groups_with_rates, 1e9)]
 )
 def test_one_process_trains_as_plain_hugging_face(
-    results: dict[Any, Any], run: str, make_groups: Callable[[Any], list[dict[str, Any]]], clip: float
+    results: Results, folder: Path, run: str, make_groups: Callable[[Any], list[dict[str, Any]]], clip: float
 ) -> None:
     """Same model, same batches, torch's AdamW and clipping, no megatron: the same losses and gradient norms."""
-    ours = results[1, 1, 1][run]
-    model = LlavaForConditionalGeneration.from_pretrained(results["hf"]).train()
+    ours = results(ONE)[run]
+    model = LlavaForConditionalGeneration.from_pretrained(folder / "hf-untied").train()
     optimizer = torch.optim.AdamW(make_groups(model), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
     loader = FakeLoader(model.config, micro_batch_size=8, dp_rank=0, dp_size=1, text_only={1, 3, 4, 5})
     losses, norms = [], []

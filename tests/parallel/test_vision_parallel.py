@@ -49,7 +49,7 @@ UNDIVIDED = {"qwen2_5_vl": {"intermediate_size": 51}, "qwen3_vl": {"num_heads": 
 
 def make(name: str, folder: Path) -> None:
     if name == "audio":
-        make_hf_audio(folder)
+        make_hf_audio(folder, seconds=4)
     elif name == "idefics2":
         make_hf_idefics2(folder)
     elif name.startswith("llava"):

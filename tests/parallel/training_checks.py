@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -73,11 +74,13 @@ def curves(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict
     return curves_of(join(tp, pp), checkpoints, save_dir)
 
 
-def curves_of(groups: Groups, checkpoints: dict[str, str], save_dir: str) -> dict[str, dict[str, list[float]]]:
-    """The same in a world that has been joined."""
+def curves_of(
+    groups: Groups, checkpoints: dict[str, str], save_dir: str, chosen: Collection[str] | None = None
+) -> dict[str, dict[str, list[float]]]:
+    """The same in a world that has been joined; of `chosen` runs alone, if given."""
     mixed = {1, 3, 4, 5}  # some data-parallel ranks meet only text in some micro-batches
     untied, tied = checkpoints["untied"], checkpoints["tied"]
-    short = {"training.train_iters": 4}
+    short = {"training.train_iters": 3}
     stage1 = {"model.freeze_language_model": True, "model.freeze_vision_model": True}
     rates = {
         "optimizer.vision_lr": 3e-3,
@@ -111,18 +114,22 @@ def curves_of(groups: Groups, checkpoints: dict[str, str], save_dir: str) -> dic
         "fp16": (untied, mixed, short | {"training.precision": "fp16", "training.loss_scale": 128.0}),
         "fp16, adapting": (untied, mixed, {"training.precision": "fp16", "training.train_iters": 8}),
     }
-    return run_all(groups, runs, save_dir)
+    return run_all(groups, {name: runs[name] for name in runs if chosen is None or name in chosen}, save_dir)
 
 
-def curves_of_classes(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict[str, Any]:
-    """Short runs of every class: padded, packed, text alone in some batches, and parts frozen."""
-    short = {"training.train_iters": 4}
+def curves_of_classes(
+    tp: int, pp: int, checkpoints: dict[str, str], save_dir: str, variants: bool = True
+) -> dict[str, Any]:
+    """Short runs of every class, padded and packed; with `variants` also bf16, text alone, and parts frozen."""
+    short = {"training.train_iters": 3}
     parts = ("vision_model", "vision_projection", "language_model")
     only = {part: {f"model.freeze_{other}": other != part for other in parts} for part in parts}
     runs = {}
     for name, checkpoint in checkpoints.items():
         runs[f"{name}, plain"] = (checkpoint, {1, 3, 4, 5}, short)
         runs[f"packed {name}"] = (checkpoint, {1, 3, 4, 5}, short)
+        if not variants:
+            continue
         runs[f"{name}, text alone"] = (checkpoint, set(range(8)), short)
         runs[f"bf16 {name}"] = (checkpoint, {1, 3, 4, 5}, short | {"training.precision": "bf16"})
         runs[f"{name}, recompute"] = (checkpoint, {1, 3, 4, 5}, short | {"model.recompute": "full"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,18 @@ def make_material(root: Path, **text: Any) -> dict[str, str]:
 
 
 def curves_and_validation(
-    tp: int, pp: int, checkpoints: dict[str, str], save_dir: str, material: dict[str, str]
+    tp: int,
+    pp: int,
+    checkpoints: dict[str, str],
+    save_dir: str,
+    material: dict[str, str] | None,
+    runs: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the curves of one layout and, under "validation", what `validate` returns."""
+    """Return the curves of one layout and, under "validation", what `validate` returns if it has `material`."""
     groups = join(tp, pp)
-    found: dict[str, Any] = dict(curves_of(groups, checkpoints, save_dir))
-    found["validation"] = validate(groups, save_dir=save_dir, **material)
+    found: dict[str, Any] = dict(curves_of(groups, checkpoints, save_dir, runs))
+    if material is not None:
+        found["validation"] = validate(groups, save_dir=save_dir, **material)
     return found
 
 

@@ -41,7 +41,7 @@ from llava_mcore.models.media import MediaTokens, Size
 from tests.helpers.cases import media_plan
 
 NEWLINE = -1.0
-NUM_SIZES = 10_000
+NUM_SIZES = [1_000, pytest.param(10_000, marks=pytest.mark.long)]
 
 
 def llava_next() -> PretrainedConfig:
@@ -62,10 +62,10 @@ def llava_onevision() -> PretrainedConfig:
     )
 
 
-def random_sizes(seed: int) -> Iterator[Size]:
+def random_sizes(number: int, seed: int) -> Iterator[Size]:
     """Heights and widths, small and large ones equally often, of every proportion."""
     draw = np.random.default_rng(seed)
-    for _ in range(NUM_SIZES):
+    for _ in range(number):
         height, width = np.exp(draw.uniform(np.log(2), np.log(4000), 2)).astype(int)
         yield int(height), int(width)
 
@@ -93,13 +93,14 @@ def model_makes(kind: Any, hf: PretrainedConfig, size: Size, num_tiles: int, n: 
 CASES = [(llava_next, LlavaNextModel, 0), (llava_onevision, LlavaOnevisionModel, 1)]
 
 
+@pytest.mark.parametrize("number", NUM_SIZES)
 @pytest.mark.parametrize(("config", "model", "seed"), CASES)
-def test_features_are_where_hugging_faces_model_puts_them(config: Any, model: Any, seed: int) -> None:
+def test_features_are_where_hugging_faces_model_puts_them(config: Any, model: Any, seed: int, number: int) -> None:
     hf = config()
     plan, n = media_plan(hf), architecture_of(hf).features_per_tile(hf)
     expected_tokens = expands(hf)
     resized = 0
-    for size in random_sizes(seed):
+    for size in random_sizes(number, seed):
         (tokens,) = plan.tokens([size])
         assert len(tokens) == expected_tokens(size), size
         assert tokens.num_features == n * tokens.num_rows and (tokens.ids == 4).all()

@@ -72,7 +72,7 @@ def random_sizes(number: int, longest: int, seed: int = 0) -> list[Size]:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_pictures_of_any_size_have_the_processors_tokens(folders: dict[str, Path], name: str) -> None:
-    assert_same_ids(folders[name], load_assets(folders[name]), random_sizes(2000, 400))
+    assert_same_ids(folders[name], load_assets(folders[name]), random_sizes(600, 400))
 
 
 @pytest.mark.long

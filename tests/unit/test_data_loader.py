@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import subprocess
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +18,7 @@ from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.errors import DataError
+from tests.helpers.conversions import forkserver
 from tests.helpers.encoding import tiles
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.unit.test_data_shards import make_vqa, picture, prepare, vqa_sample, write_shard
@@ -138,7 +137,7 @@ def test_ranks_and_workers_change_nothing(dataset: Path, assets: Assets, packing
     options: dict[str, Any] = {"num_streams": 8, "packing": packing, "packing_buffer_size": 5}
     one = open_loader(dataset, assets, **options)
     expected = take(one, 24)
-    for dp, workers in ((2, 1), (4, 0), (1, 3), (2, 9)):
+    for dp, workers in ((2, 1), (4, 0), (1, 3), (1, 9)):
         ranks = [open_loader(dataset, assets, workers=workers, dp_rank=r, dp_size=dp, **options) for r in range(dp)]
         steps = [[take(rank, 4 // dp) for rank in ranks] for _ in range(6)]
         for rank in ranks:
@@ -152,18 +151,15 @@ def test_seed_changes_the_order(dataset: Path, assets: Assets) -> None:
     assert orders[0] == orders[1] != orders[2]
 
 
-RESUME = """
-import sys, torch
-from pathlib import Path
-from tests.unit.test_data_loader import open_loader, take, load_assets
-torch.set_num_threads(1)
-assets = load_assets(Path(sys.argv[1]))
-for workers in (0, 2):
-    saved = [torch.load(f"{sys.argv[3]}/state{workers}.pt", weights_only=True)]
-    loader = open_loader(Path(sys.argv[2]), assets, workers=workers, saved=saved)
-    torch.save(take(loader, 20), f"{sys.argv[3]}/batches{workers}.pt")
-    loader.close()
-"""
+def resume_elsewhere(folder: Path, dataset: Path, out: Path) -> None:
+    """What the new process does."""
+    torch.set_num_threads(1)
+    assets = load_assets(folder)
+    for workers in (0, 2):
+        saved = [torch.load(out / f"state{workers}.pt", weights_only=True)]
+        loader = open_loader(dataset, assets, workers=workers, saved=saved)
+        torch.save(take(loader, 20), out / f"batches{workers}.pt")
+        loader.close()
 
 
 def test_resume_in_a_new_process(dataset: Path, assets: Assets, folder: Path, tmp_path: Path) -> None:
@@ -175,13 +171,16 @@ def test_resume_in_a_new_process(dataset: Path, assets: Assets, folder: Path, tm
         torch.save(loader.state(), tmp_path / f"state{workers}.pt")
         expected[workers] = take(loader, 20)
         loader.close()
-    subprocess.run([sys.executable, "-c", RESUME, folder, dataset, tmp_path], check=True, cwd=Path(__file__).parents[2])
+    process = forkserver().Process(target=resume_elsewhere, args=(folder, dataset, tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     for workers in (0, 2):
         assert_equal(torch.load(tmp_path / f"batches{workers}.pt", weights_only=False), expected[workers])
 
 
 def test_stopped_at_random_and_resumed_on_other_ranks(dataset: Path, assets: Assets) -> None:
-    """Twenty stops, each time another number of ranks and loader processes: the uninterrupted run's batches.
+    """Twelve stops, each time another number of ranks and loader processes: the uninterrupted run's batches.
 
     Steps have 4 micro-batches, and every number of ranks divides them and the streams.
     """
@@ -189,7 +188,7 @@ def test_stopped_at_random_and_resumed_on_other_ranks(dataset: Path, assets: Ass
     options: dict[str, Any] = {"num_streams": 8, "packing": True, "packing_buffer_size": 5}
     found: list[Batch] = []
     saved: list[dict[str, Any]] | None = None
-    for _ in range(20):
+    for _ in range(12):
         dp, workers = random.choice((1, 2, 4)), random.choice((0, 0, 1, 2))
         ranks = [
             open_loader(dataset, assets, workers=workers, dp_rank=r, dp_size=dp, saved=saved, **options)
@@ -202,7 +201,7 @@ def test_stopped_at_random_and_resumed_on_other_ranks(dataset: Path, assets: Ass
         for rank in ranks:
             rank.close()
     uninterrupted = open_loader(dataset, assets, **options)
-    assert len(found) > 60
+    assert len(found) > 40
     assert_equal(found, take(uninterrupted, len(found)))
 
 

@@ -107,11 +107,11 @@ def test_killed_anywhere_and_run_again(
 
 def test_a_process_killed_from_outside(source: Path, tmp_path: Path) -> None:
     """The real command, killed with -9 while it works and run again while its own processes notice."""
-    source = cases.write_llava_lines(tmp_path / "much", vqa_cases(600))
+    source = cases.write_llava_lines(tmp_path / "much", vqa_cases(300))
     out = tmp_path / "out"
     command = [sys.executable, "-m", "llava_mcore", "prepare", source, "--out", out, "--samples-per-shard", "10"]
     process = subprocess.Popen([*command, "--num-workers", "2"], cwd=ROOT, stdout=subprocess.PIPE)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not (out / "000003.tar").exists():
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.005)
@@ -120,7 +120,7 @@ def test_a_process_killed_from_outside(source: Path, tmp_path: Path) -> None:
     process.wait()
     assert not looks_finished(out)
     result = make(source, out, Options(rows_per_shard=10))
-    assert 0 < result.num_made < 60 and looks_finished(out)
+    assert 0 < result.num_made < 30 and looks_finished(out)
     assert not psutil.wait_procs(children, timeout=30)[1]
     make(source, tmp_path / "whole", Options(rows_per_shard=10))
     assert shard_bytes(out) == shard_bytes(tmp_path / "whole")

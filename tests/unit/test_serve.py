@@ -32,18 +32,20 @@ from tests.helpers.tiny_hf import make_hf_llava
 
 MODEL = ServedModel("tiny", 64, lambda text: {"<image>"} if "<image>" in text else ())
 MEGABYTE = 1 << 20
+NAME = "tiny"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "tiny"
+    folder = tmp_path_factory.mktemp("served") / "folder"
     make_hf_llava(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Started]:
-    with serving(folder, "--device", "cpu", "--max-request-bytes", MEGABYTE) as server:
+    flags = ("--device", "cpu", "--max-request-bytes", MEGABYTE, "--served-model-name", NAME)
+    with serving(folder, *flags) as server:
         yield server
 
 
@@ -196,13 +198,6 @@ def test_a_checked_request_has_a_limit_for_its_answer() -> None:
     assert "max_completion_tokens" not in newer
 
 
-def test_ctrl_c_ends_it(folder: Path) -> None:
-    with serving(folder, "--device", "cpu", "--served-model-name", "named") as server:
-        assert server.chat("What is it?", model="named").status_code == 200
-        assert server.stop(signal.SIGINT) == 130
-        assert server.output == "interrupted\n"
-
-
 def test_what_cannot_be_served_is_one_message(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,8 +221,8 @@ def test_what_cannot_be_served_is_one_message(
 def test_commands_of_other_engines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--hf-dir", str(folder), "--port", "8001", "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"vllm serve {folder} --host localhost --port 8001 --served-model-name tiny",
-        f"python -m sglang.launch_server --model-path {folder} --host localhost --port 8001 --served-model-name tiny",
+        f"vllm serve {folder} --host localhost --port 8001 --served-model-name folder",
+        f"python -m sglang.launch_server --model-path {folder} --host localhost --port 8001 --served-model-name folder",
     ]
 
 
@@ -239,3 +234,9 @@ def test_an_installed_engine_is_run(folder: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert main(["--hf-dir", str(folder), "--engine", "vllm"]) == 7
     assert (tmp_path / "got").read_text().startswith(f"serve {folder} --host localhost --port 8000")
+
+
+def test_ctrl_c_ends_it(server: Started) -> None:
+    """The last test here: it ends the server."""
+    assert server.stop(signal.SIGINT) == 130
+    assert server.output == "interrupted\n"

@@ -1,5 +1,7 @@
 """What the processes of a test world need; importing it starts no threads and looks for no GPU."""
 
+import gc
+
 import transformers.models.llava.modeling_llava
 
 import llava_mcore.checkpoint.dist
@@ -7,3 +9,7 @@ import llava_mcore.models.architectures.llava
 import llava_mcore.training.loop
 
 __all__ = ["llava_mcore", "transformers"]
+
+# A collection in a process that was forked would copy all of this.
+gc.collect()
+gc.freeze()

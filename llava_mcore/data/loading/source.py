@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from llava_mcore.data.loading.loader_process import loader_process_init
+from llava_mcore.data.loading.loader_process import leave_out_of_collections, loader_process_init
 from llava_mcore.data.storage.remote import storage_message
 from llava_mcore.data.streams.streams import Delivery
 from llava_mcore.errors import DataError
@@ -53,6 +53,8 @@ class Source:
 
     def next(self) -> Delivery:
         if self._iterator is None:
+            if self._loader.num_workers > 0:
+                leave_out_of_collections()
             self._iterator = iter(self._loader)
         delivery: Delivery = next(self._iterator)
         delivery.take_pixels(pinned=False)  # with a GPU torch's thread has pinned them

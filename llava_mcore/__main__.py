@@ -10,7 +10,7 @@ import sys
 from llava_mcore import log
 from llava_mcore.compat.unused_imports import skip_unused_imports
 from llava_mcore.errors import FileError
-from llava_mcore.launch.process import INTERRUPTED
+from llava_mcore.launch.process import INTERRUPTED, collect_rarely
 from llava_mcore.launch.singularity import inner_command, requested_image, rerun_in_container
 from llava_mcore.run.messages import with_messages
 
@@ -83,6 +83,8 @@ def _run(arguments: list[str]) -> int:
     log.quiet_libraries()
     if name == "train":  # this process only checks the run, then waits for the training processes
         skip_unused_imports("wandb")
+    if name in ON_CPU or name == "train":
+        collect_rarely()
     if name in ON_CPU:
         # These commands run on the CPU; a visible GPU would be initialized and occupied. Before torch is imported.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

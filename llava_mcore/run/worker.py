@@ -16,7 +16,13 @@ from llava_mcore.compat.tested import untested_line
 from llava_mcore.compat.unused_imports import skip_unused_imports
 from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import FileError, LlavaMcoreError, os_error_text
-from llava_mcore.launch.process import INTERRUPTED, STOPPED_EARLY, StopSignals, exit_now
+from llava_mcore.launch.process import (
+    INTERRUPTED,
+    STOPPED_EARLY,
+    StopSignals,
+    exit_now,
+    imports_without_collections,
+)
 from llava_mcore.parent import die_with_parent
 
 logger = logging.getLogger("llava_mcore.run.worker")  # run with -m, the module has another name
@@ -48,7 +54,8 @@ def _train(config: Path, signals: StopSignals, started: float) -> int:
         run = load_run_config(config, [], {})
         skip_unused_imports(*([] if run.logging.wandb else ["wandb"]))  # megatron-core's timers import it
         # Heavy imports come after the first lines on the console.
-        from llava_mcore.run.training_run import run_worker
+        with imports_without_collections():
+            from llava_mcore.run.training_run import run_worker
 
         finished = run_worker(run, signals, started)
     except LlavaMcoreError as error:

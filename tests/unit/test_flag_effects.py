@@ -17,8 +17,9 @@ from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.errors import DataError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.configs import ModelOptions, part_configs
-from llava_mcore.training import optimizer, setup
+from llava_mcore.training import setup
 from llava_mcore.training.debug import describe
+from llava_mcore.training.optimization import optimizer
 from tests.helpers.tiny_hf import make_hf_llava
 
 

@@ -42,6 +42,7 @@ def train(
     return text
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_model(root: Path) -> None:
     shutil.copytree(root / "megatron", root / "other")
     path = root / "other" / "iter_0000000" / "hf" / "config.json"

@@ -122,6 +122,7 @@ def test_profile_of_the_chosen_iterations_and_rank(ended: tuple[Path, int, str])
     assert {"iteration 2", "iteration 3", "aten::mm"} <= names and "iteration 4" not in names
 
 
+@pytest.mark.long
 def test_a_killed_rank_with_loader_processes_ends_the_run_within_seconds(ended: tuple[Path, int, str]) -> None:
     """The last test here: it resumes the run. Meanwhile a second one of that name is refused."""
     folder, _, _ = ended

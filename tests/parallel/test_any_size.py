@@ -71,6 +71,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"cases": cases, "save_dir": str(root / "runs")}
 
 
+@pytest.mark.long
 def test_every_layout_trains_alike(material: dict[str, Any]) -> None:
     found = {}
     for tp, pp in LAYOUTS:

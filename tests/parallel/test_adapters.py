@@ -36,7 +36,7 @@ from tests.helpers.world import run_world
 LAYOUTS: list[Any] = [
     (1, 1, 1),
     (2, 2, 1),
-    (1, 1, 2),
+    pytest.param((1, 1, 2), marks=pytest.mark.long),
     pytest.param((2, 1, 1), marks=pytest.mark.long),
     pytest.param((1, 2, 1), marks=pytest.mark.long),
 ]

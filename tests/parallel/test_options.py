@@ -38,6 +38,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {text: str(root / text) for text in FAMILIES}
 
 
+@pytest.mark.long
 def test_options_change_no_number(checkpoints: dict[str, str], tmp_path: Path) -> None:
     arguments = {"tp": 2, "pp": 2, "checkpoints": checkpoints, "save_dir": str(tmp_path)}
     ranks = run_world(4, "tests.parallel.option_checks:curves", **arguments)

@@ -105,6 +105,7 @@ def test_killed_anywhere_and_run_again(
     assert not list((out / ".prepare").glob("*.part"))
 
 
+@pytest.mark.long
 def test_a_process_killed_from_outside(source: Path, tmp_path: Path) -> None:
     """The real command, killed with -9 while it works and run again while its own processes notice."""
     source = cases.write_llava_lines(tmp_path / "much", vqa_cases(300))

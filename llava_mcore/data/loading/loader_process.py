@@ -28,11 +28,13 @@ def loader_process_init() -> Callable[[int], None]:
     return functools.partial(_start, os.getpid())
 
 
+@functools.cache
 def leave_out_of_collections() -> None:
-    """Exclude all objects of this process from garbage collections; call before a loader process is forked.
+    """Exclude what this process holds from garbage collections; call before a loader process is forked.
 
-    It inherits them. Looking through them, as Energon does when it starts and Python in every full collection, writes
-    to the pages of all that is imported, and so copies them: seconds and hundreds of megabytes for each process.
+    It inherits all objects. Looking through them, as Energon does when it starts and Python in every full collection,
+    writes to their pages, and so copies them: seconds and hundreds of megabytes for each process. Only the first call
+    does so: later ones would also keep closed loaders that are parts of reference cycles.
     """
     gc.collect()
     gc.freeze()
@@ -45,6 +47,8 @@ def _start(parent: int, worker: int) -> None:
     renew_connections()
     OPEN_SHARDS.close_all()  # remote ones would reuse the training process's connections
     gc_init_worker(worker)
+    # Objects of the training process are excluded from garbage collection, so that their pages stay shared.
+    gc.freeze()
 
 
 def _leave_sockets() -> None:

@@ -65,9 +65,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave what is imported out of garbage collections: each forked loader process would copy all of it for one."""
+    """Leave what is imported out of garbage collections: each forked loader process would copy all of it for one.
+
+    Forked processes, of `energon prepare` too, leave out all that they inherit. Freeing there what other tests left,
+    such as an object with threads, crashes them now and then, and Energon then waits forever.
+    """
     gc.collect()
     gc.freeze()
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

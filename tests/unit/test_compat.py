@@ -29,6 +29,7 @@ from llava_mcore.compat import (
     megatron,
     megatron_layers,
     megatron_optimizer,
+    storage_clients,
 )
 from llava_mcore.compat.energon import jsonl as energon_jsonl
 from llava_mcore.compat.energon import memory as energon_memory
@@ -85,6 +86,7 @@ class Changed:
         (energon_memory.forget_read_members, "ITarFile"),
         (energon_names.refuse_named_code, "REPLACED"),
         (megatron.keep_write_results_here, "filesystem_async"),
+        (storage_clients.remember_clients_at_forks.__wrapped__, "shortcuts"),
         (functools.partial(megatron.by_sharded_key, {}, keep_only_main_replica=True), "strategies"),
         (functools.partial(storage_info, "a", 0, 1), "filesystem"),
     ],

@@ -19,6 +19,7 @@ from megatron.energon.epathlib import EPath
 
 from llava_mcore.config.load import load_run_config, run_config_yaml
 from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.loading.loader_process import leave_out_of_collections, loader_process_init
 from llava_mcore.data.storage.dataset_path import check_dataset, fingerprint
 from llava_mcore.data.storage.remote import renew_connections
 from llava_mcore.errors import DataError
@@ -179,6 +180,8 @@ def test_forked_process_shares_no_connection(store: ObjectStore, configure: Conf
     split = EPath("msc://digits/digits/.nv-meta/split.yaml")
     split.size()
     parents = set(store.clients)
+    loader_process_init()
+    leave_out_of_collections()
     forked = multiprocessing.get_context("fork").Process(target=lambda: (renew_connections(), split.size()))
     store.clients.clear()
     forked.start()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron.energon.wrappers.gc_dataset import gc_init_worker
 
+from llava_mcore.compat.storage_clients import remember_clients_at_forks
 from llava_mcore.data.storage.open_shards import OPEN_SHARDS
 from llava_mcore.data.storage.remote import renew_connections
 from llava_mcore.parent import die_with_parent
@@ -24,19 +25,26 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def loader_process_init() -> Callable[[int], None]:
-    """Return torch's worker_init_fn for loader processes of this process."""
+    """Return torch's worker_init_fn for loader processes of this process. Call it before they are forked."""
+    remember_clients_at_forks()
     return functools.partial(_start, os.getpid())
 
 
-@functools.cache
 def leave_out_of_collections() -> None:
     """Exclude what this process holds from garbage collections; call before a loader process is forked.
 
     It inherits all objects. Looking through them, as Energon does when it starts and Python in every full collection,
-    writes to their pages, and so copies them: seconds and hundreds of megabytes for each process. Only the first call
-    does so: later ones would also keep closed loaders that are parts of reference cycles.
+    writes to their pages, and so copies them: seconds and hundreds of megabytes for each process. Garbage is collected
+    here at every call: a forked process that frees an object with threads or connections, which it has not inherited,
+    may crash.
     """
     gc.collect()
+    _freeze_once()
+
+
+@functools.cache
+def _freeze_once() -> None:
+    """Freeze at the first call: later ones would also keep closed loaders that are parts of reference cycles."""
     gc.freeze()
 
 

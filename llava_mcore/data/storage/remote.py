@@ -6,7 +6,6 @@ configuration file; local paths are its default profile.
 
 from __future__ import annotations
 
-import gc
 import pickle
 import traceback
 from collections.abc import Callable
@@ -15,9 +14,10 @@ from pathlib import Path
 import multistorageclient as msc
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
-from multistorageclient import StorageClient, StorageClientConfig
+from multistorageclient import StorageClientConfig
 from multistorageclient.types import RetryableError
 
+from llava_mcore.compat.storage_clients import INHERITED
 from llava_mcore.data.storage.shard_files import META_ERRORS, OFFSET
 from llava_mcore.errors import DataError
 
@@ -125,11 +125,10 @@ def reading[T](location: EPath, read: Callable[[], T]) -> T:
 
 
 def renew_connections() -> None:
-    """Give a forked process its own connections.
+    """Give a forked process its own connections, if its parent called `remember_clients_at_forks`.
 
     A client that the parent has used keeps open sockets, on which answers to several processes would be mixed up.
     """
-    clients = [found for found in gc.get_objects() if type(found) is StorageClient]
-    for client in clients:
+    for client in INHERITED:
         if not client.is_default_profile():
             client.__setstate__(pickle.loads(pickle.dumps(client.__getstate__())))

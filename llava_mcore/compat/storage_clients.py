@@ -1,4 +1,4 @@
-"""multistorageclient 1.3.1 forgets its clients in a forked process, which goes on using those that its paths hold.
+"""multistorageclient 1.3.1 forgets its clients in a forked process, whose paths still hold and use them.
 
 Their sockets are open in both processes, so each may read the other's answers. A search of Python's objects does not
 find those that are excluded from garbage collections.

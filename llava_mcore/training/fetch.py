@@ -33,7 +33,7 @@ class Remembering:
     def begin(self) -> None:
         """Begin a step: forget the micro-batches of the previous one."""
         self.before = self._loader.state()
-        self.last.clear()
+        self.last = []
 
     def __next__(self) -> LoadedBatch:
         batch = next(self._loader)

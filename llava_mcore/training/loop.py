@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from llava_mcore.config.sections.faults import parse_ranges
 from llava_mcore.data.loading.validation_data import ValidationData
 from llava_mcore.errors import LlavaMcoreError
-from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import wait_for_all
 from llava_mcore.parallel.together import raise_on_all_ranks, together
 from llava_mcore.training.answers.answerer import AnswerData, Answerer
 from llava_mcore.training.closing import attempt
-from llava_mcore.training.faults.not_finite import NotFinite
-from llava_mcore.training.faults.out_of_memory import explain_out_of_memory
-from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.faults.watchdog import Watchdog
-from llava_mcore.training.fetch import Fetched, Loader, Remembering, fetch_step
+from llava_mcore.training.fetch import Loader
+from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.reporter import Reporter
-from llava_mcore.training.optimization.optimizer import learning_rates
 from llava_mcore.training.profiling import IterationProfiler
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import Progress
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.step import StepResult, train_step
 from llava_mcore.training.stop import StopRules, any_rank
 from llava_mcore.training.validation import Validator
 
@@ -86,11 +78,11 @@ class _Loop:
     ) -> None:
         self.run, self.groups = trainer.run, trainer.groups
         self.progress, self.watchdog = progress, watchdog
-        self.iteration = _Iteration(trainer, loader, progress)
+        self.reporter = together(self.groups, lambda: Reporter(trainer, progress))
+        self.iteration = Iterations(trainer, loader, progress, self.reporter)
         self.saver = Saver(trainer, hf)
         self.validator = Validator(trainer, validation, watchdog)
         self.answerer = together(self.groups, lambda: Answerer(trainer, answers, hf, watchdog))
-        self.reporter = together(self.groups, lambda: Reporter(trainer, progress))
         self.profiler = IterationProfiler(self.run, self.groups)
         self.first = progress.iteration + 1
         self.saved: int | None = None
@@ -111,14 +103,17 @@ class _Loop:
             if failed:
                 self.raise_log_problem()
             if asked and number > self.first:  # every start of a run trains at least once
+                self.iteration.settle()
                 self._save_last(number - 1)
                 return True
-            self.iteration.train(fetched, self.reporter)
+            self.iteration.launch(fetched)
         if number == self.first:
+            self.iteration.settle()
             keep_from_garbage_collection()
         if not self._is_anything_due(number):
             self._finish_save(number, writing=writing)
             return False
+        self.iteration.settle()
         return self._do_what_is_due(number, stop)
 
     def _flags(self, stop: StopRules) -> tuple[bool, bool, bool]:
@@ -181,8 +176,10 @@ class _Loop:
         raise_on_all_ranks(self.groups, self.reporter.problem)
 
     def finish_together(self) -> None:
-        """After an error on all ranks: finish the save that is being written and close the logs; a collective call."""
+        """After an error on all ranks: report the previous iteration, finish the save that is being written and close
+        the logs; a collective call."""
         self.watchdog.begin("finishing a save")
+        attempt("the previous iteration", self.iteration.settle)
         attempt("the previous save", lambda: self.saver.finish(self.progress.iteration))
         self.watchdog.begin("closing the logs")
         self.reporter.close()
@@ -206,66 +203,3 @@ def keep_from_garbage_collection() -> None:
 def is_due(iteration: int, interval: int | None) -> bool:
     """Return whether this is one of every `interval` iterations; False without an interval."""
     return interval is not None and iteration % interval == 0
-
-
-class _Iteration:
-    """Reads global batches and trains on them."""
-
-    def __init__(self, trainer: Trainer, loader: Loader | None, progress: Progress) -> None:
-        run, groups = trainer.run, trainer.groups
-        self.trainer, self.progress = trainer, progress
-        self.batch_sizes = run.training.batch_sizes
-        self.loader = None if loader is None else Remembering(loader)
-        self.budget = SkipBudget(run.data.max_skip_rate)
-        self.skipped = parse_ranges(run.faults.skip_train_iteration_range)
-        self.not_finite = NotFinite(run, groups)
-        self.began = 0.0
-        self.size = 0
-
-    def loader_state(self, *, before_batch: bool = False) -> object:
-        """Return the position after or before the last batch, on ranks that load data."""
-        if self.loader is None:
-            return None
-        return self.loader.before if before_batch else self.loader.state()
-
-    def fetch(self, flags: Sequence[bool]) -> Fetched:
-        """Read the next batch, and exchange flags with the other ranks; a collective call."""
-        self.began = time.perf_counter()
-        groups = self.trainer.groups
-        self.size = self.batch_sizes.at(self.progress.consumed_samples)
-        num_micro_batches = self.size // (self.trainer.run.training.micro_batch_size * groups.dp_size)
-        if self.loader is not None:
-            self.loader.begin()
-        return fetch_step(groups, self.loader, num_micro_batches, self.budget, self.trainer.fields, flags)
-
-    def train(self, fetched: Fetched, reporter: Reporter) -> None:
-        """Train on the batch that has been read; a collective call."""
-        start, size = self.began, self.size
-        groups, progress = self.trainer.groups, self.progress
-        batches, counts, _ = fetched
-        progress.consumed_conversations += counts.num_conversations
-        progress.skipped_conversations += counts.num_skipped
-        self.budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)
-        waited = time.perf_counter() - start
-        number = progress.iteration + 1
-        rates = learning_rates(self.trainer.run, self.trainer.scheduler)
-        result: StepResult | None = None
-        warning: str | None = None
-        if any(number in numbers for numbers in self.skipped):
-            warning = f"iteration {number}: its data was read but not trained on (--skip-train-iteration-range)"
-            progress.skipped_iterations += 1
-        else:
-            result = self._step(number, batches, size)
-            warning = self.not_finite.check(number, result, [] if self.loader is None else self.loader.last)
-            progress.failed_updates += not result.updated
-        progress.iteration = number
-        progress.consumed_samples += size
-        if warning is not None and groups.rank == 0:
-            logger.warning(warning)
-        reporter.step(progress, counts, result, rates=rates, waited=waited, seconds=time.perf_counter() - start)
-
-    def _step(self, number: int, batches: list[MicroBatch], size: int) -> StepResult:
-        trainer = self.trainer
-        parts = trainer.groups, trainer.chunks, trainer.optimizer, trainer.scheduler
-        with explain_out_of_memory(trainer.run, trainer.groups, number):
-            return train_step(*parts, batches, size, trainer.graphs)

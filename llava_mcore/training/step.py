@@ -19,6 +19,7 @@ from llava_mcore.compat.megatron_optimizer import update_unless
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.layer_graphs import LayerGraphs
+from llava_mcore.training.on_device import Moment, NumbersOnTheirWay
 
 Report = dict[str, Tensor]
 
@@ -27,7 +28,8 @@ Report = dict[str, Tensor]
 class StepResult:
     """The result of one step. `loss` is the mean over the trained tokens of the whole global batch.
 
-    updated: whether the weights changed. They do not if loss or gradients were not finite or fp16 gradients overflowed.
+    updated: whether the weights changed. They do not if fp16 gradients overflowed, or if loss or gradients were not
+        finite in a step that updates only if they are.
     finite: whether loss and gradient norm are finite. not_finite: this rank's micro-batches with a loss that is not.
     lr: the learning rate of parts without their own.
     """
@@ -88,11 +90,16 @@ def train_step(
     batches: Sequence[MicroBatch],
     global_batch_size: int,
     graphs: LayerGraphs | None = None,
-) -> StepResult:
-    """Train on one global batch; a collective call.
+    *,
+    only_if_finite: bool = False,
+) -> LaunchedStep:
+    """Launch the training on one global batch; a collective call.
 
-    The host waits for the device once, in megatron-core, for the gradient norm; the loss has arrived by then. If either
-    is not finite, the weights stay as they were.
+    The host does not wait for the device, so it can launch the next step while this one is computed.
+
+    Args:
+        only_if_finite: keep the weights as they were if loss or gradient norm are not finite. The host waits for both
+            before the update. It does so for fp16 too, whose loss scaler decides on the update.
     """
     if graphs is not None:
         graphs.capture()
@@ -102,13 +109,20 @@ def train_step(
     reports = forward_backward(chunks, batches)
     lr = scheduler.get_lr({})
     losses = _Losses(groups, reports)
-    updated, grad_norm = update_unless(optimizer, lambda norm: not (losses.are_finite and math.isfinite(norm)))
+    norm: Tensor | float | None
+    if only_if_finite:
+        updated, norm = update_unless(optimizer, lambda norm: not (losses.is_finite() and math.isfinite(norm)))
+    else:
+        updated, norm, _ = optimizer.step()
     if updated:  # fp16 skips an update whose gradients overflowed
         scheduler.step(increment=global_batch_size)
-    total, count = losses.on_host
-    loss = total / count if count else float("nan")
-    finite = losses.are_finite and math.isfinite(grad_norm)
-    return StepResult(loss, grad_norm, lr, int(count), updated, finite, () if finite else losses.not_finite())
+    return LaunchedStep(
+        losses,
+        NumbersOnTheirWay(torch.as_tensor(0.0 if norm is None else norm).reshape(1)),
+        lr,
+        updated,
+        Moment(groups.device),
+    )
 
 
 class _Losses:
@@ -122,23 +136,41 @@ class _Losses:
             self._each = torch.stack([report["sums"] for report in reports]).double()
         sums = self._each.sum(0)
         dist.all_reduce(sums)
-        on_gpu = groups.device.type == "cuda"
-        self._sums = torch.empty(2, dtype=torch.float64, pin_memory=on_gpu)
-        self._sums.copy_(sums, non_blocking=True)
-        self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
+        self._sums = NumbersOnTheirWay(sums)
 
-    @property
-    def on_host(self) -> tuple[float, float]:
-        """The summed loss and the number of trained tokens of the global batch."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._sums[0].item(), self._sums[1].item()
+    def read(self) -> tuple[float, float]:
+        """Return the summed loss and the number of trained tokens of the global batch. The host waits for the
+        device."""
+        total, count = self._sums.read()
+        return total, count
 
-    @property
-    def are_finite(self) -> bool:
-        """Whether the summed loss is finite; the same on all ranks."""
-        return math.isfinite(self.on_host[0])
+    def is_finite(self) -> bool:
+        """Return whether the summed loss is finite; the same on all ranks. The host waits for the device."""
+        return math.isfinite(self.read()[0])
 
     def not_finite(self) -> tuple[int, ...]:
         """Return this rank's micro-batches whose loss is not finite. The host waits for the device."""
         return tuple((~self._each[:, 0].isfinite()).nonzero()[:, 0].tolist())
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that the device may still be computing.
+
+    lr: the learning rate of parts without their own. updated: see StepResult. end: reached after the update.
+    """
+
+    losses: _Losses
+    norm: NumbersOnTheirWay
+    lr: float
+    updated: bool
+    end: Moment
+
+    def result(self) -> StepResult:
+        """Return the result; the host waits for the device."""
+        total, count = self.losses.read()
+        [norm] = self.norm.read()
+        loss = total / count if count else float("nan")
+        finite = math.isfinite(total) and math.isfinite(norm)
+        not_finite = () if finite else self.losses.not_finite()
+        return StepResult(loss, norm, self.lr, int(count), self.updated, finite, not_finite)

@@ -90,6 +90,6 @@ def train(groups: Groups, trainer: Trainer, loader: FullPackLoader | None, steps
     found = []
     for _ in range(steps):
         batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
-        result = train_step(*parts, batches, GLOBAL_BATCH, trainer.graphs)
+        result = train_step(*parts, batches, GLOBAL_BATCH, trainer.graphs).result()
         found.append((result.loss, result.grad_norm))
     return found

@@ -10,10 +10,10 @@ import torch
 from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.parallel.share import share_step
 from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.loop import fetch_step
+from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import Progress, resume
-from llava_mcore.training.step import forward_backward, train_step
+from llava_mcore.training.step import train_step
 from tests.gpu import te_checks
 from tests.gpu.te_checks import FP8, TE
 from tests.helpers.batches import FakeLoader, PackedLoader
@@ -95,8 +95,8 @@ def save_and_resume(
     return found
 
 
-def forward_and_backward_without_waiting(checkpoint: str, save_dir: str) -> None:
-    """Raise if the host waits for the device between a batch on the host and its finished gradients."""
+def step_without_waiting(checkpoint: str, save_dir: str) -> None:
+    """Raise if the host waits for the device between a batch on the host and the updated weights."""
     groups = join(1, 1)
     run = run_config(1, 1, checkpoint, save_dir, **BF16)
     number = GLOBAL_BATCH // run.training.micro_batch_size
@@ -108,11 +108,10 @@ def forward_and_backward_without_waiting(checkpoint: str, save_dir: str) -> None
         )  # the first step chooses kernels and allocates
         train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
         on_host = [next(loader) for _ in range(number)]
-        for chunk in trainer.chunks:
-            chunk.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            forward_backward(trainer.chunks, share_step(groups, on_host, number, trainer.fields))
+            batches = share_step(groups, on_host, number, trainer.fields)
+            step = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert step.result().finite

@@ -65,4 +65,4 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 
 def test_the_host_does_not_wait_in_forward_and_backward(checkpoint: Path, tmp_path: Path) -> None:
     arguments = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
-    run_world(1, "tests.gpu.option_checks:forward_and_backward_without_waiting", **arguments)
+    run_world(1, "tests.gpu.option_checks:step_without_waiting", **arguments)

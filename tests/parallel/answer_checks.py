@@ -15,7 +15,7 @@ from llava_mcore.training.answers.answerer import AnswerData, Answerer
 from llava_mcore.training.answers.table import write_answers
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.faults.watchdog import Watchdog
-from llava_mcore.training.loop import fetch_step
+from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
 from tests.helpers.batches import FakeLoader
@@ -79,7 +79,9 @@ def train_and_ask(
         if iteration < steps:
             number = GLOBAL_BATCH // (size * groups.dp_size)
             batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
-            step = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
+            step = train_step(
+                groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH
+            ).result()
             losses.append((step.loss, step.grad_norm))
     watchdog.close()
     return {"rounds": rounds, "losses": losses, "weights": digest(trainer)}

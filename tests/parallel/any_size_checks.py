@@ -46,7 +46,9 @@ def _steps(groups: Groups, run: Any, hf: Path, data: str, packing: bool) -> dict
     losses, norms, tokens, tiles = [], [], [], []
     for _ in range(STEPS):
         batches, counts, _ = fetch_step(groups, loader, GLOBAL_BATCH // 2, SkipBudget(0.0), trainer.fields)
-        result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
+        result = train_step(
+            groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH
+        ).result()
         losses.append(result.loss)
         norms.append(result.grad_norm)
         tokens.append(counts.num_tokens)

@@ -58,7 +58,9 @@ def train(groups: Groups, trainer: Trainer, loader: TrainLoader | None) -> list[
     found = []
     for _ in range(STEPS):
         batches, *_ = fetch_step(groups, loader, 4, SkipBudget(0.0), trainer.fields)
-        result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
+        result = train_step(
+            groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH
+        ).result()
         found += [result.loss, result.grad_norm]
     return found
 

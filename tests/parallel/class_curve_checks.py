@@ -68,7 +68,7 @@ def _steps(groups: Groups, run: RunConfig, case: dict[str, Any], packs: int) -> 
     losses, norms, rates = [], [], []
     for _ in range(min(run.training.train_iters, len(steps) if packs == 1 else 4)):
         batches, *_ = fetch_step(groups, loader, packs, SkipBudget(0.0), trainer.fields)
-        result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, packs)
+        result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, packs).result()
         losses.append(result.loss)
         norms.append(result.grad_norm)
         rates.append(result.lr)

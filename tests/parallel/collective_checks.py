@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.checkpoint.save_plan import SavePlan
 from llava_mcore.parallel.groups import Groups, gather_to_all, wait_for_all
-from llava_mcore.training.loop import _Iteration
+from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import Progress, resume, state_to_save
 from llava_mcore.training.setup import Trainer
@@ -60,15 +60,15 @@ def per_step(checkpoint: str, save_dir: str, tp: int) -> list[dict[str, int]]:
     groups = join(tp, 1)
     steps: list[Counter[str]] = []
     calls: Counter[str] = Counter()
-    fetch = _Iteration.fetch
+    fetch = Iterations.fetch
 
-    def begin(self: _Iteration, flags: Any) -> Any:
+    def begin(self: Iterations, flags: Any) -> Any:
         steps.append(calls.copy())
         return fetch(self, flags)
 
     run = run_config(tp, 1, checkpoint, save_dir, **{"training.train_iters": 6, "name": f"steps{tp}"})
     # The group belongs to the world that `loop` trains in, as the trainer's does.
-    with mock.patch.object(_Iteration, "fetch", begin), counted(calls, groups.control):
+    with mock.patch.object(Iterations, "fetch", begin), counted(calls, groups.control):
         loop(groups, run, FakeLoader)
     return [dict(after - before) for before, after in itertools.pairwise(steps)]
 

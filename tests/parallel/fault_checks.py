@@ -78,9 +78,10 @@ def faults(checkpoint: str, save_dir: str) -> dict[str, Any]:
         return run_config(1, 1, checkpoint, save_dir, **more, **{key.replace("__", "."): x for key, x in flags.items()})
 
     try:
-        loop(groups, run("stop", 6), BrokenLoader)
+        loop(groups, run("stop", 6, checkpoint__save=True, checkpoint__save_interval=1), BrokenLoader)
     except TrainingError as error:
         found["error"], found["on_all_ranks"] = str(error), error.on_all_ranks
+    found["last before it"] = latest_iteration(Path(save_dir) / "stop")
     skip = loop(groups, run("skip", 6, faults__on_nan="skip"), BrokenLoader)
     skip_range = f"{NOT_FINITE_AT}-{NOT_FINITE_AT}"
     left_out = loop(groups, run("range", 6, faults__skip_train_iteration_range=skip_range), FakeLoader)

@@ -17,7 +17,7 @@ from llava_mcore.compat.megatron import LoadStrategy
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.loop import fetch_step
+from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.optimization.optimizer_state import optimizer_state
 from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import Progress, resume
@@ -38,7 +38,9 @@ def train_steps(groups: Groups, trainer: Trainer, run: RunConfig, loader: FakeLo
     losses = []
     for _ in range(STEPS):
         batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
-        result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
+        result = train_step(
+            groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH
+        ).result()
         losses.append(result.loss)
     return losses
 

@@ -40,6 +40,8 @@ def test_a_step_that_is_not_finite(checkpoint: Path, tmp_path: Path) -> None:
     assert stored["iteration"] == NOT_FINITE_AT and len(stored["micro_batches"]) == 2
     assert stored["micro_batches"][1]["pixel_values"].isnan().sum() == 1
     assert len(lines(found[0]["metrics"]["stop"])) == NOT_FINITE_AT - 1
+    assert "the weights were changed by it, but not saved" in message
+    assert found[0]["last before it"] == NOT_FINITE_AT - 1
 
     skip, left_out = lines(found[0]["metrics"]["skip"]), lines(found[0]["metrics"]["range"])
     assert [m["loss"] is None for m in skip] == [m["loss"] is None for m in left_out] == [i == 3 for i in range(1, 7)]

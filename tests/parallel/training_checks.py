@@ -13,7 +13,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.loop import fetch_step
+from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.setup import Trainer, build_trainer
 from llava_mcore.training.step import train_step
 from tests.helpers.batches import FakeLoader, PackedLoader
@@ -62,7 +62,9 @@ def curve(
         batches, *_ = fetch_step(
             groups, loader, GLOBAL_BATCH // (size * groups.dp_size), SkipBudget(0.0), trainer.fields
         )
-        result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
+        result = train_step(
+            groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH
+        ).result()
         losses.append(result.loss)
         norms.append(result.grad_norm)
         rates.append(result.lr)

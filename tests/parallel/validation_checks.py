@@ -13,7 +13,7 @@ from llava_mcore.data.loading.validation_data import ValidationData
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.faults.watchdog import Watchdog
-from llava_mcore.training.loop import fetch_step
+from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.step import train_step
 from llava_mcore.training.validation import Validator
 from tests.helpers.batches import FakeLoader
@@ -101,7 +101,9 @@ def train_and_validate(
             batches, *_ = fetch_step(
                 groups, loader, GLOBAL_BATCH // (size * groups.dp_size), SkipBudget(0.0), trainer.fields
             )
-            step = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
+            step = train_step(
+                groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH
+            ).result()
             losses.append((step.loss, step.grad_norm))
     watchdog.close()
     return {"losses": losses, "validations": validations}

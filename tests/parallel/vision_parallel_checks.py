@@ -118,7 +118,7 @@ def _curve(groups: Groups, run: RunConfig, case: dict[str, Any]) -> dict[str, li
     losses, norms = [], []
     for _ in range(20):
         batches, *_ = fetch_step(groups, loader, 2, SkipBudget(0.0), trainer.fields)
-        result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, 2)
+        result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, 2).result()
         losses.append(result.loss)
         norms.append(result.grad_norm)
     return {"loss": losses, "grad_norm": norms}
@@ -131,7 +131,7 @@ def with_dropout(tp: int, pp: int, case: dict[str, Any], save_dir: str) -> dict[
     trainer = make_trainer(groups, run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(1), **flags))
     loader = _loader(groups, case, [case["all"]], packed=True)
     batches, *_ = fetch_step(groups, loader, 1, SkipBudget(0.0), trainer.fields)
-    train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, 1)
+    train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, 1).result()
     named = [pair for model in trainer.models for pair in model.named_parameters() if pair[1].requires_grad]
     alike = {name: p.detach() for name, p in named if not vars(p)["tensor_model_parallel"]}
     return {"random": torch.get_rng_state(), "alike": alike}

@@ -83,7 +83,7 @@ def train(trainer: Trainer, steps: int = 4) -> list[tuple[float, float]]:
     for _ in range(steps):
         batches, *_ = fetch_step(groups, loader, GLOBAL_BATCH // 2, SkipBudget(0.0), trainer.fields)
         parts = groups, trainer.chunks, trainer.optimizer, trainer.scheduler
-        result = train_step(*parts, batches, GLOBAL_BATCH, trainer.graphs)
+        result = train_step(*parts, batches, GLOBAL_BATCH, trainer.graphs).result()
         found.append((result.loss, result.grad_norm))
     return found
 

@@ -37,8 +37,8 @@ class FaultConfig(Section):
     exit_duration_in_mins: float | None = Field(None, gt=0, le=10**7)
     """Minutes after which the run saves and ends with exit code 75, at the end of an iteration."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """When loss or gradients are not finite: end the run, or skip the update and continue (at most 10 in a row). The
-    weights stay unchanged and the batch is written to SAVE_DIR/NAME/faults."""
+    """When loss or gradients are not finite: end the run without saving, or skip the update and continue (at most 10 in
+    a row), for which the host waits for the device in every iteration. The batch is written to SAVE_DIR/NAME/faults."""
     alert_spike: bool = False
     """Warn of a loss far above the previous ones, and suggest which iterations to skip."""
     spike_thr: float = Field(2.0, gt=1)

@@ -70,9 +70,12 @@ class NotFinite:
             for dp_rank, number in named
         ]
         blame = "the loss is not finite in" if culprits else "only the gradients are not finite, after"
+        kept = "the weights were changed by it, but not saved"
+        if not result.updated:
+            kept = f"the weights are still those of iteration {iteration - 1}"
         title = (
-            f"iteration {iteration}: loss {result.loss:g}, gradient norm {result.grad_norm:g}; the weights are "
-            f"still those of iteration {iteration - 1}; the batch is in {folder}; {blame}"
+            f"iteration {iteration}: loss {result.loss:g}, gradient norm {result.grad_norm:g}; {kept}; the batch is in "
+            f"{folder}; {blame}"
         )
         return problems(title, lines)
 

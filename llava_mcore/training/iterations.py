@@ -1,0 +1,152 @@
+"""Iterations: read a global batch, launch the training on it, and report the result while the next one is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llava_mcore.config.sections.faults import parse_ranges
+from llava_mcore.parallel.batch import MicroBatch
+from llava_mcore.training.batch_counts import Counts, LoadedBatch
+from llava_mcore.training.faults.not_finite import NotFinite
+from llava_mcore.training.faults.out_of_memory import explain_out_of_memory
+from llava_mcore.training.faults.skipped_samples import SkipBudget
+from llava_mcore.training.fetch import Fetched, Loader, Remembering, fetch_step
+from llava_mcore.training.logs.reporter import Reporter
+from llava_mcore.training.on_device import Moment
+from llava_mcore.training.optimization.optimizer import learning_rates
+from llava_mcore.training.saving.state import Progress
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.step import LaunchedStep, train_step
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """An iteration whose result has not been read.
+
+    step: None if its batch was not trained on. loaded: the micro-batches that this rank has read for it.
+    began: before its batch was read. waited: seconds for which the device had no work because of the batch.
+    """
+
+    progress: Progress
+    step: LaunchedStep | None
+    loaded: Sequence[LoadedBatch]
+    counts: Counts
+    rates: Mapping[str, float]
+    began: Moment
+    end: Moment
+    waited: float
+
+
+class Iterations:
+    """Reads global batches and trains on them.
+
+    An iteration's loss is read once the next one has been launched: the device never waits for the host to launch the
+    beginning of an iteration. With `--on-nan skip` it is read before the update, which depends on it.
+    """
+
+    def __init__(self, trainer: Trainer, loader: Loader | None, progress: Progress, reporter: Reporter) -> None:
+        run, groups = trainer.run, trainer.groups
+        self.trainer, self.progress, self.reporter = trainer, progress, reporter
+        self.batch_sizes = run.training.batch_sizes
+        self.loader = None if loader is None else Remembering(loader)
+        self.budget = SkipBudget(run.data.max_skip_rate)
+        self.skipped = parse_ranges(run.faults.skip_train_iteration_range)
+        self.not_finite = NotFinite(run, groups)
+        self.began = Moment(groups.device)
+        self.waited = 0.0
+        self.size = 0
+        self.only_if_finite = run.faults.on_nan == "skip"
+        self._launched: _Launched | None = None
+        self._last_end: Moment | None = None
+        """The end of the iteration that was reported last; None after a pause."""
+
+    def loader_state(self, *, before_batch: bool = False) -> object:
+        """Return the position after or before the last batch, on ranks that load data."""
+        if self.loader is None:
+            return None
+        return self.loader.before if before_batch else self.loader.state()
+
+    def fetch(self, flags: Sequence[bool]) -> Fetched:
+        """Read the next batch, and exchange flags with the other ranks; a collective call."""
+        groups = self.trainer.groups
+        self.began, start = Moment(groups.device), time.perf_counter()
+        self.size = self.batch_sizes.at(self.progress.consumed_samples)
+        num_micro_batches = self.size // (self.trainer.run.training.micro_batch_size * groups.dp_size)
+        if self.loader is not None:
+            self.loader.begin()
+        fetched = fetch_step(groups, self.loader, num_micro_batches, self.budget, self.trainer.fields, flags)
+        busy = self._launched is not None and not self._launched.end.is_reached
+        self.waited = 0.0 if busy else time.perf_counter() - start
+        return fetched
+
+    def launch(self, fetched: Fetched) -> None:
+        """Launch the training on the batch that has been read, and report the previous iteration; a collective call."""
+        groups, progress = self.trainer.groups, self.progress
+        batches, counts, _ = fetched
+        progress.consumed_conversations += counts.num_conversations
+        progress.skipped_conversations += counts.num_skipped
+        self.budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)
+        rates = learning_rates(self.trainer.run, self.trainer.scheduler)
+        step: LaunchedStep | None = None
+        if any(progress.iteration + 1 in numbers for numbers in self.skipped):
+            progress.skipped_iterations += 1
+        else:
+            step = self._step(progress.iteration + 1, batches)
+            progress.failed_updates += not step.updated
+        progress.iteration += 1
+        progress.consumed_samples += self.size
+        self._report_launched()
+        self._launched = _Launched(
+            progress=dataclasses.replace(progress),
+            step=step,
+            loaded=[] if self.loader is None else self.loader.last,
+            counts=counts,
+            rates=rates,
+            began=self.began,
+            end=Moment(groups.device) if step is None else step.end,
+            waited=self.waited,
+        )
+        if self.only_if_finite:
+            self._report_launched()
+
+    def settle(self) -> None:
+        """Wait for the iteration that was launched last, check and report it; a collective call. What follows until the
+        next iteration is not counted as a part of it.
+
+        Raises:
+            TrainingError: on all ranks, if its loss or gradients were not finite and the run has to end.
+        """
+        self._report_launched()
+        self._last_end = None
+
+    def _report_launched(self) -> None:
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return
+        number = launched.progress.iteration
+        result = None if launched.step is None else launched.step.result()
+        if result is None:
+            warning: str | None = (
+                f"iteration {number}: its data was read but not trained on (--skip-train-iteration-range)"
+            )
+        else:
+            warning = self.not_finite.check(number, result, launched.loaded)
+        if warning is not None and self.trainer.groups.rank == 0:
+            logger.warning(warning)
+        seconds = launched.end.seconds_since(self._last_end or launched.began)
+        self._last_end = launched.end
+        self.reporter.step(
+            launched.progress, launched.counts, result, rates=launched.rates, waited=launched.waited, seconds=seconds
+        )
+
+    def _step(self, number: int, batches: list[MicroBatch]) -> LaunchedStep:
+        trainer = self.trainer
+        parts = trainer.groups, trainer.chunks, trainer.optimizer, trainer.scheduler
+        with explain_out_of_memory(trainer.run, trainer.groups, number):
+            return train_step(*parts, batches, self.size, trainer.graphs, only_if_finite=self.only_if_finite)

@@ -10,7 +10,8 @@ INPUTS := pyproject.toml environments/test-models.txt scripts/setup_venv.sh
 # Tests wait for processes of their own half of the time: a third worker fills two cores.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 USUAL := 'not gpu and not cluster and not long'
-export OMP_NUM_THREADS ?= 1
+# Tests run several processes at once.
+test test-long test-newest test-cluster: export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart demo page test test-long test-newest test-cluster test-all lint format lock lock-newest clean

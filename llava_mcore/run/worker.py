@@ -52,7 +52,10 @@ def _train(config: Path, signals: StopSignals, started: float) -> int:
         logger.warning(untested)
     try:
         run = load_run_config(config, [], {})
-        skip_unused_imports(*([] if run.logging.wandb else ["wandb"]))  # megatron-core's timers import it
+        logs = {"wandb": run.logging.wandb, "tensorboard": run.logging.tensorboard}
+        skip_unused_imports(
+            *(name for name, wanted in logs.items() if not wanted)
+        )  # megatron-core's timers import them
         # Heavy imports come after the first lines on the console.
         with imports_without_collections():
             from llava_mcore.run.training_run import run_worker

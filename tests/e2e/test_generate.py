@@ -42,7 +42,7 @@ def generate(*arguments: object, expect: int = 0) -> str:
 
 def answers(root: Path, name: str, *model: object) -> bytes:
     out = root / f"{name}.jsonl"
-    asked = ("--data-path", root / "data", "--num-samples", NUM_PICTURES, "--max-new-tokens", 8)
+    asked = ("--data-path", root / "data", "--num-samples", NUM_PICTURES, "--max-new-tokens", 4)
     generate(*model, *asked, "--out", out)
     return out.read_bytes()
 

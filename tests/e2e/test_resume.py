@@ -64,7 +64,12 @@ ASKS = ("--eval-generate", 4, "--eval-generate-samples", 5, "--eval-generate-max
 PIXELS = ("--min-pixels", 700, "--max-pixels", 5000)
 CASES: dict[str, Any] = {
     "dropout": ((2, 1, 1), None, "dropout", [*WHOLE, "--lr-decay-style", "linear"]),
-    "qwen": ((2, 1, 1), (1, 2, 1), "qwen", ["--train-iters", ITERATIONS, "--packing", *PIXELS]),
+    "qwen": (
+        (2, 1, 1),
+        (1, 2, 1),
+        "qwen",
+        ["--train-iters", ITERATIONS, "--global-batch-size", 4, "--packing", *PIXELS],
+    ),
     "distributed": ((1, 1, 2), None, "exact", [*RAMP, *WSD, *ASKS, "--dist-optim", "optimizer.vision_lr=2e-3"]),
 }
 

@@ -35,9 +35,9 @@ from tests.helpers.world import run_world
 
 LAYOUTS: list[Any] = [
     (1, 1, 1),
-    (2, 2, 1),
+    pytest.param((2, 2, 1), marks=pytest.mark.long),
     pytest.param((1, 1, 2), marks=pytest.mark.long),
-    pytest.param((2, 1, 1), marks=pytest.mark.long),
+    (2, 1, 1),
     pytest.param((1, 2, 1), marks=pytest.mark.long),
 ]
 """tp (with sequence parallelism), pp, dp (with the distributed optimizer)."""

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from llava_mcore.config.sections.faults import parse_ranges
 from llava_mcore.parallel.batch import MicroBatch
+from llava_mcore.parallel.on_device import Moment
 from llava_mcore.training.batch_counts import Counts, LoadedBatch
 from llava_mcore.training.faults.not_finite import NotFinite
 from llava_mcore.training.faults.out_of_memory import explain_out_of_memory
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import Fetched, Loader, Remembering, fetch_step
 from llava_mcore.training.logs.reporter import Reporter
-from llava_mcore.training.on_device import Moment
 from llava_mcore.training.optimization.optimizer import learning_rates
 from llava_mcore.training.saving.state import Progress
 from llava_mcore.training.setup import Trainer

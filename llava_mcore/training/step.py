@@ -18,8 +18,8 @@ from torch import Tensor
 from llava_mcore.compat.megatron_optimizer import update_unless
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.parallel.on_device import HostCopy, Moment
 from llava_mcore.training.layer_graphs import LayerGraphs
-from llava_mcore.training.on_device import Moment, NumbersOnTheirWay
 
 Report = dict[str, Tensor]
 
@@ -118,7 +118,7 @@ def train_step(
         scheduler.step(increment=global_batch_size)
     return LaunchedStep(
         losses,
-        NumbersOnTheirWay(torch.as_tensor(0.0 if norm is None else norm).reshape(1)),
+        HostCopy(torch.as_tensor(0.0 if norm is None else norm).reshape(1)),
         lr,
         updated,
         Moment(groups.device),
@@ -136,7 +136,7 @@ class _Losses:
             self._each = torch.stack([report["sums"] for report in reports]).double()
         sums = self._each.sum(0)
         dist.all_reduce(sums)
-        self._sums = NumbersOnTheirWay(sums)
+        self._sums = HostCopy(sums)
 
     def read(self) -> tuple[float, float]:
         """Return the summed loss and the number of trained tokens of the global batch. The host waits for the
@@ -161,7 +161,7 @@ class LaunchedStep:
     """
 
     losses: _Losses
-    norm: NumbersOnTheirWay
+    norm: HostCopy
     lr: float
     updated: bool
     end: Moment

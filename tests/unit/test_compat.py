@@ -29,12 +29,12 @@ from llava_mcore.compat import (
     megatron,
     megatron_layers,
     megatron_optimizer,
-    storage_clients,
 )
 from llava_mcore.compat.energon import jsonl as energon_jsonl
 from llava_mcore.compat.energon import memory as energon_memory
 from llava_mcore.compat.energon import names as energon_names
 from llava_mcore.compat.energon import repeat as energon_repeat
+from llava_mcore.compat.energon import storage_clients
 from llava_mcore.compat.megatron import FACTORY_OPTIONS, LoadStrategy
 from llava_mcore.compat.required import replace_name, required
 from llava_mcore.compat.torch import NUM_STATE, accept_newer_metadata, file_offset, storage_info

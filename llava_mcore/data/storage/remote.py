@@ -17,7 +17,7 @@ from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
 from multistorageclient import StorageClientConfig
 from multistorageclient.types import RetryableError
 
-from llava_mcore.compat.storage_clients import INHERITED
+from llava_mcore.compat.energon.storage_clients import INHERITED
 from llava_mcore.data.storage.shard_files import META_ERRORS, OFFSET
 from llava_mcore.errors import DataError
 

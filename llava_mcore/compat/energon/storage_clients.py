@@ -1,4 +1,4 @@
-"""multistorageclient 1.3.1 forgets its clients in a forked process, whose paths still hold and use them.
+"""multistorageclient 1.3.1 forgets its clients in a forked process, in which Energon's paths still use them.
 
 Their sockets are open in both processes, so each may read the other's answers. A search of Python's objects does not
 find those that are excluded from garbage collections.
@@ -14,7 +14,7 @@ from multistorageclient import StorageClient, shortcuts
 from llava_mcore.compat.required import required
 
 INHERITED: set[StorageClient] = set()
-"""Clients that this process, or the one that it was forked from, had at the last fork."""
+"""All clients that this process, or the one that it was forked from, has had when it was forked."""
 
 
 @functools.cache

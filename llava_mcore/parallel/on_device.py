@@ -31,8 +31,8 @@ class Moment:
         return earlier._event.elapsed_time(self._event) / 1000
 
 
-class NumbersOnTheirWay:
-    """Numbers that are copied from the device to the host while both continue."""
+class HostCopy:
+    """A copy of a few numbers on the host, for which neither host nor device waits until they are read."""
 
     def __init__(self, numbers: Tensor) -> None:
         """numbers: one dimension; later changes of it have no effect."""

@@ -5,8 +5,9 @@
     python -m benchmarks.adapters --shape llava-1.5-13b --kinds lora nf4
 
 Prints tokens/s (wall time with data wait, real tokens), peak memory, and both as multiples of the peer's. Kinds: lora,
-dora, nf4 (QLoRA) and fp8w (FP8 matrices under LoRA), fp8 (FP8 products of a bf16 model), full (everything trained but
-the tower). Configurations take turns; medians over the steps of all rounds. The peer: `benchmarks/peft_peer.py`.
+dora, nf4 (QLoRA) and fp8w (FP8 matrices under LoRA), fp8 (FP8 products of a bf16 model), fp8only (the same without the
+bf16 matrices), full (everything trained but the tower). Configurations take turns; medians over the steps of all
+rounds. The peer: `benchmarks/peft_peer.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "nf4": ("--lora-quantize", "nf4"),
     "fp8w": ("--lora-quantize", "fp8"),
     "fp8": ("--fp8",),
+    "fp8only": ("--fp8", "--fp8-recipe", "tensorwise", "--lora-quantize", "fp8"),
     "full": (),
 }
 WITH_PEER = ("lora", "dora", "nf4")

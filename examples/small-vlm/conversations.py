@@ -8,11 +8,11 @@ from typing import Any
 
 from pictures import Emoji
 
-WHAT_KIND, IS_IT, MAIN_COLOR = "what kind", "is it (yes or no)", "main color"
-FORMS = (WHAT_KIND, IS_IT, MAIN_COLOR)
+WHAT_KIND, ONE_OF_TWO, MAIN_COLOR = "what kind", "one of two kinds", "main color"
+FORMS = (WHAT_KIND, ONE_OF_TWO, MAIN_COLOR)
 WORDINGS = {
     WHAT_KIND: ("What kind of thing is shown?", "What kind of thing is this?", "What sort of thing is in the picture?"),
-    IS_IT: ("Is this {}?", "Does the picture show {}?"),
+    ONE_OF_TWO: ("Is this {} or {}?", "Does the picture show {} or {}?"),
     MAIN_COLOR: ("What is its main color?", "Which color is it mostly?"),
 }
 NAMED = {
@@ -33,43 +33,38 @@ NAMED = {
 }
 
 
-def ask(form: str, one: Emoji, others: Sequence[Emoji], rng: random.Random, yes: bool | None = None) -> tuple[str, str]:
+def ask(form: str, one: Emoji, others: Sequence[Emoji], rng: random.Random) -> tuple[str, str]:
     """Return a question about an emoji and its answer.
 
     Args:
-        others: a question whose answer is no names the kind of one of these, so every kind is right and wrong
-            equally often.
-        yes: the answer to "is it"; None: drawn.
+        others: the wrong one of two kinds is the kind of one of these, so every kind is right and wrong equally often.
     """
     wording = rng.choice(WORDINGS[form])
-    if form == WHAT_KIND:
-        return wording, one.kind
     if form == MAIN_COLOR:
         assert one.color is not None
         return wording, one.color
-    if yes is None:
-        yes = rng.random() < 0.5
-    kind = one.kind if yes else rng.choice([x.kind for x in others if x.kind != one.kind])
-    return wording.format(NAMED[kind]), "yes" if yes else "no"
+    if form == ONE_OF_TWO:
+        kinds = [one.kind, rng.choice([x.kind for x in others if x.kind != one.kind])]
+        wording = wording.format(*[NAMED[kind] for kind in rng.sample(kinds, 2)])
+    return wording, one.kind
 
 
 def training_row(one: Emoji, others: Sequence[Emoji], number: int, picture: str, rng: random.Random) -> dict[str, Any]:
-    """Return a conversation about one drawing: its kind is asked for, or named, and its color is asked for.
+    """Return a conversation about one drawing: its kind is asked for in one of two forms, and its color.
 
     The order is random. No answer helps with another one.
     """
-    forms = [WHAT_KIND if rng.random() < 0.6 else IS_IT] + [MAIN_COLOR] * (one.color is not None)
+    forms = [WHAT_KIND if rng.random() < 0.6 else ONE_OF_TWO] + [MAIN_COLOR] * (one.color is not None)
     turns = [ask(form, one, others, rng) for form in rng.sample(forms, len(forms))]
     return row(f"{one.code} {number}", picture, turns)
 
 
 def exam_rows(held_out: Sequence[Emoji], rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Yield a conversation per question about held-out emoji; half of the answers to "is it" are yes."""
-    for number, one in enumerate(held_out):
+    """Yield a conversation per question about held-out emoji."""
+    for one in held_out:
         for form in FORMS:
             if form != MAIN_COLOR or one.color is not None:
-                turn = ask(form, one, held_out, rng, yes=number % 2 == 0)
-                yield row(f"{one.code} {form}", f"{one.code}.png", [turn])
+                yield row(f"{one.code} {form}", f"{one.code}.png", [ask(form, one, held_out, rng)])
 
 
 def row(name: str, picture: str, turns: Sequence[tuple[str, str]]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from llava_mcore.adapters.lora import Division, Factors, LinearAdapter
 from llava_mcore.adapters.plan import LoraPlan
 from llava_mcore.adapters.products import SharedMatrices
 from llava_mcore.compat.aligned_linears import AlignedColumnParallelLinear
+from llava_mcore.compat.fp8_weights import is_in_fp8
 from llava_mcore.compat.frozen_linears import FrozenProduct
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.language.layers import NormedRowParallelLinear
@@ -74,7 +75,10 @@ def linear_modules(model: VisionLanguageModel) -> dict[str, Any]:
 
 def _matrix(module: Any) -> Tensor:
     """Return a layer's matrix, restored if it is quantized."""
-    return module.make_matrix() if isinstance(module, FrozenProduct) else module.weight.detach()
+    if isinstance(module, FrozenProduct):
+        return module.make_matrix()
+    weight: Tensor = module.weight.detach()
+    return weight.dequantize() if is_in_fp8(module) else weight
 
 
 def _division(model: VisionLanguageModel, module: Any, linear: Linear, tp_size: int, tp_rank: int) -> Division:

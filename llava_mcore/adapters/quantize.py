@@ -1,4 +1,4 @@
-"""A frozen language model whose matrices are kept in fewer bits and restored for each product."""
+"""A frozen language model whose matrices are kept in fewer bits, and restored for each product or multiplied in FP8."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from llava_mcore.adapters.attach import linear_modules
-from llava_mcore.adapters.layers import ModelLayers
+from llava_mcore.adapters.layers import Linear, ModelLayers
 from llava_mcore.adapters.quantized import QUANTIZERS, Quantized
+from llava_mcore.compat.fp8_weights import keep_in_fp8
 from llava_mcore.compat.frozen_linears import freeze_with
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.multimodal import VisionLanguageModel
@@ -38,11 +40,7 @@ def quantize_model(models: Sequence[VisionLanguageModel], layers: ModelLayers, k
         raise ConfigError("--lora-quantize nf4 needs the package bitsandbytes: pip install 'llava-mcore[qlora]'")
     found: list[Quantized] = []
     for model in models:
-        modules = linear_modules(model)
-        for linear in layers.linears:
-            module = modules.get(linear.name)
-            if module is None or linear.members[0].part != PART or module.weight.requires_grad:
-                continue
+        for linear, module in frozen_linears(model, layers):
             weight = module.weight.detach().to(groups.device)
             quantized = QUANTIZERS[kind](weight, linear, groups.tp_size, groups.tp_rank, lambda x: _gather(x, groups))
             freeze_with(module, quantized.dequantize)
@@ -52,6 +50,24 @@ def quantize_model(models: Sequence[VisionLanguageModel], layers: ModelLayers, k
     logger.info(
         "%s: %s weights of this rank's %d layers take %.3f GiB", kind, f"{weights:,}", len(found), num_bytes / 2**30
     )
+
+
+def multiply_in_fp8(models: Sequence[VisionLanguageModel], layers: ModelLayers) -> None:
+    """Keep the frozen linear layers of a rank's chunks in FP8 only; Transformer Engine multiplies in it."""
+    found = [module for model in models for _, module in frozen_linears(model, layers)]
+    for module in found:
+        keep_in_fp8(module)
+    weights = sum(module.weight.numel() for module in found)
+    logger.info("fp8: %s weights of this rank's %d layers have no 16-bit copy", f"{weights:,}", len(found))
+
+
+def frozen_linears(model: VisionLanguageModel, layers: ModelLayers) -> Iterator[tuple[Linear, Any]]:
+    """Yield the linear layers of PART that are not trained."""
+    modules = linear_modules(model)
+    for linear in layers.linears:
+        module = modules.get(linear.name)
+        if module is not None and linear.members[0].part == PART and not module.weight.requires_grad:
+            yield linear, module
 
 
 def _gather(x: Tensor, groups: Groups) -> list[Tensor]:

@@ -134,7 +134,7 @@ class SDPAttention(MegatronModule):
 
 
 class ManyShortAttention(MegatronModule):
-    """Full attention in packs of many short sequences on a GPU, by torch's kernel; no dropout.
+    """Full attention in packs of many short sequences on a GPU, by torch's kernel in half precision; no dropout.
 
     Transformer Engine has cuDNN plan for as many sequences as there are, each as long as all together: with 600
     windows of 64 patches one of its kernels took half of a step.

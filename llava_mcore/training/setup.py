@@ -18,12 +18,13 @@ from transformers import PretrainedConfig
 from llava_mcore.adapters.adaptation import Adaptation, adaptation_of
 from llava_mcore.adapters.attach import attach_adapters
 from llava_mcore.adapters.peft_weights import load_peft_folder
-from llava_mcore.adapters.quantize import quantize_model
+from llava_mcore.adapters.quantize import multiply_in_fp8, quantize_model
 from llava_mcore.adapters.state import load_adapters
 from llava_mcore.batch_fields import Fields
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.checkpoint.node_local import is_local, load_local_weights
+from llava_mcore.config.rules.adapter import restores_matrices
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError
@@ -87,7 +88,7 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     models = build_models(run, groups, hf, trained, initialize=start.checkpoint is None)
     # Also before a resume: the optimizer's fp32 copies come from these.
     if adaptation is not None:
-        load_adapted(models, adaptation, groups, quantize=run.adapter.quantize, seed=run.training.seed)
+        load_adapted(models, adaptation, groups, run)
     elif start.checkpoint is not None:
         load_checkpoint(models, start.checkpoint, groups)
     # The first chunk's buckets overlap with its own backward pass; those of the others with earlier chunks' passes.
@@ -135,16 +136,21 @@ def load_checkpoint(models: Sequence[VisionLanguageModel], checkpoint: Path, gro
         load_weights(models, checkpoint, groups.data_parallel)
 
 
-def load_adapted(
-    models: Sequence[VisionLanguageModel], adaptation: Adaptation, groups: Groups, *, quantize: str, seed: int
-) -> None:
+def load_adapted(models: Sequence[VisionLanguageModel], adaptation: Adaptation, groups: Groups, run: RunConfig) -> None:
     """Load the model that adapters belong to, add them, and load what they begin with; a collective call."""
     load_checkpoint(models, adaptation.base.folder, groups)
-    if quantize != "none":
-        quantize_model(models, adaptation.layers, quantize, groups)
+    if restores_matrices(run):
+        quantize_model(models, adaptation.layers, run.adapter.quantize, groups)
+    elif run.adapter.quantize != "none":
+        multiply_in_fp8(models, adaptation.layers)
     for model in models:
         attach_adapters(
-            model, adaptation.plans, adaptation.layers, tp_size=groups.tp_size, tp_rank=groups.tp_rank, seed=seed
+            model,
+            adaptation.plans,
+            adaptation.layers,
+            tp_size=groups.tp_size,
+            tp_rank=groups.tp_rank,
+            seed=run.training.seed,
         )
     for plan in adaptation.plans:
         if plan.name in adaptation.folders:
@@ -194,8 +200,8 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         params_dtype=params_dtype(run),
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
-        on_cpu=run.adapter.quantize != "none",
-        plain_linears=run.adapter.quantize != "none",
+        on_cpu=restores_matrices(run),
+        plain_linears=restores_matrices(run),
         stages=stages(run, groups, hf.text_config.num_hidden_layers),
         sequence_parallel=run.parallel.sequence_parallel,
         attention_backend=model.attention_backend,

@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tensorwise, ends in bf16": FP8
     | {"training.fp8_recipe": "tensorwise", "training.fp8_first_layers_bf16": 1, "training.fp8_last_layers_bf16": 1},
     "lora in FP8": LORA | FP8,
+    "lora in FP8, no 16-bit copy": LORA | FP8 | {"training.fp8_recipe": "tensorwise", "adapter.quantize": "fp8"},
 }
 
 Curve = list[tuple[float, float]]

@@ -167,8 +167,12 @@ def adapters(tp: int, checkpoint: str, save_dir: str) -> dict[str, dict[str, lis
         "te dora": (checkpoint, MIXED, dora | TE),
         "local nf4": (checkpoint, MIXED, nf4),
         "te nf4": (checkpoint, MIXED, nf4 | TE),
-        "te fp8 weights": (checkpoint, MIXED, lora | TE | {"adapter.quantize": "fp8"}),
     }
+    if tp == 1:  # of two ranks each would hold half of one of the blocks of 128 values
+        runs["te fp8 weights"] = (checkpoint, MIXED, lora | TE | {"adapter.quantize": "fp8"})
     for recipe in ("delayed", "tensorwise", "blockwise"):
         runs[recipe] = (checkpoint, MIXED, lora | FP8 | {"training.fp8_recipe": recipe})
+    for recipe in ("delayed", "tensorwise"):
+        only_fp8 = {"training.fp8_recipe": recipe, "adapter.quantize": "fp8"}
+        runs[f"{recipe}, no 16-bit copy"] = (checkpoint, MIXED, lora | FP8 | only_fp8)
     return run_all(join(tp, 1), runs, save_dir)

@@ -29,8 +29,10 @@ TIE = 1e-4
 
 @pytest.fixture(autouse=True)
 def _whole_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers embeds patches by convolutions, for which torch allows TF32 by default."""
+    """transformers embeds patches by convolutions, for which torch allows TF32 by default; Transformer Engine multiplies
+    fp32 in TF32, unless cuBLAS is told otherwise when its process starts."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
 
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)

@@ -106,8 +106,9 @@ def test_adapters(torchs: tuple[str, list[float]], tmp_path: Path, tp: int) -> N
         norm = abs(run["grad_norm"][0] / truth["grad_norm"][0] - 1)
         print(tp, name, f"worst relative loss difference {worst:.1e}, first gradient norm {norm:.1e}")
         assert all(map(math.isfinite, run["loss"] + run["grad_norm"]))
-        coarse = name in ("delayed", "tensorwise", "blockwise", "te fp8 weights")
+        coarse = name.startswith(("delayed", "tensorwise", "blockwise", "te fp8 weights"))
         assert worst < (0.05 if coarse else 0.01) and norm < (0.2 if coarse else 0.05), (name, run, truth)
+    assert runs["tensorwise, no 16-bit copy"] == runs["tensorwise"], "frozen matrices are the same in FP8 at every step"
 
 
 def test_every_gradient(torchs: tuple[str, list[float]], tmp_path: Path) -> None:

@@ -134,9 +134,9 @@ def test_scores_and_the_majority_answer(pictures: ModuleType, tmp_path: Path) ->
     truth = [scores.right_answer(row) for row in rows]
     assert scores.number_of_questions(rows) == {form: 80 for form in conversations.FORMS}
     assert scores.accuracy(rows, truth) == {form: 1.0 for form in conversations.FORMS}
-    assert scores.majority(rows) == {form: 0.5 for form in conversations.FORMS}, "both kinds, yes and no, both colors"
+    assert scores.majority(rows) == {form: 0.5 for form in conversations.FORMS}, "both kinds, both of two, both colors"
     animals = scores.accuracy(rows, ["animal"] * len(rows))
-    assert animals == {conversations.WHAT_KIND: 0.5, conversations.IS_IT: 0.0, conversations.MAIN_COLOR: 0.0}
+    assert animals == {conversations.WHAT_KIND: 0.5, conversations.ONE_OF_TWO: 0.5, conversations.MAIN_COLOR: 0.0}
     samples = [{"key": f"000000.tar/{i:09d}", "answer": f" {x}"} for i, x in enumerate(truth)]
     file = tmp_path / "answers.json"
     file.write_text(json.dumps({"models": [{"model": "exports/stage2", "data": {"samples": samples[::-1]}}]}))

@@ -33,10 +33,26 @@ def check_adapter(run: RunConfig) -> Iterator[str]:
     ):
         if is_set:
             yield f"{key}: {_INSTEAD}"
-    if adapter.quantize != "none" and run.training.fp8:
-        yield "--lora-quantize restores matrices in half precision, and --fp8 multiplies in FP8: omit one of them"
+    if run.training.fp8:
+        yield from _quantized_in_fp8(run)
     if run.checkpoint.init:
         yield "--init makes a random model, and an adapter belongs to a trained one: give --megatron-load-dir instead"
+
+
+def _quantized_in_fp8(run: RunConfig) -> Iterator[str]:
+    """Yield what `--lora-quantize` does not allow beside `--fp8`."""
+    training, kind = run.training, run.adapter.quantize
+    if kind == "nf4":
+        yield "--lora-quantize nf4 restores matrices in half precision: omit --fp8, or use --lora-quantize fp8"
+    if kind == "fp8" and training.fp8_recipe == "blockwise":
+        yield "--lora-quantize fp8 has one scale per matrix, --fp8-recipe blockwise one per block: use another recipe"
+    if kind == "fp8" and (training.fp8_first_layers_bf16 or training.fp8_last_layers_bf16):
+        yield "--lora-quantize fp8 leaves no layer in bf16: omit training.fp8_first_layers_bf16 and …_last_…"
+
+
+def restores_matrices(run: RunConfig) -> bool:
+    """Return whether quantized matrices are restored for each product, by layers of another kind than usual."""
+    return run.adapter.quantize != "none" and not run.training.fp8
 
 
 def trains_tower(run: RunConfig) -> bool:

@@ -49,7 +49,8 @@ class AdapterConfig(Section):
     """rsLoRA: divide by the square root of the rank, so that a larger rank does not weaken what is learned."""
     quantize: Literal["none", "nf4", "fp8"] = "none"
     """Keep the frozen language model's matrices in 4 bits (nf4: QLoRA, double quantization, as bitsandbytes), or in 8
-    (fp8: e4m3, one scale per 128 values). They are restored for each product."""
+    (fp8: e4m3, one scale per 128 values). They are restored for each product. fp8 with --fp8: they are multiplied in
+    FP8, with one scale each, and have no 16-bit copy."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases of the model that are trained: none, all, or those of the layers with an adapter."""
     modules_to_save: Annotated[tuple[str, ...], BeforeValidator(comma_separated)] = ()

@@ -82,7 +82,8 @@ class PatchLayer(TransformerLayer):
     def __init__(self, *given: Any, full_attention: frozenset[int] | None, **named: Any) -> None:
         super().__init__(*given, **named)
         self.sees_windows = full_attention is not None and self.layer_number - 1 not in full_attention
-        if self.sees_windows and self.config.transformer_impl == "transformer_engine":
+        in_half = self.config.params_dtype in (torch.float16, torch.bfloat16)
+        if self.sees_windows and self.config.transformer_impl == "transformer_engine" and in_half:
             self.self_attention.core_attention = ManyShortAttention(self.config)
 
     def forward(self, *given: Any, packed_seq_params: TowerSeqParams, **named: Any) -> Any:

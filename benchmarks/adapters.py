@@ -38,6 +38,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "full": (),
 }
 WITH_PEER = ("lora", "dora", "nf4")
+PEER_IN_BF16 = {"fp8": "lora", "fp8w": "lora", "fp8only": "lora"}
+"""Kinds that PEFT does not have, and the kind of PEFT's beside which they are put."""
 LOADERS = 4
 
 
@@ -170,7 +172,8 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: list[Entry]) -> dict
     if not entry.seconds:
         return row
     row |= {"tok/s": round(entry.speed), "peak GiB": round(entry.memory, 2)}
-    peer = next((x for x in entries if x.is_peer and x.kind == entry.kind and x.seconds), None)
+    kind = PEER_IN_BF16.get(entry.kind, entry.kind)
+    peer = next((x for x in entries if x.is_peer and x.kind == kind and x.seconds), None)
     if peer is not None and not entry.is_peer:
         row["÷ PEFT"] = round(entry.speed / peer.speed, 3)
         if peer.memory:

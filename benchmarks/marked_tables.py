@@ -51,7 +51,7 @@ def speed() -> list[Cells]:
     plain, fp8 = _rows("train_step_7b_4_gbs192")[:2]
     names = ("onevision_2", "qwen2_5_vl_2", "qwen2_audio_1")
     onevision, qwen, audio = (_rows(f"train_step_{name}")[0] for name in names)
-    adapter = _rows("adapters_7b")[0]
+    adapter, before = _rows("adapters_7b")[0], _rows("adapters_7b_h200")[0]
     packed, padded = (f"{plain[peer]:.2f} ({fp8[peer]:.2f})" for peer in ("÷ hf", "÷ hf-padded"))
     page = "[performance.md](docs/performance.md)"
     return [
@@ -78,7 +78,8 @@ def speed() -> list[Cells]:
         ),
         (
             f"LoRA of LLaVA-1.5-7B, {_gpu('adapters_7b')}, BF16",
-            f"{adapter['tok/s']:,} tokens/s: {adapter['÷ PEFT']:.2f} times PEFT with Liger",
+            f"{adapter['tok/s']:,} tokens/s: {adapter['÷ PEFT']:.2f} times PEFT with Liger (an older version on "
+            f"{_gpu('adapters_7b_h200')}: {before['÷ PEFT']:.2f})",
             page,
         ),
     ]
@@ -158,17 +159,20 @@ def _steps(rows: list[tuple[str, Row]]) -> str:
 
 def adapters() -> str:
     """Return the figures of LoRA and QLoRA beside PEFT's."""
-    names = {"lora": "LoRA", "nf4": "QLoRA, before CUDA graphs", "fp8": "LoRA with FP8 products"}
-    lines = [f"| {_gpu('adapters_7b')} | tokens/s | GiB |", "|---|---|---|"]
-    for row in [
-        *_rows("adapters_7b"),
-        *_rows("adapters_7b_fp8")[1:],
-        *_rows("adapters_7b_nf4"),
-        *_rows("adapters_13b"),
-    ]:
+    names = {
+        "lora": "LoRA",
+        "nf4": "QLoRA, before CUDA graphs",
+        "fp8": "LoRA with FP8 products",
+        "fp8only": "LoRA on a base model in FP8 only",
+    }
+    lines = ["| | GPU | tokens/s | GiB |", "|---|---|---|---|"]
+    files = ("adapters_7b", "adapters_7b_h200", "adapters_7b_fp8", "adapters_7b_nf4", "adapters_13b")
+    for name, row in [(name, row) for name in files for row in _rows(name)]:
         who, kind = row["what"].split()
         size = row["shape"].removeprefix("llava-1.5-").upper()
-        lines.append(f"| {size}, {names[kind]}, {who} | {row['tok/s']:,} | {row['peak GiB']} |")
+        older = ", older" if name == "adapters_7b_h200" else ""
+        gpu = _gpu(name).removeprefix("1 x ")
+        lines.append(f"| {size}, {names[kind]}, {who}{older} | {gpu} | {row['tok/s']:,} | {row['peak GiB']} |")
     return "\n".join([*lines, ""])
 
 

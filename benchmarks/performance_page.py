@@ -80,7 +80,7 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _precision(what: str) -> str:
-    return {"none": "BF16", "ours lora": "BF16", "ours nf4": "NF4"}.get(what, f"FP8, {what}")
+    return {"none": "BF16", "ours lora": "BF16", "ours nf4": "NF4", "ours fp8only": "FP8"}.get(what, f"FP8, {what}")
 
 
 def section(result: dict[str, Any]) -> str:

@@ -23,16 +23,16 @@ from tests.parallel.validation_checks import make_material
 pytestmark = pytest.mark.gpu
 LAYOUTS = [x for x in [(1, 1), (2, 1), (1, 2), (2, 2)] if math.prod(x) <= torch.cuda.device_count()]
 NUM_NEW = 12
+NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
+"""Transformer Engine asks cuBLAS for TF32 in products of fp32."""
 TIE = 1e-4
 """Of two tokens whose logits are as near as this either may be first: kernels of GPUs add in other orders."""
 
 
 @pytest.fixture(autouse=True)
 def _whole_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers embeds patches by convolutions, for which torch allows TF32 by default; Transformer Engine multiplies
-    fp32 in TF32, unless cuBLAS is told otherwise when its process starts."""
+    """transformers embeds patches by convolutions, for which torch allows TF32 by default."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
 
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
@@ -55,7 +55,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, tp: int, pp: int) -> N
     function = "tests.parallel.generate_checks:answers"
     for kind in ({"jobs": jobs}, {"jobs": able, "transformer_impl": "transformer_engine"}):
         arguments: dict[str, Any] = {"num_new": NUM_NEW, **kind}
-        for found in run_world(tp * pp, function, tp=tp, pp=pp, **arguments):
+        for found in run_world(tp * pp, function, environment=NO_TF32, tp=tp, pp=pp, **arguments):
             assert found.keys() == kind["jobs"].keys()
             assert not [text for name, answers in found.items() for text in expected[name].unlike(name, answers)]
 

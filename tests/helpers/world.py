@@ -10,6 +10,7 @@ import secrets
 import socket
 import tempfile
 import time
+from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,12 @@ def free_port() -> int:
             return port
 
 
-def run_world(size: int, function: str, *, timeout: float = 300, **arguments: Any) -> list[Any]:
+def run_world(
+    size: int, function: str, *, timeout: float = 300, environment: Mapping[str, str] | None = None, **arguments: Any
+) -> list[Any]:
     """Run `package.module:function(**arguments)` on `size` ranks and return what each returned.
+
+    `environment`: variables of the ranks, set before anything of CUDA starts.
 
     Raises AssertionError with the output of all ranks when one fails or the time is up.
     """
@@ -44,6 +49,7 @@ def run_world(size: int, function: str, *, timeout: float = 300, **arguments: An
         job = Path(folder)
         torch.save({"function": function, "arguments": arguments}, job / "job.pt")
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+        world |= environment or {}
         processes = [
             context.Process(target=_rank_main, args=(job, world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
             for rank in range(size)

@@ -167,7 +167,7 @@ def adapters() -> str:
     }
     lines = ["| | GPU | tokens/s | GiB |", "|---|---|---|---|"]
     files = ("adapters_7b", "adapters_7b_h200", "adapters_7b_fp8", "adapters_7b_nf4", "adapters_13b")
-    for name, row in [(name, row) for name in files for row in _rows(name)]:
+    for name, row in [(file, row) for file in files for row in _rows(file)]:
         who, kind = row["what"].split()
         size = row["shape"].removeprefix("llava-1.5-").upper()
         older = ", older" if name == "adapters_7b_h200" else ""

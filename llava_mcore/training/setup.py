@@ -88,7 +88,8 @@ def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
     models = build_models(run, groups, hf, trained, initialize=start.checkpoint is None)
     # Also before a resume: the optimizer's fp32 copies come from these.
     if adaptation is not None:
-        load_adapted(models, adaptation, groups, run)
+        quantize, seed = run.adapter.quantize, run.training.seed
+        load_adapted(models, adaptation, groups, quantize=quantize, multiplies_in_fp8=run.training.fp8, seed=seed)
     elif start.checkpoint is not None:
         load_checkpoint(models, start.checkpoint, groups)
     # The first chunk's buckets overlap with its own backward pass; those of the others with earlier chunks' passes.
@@ -136,21 +137,24 @@ def load_checkpoint(models: Sequence[VisionLanguageModel], checkpoint: Path, gro
         load_weights(models, checkpoint, groups.data_parallel)
 
 
-def load_adapted(models: Sequence[VisionLanguageModel], adaptation: Adaptation, groups: Groups, run: RunConfig) -> None:
+def load_adapted(
+    models: Sequence[VisionLanguageModel],
+    adaptation: Adaptation,
+    groups: Groups,
+    *,
+    quantize: str,
+    multiplies_in_fp8: bool,
+    seed: int,
+) -> None:
     """Load the model that adapters belong to, add them, and load what they begin with; a collective call."""
     load_checkpoint(models, adaptation.base.folder, groups)
-    if restores_matrices(run):
-        quantize_model(models, adaptation.layers, run.adapter.quantize, groups)
-    elif run.adapter.quantize != "none":
+    if quantize != "none" and multiplies_in_fp8:
         multiply_in_fp8(models, adaptation.layers)
+    elif quantize != "none":
+        quantize_model(models, adaptation.layers, quantize, groups)
     for model in models:
         attach_adapters(
-            model,
-            adaptation.plans,
-            adaptation.layers,
-            tp_size=groups.tp_size,
-            tp_rank=groups.tp_rank,
-            seed=run.training.seed,
+            model, adaptation.plans, adaptation.layers, tp_size=groups.tp_size, tp_rank=groups.tp_rank, seed=seed
         )
     for plan in adaptation.plans:
         if plan.name in adaptation.folders:

@@ -98,7 +98,7 @@ def adapted(root: Path, adapter: Path, quantize: str) -> tuple[VisionLanguageMod
     assert adaptation is not None
     model = load_part(groups, checkpoint)
     set_trained(model, adaptation.trained)
-    load_adapted([model], adaptation, groups, quantize=quantize, seed=0)
+    load_adapted([model], adaptation, groups, quantize=quantize, multiplies_in_fp8=False, seed=0)
     return model, adaptation.layers
 
 

@@ -18,8 +18,7 @@ from llava_mcore.adapters.lora import Division, Factors, LinearAdapter
 from llava_mcore.adapters.plan import LoraPlan
 from llava_mcore.adapters.products import SharedMatrices
 from llava_mcore.compat.aligned_linears import AlignedColumnParallelLinear
-from llava_mcore.compat.fp8_weights import is_in_fp8
-from llava_mcore.compat.frozen_linears import FrozenProduct
+from llava_mcore.compat.frozen_linears import FrozenProduct, is_in_fp8
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.language.layers import NormedRowParallelLinear
 from llava_mcore.models.multimodal import VisionLanguageModel

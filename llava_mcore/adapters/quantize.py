@@ -16,8 +16,7 @@ from torch import Tensor
 from llava_mcore.adapters.attach import linear_modules
 from llava_mcore.adapters.layers import Linear, ModelLayers
 from llava_mcore.adapters.quantized import QUANTIZERS, Quantized
-from llava_mcore.compat.fp8_weights import keep_in_fp8
-from llava_mcore.compat.frozen_linears import freeze_with
+from llava_mcore.compat.frozen_linears import freeze_with, keep_in_fp8
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups

@@ -1,5 +1,6 @@
-"""megatron-core's linear layers with a matrix that is not a parameter.
+"""Linear layers whose frozen matrix is kept in another form.
 
+Transformer Engine's layers (2.20) multiply by a weight that is an FP8 tensor as it is, and make no copies of it in FP8.
 megatron-core (0.19.2) multiplies in `_forward_impl`, after it has looked for `weight`; everything else, such as what
 crosses ranks, stays as it is. Import `llava_mcore.parallel` first, as for megatron.core itself.
 """
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from llava_mcore.compat.required import required
 
 MakeMatrix = Callable[[], Tensor]
+_IN_FP8 = "llava_mcore_weight_in_fp8"
 
 
 class _Product(torch.autograd.Function):
@@ -66,3 +68,26 @@ def freeze_with(layer: nn.Module, make_matrix: MakeMatrix) -> None:
     vars(layer)["weight"] = torch.empty(0)
     vars(layer)["make_matrix"] = make_matrix
     layer.__class__ = type(f"Frozen{kind.__name__}", (FrozenProduct, kind), {})
+
+
+def keep_in_fp8(layer: nn.Module) -> None:
+    """Replace a layer's frozen matrix by its FP8 form (e4m3, one scale) and the transpose of that, for both passes.
+
+    Raises:
+        AttributeError: not one of Transformer Engine's layers with one matrix.
+    """
+    from transformer_engine.pytorch import DType, Float8CurrentScalingQuantizer  # on GPUs only
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    if not isinstance(layer, TransformerEngineBaseModule) or required(layer, "weight_names") != ["weight"]:
+        raise AttributeError(f"expected one of Transformer Engine's linear layers, found a {type(layer).__qualname__}")
+    weight = required(layer, "weight")
+    assert isinstance(weight, Tensor) and not weight.requires_grad
+    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, weight.device)
+    layer.register_parameter("weight", nn.Parameter(quantizer(weight.detach()), requires_grad=False))
+    vars(layer)[_IN_FP8] = True
+
+
+def is_in_fp8(layer: nn.Module) -> bool:
+    """Return whether a layer's matrix exists in FP8 only."""
+    return _IN_FP8 in vars(layer)

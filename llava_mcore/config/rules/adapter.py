@@ -16,7 +16,7 @@ def check_adapter(run: RunConfig) -> Iterator[str]:
     if not adapter.is_on:
         return
     if adapter.load is not None and any((adapter.r, adapter.vision_r, adapter.projection_r)):
-        yield "adapter.load: the folder says the rank: omit --lora-r, adapter.vision_r and adapter.projection_r"
+        yield "adapter.load takes the rank from its folder: omit --lora-r, adapter.vision_r and adapter.projection_r"
     for folder in (adapter.load, *adapter.frozen):
         if folder is not None and not (folder / "adapter_config.json").is_file():
             yield f"{folder}: no adapter_config.json; expected a folder that PEFT or export-hf has written"

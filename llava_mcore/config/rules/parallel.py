@@ -14,7 +14,7 @@ def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
     model, parallel = run.model, run.parallel
     if model.recompute_vision != "none" and not trains_tower(run):
         yield (
-            "model.recompute_vision has no effect on a frozen vision tower, which keeps nothing: omit it, or "
+            "model.recompute_vision has no effect on a frozen vision tower, which stores no activations: omit it, or "
             "train the tower with model.freeze_vision_model=false"
         )
     if model.cuda_graphs:
@@ -33,7 +33,7 @@ def _check_graphs(run: RunConfig, device_available: bool) -> Iterator[str]:
     if not device_available or run.model.transformer_impl == "local":
         yield f"{flag} captures Transformer Engine's layers on GPUs: omit the flag"
     if run.parallel.pipeline_model_parallel_size > 1:
-        yield f"{flag} works with --pp 1 only, because several micro-batches are on their way in a pipeline: omit it"
+        yield f"{flag} works with --pp 1 only, because a pipeline has several micro-batches in flight: omit it"
     if run.model.recompute != "none":
         yield f"{flag} does not work with --recompute {run.model.recompute}: omit one of them"
     if run.adapter.dropout:

@@ -11,7 +11,7 @@ from llava_mcore.config.sections.training import TrainingConfig
 def check_schedule(training: TrainingConfig, optimizer: OptimizerConfig) -> Iterator[str]:
     """Yield problems of the run's length, its ramp-up or its schedule."""
     if training.train_iters is not None and training.train_samples is not None:
-        yield "--train-iters and --train-samples both say how long the run is: give one of the two"
+        yield "--train-iters and --train-samples both set the length of the run: give only one of them"
     elif training.train_iters is None and training.train_samples is None:
         yield "training.train_iters is missing: give the number of iterations with --train-iters, or --train-samples"
     ramp, full = training.ramp, training.global_batch_size

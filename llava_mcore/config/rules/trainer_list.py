@@ -140,7 +140,7 @@ KEYS: dict[str, Callable[[Any], Values]] = {
     "fp16": _precision("fp16"),
     "use_rmpad": _to("data.packing"),
     "group_by_length": _unless_off("samples are not sorted; data.packing (use_rmpad) saves the padding"),
-    "use_liger_kernel": _unless_off("the loss never computes whole logits anyway: omit it"),
+    "use_liger_kernel": _unless_off("the loss never keeps all logits in memory anyway: omit it"),
     "gradient_checkpointing": lambda value: {"model.recompute": "full"} if value else {},
     "deepspeed": _refuse("--tp, --pp and --dist-optim divide the model and the optimizer here"),
     "fsdp": _refuse("--tp, --pp and --dist-optim divide the model and the optimizer here"),

@@ -56,7 +56,7 @@ class DataConfig(Section):
     path: DataPath | None = None
     """Prepared folder of shards, or the .yaml file of a blend; or the URL of either in an object store."""
     seq_length: Size = 2048
-    """Maximum number of tokens of a sample, or of a pack of samples; those of pictures, videos and sounds included."""
+    """Maximum number of tokens of a sample, or of a pack of samples, including those of pictures, videos and sounds."""
     num_workers: int = Field(2, ge=0, le=1024)
     """Loader processes per data-parallel rank; 0 loads in the training process."""
     timeout: Seconds = 600

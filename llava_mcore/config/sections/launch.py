@@ -52,7 +52,7 @@ class LaunchConfig(Section):
     sbatch_options: str | None = None
     """Further sbatch options of a job that --submit submits, such as '--partition=gpu --time=24:00:00'."""
     sif_path: UserPath | None = None
-    """Singularity/Apptainer image inside which the same command is run."""
+    """Singularity/Apptainer image inside which to run the same command."""
 
     @property
     def chosen_gpus(self) -> tuple[int, ...]:

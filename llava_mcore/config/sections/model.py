@@ -26,7 +26,7 @@ class ModelConfig(Section):
     """Parameters that are not trained, besides the frozen parts: patterns over their Hugging Face or Megatron
     names, such as *.embed_tokens.weight; several are separated by commas."""
     unfreeze: Annotated[tuple[str, ...], BeforeValidator(comma_separated)] = ()
-    """Parameters that are trained although a frozen part or freeze contains them: patterns as there."""
+    """Parameters that are trained although a frozen part or freeze contains them: patterns as for freeze."""
     transformer_impl: Literal["transformer_engine", "local"] | None = None
     """Implementation of the layers: Transformer Engine's fused ones, or torch's; not given: the former on GPUs if it is
     installed. Checkpoints are the same."""

@@ -10,10 +10,12 @@ from transformers import PretrainedConfig
 
 from llava_mcore.adapters.layers import ModelLayers, model_layers
 from llava_mcore.adapters.peft_config import plan_of_folder
-from llava_mcore.adapters.plan import LoraPlan, plan_from_config, trained_parameters
+from llava_mcore.adapters.plan import LoraPlan, own_parameters, plan_from_config, trained_parameters
 from llava_mcore.adapters.record import Base, holds_adapters, read_base, read_plans
+from llava_mcore.checkpoint.layout import RUN_FILE
+from llava_mcore.config.load import load_run_config
 from llava_mcore.config.sections.adapter import AdapterConfig
-from llava_mcore.errors import ConfigError
+from llava_mcore.errors import ConfigError, problems
 
 
 @dataclass(frozen=True)
@@ -21,14 +23,15 @@ class Adaptation:
     """A run's adapters.
 
     `plans`: the trained one first. `folders`: PEFT folders that adapters begin with, by name. `trained`: for every
-    parameter of the model itself, by its Megatron name, whether it is trained. `checkpoint`: holds the adapters'
-    weights, if they come from one.
+    parameter of the model itself, by its Megatron name, whether it is trained. `own`: see `own_parameters`.
+    `checkpoint`: holds the adapters' weights, if they come from one.
     """
 
     plans: tuple[LoraPlan, ...]
     layers: ModelLayers
     base: Base
     trained: Mapping[str, bool]
+    own: frozenset[str]
     folders: Mapping[str, Path]
     checkpoint: Path | None = None
 
@@ -73,8 +76,9 @@ def adaptation_of(
     assert checkpoint is not None, "the rules refuse an adapter on random weights"
     layers = model_layers(hf)
     if stored:
-        plans, base = read_plans(checkpoint, layers), base_of(checkpoint, load)
-        return Adaptation(plans, layers, base, trained_parameters(plans[0], layers), {}, checkpoint)
+        _check_settings(adapter, checkpoint)
+        base = base_of(checkpoint, load)
+        return _adaptation(read_plans(checkpoint, layers), layers, base, {}, checkpoint)
     folders = {folder.name: folder for folder in adapter.frozen}
     if adapter.load is None:
         first = plan_from_config(adapter, layers)
@@ -82,7 +86,39 @@ def adaptation_of(
         folders[adapter.name] = adapter.load
         first = plan_of_folder(adapter.load, adapter.name, layers, is_trained=True)
     others = [plan_of_folder(folder, folder.name, layers, is_trained=False) for folder in adapter.frozen]
-    return Adaptation((first, *others), layers, Base.of(checkpoint), trained_parameters(first, layers), folders)
+    return _adaptation((first, *others), layers, Base.of(checkpoint), folders, None)
+
+
+def _adaptation(
+    plans: tuple[LoraPlan, ...], layers: ModelLayers, base: Base, folders: Mapping[str, Path], checkpoint: Path | None
+) -> Adaptation:
+    trained = trained_parameters(plans[0], layers)
+    return Adaptation(plans, layers, base, trained, own_parameters(plans, layers), folders, checkpoint)
+
+
+def _check_settings(adapter: AdapterConfig, checkpoint: Path) -> None:
+    """Refuse settings that a checkpoint's adapter does not have, and that would have no effect on it."""
+    before = load_run_config(checkpoint / RUN_FILE, [], {}).adapter
+    pairs = {
+        key: (_shown(before, key), _shown(adapter, key)) for key in type(adapter).model_fields if key != "quantize"
+    }
+    found = [f"adapter.{key}: it has {old}, this run asks for {new}" for key, (old, new) in pairs.items() if old != new]
+    if found:
+        title = (
+            f"{checkpoint} holds an adapter, which a run that starts from it continues: give it the same settings, or "
+            "export the adapter (export-hf) and name its folder with adapter.load, or merge it (export-hf --merge)"
+        )
+        raise ConfigError(problems(title, found))
+
+
+def _shown(adapter: AdapterConfig, key: str) -> str:
+    """Return a setting as it is compared. Folders may have moved since."""
+    value = adapter.model_dump()[key]
+    if key == "load":
+        return "none" if value is None else "a folder"
+    if key == "frozen":
+        return ", ".join(folder.name for folder in adapter.frozen) or "none"
+    return str(value)
 
 
 def base_of(checkpoint: Path, load: Path | None) -> Base:

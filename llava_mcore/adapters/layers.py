@@ -5,7 +5,7 @@ Adapters belong to Hugging Face's layers (q_proj), of which megatron-core's hold
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,15 +26,20 @@ class HfLinear:
     """One of Hugging Face's linear layers.
 
     `name`: in transformers' model. `part`: of our model, such as language_model. `key`: within the part, as the class's
-    usual files have it; checkpoints use it, whatever transformers calls it. `aliases`: its names in files. `width`:
-    inputs plus outputs.
+    usual files have it; checkpoints use it, whatever transformers calls it. `aliases`: its names in files.
     """
 
     name: str
     part: str
     key: str
     aliases: tuple[str, ...]
-    width: int
+    inputs: int
+    outputs: int
+
+    @property
+    def width(self) -> int:
+        """Return inputs plus outputs."""
+        return self.inputs + self.outputs
 
 
 @dataclass(frozen=True)
@@ -71,20 +76,23 @@ class HfParameter:
     name: str
     megatron: str
     aliases: tuple[str, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ModelLayers:
     """What adapters need to know about a model.
 
-    `entries`: of the mapping table, under transformers' names. `module_names`: all of transformers' model. `is_tied`:
-    embedding and output layer are one.
+    `entries`: of the mapping table, under transformers' names. `module_names`: all of transformers' model. `unused`:
+    parameters of transformers' model that do not change its output, such as those of tower layers after the feature
+    layer, by all their names. `is_tied`: embedding and output layer are one.
     """
 
     linears: tuple[Linear, ...]
     parameters: tuple[HfParameter, ...]
     entries: Mapping[str, Entry]
     module_names: frozenset[str]
+    unused: frozenset[str]
     is_tied: bool
 
     @property
@@ -105,17 +113,18 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
     architecture = architecture_of(hf)
     with torch.device("meta"):
         model = architecture.model_class._from_config(hf)
-    names = detect_names(hf, model.state_dict(), source=architecture.model_class.__name__)
+    state = model.state_dict()
+    names = detect_names(hf, state, source=architecture.model_class.__name__)
     here, usual = _entries(hf, names), _entries(hf, usual_names(hf))
     styles = [_entries(hf, style) for style in architecture.names.styles]
     modules = {name: module for name, module in model.named_modules() if name}
-    widths = {name: x.in_features + x.out_features for name, x in modules.items() if isinstance(x, nn.Linear)}
+    sizes = {name: (x.in_features, x.out_features) for name, x in modules.items() if isinstance(x, nn.Linear)}
     linears = []
     for name, entry in here.items():
         if not _may_be_linear(entry):
             continue
         found = [x.removesuffix(WEIGHT) for x in entry.hf_names]
-        if not widths.keys() >= set(found):
+        if not sizes.keys() >= set(found):
             continue  # a convolution, or a layer that transformers' model splits differently than its files
         linear = name.removesuffix(WEIGHT)
         part = linear.partition(".")[0]
@@ -125,17 +134,31 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
                 part,
                 _inside(usual[name].hf_names[i].removesuffix(WEIGHT), usual_names(hf)),
                 tuple(dict.fromkeys(style[name].hf_names[i].removesuffix(WEIGHT) for style in (usual, *styles))),
-                widths[hf_name],
+                *sizes[hf_name],
             )
             for i, hf_name in enumerate(found)
         )
         linears.append(Linear(linear, entry, members))
     parameters = tuple(
-        HfParameter(x, name, tuple(style[name].hf_names[i] for style in (usual, *styles) if name in style))
+        HfParameter(
+            x,
+            name,
+            tuple(style[name].hf_names[i] for style in (usual, *styles) if name in style),
+            tuple(state[x].shape),
+        )
         for name, entry in here.items()
         for i, x in enumerate(entry.hf_names)
     )
-    return ModelLayers(tuple(linears), parameters, here, frozenset(modules), ties_embeddings(hf))
+    unused = _unused(hf, names, state)
+    return ModelLayers(tuple(linears), parameters, here, frozenset(modules), unused, ties_embeddings(hf))
+
+
+def _unused(hf: PretrainedConfig, names: HfNames, state: Iterable[str]) -> frozenset[str]:
+    """Return the tensors of transformers' model that ours has no use for, by all their names."""
+    table = mapping_table(hf, names, hf_tensors=state, padded_vocab_size=hf.text_config.vocab_size)
+    styles = (names, usual_names(hf), *architecture_of(hf).names.styles)
+    ends = [name.removeprefix(names.vision) for name in table.unused if name.startswith(names.vision)]
+    return frozenset(table.unused) | {style.vision + end for style in styles for end in ends}
 
 
 def _entries(hf: PretrainedConfig, names: HfNames) -> dict[str, Entry]:

@@ -12,16 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.adapters.layers import ModelLayers
+from llava_mcore.adapters.peft_tensors import LORA_A, WEIGHTS, misfits, names_in_folder, open_weights
 from llava_mcore.adapters.plan import LoraPlan
 from llava_mcore.errors import ConversionError, problems
-from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.files.json_files import read_object
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-BASE_LAYER = ".base_layer."
-"""Between the name of an adapted layer and its own weight or bias."""
+CONFIG = "adapter_config.json"
 _KNOWN = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "bias"),
@@ -30,6 +26,8 @@ _KNOWN = {
     *("eva_config", "corda_config", "lora_ga_config", "runtime_config"),
 }
 """Keys that are read here, or that only say how an adapter was initialized or is stored. Others must be empty."""
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights with which PEFT leaves the model's own weights as they are."""
 
 
 def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: bool) -> LoraPlan:
@@ -38,26 +36,30 @@ def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: 
     Raises:
         ConversionError: not an adapter of this model, or of a kind that is not computed here.
     """
-    path = folder / CONFIG
-    config = read_object(path, ConversionError)
+    config = read_object(folder / CONFIG, ConversionError)
+    tensors = open_weights(folder).tensors
+    shapes = {name: tuple(tensors[key].shape) for name, key in names_in_folder(tensors, layers).items()}
+    ranks = {name.removesuffix(LORA_A): shape[0] for name, shape in shapes.items() if name.endswith(LORA_A)}
     found = _not_supported(config)
-    tensors = HfFolder.of_file(folder / WEIGHTS).tensors
-    by_alias = aliases(layers)
-    ranks: dict[str, int] = {}
-    for key, info in tensors.items():
-        if not key.endswith(LORA_A):
-            continue
-        given = key.removeprefix(PREFIX).removesuffix(LORA_A)
-        if given not in by_alias:
-            found.append(
-                f"{WEIGHTS} adapts {given}, which is not a linear layer of this model that can be adapted here"
-            )
-        else:
-            ranks[by_alias[given]] = info.shape[0]
-    if not ranks and not found:
+    found += [
+        f"{WEIGHTS} adapts {name}, which is not a linear layer of this model that can be adapted here: merge the "
+        "adapter with PEFT (merge_and_unload) and import the model"
+        for name in ranks
+        if name not in layers.members
+    ]
+    if not ranks:
         found.append(f"{WEIGHTS} holds no LoRA")
-    if found:
+    plan = None if found else _plan(config, name, ranks, layers, is_trained=is_trained)
+    if plan is not None:
+        found += misfits(shapes, plan, layers)
+    if plan is None or found:
         raise ConversionError(problems(f"{folder} cannot be used with this model", found))
+    return plan
+
+
+def _plan(
+    config: Mapping[str, Any], name: str, ranks: Mapping[str, int], layers: ModelLayers, *, is_trained: bool
+) -> LoraPlan:
     default, patterns = config.get("lora_alpha", 8), _literal(config.get("alpha_pattern") or {})
     modules = tuple(_modules_to_save(config.get("modules_to_save") or (), layers))
     return LoraPlan(
@@ -73,13 +75,6 @@ def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: 
     )
 
 
-def aliases(layers: ModelLayers) -> dict[str, str]:
-    """Map every name that a linear layer has in files to its name in transformers' model."""
-    members = layers.members
-    named = {alias: name for name, member in members.items() for alias in member.aliases}
-    return named | {name: name for name in members}
-
-
 def _not_supported(config: Mapping[str, Any]) -> list[str]:
     """Return the settings of an adapter that are not supported here."""
     kind = config.get("peft_type")
@@ -91,6 +86,12 @@ def _not_supported(config: Mapping[str, Any]) -> list[str]:
         for key in _literal(config.get("alpha_pattern") or {})
         if not re.fullmatch(r"[\w.]+", key)
     ]
+    start = config.get("init_lora_weights", True)
+    if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
+        found.append(
+            f"init_lora_weights = {start!r} changes the model's own weights, which are not in this folder: let PEFT "
+            "convert it to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
     if config.get("bias", "none") not in ("none", "all", "lora_only"):
         found.append(f"bias = {config['bias']!r}, expected 'none', 'all' or 'lora_only'")
     return found

@@ -77,6 +77,25 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraPlan:
     )
 
 
+def own_parameters(plans: Iterable[LoraPlan], layers: ModelLayers) -> frozenset[str]:
+    """Return the parameters of the model itself, by their Megatron names, that adapters have values of their own for.
+
+    Raises:
+        ConfigError: two adapters have values for the same one.
+    """
+    owners: dict[str, str] = {}
+    shared: dict[tuple[str, str], str] = {}
+    for plan in plans:
+        for name, is_trained in trained_parameters(plan, layers).items():
+            if is_trained and owners.setdefault(name, plan.name) != plan.name:
+                shared.setdefault((owners[name], plan.name), name)
+    if shared:
+        found = [f"{a} and {b} both have {name}" for (a, b), name in shared.items()]
+        title = "adapters cannot be combined that have values for the same parameters: put one into the model first"
+        raise ConfigError(problems(f"{title} (export-hf --merge)", found))
+    return frozenset(owners)
+
+
 def trained_parameters(plan: LoraPlan, layers: ModelLayers) -> dict[str, bool]:
     """Return for every parameter of the model itself, by its Megatron name, whether it is trained with the adapter.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from llava_mcore.adapters.layers import ModelLayers
 from llava_mcore.adapters.plan import LoraPlan
-from llava_mcore.checkpoint.identity import weights_identity
+from llava_mcore.checkpoint.identity import is_of_import, weights_identity
 from llava_mcore.checkpoint.layout import is_iteration, latest_checkpoint
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files.json_files import read_object
@@ -30,6 +30,11 @@ class Base:
     def of(cls, checkpoint: Path) -> Base:
         """Return that of one iteration's folder."""
         return cls(checkpoint.absolute(), weights_identity(checkpoint))
+
+    @property
+    def is_import(self) -> bool:
+        """Whether the weights are those of an imported Hugging Face folder."""
+        return is_of_import(self.identity)
 
     def found_at(self, given: Path | None) -> Path:
         """Return where these weights are: in the newest checkpoint of `given`, or where they were.

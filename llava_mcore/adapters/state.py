@@ -1,10 +1,10 @@
-"""What a run with adapters saves and loads: adapters, and what of the model itself is trained beside them."""
+"""What a run with adapters saves and loads: adapters, and the model's own parameters that belong to them."""
 
 from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -15,25 +15,27 @@ from llava_mcore.checkpoint.dist import fill_model, load_state, model_state
 from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE
 from llava_mcore.checkpoint.node_local import is_local, load_local
 from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.trainable import whole_name
 
 
-def adapter_state(models: Sequence[VisionLanguageModel], *, is_loading: bool) -> ShardedStateDict:
-    """Return the sharded state of a rank's chunks without the frozen model."""
+def adapter_state(models: Sequence[VisionLanguageModel], own: Collection[str], *, is_loading: bool) -> ShardedStateDict:
+    """Return the sharded state of a rank's chunks without the frozen model. `own`: see `own_parameters`."""
     found = {}
     for (key, state), model in zip(model_state(models, is_loading=is_loading).items(), models, strict=True):
-        kept = {name for name, p in model.named_parameters() if p.requires_grad or is_adapter(name)}
+        names = (name for name, _ in model.named_parameters())
+        kept = {name for name in names if is_adapter(name) or whole_name(model, name) in own}
         own = {name: x for name, x in state.items() if name in kept or name.endswith(EXTRA_STATE)}
         found[key] = each_layer_apart(own)
     return found
 
 
-def load_adapters(models: Sequence[VisionLanguageModel], checkpoint: Path, rank: int) -> None:
-    """Fill adapters, and what of the model is trained beside them, from a checkpoint; a collective call.
+def load_adapters(models: Sequence[VisionLanguageModel], checkpoint: Path, own: Collection[str], rank: int) -> None:
+    """Fill adapters, and the model's own parameters that belong to them, from a checkpoint; a collective call.
 
     Raises:
         CheckpointError: it holds other ones.
     """
-    wanted = adapter_state(models, is_loading=True)
+    wanted = adapter_state(models, own, is_loading=True)
     loaded = load_local(wanted, checkpoint, rank) if is_local(checkpoint) else load_state(wanted, checkpoint)
     for i, model in enumerate(models):
         fill_model(model, loaded.get(f"model{i}", {}), partial=True)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from llava_mcore.checkpoint.complete import RUN_JSON, Choice, iterations, newest_complete
-from llava_mcore.checkpoint.layout import TRACKER, hf_folder, latest_checkpoint, latest_iteration
+from llava_mcore.checkpoint.layout import RUN_FILE, TRACKER, hf_folder, latest_checkpoint, latest_iteration
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import NON_PERSISTENT, RunConfig
 from llava_mcore.errors import CheckpointError, ConfigError, problems
@@ -74,7 +74,7 @@ def resumes(run: RunConfig, start: StartPoint) -> bool:
         return True
     if start.kind != "load" or not run.checkpoint.load_optim or start.checkpoint is None:
         return False
-    written_by = start.checkpoint / "run.yaml"
+    written_by = start.checkpoint / RUN_FILE
     before = load_run_config(written_by, [], {}) if written_by.is_file() else None
     return before is not None and before.checkpoint.save_optim and before.stage == run.stage
 

@@ -13,6 +13,7 @@ from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.errors import CheckpointError
 
 _METADATA = ".metadata"
+_IMPORT = "import"
 
 
 def weights_identity(checkpoint: Path) -> str:
@@ -26,7 +27,7 @@ def weights_identity(checkpoint: Path) -> str:
     """
     manifest = None if (checkpoint / RUN_JSON).is_file() else read_manifest(hf_folder(checkpoint))
     if manifest is not None:
-        return _digest("import", manifest.digests)
+        return _digest(_IMPORT, manifest.digests)
     files = recorded(checkpoint)
     if files is not None:
         return _digest("files", {name: text for name, text in files.items() if "/" not in name})
@@ -34,6 +35,11 @@ def weights_identity(checkpoint: Path) -> str:
     if not path.is_file():
         raise CheckpointError(f"{checkpoint}: no {_METADATA}; expected the folder of one iteration")
     return _digest("metadata", {_METADATA: hashlib.sha256(path.read_bytes()).hexdigest()})
+
+
+def is_of_import(identity: str) -> bool:
+    """Return whether weights are those of an imported Hugging Face folder."""
+    return identity.startswith(f"{_IMPORT}:")
 
 
 def _digest(kind: str, parts: dict[str, str]) -> str:

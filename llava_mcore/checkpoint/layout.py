@@ -24,6 +24,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 UNUSED = "unused.safetensors"
 RECORD = "tensors.json"
 MANIFEST = "import_manifest.json"
+RUN_FILE = "run.yaml"
 _LONGEST_TRACKER = 1000
 _MOST_DIGITS = 18
 _OURS = (UNUSED, RECORD, MANIFEST)

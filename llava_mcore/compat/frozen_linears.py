@@ -1,8 +1,9 @@
-"""Linear layers whose frozen matrix is kept in another form.
+"""Linear layers with a frozen matrix: kept in another form, or with a bias that is trained.
 
 Transformer Engine's layers (2.20) multiply by a weight that is an FP8 tensor as it is, and make no copies of it in FP8.
 megatron-core (0.19.2) multiplies in `_forward_impl`, after it has looked for `weight`; everything else, such as what
-crosses ranks, stays as it is. Import `llava_mcore.parallel` first, as for megatron.core itself.
+crosses ranks, stays as it is. Neither gives a bias its gradient if the matrix is frozen. Import `llava_mcore.parallel`
+first, as for megatron.core itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from llava_mcore.compat.required import required
+from llava_mcore.compat.aligned_linears import AlignedColumnParallelLinear
+from llava_mcore.compat.required import replace_name, required
 
 MakeMatrix = Callable[[], Tensor]
 _IN_FP8 = "llava_mcore_weight_in_fp8"
@@ -26,17 +28,16 @@ class _Product(torch.autograd.Function):
     """x W', where W [o, h] is made when it is needed and never kept; no gradient of W."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, make: MakeMatrix, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, make: MakeMatrix, group: dist.ProcessGroup | None) -> Tensor:
         ctx.make, ctx.group = make, group
-        y = torch.matmul(x, make().t())
-        return y if bias is None else y + bias
+        return torch.matmul(x, make().t())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = torch.matmul(gradients[0], ctx.make())
         if ctx.group is not None:
             dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None, None, None
+        return gradient, None, None
 
 
 class FrozenProduct:
@@ -44,14 +45,50 @@ class FrozenProduct:
 
     make_matrix: MakeMatrix
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, **given: Any) -> Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **given: Any) -> Tensor:
         """Return [s, b, o] (called by megatron-core). `weight`: only there because it asks for one."""
         if given["sequence_parallel"]:
             input = gather_from_sequence_parallel_region(
                 input, tensor_parallel_output_grad=True, group=given["tp_group"]
             )
         group = given["tp_group"] if given["allreduce_dgrad"] else None
-        return _Product.apply(input, self.make_matrix, given["bias"], group)
+        product: Tensor = _Product.apply(input, self.make_matrix, group)
+        return product if bias is None else product + bias
+
+
+class BiasAfterProduct:
+    """Beside one of megatron-core's linear layers among the base classes: adds the bias where autograd sees it."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **given: Any) -> Tensor:
+        """Return [s, b, o] (called by megatron-core)."""
+        product: Tensor = super()._forward_impl(input, weight, bias=None, **given)  # type: ignore[misc]
+        return product if bias is None else product + bias
+
+
+def train_biases(model: nn.Module) -> None:
+    """Let the layers whose matrix is frozen compute the gradients of their trained biases.
+
+    Call when it is known what is trained, and before matrices are quantized.
+    """
+    for layer in model.modules():
+        own = dict(layer.named_parameters(recurse=False))
+        matrix, bias = own.get("weight"), own.get("bias")
+        if matrix is None or matrix.requires_grad or bias is None or not bias.requires_grad:
+            continue
+        if isinstance(layer, ColumnParallelLinear):
+            if not isinstance(layer, BiasAfterProduct | AlignedColumnParallelLinear):
+                kind = type(layer)
+                required(kind, "_forward_impl")
+                layer.__class__ = type(f"{kind.__name__}WithTrainedBias", (BiasAfterProduct, kind), {})
+        elif _is_linear_of_transformer_engine(layer):
+            # The bias's gradient is a by-product of the matrix's there, unless it is added as in row-parallel layers.
+            replace_name(layer, "gemm_bias_unfused_add", required(layer, "apply_bias"))
+
+
+def _is_linear_of_transformer_engine(layer: nn.Module) -> bool:
+    names = {f"{kind.__module__}.{kind.__name__}" for kind in type(layer).__mro__}
+    modules = "transformer_engine.pytorch.module."
+    return not names.isdisjoint((f"{modules}linear.Linear", f"{modules}layernorm_linear.LayerNormLinear"))
 
 
 def freeze_with(layer: nn.Module, make_matrix: MakeMatrix) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from llava_mcore.adapters.factors import CHILD, is_adapter
 from llava_mcore.adapters.layers import WEIGHT, ModelLayers, model_layers
 from llava_mcore.adapters.lora import Factors
 from llava_mcore.adapters.merge import Matrices, merged
-from llava_mcore.adapters.peft_config import BASE_LAYER, LORA_A, LORA_B, MAGNITUDE, PREFIX
-from llava_mcore.adapters.plan import LoraPlan, trained_parameters
+from llava_mcore.adapters.peft_tensors import BASE_LAYER, LORA_A, LORA_B, MAGNITUDE, PREFIX
+from llava_mcore.adapters.plan import LoraPlan, own_parameters
 from llava_mcore.adapters.record import Base, read_base, read_plans
 from llava_mcore.adapters.state import load_adapters
 from llava_mcore.checkpoint.dist import stored_tensors
@@ -29,7 +29,7 @@ from llava_mcore.mapping.table import MappingTable
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.meta import meta_model
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.trainable import set_trained, whole_names
+from llava_mcore.models.trainable import whole_name, whole_names
 from llava_mcore.parallel.groups import single_process
 
 
@@ -62,10 +62,10 @@ class CheckpointAdapters:
         rows = next((stored[key].global_shape[0] for key in (EMBEDDING, OUTPUT) if key in stored), None)
         with single_process():
             model = meta_model(hf, num_vocab_rows=rows or hf.text_config.vocab_size)
-            set_trained(model, trained_parameters(plans[0], layers))
-            _allocate_trained(model)
+            own = own_parameters(plans, layers)
+            _allocate(model, own)
             attach_adapters(model, plans, layers, tp_size=1, tp_rank=0, seed=0)
-            load_adapters([model], checkpoint, rank=0)
+            load_adapters([model], checkpoint, own, rank=0)
         dtype = next(x.dtype for key, x in stored.items() if is_adapter(key))
         return cls(hf, layers, plans, read_base(checkpoint), model, dtype)
 
@@ -84,10 +84,9 @@ class CheckpointAdapters:
             found[PREFIX + name + LORA_A], found[PREFIX + name + LORA_B] = matrices.A, matrices.B
             if matrices.magnitude is not None:
                 found[PREFIX + name + MAGNITUDE] = matrices.magnitude
-        if plan.is_trained:
-            for parameter, tensors in self._trained().items():
-                names = self.layers.entries[parameter].hf_names
-                found |= {_peft_name(name, plan): x for name, x in zip(names, tensors, strict=True)}
+        for parameter, tensors in self._own(plan).items():
+            names = self.layers.entries[parameter].hf_names
+            found |= {_peft_name(name, plan): x for name, x in zip(names, tensors, strict=True)}
         return {name: x.detach().to(self.dtype).contiguous() for name, x in found.items()}
 
     def merged_tensors(self, weights: HfFolder, table: MappingTable) -> Iterator[tuple[str, Tensor]]:
@@ -102,16 +101,18 @@ class CheckpointAdapters:
                 adapters = [self._matrices(plan, member.name) for plan in self.plans if member.name in plan.ranks]
                 if adapters:
                     yield name, merged(weights.get(name), adapters)
-        for parameter, tensors in self._trained().items():
+        own = {name: tensors for plan in self.plans for name, tensors in self._own(plan).items()}
+        for parameter, tensors in own.items():
             names = table.entries[parameter].hf_names
             yield from ((name, x.to(weights.where(name).dtype)) for name, x in zip(names, tensors, strict=True))
 
-    def _trained(self) -> dict[str, tuple[Tensor, ...]]:
-        """Return what was trained of the model itself: Megatron's name, and the Hugging Face tensors."""
+    def _own(self, plan: LoraPlan) -> dict[str, tuple[Tensor, ...]]:
+        """Return what an adapter has of the model itself: Megatron's name, and the Hugging Face tensors."""
+        own = own_parameters([plan], self.layers)
         return {
             name: self.layers.entries[name].layout.to_hf(parameter.detach())
             for name, parameter in whole_names(self.model).items()
-            if parameter.requires_grad and not is_adapter(name)
+            if name in own
         }
 
     def _matrices(self, plan: LoraPlan, name: str) -> Matrices:
@@ -122,10 +123,10 @@ class CheckpointAdapters:
         return Matrices(factors.lora_A, torch.cat(list(factors.lora_B)), plan.scaling(name), lengths)
 
 
-def _allocate_trained(model: VisionLanguageModel) -> None:
-    """Give memory to what is trained of a model that has none."""
+def _allocate(model: VisionLanguageModel, own: Collection[str]) -> None:
+    """Give memory to the parameters that belong to adapters, in a model that has none."""
     for name, parameter in list(model.named_parameters()):
-        if parameter.requires_grad:
+        if whole_name(model, name) in own:
             owner, _, last = name.rpartition(".")
             allocated = Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
             vars(allocated).update(vars(parameter))

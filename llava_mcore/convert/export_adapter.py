@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from llava_mcore.adapters.peft_config import WEIGHTS, write_config
-from llava_mcore.adapters.record import holds_adapters
+from llava_mcore.adapters.peft_config import write_config
+from llava_mcore.adapters.peft_tensors import WEIGHTS
+from llava_mcore.adapters.record import Base, holds_adapters
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.convert.adapters import CheckpointAdapters
@@ -68,11 +69,7 @@ def write_peft_folder(
     Raises:
         ConversionError: no adapter of that name, or nothing says what the base model is.
     """
-    plan = adapters.plan(options.adapter)
-    manifest = read_manifest(layout.hf_folder(checkpoint))
-    if options.base_model is None and manifest is None:
-        raise ConversionError(f"{checkpoint} does not say which folder was imported: name it with --base-model")
-    base = options.base_model or (manifest.source if manifest is not None else None)
+    plan, base = adapters.plan(options.adapter), options.base_model or _imported(adapters.base, checkpoint)
     tensors = {key: x.to(options.dtype or x.dtype) for key, x in adapters.peft_tensors(plan).items()}
     file = plan_file(Path(WEIGHTS), {key: (x.dtype, tuple(x.shape)) for key, x in tensors.items()})
     with hf_files.written_beside(target, num_bytes=file.size, what="the export") as partial:
@@ -86,6 +83,23 @@ def write_peft_folder(
             found = {name: sha256((written.where(name),)) for name in written.tensors}
             expected = {name: sha256(x) for name, x in tensors.items()}
             compare_digests(found, expected, title="the file does not hold what the checkpoint does")
+
+
+def _imported(base: Base, checkpoint: Path) -> str:
+    """Return the Hugging Face folder whose weights adapters belong to.
+
+    Raises:
+        ConversionError: they belong to weights that were trained after the import, or no folder is known.
+    """
+    manifest = read_manifest(layout.hf_folder(checkpoint))
+    if not base.is_import:
+        raise ConversionError(
+            f"{checkpoint}: the adapter was trained on {base.folder}, not on an imported folder: write that checkpoint "
+            "with export-hf, and name the folder with --base-model"
+        )
+    if manifest is None:
+        raise ConversionError(f"{checkpoint} does not say which folder was imported: name it with --base-model")
+    return manifest.source
 
 
 def write_merged(adapters: CheckpointAdapters, table: MappingTable, folder: Path, *, hashed: bool) -> dict[str, str]:

@@ -29,7 +29,6 @@ from llava_mcore.models.names import HfNames
 from llava_mcore.models.table import detect_names, mapping_table
 from llava_mcore.models.vision.registry import vision_family
 
-RUN_FILE = "run.yaml"
 VISION, PROJECTION, LANGUAGE, OTHER = "vision tower", "projection", "language model", "optimizer and others"
 _MEGATRON_PARTS = {"vision_model.": VISION, "vision_projection.": PROJECTION, "language_model.": LANGUAGE}
 
@@ -133,7 +132,7 @@ def of_megatron(checkpoint: Path, iteration: int | None) -> Inventory:
         CheckpointError: it is not readable.
     """
     stored = StoredTensors.open(checkpoint)
-    run_file = checkpoint / RUN_FILE
+    run_file = checkpoint / layout.RUN_FILE
     run = load_run_config(run_file, [], {}) if run_file.is_file() else None
     companions = layout.hf_folder(checkpoint)
     number = checkpoint.name if iteration is None else f"iteration {iteration}"

@@ -10,7 +10,7 @@ import torch
 
 from llava_mcore.adapters.attach import attach_adapters
 from llava_mcore.adapters.layers import model_layers
-from llava_mcore.adapters.plan import trained_parameters
+from llava_mcore.adapters.plan import own_parameters
 from llava_mcore.adapters.record import holds_adapters, read_base, read_plans
 from llava_mcore.adapters.state import load_adapters
 from llava_mcore.checkpoint.dist import load_weights
@@ -18,7 +18,6 @@ from llava_mcore.checkpoint.layout import hf_folder, is_iteration, latest_checkp
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.trainable import set_trained
 from llava_mcore.parallel.groups import Groups, join_alone
 
 
@@ -84,7 +83,6 @@ def load_part(
     layers = model_layers(hf)
     plans = read_plans(checkpoint, layers)
     load_weights([model], read_base(checkpoint).found_at(None))
-    set_trained(model, trained_parameters(plans[0], layers))
     attach_adapters(model, plans, layers, tp_size=groups.tp_size, tp_rank=groups.tp_rank, seed=0)
-    load_adapters([model], checkpoint, groups.rank)
+    load_adapters([model], checkpoint, own_parameters(plans, layers), groups.rank)
     return model.eval()

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch.nn import Parameter
 from transformers import PretrainedConfig
 
+from llava_mcore.compat.frozen_linears import train_biases
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.mapping.fused_norms import FUSED_NORMS
@@ -104,6 +105,7 @@ def set_trained(model: VisionLanguageModel, trained: Mapping[str, bool]) -> None
     """Freeze or unfreeze the parameters of a stage. Call before the model is wrapped for data parallelism."""
     for name, parameter in whole_names(model).items():
         parameter.requires_grad_(trained[name])
+    train_biases(model)
 
 
 def count_parameters(models: Sequence[VisionLanguageModel], *, first_tp_rank: bool) -> list[int]:

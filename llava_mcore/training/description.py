@@ -8,9 +8,9 @@ from pathlib import Path
 from llava_mcore.adapters.record import write_record
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import of_folder
+from llava_mcore.checkpoint.layout import RUN_FILE
 from llava_mcore.config.load import save_run_config
 from llava_mcore.files import hf_folder as hf_files
-from llava_mcore.training.saving.state import RUN_FILE
 from llava_mcore.training.setup import Trainer
 
 

@@ -160,7 +160,7 @@ def load_adapted(
         if plan.name in adaptation.folders:
             load_peft_folder(models, adaptation.folders[plan.name], plan, adaptation.layers, groups)
     if adaptation.checkpoint is not None:
-        load_adapters(models, adaptation.checkpoint, groups.rank)
+        load_adapters(models, adaptation.checkpoint, adaptation.own, groups.rank)
 
 
 def build_models(

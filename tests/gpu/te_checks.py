@@ -102,7 +102,7 @@ def with_and_without_validation(material: dict[str, str], save_dir: str) -> dict
 
 
 def gradient_squares(tp: int, checkpoint: str, save_dir: str, kinds: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return for each kind the squared norm of every parameter's gradient here, and whether ranks hold parts of it."""
+    """Return for each kind the squared norm of every gradient on this rank, and whether ranks hold parts of it."""
     groups = join(tp, 1)
     found = {}
     for kind, flags in kinds.items():
@@ -118,6 +118,7 @@ def gradient_squares(tp: int, checkpoint: str, save_dir: str, kinds: dict[str, d
         found[kind] = {
             name: (p.main_grad.double().square().sum().item(), bool(vars(p).get("tensor_model_parallel")))
             for name, p in whole_names(trainer.models[0]).items()
+            if p.requires_grad
         }
     return found
 

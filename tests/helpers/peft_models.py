@@ -14,6 +14,7 @@ from peft.utils.save_and_load import load_peft_weights, set_peft_model_state_dic
 from transformers import BitsAndBytesConfig
 
 from llava_mcore.adapters.layers import model_layers
+from llava_mcore.adapters.peft_tensors import BASE_LAYER, PREFIX
 from llava_mcore.adapters.quantize import PART
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
@@ -51,13 +52,15 @@ def open_hf_in_4_bits(folder: Path) -> Any:
 
 
 def make_peft_folder(hf: Path, folder: Path, *, seed: int = 0, **options: Any) -> Path:
-    """Write an adapter none of whose matrices is zero. options: LoraConfig's."""
+    """Write an adapter none of whose matrices is zero, and whose modules are not the model's. options: LoraConfig's."""
     torch.manual_seed(seed)
     model = get_peft_model(open_hf(hf), LoraConfig(**options))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.normal_(std=0.05)
+            elif "modules_to_save" in name:
+                p.add_(0.05 * torch.randn_like(p))
             elif "magnitude" in name:
                 p.mul_(1 + 0.1 * torch.randn_like(p))
     model.save_pretrained(folder)
@@ -67,6 +70,7 @@ def make_peft_folder(hf: Path, folder: Path, *, seed: int = 0, **options: Any) -
 def open_peft(hf: Path, folders: Mapping[str, Path]) -> Any:
     """Return transformers' model with adapters that all work; every key must be found, none be left over."""
     model: Any = open_hf(hf)
+    unused = model_layers(load_hf_config(hf)).unused
     for name, folder in folders.items():
         if isinstance(model, PeftModel):
             model.load_adapter(folder, name)
@@ -74,6 +78,9 @@ def open_peft(hf: Path, folders: Mapping[str, Path]) -> Any:
             model = PeftModel.from_pretrained(model, folder, adapter_name=name)
         result = set_peft_model_state_dict(model, load_peft_weights(str(folder)), adapter_name=name)
         own = [key for key in result.missing_keys if f".{name}." in key or key.endswith(f".{name}")]
+        end = {"none": "no key", "lora_only": ".base_layer.bias", "all": ".bias"}[model.peft_config[name].bias]
+        biases = {key: key.removeprefix(PREFIX).replace(BASE_LAYER, ".") for key in result.missing_keys}
+        own += [key for key, x in biases.items() if key.endswith(end) and x not in unused]
         assert (own, result.unexpected_keys) == ([], [])
     model.base_model.set_adapter(list(folders), inference_mode=True)
     return model.eval()

@@ -60,6 +60,8 @@ def curves(
         "pictures only": (checkpoint, set(), some),
         "bf16": (checkpoint, mixed, some | {"training.precision": "bf16"}),
     }
+    if pp > 1:
+        runs["interleaved"] = (checkpoint, mixed, some | {"parallel.num_layers_per_virtual_pipeline_stage": 1})
     quantized = adapter_flags(tp, dp, wide["adapter"]) | {"adapter.quantize": "nf4"}
     runs["nf4"] = (wide["checkpoint"], mixed, quantized)
     everywhere = {"adapter.r": 4, "adapter.vision_r": 2, "adapter.projection_r": 3, "adapter.dora": True}

@@ -6,17 +6,20 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from llava_mcore.adapters.record import Base
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.convert.load_model import load_model
 from llava_mcore.convert.logits_worker import forward
+from llava_mcore.errors import ConversionError
 from tests.helpers.cases import Case, hf_logits, make_case, make_inputs
 from tests.helpers.fixed_dropout import RATE
 from tests.helpers.peft_models import (
@@ -53,6 +56,8 @@ ONE_PROCESS = "rslora"
 """The kind that is LoRA but for a factor, which no layout divides: one layout is enough."""
 DROPPED: dict[str, dict[str, Any]] = {f"{x}-dropout": KINDS[x] | {"lora_dropout": RATE} for x in ("lora", "dora")}
 WIDE = "lora-wide"
+FROZEN = "frozen"
+"""Has its own embedding and output layer, whose rows two ranks cannot divide without padding."""
 DECAY, TEXT_ONLY = 0.01, {1, 3, 4, 5}
 
 
@@ -73,6 +78,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, options in (KINDS | DROPPED).items():
         make_peft_folder(root / "hf", root / name, **common, **options)
     make_peft_folder(root / "hf-wide", root / WIDE, **common)
+    make_peft_folder(root / "hf", root / FROZEN, **common, use_rslora=True, modules_to_save=["lm_head", "embed_tokens"])
     for case in CLASSES:
         make_case(case, root / f"hf-{case.name}")
         import_hf(root / f"hf-{case.name}", root / case.name)
@@ -177,6 +183,8 @@ def test_packing_and_recomputation_change_nothing(results: Any, layout: tuple[in
     assert here["packed"]["loss"] == pytest.approx(reference["recomputed"]["loss"], rel=1e-5)
     assert here["recomputed"]["loss"] == pytest.approx(reference["recomputed"]["loss"], rel=1e-6)
     assert here["recomputed"]["grad_norm"] == pytest.approx(reference["recomputed"]["grad_norm"], rel=1e-5)
+    if layout[1] > 1:
+        assert here["interleaved"]["loss"] == pytest.approx(reference["recomputed"]["loss"], rel=1e-6)
     assert here["bf16"]["loss"] == pytest.approx(reference["recomputed"]["loss"], rel=5e-3)
     assert here["pictures only"]["loss"] == pytest.approx(reference["pictures only"]["loss"], rel=1e-6)
 
@@ -194,7 +202,7 @@ def test_resumed_exactly_and_at_another_layout(folders: Path) -> None:
     arguments: dict[str, Any] = {"checkpoint": str(folders / "megatron"), "save_dir": str(folders / "resumed")}
     function = "tests.parallel.adapter_checks:save_and_resume"
     companions = hf_folder(latest_checkpoint(folders / "megatron")[0])
-    frozen = str(folders / "rslora")
+    frozen = str(folders / FROZEN)
     found = run_world(4, function, tp=2, pp=1, hf=str(companions), frozen=frozen, **arguments)[0]
     assert found["resumed"] == found["expected"], "the same layout continues bitwise"
     trained, buffers = found["sizes"]
@@ -210,6 +218,11 @@ def test_resumed_exactly_and_at_another_layout(folders: Path) -> None:
 def check_export(hf: Path, run: Path, folder: Path) -> None:
     """PEFT opens the exported adapter without a missing key and computes our logits; merges are equal, bit for bit."""
     export_hf(run, folder / "peft", verify=True)
+    with (
+        patch.object(Base, "is_import", False),
+        pytest.raises(ConversionError, match=r"name the folder with --base-model"),
+    ):
+        export_hf(run, folder / "of-trained-weights")
     export_hf(run, folder / "merged", merge=True, verify=True)
     model = open_peft(hf, {"default": folder / "peft"})
     inputs = make_inputs(open_hf(hf))
@@ -222,11 +235,11 @@ def check_export(hf: Path, run: Path, folder: Path) -> None:
 def check_two_adapters(hf: Path, run: Path, folder: Path) -> None:
     """The trained adapter and the frozen one are exported apart, work together, and are merged together."""
     export_hf(run, folder / "first")
-    export_hf(run, folder / "second", adapter="rslora")
+    export_hf(run, folder / "second", adapter=FROZEN)
     export_hf(run, folder / "both", merge=True)
-    written, given = (load_file(folder / name / "adapter_model.safetensors") for name in ("second", "rslora"))
+    written, given = (load_file(folder / name / "adapter_model.safetensors") for name in ("second", FROZEN))
     assert written.keys() == given.keys() and all(torch.equal(written[name], given[name]) for name in given)
-    model = open_peft(hf, {"default": folder / "first", "rslora": folder / "second"})
+    model = open_peft(hf, {"default": folder / "first", FROZEN: folder / "second"})
     inputs = make_inputs(open_hf(hf))
     expected = hf_logits(model, inputs)
     assert (logits_of(run, inputs) - expected).abs().max() <= 1e-5 * expected.abs().max()

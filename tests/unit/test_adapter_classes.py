@@ -12,7 +12,8 @@ from torch import Tensor
 
 from llava_mcore.adapters.adaptation import adaptation_of
 from llava_mcore.adapters.factors import CHILD
-from llava_mcore.adapters.layers import ModelLayers, model_layers
+from llava_mcore.adapters.layers import BIAS, ModelLayers, model_layers
+from llava_mcore.adapters.peft_tensors import BASE_LAYER, PREFIX
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.sections.adapter import AdapterConfig
 from llava_mcore.convert.import_hf import import_hf
@@ -20,7 +21,7 @@ from llava_mcore.convert.load_model import load_part
 from llava_mcore.convert.logits_worker import given_media
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.trainable import set_trained
+from llava_mcore.models.trainable import set_trained, whole_names
 from llava_mcore.parallel.batch import longest_media
 from llava_mcore.parallel.groups import join_alone
 from llava_mcore.training.setup import load_adapted
@@ -28,7 +29,8 @@ from tests.helpers.cases import EACH_CLASS, Case, case_inputs, hf_inputs, make_c
 from tests.helpers.fixed_dropout import RATE, fix_peft, fixed_here
 from tests.helpers.peft_models import make_peft_folder, open_hf, open_hf_in_4_bits
 
-KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora-dropout": {"use_dora": True, "lora_dropout": RATE}}
+BIASES = {"bias": "lora_only"}
+KINDS: dict[str, dict[str, Any]] = {"lora": BIASES, "dora-dropout": {"use_dora": True, "lora_dropout": RATE}}
 
 
 @pytest.fixture(scope="module", params=EACH_CLASS, ids=lambda case: case.architecture)
@@ -64,7 +66,7 @@ def test_logits_and_gradients_are_those_of_peft(folder: Path, inputs: dict[str, 
 
 def test_those_on_a_language_model_in_4_bits_too(folder: Path, inputs: dict[str, Tensor]) -> None:
     """QLoRA; tower and connector keep their precision."""
-    adapter = everywhere(folder)
+    adapter = everywhere(folder, **BIASES)
     theirs = PeftModel.from_pretrained(open_hf_in_4_bits(folder / "hf"), adapter, is_trainable=True)
     check(folder, adapter, theirs, inputs, "nf4")
 
@@ -76,30 +78,32 @@ def everywhere(folder: Path, **options: Any) -> Path:
 
 
 def check(folder: Path, adapter: Path, theirs: Any, inputs: dict[str, Tensor], quantize: str) -> None:
-    ours, layers = adapted(folder, adapter, quantize)
+    ours, layers, trained = adapted(folder, adapter, quantize)
     expected = theirs.train()(**hf_inputs(theirs, inputs)).logits
     found = logits(ours.train(), inputs)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
     for each in (found, expected):
         (each * weights).mean().backward()
-    here, there = gradients(ours, layers), peft_gradients(theirs)
+    here, there = gradients(ours, layers) | own_gradients(ours, layers, trained), peft_gradients(theirs)
     assert here.keys() == there.keys()
     largest = max(x.abs().max() for x in there.values())
     for name, gradient in there.items():
         assert (here[name] - gradient).abs().max() <= 1e-5 * largest, name
+        if name.endswith(BIAS) and gradient.abs().max() <= 1e-6 * largest:
+            continue  # a bias of keys: it adds the same to all scores of a query
         assert gradient.norm() > 0 and (here[name] - gradient).norm() <= 1e-2 * gradient.norm(), name
 
 
-def adapted(root: Path, adapter: Path, quantize: str) -> tuple[VisionLanguageModel, ModelLayers]:
-    """Return our model with an adapter of PEFT's."""
+def adapted(root: Path, adapter: Path, quantize: str) -> tuple[VisionLanguageModel, ModelLayers, frozenset[str]]:
+    """Return our model with an adapter of PEFT's, and what is trained of the model itself."""
     groups, checkpoint = join_alone(), latest_checkpoint(root / "megatron")[0]
     adaptation = adaptation_of(AdapterConfig(load=adapter), load_hf_config(root / "hf"), checkpoint, None)
     assert adaptation is not None
     model = load_part(groups, checkpoint)
     set_trained(model, adaptation.trained)
     load_adapted([model], adaptation, groups, quantize=quantize, multiplies_in_fp8=False, seed=0)
-    return model, adaptation.layers
+    return model, adaptation.layers, adaptation.own
 
 
 def logits(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor:
@@ -122,7 +126,18 @@ def gradients(model: VisionLanguageModel, layers: ModelLayers) -> dict[str, Tens
     return found
 
 
+def own_gradients(model: VisionLanguageModel, layers: ModelLayers, trained: frozenset[str]) -> dict[str, Tensor]:
+    """Return those of the model's own parameters."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in whole_names(model).items():
+        if name in trained:
+            assert parameter.grad is not None, name
+            found |= layers.entries[name].to_hf(parameter.grad)
+    return found
+
+
 def peft_gradients(model: Any) -> dict[str, Tensor]:
-    """Return those of PEFT's."""
-    of_all = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return {name.removeprefix("base_model.model.").partition(".default")[0]: x for name, x in of_all.items()}
+    """Return those of PEFT's, without layers that do not change the output."""
+    of_all = {name: p.grad for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
+    names = {name: name.removeprefix(PREFIX).replace(BASE_LAYER, ".").partition(".default")[0] for name in of_all}
+    return {names[name]: x for name, x in of_all.items()}

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from llava_mcore.adapters.adaptation import adaptation_of
 from llava_mcore.adapters.layers import ModelLayers, model_layers
 from llava_mcore.adapters.peft_config import plan_of_folder
+from llava_mcore.adapters.peft_tensors import PREFIX, WEIGHTS
 from llava_mcore.adapters.plan import plan_from_config, trained_parameters
-from llava_mcore.adapters.record import Base
-from llava_mcore.config.load import load_run_config
+from llava_mcore.adapters.record import Base, write_record
+from llava_mcore.config.load import load_run_config, save_run_config
 from llava_mcore.config.rules.all_rules import check_run
 from llava_mcore.config.sections.adapter import AdapterConfig
+from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import CheckpointError, ConfigError, ConversionError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from tests.helpers.cases import CASES, Case, make_case
@@ -26,6 +31,7 @@ from tests.helpers.peft_models import make_peft_folder
 from tests.helpers.tiny_hf import make_hf_llava
 
 TEXT = "model.language_model.layers.0.self_attn."
+DOWN = "model.language_model.layers.0.mlp.down_proj"
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +146,10 @@ def test_files_of_other_adapters_are_refused_by_name(tmp_path: Path, hf: Path, l
     folder = make_peft_folder(hf, tmp_path / "lora", r=2, target_modules=["q_proj", "lm_head"])
     with pytest.raises(ConversionError) as error:
         plan_of_folder(folder, "x", layers, is_trained=True)
-    assert "layers.3.self_attn.q_proj, which is not a linear layer" in str(error.value), "after the feature layer"
-    assert "adapts lm_head" in str(error.value)
+    assert "1 problem" in str(error.value) and "adapts lm_head, which is not a linear layer" in str(error.value)
     for key, value, message in (
         ("peft_type", "IA3", "expected 'LORA'"),
+        ("init_lora_weights", "pissa_niter_4", "changes the model's own weights, which are not in this folder"),
         ("use_qalora", True, "use_qalora = True is not supported"),
         ("alpha_pattern", {"(a+)+$": 3}, "names and their ends are supported"),
     ):
@@ -154,9 +160,74 @@ def test_files_of_other_adapters_are_refused_by_name(tmp_path: Path, hf: Path, l
             plan_of_folder(folder, "x", layers, is_trained=True)
 
 
-def test_other_weights_than_the_adapter_s_are_refused(tmp_path: Path, hf: Path) -> None:
-    from llava_mcore.convert.import_hf import import_hf
+def test_layers_that_do_not_change_the_output_are_skipped(
+    tmp_path: Path, hf: Path, layers: ModelLayers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT's targets by name include the tower's last layer; so do the biases of the whole model."""
+    for name, options in (
+        ("q", {"target_modules": ["q_proj"]}),
+        ("all", {"target_modules": ["o_proj"], "bias": "all"}),
+    ):
+        with caplog.at_level(logging.INFO):
+            found = plan_of_folder(make_peft_folder(hf, tmp_path / name, r=2, **options), "x", layers, is_trained=True)
+        assert found.ranks.keys() == {x for x in layers.members if x.endswith(options["target_modules"][0])}
+    assert "2 tensors belong to layers that do not change the model's output and are skipped" in caplog.text
+    assert not [x for x in layers.members if "vision_tower" in x and "layers.3." in x]
 
+
+def test_tensors_that_do_not_fit_are_listed_before_a_run_starts(tmp_path: Path, hf: Path, layers: ModelLayers) -> None:
+    options: dict[str, Any] = {"r": 2, "target_modules": ["down_proj"], "modules_to_save": ["lm_head"]}
+    folder = make_peft_folder(hf, tmp_path / "lora", **options)
+    tensors = load_file(folder / WEIGHTS)
+    head, gone, renamed = (f"{PREFIX}{x}" for x in ("lm_head.weight", f"{DOWN}.lora_B.weight", "some.weight"))
+    tensors[head] = torch.cat([tensors[head], tensors[head][:2]])
+    tensors[renamed] = tensors.pop(gone)
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(ConversionError) as error:
+        plan_of_folder(folder, "x", layers, is_trained=True)
+    message = str(error.value)
+    assert "3 problems" in message and f"{DOWN}.lora_B.weight is missing" in message
+    assert "some.weight has no counterpart here" in message
+    rows, width = layers.entries["language_model.output_layer.weight"].layout.rows, 64  # type: ignore[attr-defined]
+    assert f"lm_head.weight is ({rows + 2}, {width}), expected ({rows}, {width})" in message
+    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+    with pytest.raises(ConversionError, match=r"adapter_model\.bin is not read; load it with PEFT and write it again"):
+        plan_of_folder(folder, "x", layers, is_trained=True)
+
+
+def test_two_adapters_cannot_have_the_same_module(tmp_path: Path, hf: Path) -> None:
+    first = import_hf(hf, tmp_path / "megatron")
+    saved = {"r": 2, "target_modules": ["down_proj"], "modules_to_save": ["multi_modal_projector"]}
+    folder = make_peft_folder(hf, tmp_path / "style", **saved)
+    adapter = AdapterConfig(r=2, modules_to_save=("multi_modal_projector",), frozen=(folder,))
+    with pytest.raises(ConfigError, match=r"default and style both have vision_projection\.\S+"):
+        adaptation_of(adapter, load_hf_config(hf), first, None)
+
+
+def test_a_run_that_starts_from_an_adapter_has_its_settings(tmp_path: Path, hf: Path, layers: ModelLayers) -> None:
+    """Others would have no effect: the checkpoint says what the adapter is."""
+    first = import_hf(hf, tmp_path / "megatron")
+    given = {
+        "checkpoint.load": first.parent,
+        "checkpoint.save_dir": tmp_path,
+        "training.train_iters": 1,
+        "adapter.r": 8,
+    }
+    run = load_run_config(None, [], given)
+    (tmp_path / "iter").mkdir()
+    write_record(tmp_path / "iter", Base.of(first), [plan_from_config(run.adapter, layers)], layers)
+    save_run_config(run, tmp_path / "iter" / "run.yaml")
+    same = adaptation_of(run.adapter, load_hf_config(hf), tmp_path / "iter", None)
+    assert same is not None and same.plans[0].ranks == plan(layers, r=8).ranks
+    other = run.adapter.model_copy(update={"r": 16, "dora": True, "frozen": (tmp_path / "style",)})
+    with pytest.raises(ConfigError) as error:
+        adaptation_of(other, load_hf_config(hf), tmp_path / "iter", None)
+    message = str(error.value)
+    assert "3 problems" in message and "adapter.r: it has 8, this run asks for 16" in message
+    assert "adapter.frozen: it has none, this run asks for style" in message
+
+
+def test_other_weights_than_the_adapter_s_are_refused(tmp_path: Path, hf: Path) -> None:
     first = import_hf(hf, tmp_path / "first")
     base = Base.of(first)
     assert base.found_at(None) == first

@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from llava_mcore.adapters.state import adapter_state
 from llava_mcore.checkpoint.dist import fill_model, load_state, model_state
+from llava_mcore.checkpoint.layout import RUN_FILE
 from llava_mcore.checkpoint.node_local import is_local, load_local
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
@@ -25,7 +26,6 @@ from llava_mcore.training.setup import Trainer
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE = "run.yaml"
 LOADER_FOLDER = "loader"
 
 
@@ -124,12 +124,15 @@ def state_to_save(trainer: Trainer, progress: Progress) -> dict[str, Any]:
 def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
     """Return everything that is saved, or the empty state to load into."""
     run, groups = trainer.run, trainer.groups
-    adapted = trainer.adaptation is not None
-    model = (adapter_state if adapted else model_state)(trainer.models, is_loading=is_loading)
+    adaptation = trainer.adaptation
+    if adaptation is None:
+        model = model_state(trainer.models, is_loading=is_loading)
+    else:
+        model = adapter_state(trainer.models, adaptation.own, is_loading=is_loading)
     state: dict[str, Any] = {**asdict(progress), **model}
     if not run.checkpoint.save_optim and not is_loading:
         return state
-    by_layer = adapted or bool(run.model.freeze or run.model.unfreeze)
+    by_layer = adaptation is not None or bool(run.model.freeze or run.model.unfreeze)
     state["optimizer"] = optimizer_state(trainer.optimizer, model, groups, is_loading=is_loading, by_layer=by_layer)
     state["scheduler"] = trainer.scheduler.state_dict()
     if with_random:

@@ -145,6 +145,20 @@ def test_linear_layers_that_multiply_elsewhere_are_noticed(monkeypatch: pytest.M
         frozen_linears.freeze_with(Changed(), lambda: torch.ones(2, 2))
 
 
+def test_a_trained_bias_beside_a_frozen_matrix_in_another_transformer_engine_is_noticed() -> None:
+    kind = type("Linear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch.module.linear"})
+    layer: Any = kind(2, 2)
+    layer.weight.requires_grad_(False)
+    with pytest.raises(AttributeError, match="has no 'apply_bias'"):
+        frozen_linears.train_biases(layer)
+    layer.apply_bias = True
+    with pytest.raises(AttributeError, match="has no 'gemm_bias_unfused_add'"):
+        frozen_linears.train_biases(layer)
+    layer.gemm_bias_unfused_add = False
+    frozen_linears.train_biases(layer)
+    assert layer.gemm_bias_unfused_add
+
+
 def test_attention_of_another_megatron_core_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     utils: Any = ModuleType("transformer_engine.pytorch.utils")
     utils.SplitAlongDim = SimpleNamespace(apply=torch.split)

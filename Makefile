@@ -54,7 +54,7 @@ ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,compat cpu fp8_scales versi
 # The whole way: the README's commands, training beside plain torch, resumed runs, the library, answers and the server.
 ACROSS_VERSIONS += tests/e2e/test_readme.py tests/parallel/test_resume_layouts.py
 ACROSS_VERSIONS += tests/parallel/test_training.py::test_one_process_trains_as_plain_hugging_face
-ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,answering data_loader library serve)
+ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,answering data_loader library serve serve_answers)
 
 test-newest: $(NEWEST)/.installed-dev ## Run the tests with the newest versions that pyproject.toml allows
 	$(NEWEST)/bin/python -m compileall -q llava_mcore tests

@@ -68,7 +68,7 @@ def _serve(args: argparse.Namespace, model: ServedModel) -> int:
     with closing(_listening(args.host, args.port)) as sock:
         disable_progress_bar()
         set_verbosity_error()  # otherwise it logs every request as a warning
-        handler = load_handler(args.hf_dir, model.name, args.device)
+        handler = load_handler(args.hf_dir, model.name, model.most_tokens, args.device)
         app = build_app(handler, model, max_request_bytes=args.max_request_bytes)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
         print(f"serving {model.name} at http://{args.host}:{sock.getsockname()[1]}/v1; Ctrl-C ends it", flush=True)

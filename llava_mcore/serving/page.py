@@ -1,7 +1,8 @@
 """A chat page in front of a server with OpenAI's interface; a program of its own: `python -P page.py --server URL …`.
 
 Gradio needs a different version of Pillow than training does. So this file runs in an environment that has Gradio and
-nothing else of ours, and imports nothing from the project.
+nothing else of ours, and imports nothing from the project. Only what builds the page imports Gradio, so that the tests
+can import the rest in the project's own environment.
 """
 
 from __future__ import annotations
@@ -14,21 +15,26 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gradio as gr
 import httpx
+
+if TYPE_CHECKING:
+    import gradio as gr
 
 QUESTIONS = "questions.jsonl"
 MOST_EXAMPLES = 8
 SECONDS_TO_CONNECT, SECONDS_TO_ANSWER = 5, 600
-MOST_BYTES = "32mb"
+MOST_BYTES = 20 << 20
+"""Of a picture: as base64 it has a third more, and a request may have 32 MiB (`serve --max-request-bytes`)."""
+NOTICE = "⚠️ The server"
+"""Begins what the page says when an answer failed."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
 
 
 class Failure(Exception):
-    """An answer that failed; its text is shown on the page."""
+    """An answer that failed; the page shows NOTICE and this text."""
 
 
 def main() -> int:
@@ -55,15 +61,16 @@ def main() -> int:
 
 def build_page(server: str, shown: list[dict[str, Any]]) -> gr.Blocks:
     """Return the page. `shown`: example questions with their pictures, as Gradio takes them."""
+    import gradio as gr
 
     def answer(message: dict[str, Any], history: list[dict[str, Any]]) -> Iterator[str]:
         text = ""
         try:
-            for piece in ask(server, [*map(_message, history), _asked(message)]):
+            for piece in ask(server, [*map(_message, answered(history)), _asked(message)]):
                 text += piece
                 yield text
         except Failure as failure:
-            yield f"{text}\n\n⚠️ {failure}".strip()
+            yield f"{text}\n\n{NOTICE} {failure}".strip()
 
     return gr.ChatInterface(
         answer,
@@ -94,13 +101,31 @@ def _asked(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": [*pictures, {"type": "text", "text": message["text"]}]}
 
 
+def answered(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries of Gradio's history that have an answer of the model, with their questions.
+
+    The server would read the page's own notice as the model's answer, and refuse a refused question again.
+    """
+    kept: list[dict[str, Any]] = []
+    asked: list[dict[str, Any]] = []
+    for entry in history:
+        asked.append(entry)
+        if entry["role"] == "assistant":
+            kept += [] if any(NOTICE in part["text"] for part in _parts(entry) if part["type"] == "text") else asked
+            asked = []
+    return kept
+
+
+def _parts(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    content = entry["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 def _message(entry: dict[str, Any]) -> dict[str, Any]:
     """Return an entry of Gradio's history as the server takes it."""
-    content = entry["content"]
-    parts: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     found = [
         _picture(Path(part["file"]["path"])) if part["type"] == "file" else {"type": "text", "text": part["text"]}
-        for part in parts
+        for part in _parts(entry)
     ]
     return {"role": entry["role"], "content": found}
 
@@ -130,13 +155,13 @@ def ask(server: str, messages: list[dict[str, Any]]) -> Iterator[str]:
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
         raise Failure(
-            f"The server at {server} does not answer ({reason}). Start it: python -m llava_mcore serve --hf-dir …"
+            f"at {server} does not answer ({reason}). Start it: python -m llava_mcore serve --hf-dir …"
         ) from error
 
 
 def _piece(event: str) -> str:
     if event.startswith('{"error"'):  # transformers does not escape what it puts in there
-        raise Failure(f"The server failed: {event}")
+        raise Failure(f"failed: {event}")
     delta = json.loads(event)["choices"][0]["delta"]
     return delta.get("content") or ""
 
@@ -146,7 +171,7 @@ def _reason(answer: httpx.Response) -> str:
         message = str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):  # not one of our servers
         message = answer.text[:200]
-    return f"The server refused the question ({answer.status_code}): {message}"
+    return f"refused the question ({answer.status_code}): {message}"
 
 
 if __name__ == "__main__":

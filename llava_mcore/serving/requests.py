@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,10 @@ from llava_mcore.errors import DataError
 ROLES = ("system", "user", "assistant")
 REFUSED = ("generation_config", "chat_template_kwargs", "tools")
 """Fields of transformers' server that would change generation and templates."""
-USUAL_TOKENS = 1024
-"""Maximum number of tokens of an answer if the request does not set one; transformers' default."""
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
+"""Fields of OpenAI's interface that this server does not have, and their values that change nothing."""
+MOST_STOPS, MOST_STOP_CHARS = 4, 1000
+"""As many stops as OpenAI's interface takes, and the characters of each."""
 PICTURE_URL = "data:image/"
 HOW_TO_SEND = '"url" must be "data:image/TYPE;base64,DATA"'
 
@@ -37,8 +38,9 @@ class RequestError(Exception):
 class ServedModel:
     """What requests are checked against.
 
-    `name`: of the model. `most_tokens`: the longest answer, from the model's number of positions. `special_in`: returns
-    the special tokens in a text; transformers would read them as control tokens and placeholders of pictures.
+    `name`: of the model. `most_tokens`: of a prompt and its answer together, the model's number of positions.
+    `special_in`: returns the special tokens in a text; transformers would read them as control tokens and placeholders
+    of pictures.
     """
 
     name: str
@@ -47,27 +49,46 @@ class ServedModel:
 
 
 def check_chat(body: Any, model: ServedModel) -> dict[str, Any]:
-    """Return a request for chat completions as transformers' server takes it.
+    """Return a request for chat completions as transformers' server takes it. A field that is null is one not given.
 
     Raises:
         RequestError: with everything that is wrong.
     """
     if not isinstance(body, dict):
         raise RequestError(f"the request must be a JSON object, found {_kind(body)}")
-    if body.get("model") not in (None, model.name):
-        raise RequestError(f'the model {body["model"]!r} is not served here; this server has "{model.name}"', 404)
-    found = [f'"{name}" is not allowed' for name in REFUSED if body.get(name) is not None]
-    found += _numbers(body, model)
-    found += _messages(body.get("messages"), model)
+    given = {name: value for name, value in body.items() if value is not None}
+    if given.get("model") not in (None, model.name):
+        raise RequestError(f'the model {given["model"]!r} is not served here; this server has "{model.name}"', 404)
+    found = [f'"{name}" is not allowed' for name in REFUSED if name in given]
+    found += _unsupported(given)
+    found += _numbers(given, model)
+    found += _stops(given.get("stop"))
+    found += _messages(given.get("messages"), model)
     if found:
         raise RequestError("; ".join(found))
-    checked = {name: value for name, value in body.items() if name != "max_completion_tokens"}
-    # OpenAI's newer name; transformers 5.17 ignores it.
-    most = body.get("max_completion_tokens", body.get("max_tokens"))
-    return checked | {"max_tokens": min(USUAL_TOKENS, model.most_tokens) if most is None else most}
+    return _as_taken(given)
 
 
-def _numbers(body: dict[str, Any], model: ServedModel) -> list[str]:
+def _as_taken(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a valid request in one of the forms that OpenAI's interface allows, with the fields that count."""
+    taken = {name: value for name, value in given.items() if name not in UNSUPPORTED}
+    taken["messages"] = [{"role": message["role"], "content": message["content"]} for message in given["messages"]]
+    if "max_completion_tokens" in taken:  # OpenAI's newer name; transformers 5.17 ignores it
+        taken["max_tokens"] = taken.pop("max_completion_tokens")
+    if "stop" in taken:
+        taken["stop"] = [taken["stop"]] if isinstance(taken["stop"], str) else taken["stop"]
+    return taken
+
+
+def _unsupported(given: dict[str, Any]) -> list[str]:
+    return [
+        f'"{name}" is not supported by this server: remove it, found {given[name]!r:.60}'
+        for name, without_effect in UNSUPPORTED.items()
+        if name in given and given[name] not in without_effect
+    ]
+
+
+def _numbers(given: dict[str, Any], model: ServedModel) -> list[str]:
     ranges: dict[str, tuple[type | tuple[type, ...], float, float]] = {
         "max_tokens": (int, 1, model.most_tokens),
         "max_completion_tokens": (int, 1, model.most_tokens),
@@ -76,15 +97,29 @@ def _numbers(body: dict[str, Any], model: ServedModel) -> list[str]:
         "seed": (int, -(2**63), 2**63 - 1),
     }
     return [
-        f'"{name}" must be {"an integer" if kinds is int else "a number"} from {least} to {most}, found {body[name]!r}'
+        f'"{name}" must be {"an integer" if kinds is int else "a number"} from {least} to {most}, '
+        f"found {given[name]!r:.60}"
         for name, (kinds, least, most) in ranges.items()
-        if body.get(name) is not None
+        if name in given
         and (
-            not isinstance(body[name], kinds)
-            or isinstance(body[name], bool)
-            or not math.isfinite(body[name])
-            or not least <= body[name] <= most
+            not isinstance(given[name], kinds)
+            or isinstance(given[name], bool)
+            or not least <= given[name] <= most  # NaN neither
         )
+    ]
+
+
+def _stops(stop: Any) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if (
+        isinstance(stops, list)
+        and len(stops) <= MOST_STOPS
+        and all(isinstance(each, str) and 0 < len(each) <= MOST_STOP_CHARS and _is_unicode(each) for each in stops)
+    ):
+        return []
+    return [
+        f'"stop" must be a text or a list of up to {MOST_STOPS} texts of 1 to {MOST_STOP_CHARS} characters, '
+        f"found {_kind(stop)}"
     ]
 
 
@@ -95,6 +130,8 @@ def _messages(messages: Any, model: ServedModel) -> list[str]:
     for number, message in enumerate(messages):
         if message.get("role") not in ROLES:
             found.append(f"message {number}: the role is {message.get('role')!r}; allowed: {', '.join(ROLES)}")
+        if message.get("tool_calls"):
+            found.append(f'message {number}: "tool_calls" are not supported: this server calls no tools; remove them')
         content = message.get("content")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
@@ -126,8 +163,19 @@ def _text(text: Any, model: ServedModel) -> list[str]:
         return [f'"text" must be a text, found {_kind(text)}']
     if len(text) > LIMITS.text_chars:
         return [f"a text has {len(text)} characters; the limit is {LIMITS.text_chars}"]
+    if not _is_unicode(text):
+        return ["a text has half of a surrogate pair (\\ud800 to \\udfff without the other half): send valid Unicode"]
     special = sorted(model.special_in(text))
     return [f"a text has special tokens of the model, {', '.join(special)}: remove them"] if special else []
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a tokenizer can read a text: JSON allows half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _picture(value: Any) -> list[str]:

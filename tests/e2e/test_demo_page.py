@@ -25,6 +25,8 @@ needs_page = pytest.mark.skipif(
     reason="needs Debian's chromium (apt-get install chromium) and the page's environment (make page)",
 )
 PAGE = r"the page is at (http://\S+);"
+FAILED = "⚠️"
+"""The page shows it before its own messages."""
 DOWN = "http://localhost:9/v1"
 """Nothing listens there."""
 
@@ -32,8 +34,10 @@ DOWN = "http://localhost:9/v1"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
-    # A random model does not end its answers, so they are as long as allowed.
-    make_hf_llava(folder / "tiny", text_overrides={"max_position_embeddings": 64})
+    make_hf_llava(folder / "tiny")
+    # A random model does not end its answers, and one that is as long as allowed leaves no room for a second question.
+    file = folder / "tiny" / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"exponential_decay_length_penalty": [8, 100.0]}))
     (folder / "exam").mkdir()
     for number in (1, 2):
         (folder / "exam" / f"{number}.jpg").write_bytes(jpeg(number))
@@ -61,10 +65,12 @@ def test_a_picture_is_uploaded_and_the_answer_seen(folder: Path, server: Started
         # The page shows it as Markdown, and no control characters.
         assert re.findall("[a-z]", answer.text) == re.findall("[a-z]", wanted_text)
         assert page.locator("[data-testid=user] img").count() == 1
-        assert ask(page, "And now?").text, "the conversation continues, with the picture sent again"
+        assert FAILED not in ask(page, "And now?").text, "the conversation continues, with the picture sent again"
         refused = ask(page, "What is it?", folder / "text.jpg").text
         assert "refused the question (400)" in refused
+        assert FAILED in refused
         assert "cannot be decoded" in refused
+        assert FAILED not in ask(page, "Is it even?").text, "the refused question is not sent again"
         page.goto(demo.url)
         page.get_by_text("Which digit is number 2?").click()
         assert "2.jpg" in str(page.locator("[aria-label='File thumbnail'] img").get_attribute("src"))
@@ -86,7 +92,7 @@ def test_a_server_that_is_down_is_a_message_on_the_page(folder: Path) -> None:
 def test_demo_starts_the_server_itself_and_ends_it(folder: Path) -> None:
     with started("demo", "--hf-dir", folder / "tiny", "--port", free_port(), ready=PAGE) as demo:
         with opened(demo.url) as page:
-            assert "⚠️" not in ask(page, "Which digit?", folder / "exam" / "1.jpg").text
+            assert FAILED not in ask(page, "Which digit?", folder / "exam" / "1.jpg").text
         assert demo.stop(signal.SIGINT) == 130
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -57,7 +58,11 @@ def test_compose_starts_our_commands() -> None:
     flags = parser().parse_args(server["command"][4:])
     assert (flags.host, flags.port) == ("0.0.0.0", DEFAULT_PORT)
     assert f"{flags.hf_dir}:ro" == server["volumes"][0].rsplit("}:")[1]
-    assert server["healthcheck"]["test"][-1] == f"http://localhost:{DEFAULT_PORT}/health"
+    how, *check = server["healthcheck"]["test"]
+    assert (how, check[0]) == ("CMD", server["command"][0])
+    assert f"http://localhost:{DEFAULT_PORT}/health" in check[-1]
+    # Nothing listens at port 9, so the check has to fail; test_serve.py tests that a server passes.
+    assert subprocess.run([sys.executable, *check[1:-1], check[-1].replace(str(DEFAULT_PORT), "9")]).returncode == 1
     assert page["command"][:2] == ["--server", f"http://server:{DEFAULT_PORT}/v1"]
     assert page["ports"] == [f"127.0.0.1:7860:{page['command'][-1]}"]
     assert page["depends_on"] == {"server": {"condition": "service_healthy"}}
@@ -67,11 +72,19 @@ def test_compose_starts_our_commands() -> None:
         assert (ROOT / source).is_file()
 
 
+def test_no_environment_and_no_output_is_copied_into_an_image() -> None:
+    """What git ignores is left out too. Docker reads a name at the top level only, unless it begins with **/."""
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    in_docker_s_words = {x.strip("/") if x.startswith("/") else f"**/{x.strip('/')}" for x in ignored}
+    assert {line for line in lines if not line.startswith("#")} == {".git", *in_docker_s_words}
+
+
 def test_the_page_s_environment_is_locked_without_torch() -> None:
     lock = pins("page.lock.txt")
     assert {"gradio", "httpx"} <= lock.keys()
     assert not {"torch", "transformers", "llava-mcore"} & lock.keys()
     imported = set(
-        re.findall(r"^(?:import|from) (\w+)", (ROOT / "llava_mcore/serving/page.py").read_text(), re.MULTILINE)
+        re.findall(r"^ *(?:import|from) (\w+)", (ROOT / "llava_mcore/serving/page.py").read_text(), re.MULTILINE)
     )
     assert imported - set(sys.stdlib_module_names) == {"gradio", "httpx"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from io import BytesIO
@@ -14,11 +16,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import yaml
 from PIL import Image
 from starlette.testclient import TestClient
 from transformers import AutoProcessor
 from transformers.cli.serving import utils as serving_utils
 
+from llava_mcore.cli.flags.serve import DEFAULT_PORT
 from llava_mcore.cli.serve import main
 from llava_mcore.compat.transformers_serving import load_handler
 from llava_mcore.models.architectures.hf_config import load_hf_config
@@ -26,6 +30,7 @@ from llava_mcore.models.architectures.registry import ARCHITECTURES, architectur
 from llava_mcore.serving.app import build_app
 from llava_mcore.serving.requests import RequestError, ServedModel, check_chat
 from tests.helpers.cases import EACH_CLASS, Case, make_sharp_case
+from tests.helpers.commands import ROOT
 from tests.helpers.server import Started, request, serving
 from tests.helpers.shards import jpeg
 from tests.helpers.tiny_hf import make_hf_llava
@@ -91,7 +96,8 @@ def test_every_class_is_served(case: Case, tmp_path: Path, monkeypatch: pytest.M
     # SmolVLM's processor asks for a package that spells the number of a video's frames.
     monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
     make_sharp_case(case, tmp_path)
-    app = build_app(load_handler(tmp_path, "tiny", "cpu"), MODEL, max_request_bytes=MEGABYTE)
+    positions = load_hf_config(tmp_path).get_text_config().max_position_embeddings
+    app = build_app(load_handler(tmp_path, "tiny", positions, "cpu"), MODEL, max_request_bytes=MEGABYTE)
     with TestClient(app) as client:
         answer = client.post("/v1/chat/completions", json=request("Which digit is this?", jpeg(1)))
     assert answer.status_code == 200, message(answer)
@@ -145,6 +151,14 @@ def test_nothing_else_is_offered(server: Started) -> None:
         assert httpx.post(root + path, json={"model": "x"}).status_code == 404
 
 
+def test_it_is_healthy_for_compose(server: Started) -> None:
+    text = (ROOT / "environments" / "compose.yaml").read_text(encoding="utf-8")
+    how, _, *check = yaml.safe_load(text)["services"]["server"]["healthcheck"]["test"]
+    check[-1] = check[-1].replace(f"http://localhost:{DEFAULT_PORT}", server.url.removesuffix("/v1"))
+    assert server.url.removesuffix("/v1") in check[-1]
+    assert (how, subprocess.run([sys.executable, *check]).returncode) == ("CMD", 0)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -159,7 +173,19 @@ def test_nothing_else_is_offered(server: Started) -> None:
         ({"max_tokens": True}, '"max_tokens" must be an integer'),
         ({"temperature": "hot", "top_p": 2}, '"temperature" must be a number'),
         ({"temperature": float("nan")}, '"temperature" must be a number'),
+        ({"temperature": 10**400}, '"temperature" must be a number from 0 to 100, found 1000'),
         ({"generation_config": "{}"}, '"generation_config" is not allowed'),
+        ({"stop": 3}, '"stop" must be a text or a list of up to 4 texts of 1 to 1000 characters, found int 3'),
+        ({"stop": ["a", 3]}, '"stop" must be a text or a list'),
+        ({"stop": ""}, '"stop" must be a text or a list'),
+        ({"stop": ["x"] * 5}, '"stop" must be a text or a list'),
+        ({"stop": "\ud800"}, '"stop" must be a text or a list'),
+        ({"logit_bias": "x"}, "\"logit_bias\" is not supported by this server: remove it, found 'x'"),
+        ({"logit_bias": {"1": 5}}, '"logit_bias" is not supported'),
+        ({"frequency_penalty": "x"}, "\"frequency_penalty\" is not supported by this server: remove it, found 'x'"),
+        ({"presence_penalty": 0.5}, '"presence_penalty" is not supported by this server: remove it, found 0.5'),
+        ({"messages": [{"role": "assistant", "tool_calls": 3}]}, 'message 0: "tool_calls" are not supported'),
+        (request("a \ud800"), "half of a surrogate pair"),
     ],
 )
 def test_checks_of_a_request(change: dict[str, Any], words: str) -> None:
@@ -188,14 +214,17 @@ def test_no_file_and_no_address_is_opened(url: Any, words: str) -> None:
         check_chat(body, MODEL)
 
 
-def test_a_checked_request_has_a_limit_for_its_answer() -> None:
+def test_a_checked_request_has_one_form() -> None:
     body = request("What is it?", jpeg(1))
     assert check_chat(body, MODEL) == body
-    del body["max_tokens"]
-    assert check_chat(body, MODEL)["max_tokens"] == 64
-    newer = check_chat(body | {"max_completion_tokens": 5}, MODEL)
-    assert newer["max_tokens"] == 5
-    assert "max_completion_tokens" not in newer
+    assert check_chat(body | {"max_completion_tokens": 5}, MODEL) == body | {"max_tokens": 5}
+    assert check_chat(body | {"stop": "x"}, MODEL) == body | {"stop": ["x"]}
+    without_effect = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "tools": None, "seed": None}
+    assert check_chat(body | without_effect | {"chat_template_kwargs": None}, MODEL) == body
+    # As OpenAI's client returns an answer, for the next question.
+    answer = {"role": "assistant", "content": "a cat", "tool_calls": None, "refusal": None}
+    checked = check_chat(body | {"messages": [*body["messages"], answer, *body["messages"]]}, MODEL)
+    assert checked["messages"][1] == {"role": "assistant", "content": "a cat"}
 
 
 def test_what_cannot_be_served_is_one_message(

@@ -20,7 +20,7 @@ from rich.progress import (
 
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.prepare import parser
-from llava_mcore.cli.flags.samples import limits_of, pixels_of
+from llava_mcore.cli.flags.samples import limits_of, pixels_of, video_pixels_of
 from llava_mcore.data.prepare.journal import Journal
 from llava_mcore.data.prepare.listing import BLEND, is_listing, read_listing, write_blend
 from llava_mcore.data.prepare.plan import Counting, Options, Source
@@ -72,7 +72,12 @@ def _counting(args: argparse.Namespace) -> Counting | None:
     if args.tokenizer_load_dir is None:
         return None
     return Counting(
-        args.tokenizer_load_dir, args.chat_template, args.lang, args.special_tokens_in_text, pixels_of(args)
+        args.tokenizer_load_dir,
+        args.chat_template,
+        args.lang,
+        args.special_tokens_in_text,
+        pixels_of(args),
+        video_pixels_of(args),
     )
 
 

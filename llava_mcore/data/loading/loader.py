@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-from llava_mcore.config.sections.data import DataConfig, PixelRange
+from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.stored_tokens import log_origin
 from llava_mcore.data.loading.source import LEAST_AHEAD, Source, reading
@@ -76,7 +76,7 @@ class TrainLoader:
         assert data.path is not None
         self.path: Path | str = data.path
         self._timeout = data.timeout
-        self._settings = _settings_to_resume_with(data, assets.pixels, self.path, seed, micro_batch_size)
+        self._settings = _settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
         positions = self._take_over(saved) if saved is not None else {}
 
         def open_one(number: int, num_streams: int, batch_size: int) -> Stream:
@@ -192,7 +192,7 @@ class TrainLoader:
 
 
 def _settings_to_resume_with(
-    data: DataConfig, pixels: PixelRange, path: Path | str, seed: int, micro_batch_size: int
+    data: DataConfig, assets: Assets, path: Path | str, seed: int, micro_batch_size: int
 ) -> dict[str, Any]:
     """Return the settings that determine the order of samples, by their names in messages; None if they have no
     effect."""
@@ -206,8 +206,10 @@ def _settings_to_resume_with(
         MICRO_BATCH: micro_batch_size,
         "training.seed": seed,
         "data.special_tokens_in_text": data.special_tokens_in_text,
-        "data.min_pixels": pixels.smallest,
-        "data.max_pixels": pixels.largest,
+        "data.min_pixels": assets.pixels.smallest,
+        "data.max_pixels": assets.pixels.largest,
+        "data.video_min_pixels": assets.video_pixels.smallest,
+        "data.video_max_pixels": assets.video_pixels.largest,
         "megatron-energon": version("megatron-energon"),
         "data (made by energon prepare)": fingerprint(path),
     }

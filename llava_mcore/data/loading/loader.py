@@ -31,6 +31,7 @@ from llava_mcore.data.streams.streams import (
 )
 from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError, problems
+from llava_mcore.models.media import DEFAULT_FPS
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class TrainLoader:
         self._closed = False
         self._handling = assets.chat.special_tokens_in_text
         self._told: set[str] = set()
+        self._needs_fps = assets.plan.timed
 
     @property
     def num_streams(self) -> int:
@@ -130,6 +132,7 @@ class TrainLoader:
         assert delivery.stream == stream
         self._positions[stream] = position_after(self._positions[stream], delivery)
         self._tell_typed(delivery.batch.typed_tokens)
+        self._tell_without_fps(delivery.batch.without_fps)
         return delivery.batch
 
     def state(self) -> dict[str, Any]:
@@ -149,6 +152,15 @@ class TrainLoader:
                     "%s: the text of sample %s contains the special token %s; it is always %s "
                     "(data.special_tokens_in_text)", self.path, key, token, what
                 )  # fmt: skip
+
+    def _tell_without_fps(self, key: str | None) -> None:
+        """Warn once about videos without fps, if the model's tokens or positions depend on it."""
+        if key is not None and self._needs_fps:
+            self._needs_fps = False
+            logger.warning(
+                "%s: a video of sample %s has no fps; such videos count as %g frames per second. Prepare the data with "
+                "--frames-fps", self.path, key, DEFAULT_FPS
+            )  # fmt: skip
 
     def close(self) -> None:
         """Stop the loader processes. A second call does nothing."""

@@ -17,7 +17,7 @@ from llava_mcore.data.prepare.sources.base import Cuts, SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
 from llava_mcore.errors import DataError
 
-FORMAT = 5
+FORMAT = 6
 """Incremented when other shards would be written for the same rows."""
 
 
@@ -144,6 +144,7 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--question-key": how.keys.question,
         "--answer-key": how.keys.answer,
         "--captions": how.keys.captions,
+        "--frames-fps": how.frames_fps,
         "--samples-per-shard": options.rows_per_shard,
         "--val-ratio": options.val_ratio,
         "--tokenizer-load-dir, --chat-template, --lang, --special-tokens-in-text (hash)": counting,

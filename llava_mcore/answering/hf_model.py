@@ -39,7 +39,7 @@ from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.generation.settings import Settings
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.patch_plan import DEFAULT_FPS
+from llava_mcore.models.media import DEFAULT_FPS
 
 Quantization = Literal["4bit", "8bit"]
 NO_BITSANDBYTES = "needs the packages bitsandbytes and accelerate: pip install 'llava-mcore[qlora]' accelerate"

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llava_mcore.cli.flags.samples import limits_of, pixels_of
+from llava_mcore.cli.flags.samples import limits_of, pixels_of, video_pixels_of
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.doctor.examiner import Examiner, Finding
 from llava_mcore.data.doctor.remarks import remarks_on
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         special_tokens_in_text=args.special_tokens_in_text,
         limits=limits_of(args),
         pixels=pixels_of(args),
+        video_pixels=video_pixels_of(args),
     )
     console = Console(highlight=False)
     if not console.is_terminal:

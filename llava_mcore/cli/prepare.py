@@ -20,7 +20,7 @@ from rich.progress import (
 
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.prepare import parser
-from llava_mcore.cli.flags.samples import limits_of, pixels_of
+from llava_mcore.cli.flags.samples import limits_of, pixels_of, video_pixels_of
 from llava_mcore.data.prepare.journal import Journal
 from llava_mcore.data.prepare.listing import BLEND, is_listing, read_listing, write_blend
 from llava_mcore.data.prepare.plan import Counting, Options, Source
@@ -72,7 +72,12 @@ def _counting(args: argparse.Namespace) -> Counting | None:
     if args.tokenizer_load_dir is None:
         return None
     return Counting(
-        args.tokenizer_load_dir, args.chat_template, args.lang, args.special_tokens_in_text, pixels_of(args)
+        args.tokenizer_load_dir,
+        args.chat_template,
+        args.lang,
+        args.special_tokens_in_text,
+        pixels_of(args),
+        video_pixels_of(args),
     )
 
 
@@ -84,7 +89,7 @@ def _check(args: argparse.Namespace) -> None:
         found.append(f"{listings[0]} lists sources, so it must be the only SRC; add the others to it")
     if listings:
         keys = ("image_key", "video_key", "audio_key", "question_key", "answer_key")
-        own = ("format", "image_dir", "source_split", *keys, "captions")
+        own = ("format", "image_dir", "source_split", *keys, "captions", "frames_fps")
         set_anyway = [name for name in own if getattr(args, name) != parser().get_default(name)]
         found += [f"--{name.replace('_', '-')} belongs to each source in {listings[0]}" for name in set_anyway]
     needing = {"--pack-to": args.pack_to, "--chat-template": args.chat_template, "--lang": args.lang}
@@ -98,7 +103,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _prepare_one(args: argparse.Namespace, options: Options, console: Console) -> Result:
     keys = Keys(args.image_key, args.question_key, args.answer_key, args.captions, args.video_key, args.audio_key)
-    source = Source(tuple(args.sources), Opening(args.format, args.image_dir, args.source_split, keys))
+    opening = Opening(args.format, args.image_dir, args.source_split, keys, frames_fps=args.frames_fps)
+    source = Source(tuple(args.sources), opening)
     return _prepare(source, args.out, args, options, console)
 
 

@@ -76,6 +76,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("data.pad_token_id", ("--pad-token-id",)),
         Flag("data.min_pixels", ("--min-pixels",)),
         Flag("data.max_pixels", ("--max-pixels",)),
+        Flag("data.video_min_pixels", ("--video-min-pixels",)),
+        Flag("data.video_max_pixels", ("--video-max-pixels",)),
         Flag("data.chat_template", ("--chat-template",)),
         Flag("data.lang", ("--lang",)),
     ),

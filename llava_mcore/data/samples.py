@@ -121,6 +121,11 @@ class TokenConversation:
         return sum(item.tokens.num_patches for item in self.media)
 
     @property
+    def num_without_fps(self) -> int:
+        """Videos that do not say how many frames belong to a second."""
+        return sum(isinstance(item.data, Video) and item.data.fps is None for item in self.media)
+
+    @property
     def num_rows(self) -> int:
         """Rows of pixel_values: tiles or patches of all pictures and videos, mel frames of all sounds."""
         return sum(item.tokens.num_rows for item in self.media)
@@ -189,5 +194,7 @@ class Batch(EnergonBatch):
     """Conversations whose end was truncated."""
     typed_tokens: dict[str, str] = field(default_factory=dict)
     """Special tokens in the text of turns -> the key of a conversation with one."""
+    without_fps: str | None = None
+    """The key of a conversation with a video that does not say its fps."""
     skipped: list[Skip] = field(default_factory=list)
     """Samples skipped between the previous batch and this one."""

@@ -136,6 +136,10 @@ def position_ids(
     return found
 
 
+DEFAULT_FPS = 24.0
+"""What transformers takes for frames of which nobody says how many belong to a second."""
+
+
 class MediaPlan(ABC):
     """How the pictures, videos and sound of a checkpoint become tokens and tensors. Loader processes inherit it."""
 
@@ -149,6 +153,8 @@ class MediaPlan(ABC):
     """What `patches_per_tile` and data.max_media_tokens count, for messages about a sample."""
     video_token_id: int | None = None
     """The same for a video; None: videos are not supported."""
+    timed: ClassVar[bool] = False
+    """Whether a video's tokens or positions depend on its fps, which is DEFAULT_FPS if unknown."""
     fields: Fields
     """Fields of a micro-batch."""
     any_size: bool

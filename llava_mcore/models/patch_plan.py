@@ -14,20 +14,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import BaseImageProcessor, BaseVideoProcessor, PretrainedConfig, PreTrainedModel, Qwen3VLProcessor
+from transformers import (
+    BaseImageProcessor,
+    BaseVideoProcessor,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS, WINDOW_ORDER
 from llava_mcore.errors import ConversionError, DataError
-from llava_mcore.models.media import MediaPlan, MediaTokens, Processing, Size, VideoShape
+from llava_mcore.models.media import DEFAULT_FPS, MediaPlan, MediaTokens, Processing, Size, VideoShape
 from llava_mcore.models.vision.geometry import patch_side
 from llava_mcore.models.vision.qwen import Grid, QwenTower
 
 IMAGE, VIDEO = 1, 2
 """Of transformers' mm_token_type_ids, in which text is 0."""
-DEFAULT_FPS = 24.0
-"""What transformers takes for frames of which nobody says how many belong to a second."""
 NUM_KNOWN = 512
 """Grids of which tokens are kept: pictures of a dataset often have the same size."""
 
@@ -104,6 +109,12 @@ class PatchPlan(MediaPlan):
         try:
             made = _processed(self.processing.videos, frames, do_rescale=False, do_normalize=False)
         except ValueError as error:
+            least = self.hf.vision_config.temporal_patch_size
+            if video.num_frames < least and isinstance(self.processing.videos, Qwen3VLVideoProcessor):
+                raise DataError(
+                    f"a video has {video.num_frames} frame, but {self.model_class.__name__} needs {least}: prepare it "
+                    "with a higher --video-fps, or list the frame twice"
+                ) from error
             raise DataError(f"a video of {video.width} x {video.height} pixels: {error}") from error
         frames_, rows, columns = made["video_grid_thw"][0].tolist()
         return frames_, rows, columns
@@ -156,7 +167,13 @@ class PatchPlan(MediaPlan):
         return found[:, 0, :-1].numpy(), int(found[0, 0, -1])
 
 
-class TimestampPlan(PatchPlan):
+class TimedPlan(PatchPlan):
+    """Qwen2.5-VL: positions along the axis of time count seconds."""
+
+    timed = True
+
+
+class TimestampPlan(TimedPlan):
     """Qwen3-VL: every step of time of a video has its seconds as text, and marks around its tokens."""
 
     def video_ids(self, grid: Grid, num_frames: int, fps: float) -> NDArray[np.int64]:

@@ -18,7 +18,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.data.doctor.show import in_words
 from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.pixel_range import write_pixel_range
+from llava_mcore.data.encoding.pixel_range import FRAMES, PICTURES, write_pixel_range
 from llava_mcore.data.encoding.text.template_file import require_same_template
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.loading.source import noticing_killed_loaders
@@ -170,6 +170,7 @@ def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bo
         special_tokens_in_text=run.data.special_tokens_in_text,
         limits=run.data.limits,
         pixels=run.data.pixels,
+        video_pixels=run.data.video_pixels,
     )
     if resuming:
         require_same_template(start.hf_dir, assets.chat.template)
@@ -184,7 +185,9 @@ def _carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: As
     target = run.run_dir / "hf"
     write_carried_folder(start, target, seed=run.training.seed, chat_template=assets.chat.template)
     if run.data.pixels != PixelRange():
-        write_pixel_range(target, assets.pixels)
+        write_pixel_range(target, assets.pixels, PICTURES)
+    if run.data.video_pixels != PixelRange():
+        write_pixel_range(target, assets.video_pixels, FRAMES)
     return target
 
 

@@ -61,7 +61,7 @@ WHOLE = ("--train-iters", ITERATIONS, "--eval-interval", 4)
 RAMP = ("--rampup-batch-size", "4,4,32", "--train-samples", 8 * 4 + 4 * 8 + 6, "--skip-train-iteration-range", "8-9")
 WSD = ("--lr-decay-style", "WSD", "--lr-wsd-decay-style", "linear", "--lr-wsd-decay-iters", 8)
 ASKS = ("--eval-generate", 4, "--eval-generate-samples", 5, "--eval-generate-max-new-tokens", 4)
-PIXELS = ("--min-pixels", 700, "--max-pixels", 5000)
+PIXELS = ("--min-pixels", 700, "--max-pixels", 5000, "--video-max-pixels", 6000)
 CASES: dict[str, Any] = {
     "dropout": ((2, 1, 1), None, "dropout", [*WHOLE, "--lr-decay-style", "linear"]),
     "qwen": (
@@ -105,8 +105,9 @@ def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], case: str
     answers = [validations(save / f"{case}-{way}", "answers.jsonl") for way in ("broken", "whole")]
     assert answers[0] == answers[1]
     if case == "qwen":
-        limits = load_assets(save / "qwen-broken" / f"iter_{ITERATIONS:07}" / "hf").pixels
-        assert (limits.smallest, limits.largest) == (700, 5000)
+        assets = load_assets(save / "qwen-broken" / f"iter_{ITERATIONS:07}" / "hf")
+        assert (assets.pixels.smallest, assets.pixels.largest) == (700, 5000)
+        assert assets.video_pixels.largest == 6000
     if case == "dropout":
         found = validations(save / f"{case}-whole")
         assert [line["iteration"] for line in found] == [4, 8, 12] and found[0]["loss"] > found[-1]["loss"]

@@ -50,6 +50,8 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--pad-token-id 3", "data.pad_token_id", 3),
     ("--min-pixels 3136", "data.min_pixels", 3136),
     ("--max-pixels 1003520", "data.max_pixels", 1003520),
+    ("--video-min-pixels 3136", "data.video_min_pixels", 3136),
+    ("--video-max-pixels 1003520", "data.video_max_pixels", 1003520),
     ("--adam-beta2 0.95", "optimizer.adam_beta2", 0.95),
     ("--loss-scale 128", "training.loss_scale", 128.0),
     ("--no-add-class-token", "model.drop_class_token", True),

@@ -236,7 +236,8 @@ def decoded(path: Path, sampling: Sampling | None = None, limits: Limits = LIMIT
         (25.0, 128, list(range(50)), 25.0),
         (100.0, 128, list(range(50)), 25.0),
         (2.0, 2, [0, 25], 1.0),
-        (0.1, 128, [0], 0.1),
+        (0.1, 128, [0, 25], 1.0),
+        (0.1, 1, [0], 0.1),
         (5.0, 7, [0, 7, 14, 21, 28, 35, 42], 3.5),
     ],
 )
@@ -281,7 +282,8 @@ def test_times_that_are_not_even() -> None:
     """A frame that is shown for long is taken as often as it is shown."""
     times = [Fraction(0), Fraction(1, 10), Fraction(3)]
     assert select_frames(times, Fraction(1), Sampling(1.0, 10)) == ([0, 1, 1], 0.75)
-    assert select_frames([Fraction(5), Fraction(6)], Fraction(1), Sampling(0.5, 10)) == ([0], 0.5)
+    assert select_frames([Fraction(5), Fraction(6)], Fraction(1), Sampling(0.5, 10)) == ([0, 1], 1.0)
+    assert select_frames([Fraction(5)], Fraction(2), Sampling(0.5, 10)) == ([0], 0.5)
 
 
 PLAYLISTS = {

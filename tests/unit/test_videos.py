@@ -176,7 +176,7 @@ def copied(hf: Path, target: Path, change: Callable[[dict[str, Any]], object]) -
 
 
 UNUSABLE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda c: c.pop("video_processor"), "has no video processor: no video_preprocessor_config.json, nor one in"),
+    (lambda c: c.pop("video_processor"), "no video_processor in processor_config.json; write .*video_preprocessor"),
     (lambda c: c["video_processor"].update(size={"height": 30, "width": 40}), "makes frames of 3 x 30 x 40"),
     (lambda c: c["video_processor"].update(image_mean=[0.5, 0.5]), "the video processor cannot be used"),
     (lambda c: c["video_processor"].update(video_processor_type="No"), "the video processor in .* cannot be loaded"),

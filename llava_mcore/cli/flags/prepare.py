@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from llava_mcore.cli.flags.samples import add_frame_flags, add_pixel_flags, add_sample_flags, positive
+from llava_mcore.cli.flags.samples import above_zero, add_frame_flags, add_pixel_flags, add_sample_flags, positive
 from llava_mcore.data.prepare.formats import FORMATS
 
 EPILOG = """\
@@ -82,6 +82,13 @@ def parser() -> argparse.ArgumentParser:
 def _add_video_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument("--video-key", help="field with the videos (default: video or videos)")
     add_frame_flags(p)
+    p.add_argument(
+        "--frames-fps",
+        type=above_zero,
+        metavar="FPS",
+        help="frames per second of videos that are lists of frames without fps (default: unknown, which Qwen2.5-VL and "
+        "Qwen3-VL count as 24)",
+    )
 
 
 def _ratio(text: str) -> float:

@@ -38,19 +38,24 @@ def add_sample_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def add_pixel_flags(parser: argparse._ActionsContainer) -> None:
-    """Add the limits of a resized picture's area."""
-    for flag, what in (("--min-pixels", "minimum"), ("--max-pixels", "maximum")):
-        parser.add_argument(
-            flag,
-            type=positive,
-            metavar="N",
-            help=f"{what} width x height of a resized picture, for Qwen-VL (default: the image processor's)",
-        )
+    """Add the limits of the areas of resized pictures and frames."""
+    of_picture = "resized picture, for Qwen-VL (default: the image processor's)"
+    of_frame = "resized frame of a video, in Qwen3-VL of all its frames together (default: the video processor's)"
+    for prefix, what in (("--", of_picture), ("--video-", of_frame)):
+        for end, limit in (("min-pixels", "minimum"), ("max-pixels", "maximum")):
+            parser.add_argument(
+                f"{prefix}{end}", type=positive, metavar="N", help=f"{limit} width x height of a {what}"
+            )
 
 
 def pixels_of(args: argparse.Namespace) -> PixelRange:
-    """Return the range from the flags."""
+    """Return the range of pictures from the flags."""
     return PixelRange(args.min_pixels, args.max_pixels)
+
+
+def video_pixels_of(args: argparse.Namespace) -> PixelRange:
+    """Return the range of frames from the flags."""
+    return PixelRange(args.video_min_pixels, args.video_max_pixels)
 
 
 def add_frame_flags(parser: argparse._ActionsContainer) -> None:

@@ -44,7 +44,7 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class PixelRange:
-    """Minimum and maximum width x height of a resized picture; None: those of the checkpoint's image processor."""
+    """Minimum and maximum width x height of a resized picture or frame; None: those of the checkpoint's processor."""
 
     smallest: int | None = None
     largest: int | None = None
@@ -90,6 +90,12 @@ class DataConfig(Section):
     max_pixels: Size | None = None
     """For Qwen-VL, the maximum width x height of a resized picture, which bounds its number of tokens. Not given: the
     image processor's. The exported folder gets the same limits."""
+    video_min_pixels: Size | None = None
+    """For Qwen-VL, the minimum width x height of a resized frame of a video; for Qwen3-VL, of all its frames together.
+    Not given: the video processor's. The exported folder gets the same limits."""
+    video_max_pixels: Size | None = None
+    """For Qwen-VL, the maximum width x height of a resized frame of a video; for Qwen3-VL, of all its frames together.
+    Not given: the video processor's. The exported folder gets the same limits."""
     chat_template: str | None = None
     """Chat template to train with and to export: vicuna, llama-2, llama-3, chatml, llm-jp, mistral, plain, or a .jinja
     file. Not given: the tokenizer's own."""
@@ -112,6 +118,11 @@ class DataConfig(Section):
     def pixels(self) -> PixelRange:
         """The limits of a resized picture's area."""
         return PixelRange(self.min_pixels, self.max_pixels)
+
+    @property
+    def video_pixels(self) -> PixelRange:
+        """The limits of a resized frame's area; for Qwen3-VL, of all frames of a video together."""
+        return PixelRange(self.video_min_pixels, self.video_max_pixels)
 
     @property
     def limits(self) -> Limits:

@@ -53,6 +53,8 @@ class Finding:
     num_frames: tuple[int, ...] = ()
     """Of each video."""
     num_sounds: int = 0
+    num_without_fps: int = 0
+    """Videos whose fps is assumed; 0 if the model's tokens and positions do not depend on it."""
 
 
 class Examiner:
@@ -128,6 +130,7 @@ class Examiner:
             num_trained=sum(int(conversation.trained.sum()) for conversation in used),
             num_images=sum(isinstance(item.data, bytes) for conversation in used for item in conversation.media),
             num_sounds=sum(isinstance(item.data, Sound) for conversation in used for item in conversation.media),
+            num_without_fps=sum(c.num_without_fps for c in used) if self.assets.plan.timed else 0,
             num_frames=tuple(len(item.data.frames) for c in used for item in c.media if isinstance(item.data, Video)),
         )
 

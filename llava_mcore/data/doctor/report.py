@@ -100,6 +100,7 @@ class Report:
             "pictures_per_sample": _by_number(tally.images),
             "videos_per_sample": _by_number(tally.videos),
             "frames_per_video": _by_number(tally.frames),
+            "videos_without_fps": tally.num_without_fps,
             "sounds_per_sample": _by_number(tally.sounds),
             "epoch": self.epoch(),
             "datasets": [asdict(one) for one in tally.datasets],

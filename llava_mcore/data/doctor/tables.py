@@ -9,6 +9,7 @@ from rich.table import Table
 
 from llava_mcore.data.doctor.report import NUM_BINS, Report
 from llava_mcore.data.doctor.tally import Group, bins
+from llava_mcore.models.media import DEFAULT_FPS
 
 BAR = 40
 LEVELS = {"stop": "would end training", "left out": "would be left out", "remark": "note"}
@@ -27,6 +28,12 @@ def print_report(report: Report, console: Console) -> None:
             _print_group(group, console)
     for remark in report.remarks:
         _line(console, f"note: {remark}")
+    if tally.num_without_fps:
+        _line(
+            console,
+            f"note: {tally.num_without_fps} of {sum(n * c for n, c in tally.videos.items())} videos have no fps and "
+            f"count as {DEFAULT_FPS:g} frames per second: prepare the data with --frames-fps",
+        )
     if tally.num_packs:
         _line(console, f"note: {tally.num_packs} samples were packed when they were written: train with --packing")
     _print_verdict(report, console)

@@ -74,6 +74,8 @@ class Tally:
     """Frames of a video -> number of videos."""
     sounds: Counter[int] = field(default_factory=Counter)
     """Sounds of a sample -> number of samples."""
+    num_without_fps: int = 0
+    """Videos whose fps is assumed."""
     groups: dict[tuple[str, str], Group] = field(default_factory=dict)
     num_looked_at: int = 0
     """Samples; a pack counts once."""
@@ -103,6 +105,7 @@ class Tally:
         self.images[found.num_images] += 1
         self.videos[len(found.num_frames)] += 1
         self.frames.update(found.num_frames)
+        self.num_without_fps += found.num_without_fps
         self.sounds[found.num_sounds] += 1
         data.num_tokens += found.num_tokens
         data.num_images += found.num_images

@@ -60,6 +60,8 @@ class Assets:
     limits: Limits = LIMITS
     pixels: PixelRange = field(default_factory=PixelRange)
     """What pictures are resized to; empty for classes that do not resize to a range of areas."""
+    video_pixels: PixelRange = field(default_factory=PixelRange)
+    """The same for frames of videos; empty too if there is no video processor."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Why samples with pictures, videos or sounds cannot be used, by their mark; those without a reason can."""
 
@@ -75,6 +77,7 @@ def load_assets(
     special_tokens_in_text: Handling = "text",
     limits: Limits = LIMITS,
     pixels: PixelRange = PixelRange(),  # noqa: B008  (it cannot be changed)
+    video_pixels: PixelRange = PixelRange(),  # noqa: B008
 ) -> Assets:
     """Load tokenizer, chat template, and the processors of what the class takes: pictures, videos or sound.
 
@@ -87,7 +90,7 @@ def load_assets(
         pad_token_id: id of the padding token; None: the tokenizer's.
         special_tokens_in_text: how special tokens such as `<|im_end|>` in the text of a conversation are read.
         limits: the limits of a sample.
-        pixels: range of the areas of resized pictures, for classes that resize to one.
+        pixels, video_pixels: ranges of the areas of resized pictures and frames, for classes that resize to one.
 
     Raises:
         DataError: lists everything that is missing or does not match.
@@ -100,7 +103,7 @@ def load_assets(
     if tokenizer is not None:
         choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
     choice = _choose_template(tokenizer, folders, chat_template, lang, found)
-    processors = load_processors(folders, config, tokenizer, pixels, found)
+    processors = load_processors(folders, config, tokenizer, pixels, video_pixels, found)
     plan = None if config is None else media_plan(folders, config, tokenizer, processors, found)
     preprocessor = media_preprocessor(processors, config, plan, limits, found)
     token = None if tokenizer is None else check_tokenizer(tokenizer, config, found)
@@ -122,6 +125,7 @@ def load_assets(
         lang=choice.lang,
         limits=limits,
         pixels=pixel_range_of(processors.images, config),
+        video_pixels=pixel_range_of(processors.videos.processor, config),
         refused=_refused(config, processors, preprocessor, chat),
     )
 

@@ -1,12 +1,13 @@
-"""How many pixels a picture may have after it is resized, where a class resizes to a range of areas (Qwen-VL)."""
+"""The pixels of a resized picture or frame, where a class resizes to a range of areas (Qwen-VL)."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import BaseImageProcessor, PretrainedConfig
+from transformers import BaseImageProcessor, BaseVideoProcessor, PretrainedConfig, Qwen3VLVideoProcessor
 from transformers.image_utils import SizeDict
 
 from llava_mcore.config.sections.data import PixelRange
@@ -16,58 +17,81 @@ from llava_mcore.models.architectures.registry import architecture_of
 
 NESTED, OWN = "processor_config.json", "preprocessor_config.json"
 """Files with the image processor's settings: under "image_processor", and at the top level."""
-OF_VIDEOS = "video_preprocessor_config.json"
-"""The video processor's file. Without it, and without settings in `NESTED`, transformers reads `OWN` for videos too."""
+OF_VIDEOS, VIDEO_SECTION = "video_preprocessor_config.json", "video_processor"
+"""The video processor's file, and its section of `NESTED`. Without them, transformers reads `OWN` for videos too."""
 
 
-def set_pixel_range(processor: BaseImageProcessor, pixels: PixelRange, config: PretrainedConfig) -> list[str]:
-    """Change an image processor's range; return what is wrong, after which the processor is as it was."""
+@dataclass(frozen=True, slots=True)
+class Ranged:
+    """What is resized to a range: its flags, its processor, and where a folder has that processor's settings."""
+
+    name: str
+    flags: tuple[str, str]
+    processor: str
+    section: str
+    """Of `NESTED`."""
+    file: str
+
+    def given(self, pixels: PixelRange) -> str:
+        """Return the flags that were given, with their values."""
+        values = zip(self.flags, (pixels.smallest, pixels.largest), strict=True)
+        return " and ".join(f"{flag} {value}" for flag, value in values if value is not None)
+
+
+PICTURES = Ranged("pictures", ("--min-pixels", "--max-pixels"), "image processor", "image_processor", OWN)
+FRAMES = Ranged("frames", ("--video-min-pixels", "--video-max-pixels"), "video processor", VIDEO_SECTION, OF_VIDEOS)
+
+
+def set_pixel_range(
+    processor: BaseImageProcessor | BaseVideoProcessor,
+    pixels: PixelRange,
+    config: PretrainedConfig,
+    of: Ranged = PICTURES,
+) -> list[str]:
+    """Change a processor's range; return what is wrong, after which the processor is as it was."""
     if pixels == PixelRange():
         return []
-    flags = " and ".join(
-        f"{name} {value}"
-        for name, value in (("--min-pixels", pixels.smallest), ("--max-pixels", pixels.largest))
-        if value is not None
-    )
-    architecture = architecture_of(config)
+    flags, architecture = of.given(pixels), architecture_of(config)
     if not architecture.resizes_to_range:
         return [
-            f"{flags} cannot be used: {architecture.model_class.__name__} does not resize pictures to a range of "
+            f"{flags} cannot be used: {architecture.model_class.__name__} does not resize {of.name} to a range of "
             "areas; omit it"
         ]
     own = pixel_range_of(processor, config)
     smallest, largest = pixels.smallest or own.smallest, pixels.largest or own.largest
-    assert smallest is not None and largest is not None
-    token = (processor.patch_size * processor.merge_size) ** 2
+    if smallest is None or largest is None:
+        return [f"{flags} cannot be used: the size of the {of.processor} is {processor.size}, not a range; correct it"]
+    name, token = of.name, (processor.patch_size * processor.merge_size) ** 2
+    if isinstance(processor, Qwen3VLVideoProcessor):  # its range is that of all frames together
+        name, token = "all frames of a video together", token * processor.temporal_patch_size
     if largest < max(smallest, token):
         return [
-            f"{flags}: pictures would have between {smallest} and {largest} pixels (a limit that is not given is the "
-            f"image processor's); the maximum must be at least the minimum and at least {token}, the pixels of a token"
+            f"{flags}: {name} would have between {smallest} and {largest} pixels (a limit that is not given is the "
+            f"{of.processor}'s); the maximum must be at least the minimum and at least {token}, the pixels of a token"
         ]
     processor.size = SizeDict(shortest_edge=smallest, longest_edge=largest)
     return []
 
 
-def pixel_range_of(processor: BaseImageProcessor | None, config: PretrainedConfig) -> PixelRange:
-    """Return the range that an image processor resizes to; an empty one if its class does not resize to a range."""
+def pixel_range_of(processor: BaseImageProcessor | BaseVideoProcessor | None, config: PretrainedConfig) -> PixelRange:
+    """Return the range that a processor resizes to; an empty one if its class does not resize to a range."""
     if processor is None or not architecture_of(config).resizes_to_range:
         return PixelRange()
-    return PixelRange(int(processor.size["shortest_edge"]), int(processor.size["longest_edge"]))
+    return PixelRange(processor.size.shortest_edge, processor.size.longest_edge)
 
 
-def write_pixel_range(folder: Path, pixels: PixelRange) -> None:
-    """Write a range to the image processor's settings in a Hugging Face folder, as the range of the exported model."""
-    size = {"shortest_edge": pixels.smallest, "longest_edge": pixels.largest}
+def write_pixel_range(folder: Path, pixels: PixelRange, of: Ranged = PICTURES) -> None:
+    """Write a range to a processor's settings in a Hugging Face folder, as the range of the exported model."""
     nested = read_object(folder / NESTED, CheckpointError) if (folder / NESTED).is_file() else {}
-    if (folder / OWN).is_file() and not (folder / OF_VIDEOS).is_file() and "video_processor" not in nested:
-        shutil.copy(folder / OWN, folder / OF_VIDEOS)  # videos keep their limits
-    for name in (NESTED, OWN):
+    if (folder / OWN).is_file() and not (folder / OF_VIDEOS).is_file() and VIDEO_SECTION not in nested:
+        shutil.copy(folder / OWN, folder / OF_VIDEOS)  # pictures and videos had the same limits, and no longer do
+    for name in (NESTED, of.file):
         path = folder / name
         whole = read_object(path, CheckpointError) if path.is_file() else {}
-        settings = whole.get("image_processor", {}) if name == NESTED else whole
+        settings = whole.get(of.section, {}) if name == NESTED else whole
         if not settings:
             continue
         for override in ("min_pixels", "max_pixels"):  # in older files; transformers prefers them to the size
             settings.pop(override, None)
-        settings["size"] = size
+        settings["size"] = {"shortest_edge": pixels.smallest, "longest_edge": pixels.largest}
         path.write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

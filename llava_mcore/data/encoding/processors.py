@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import Limits, PixelRange
-from llava_mcore.data.encoding.pixel_range import set_pixel_range
+from llava_mcore.data.encoding.pixel_range import FRAMES, set_pixel_range
 from llava_mcore.data.encoding.preprocess import ImagePreprocessor, MediaPreprocessor, load_image_processor
 from llava_mcore.data.encoding.sound.processor import Audios, SoundPreprocessor, choose_audios
 from llava_mcore.data.encoding.videos import Videos, choose_videos
@@ -43,13 +43,15 @@ def load_processors(
     config: PretrainedConfig | None,
     tokenizer: PreTrainedTokenizerBase | None,
     pixels: PixelRange,
+    video_pixels: PixelRange,
     found: list[str],
 ) -> Processors:
-    """Load the processors of what the class of `config` takes, with `pixels` as the range of resized pictures.
+    """Load the processors of what the class of `config` takes.
 
     Args:
         folders: where to look, in this order.
         config, tokenizer: None if they could not be loaded; then as much as possible is checked.
+        pixels, video_pixels: the ranges of resized pictures and frames.
         found: gets a line for everything that is missing or does not match.
     """
     images = _load_image_processor(folders, found) if config is None or architecture_of(config).takes_images else None
@@ -58,7 +60,12 @@ def load_processors(
     if config is None or tokenizer is None:
         return Processors(images)
     audios = choose_audios(folders, PROCESSOR_FILES, config, tokenizer, LOAD_ERRORS, found)
-    return Processors(images, choose_videos(folders, config, tokenizer, LOAD_ERRORS), audios)
+    videos = choose_videos(folders, config, tokenizer, LOAD_ERRORS)
+    if videos.processor is not None:
+        found += set_pixel_range(videos.processor, video_pixels, config, FRAMES)
+    elif video_pixels != PixelRange():
+        found.append(f"{FRAMES.given(video_pixels)} cannot be used: {videos.reason}")
+    return Processors(images, videos, audios)
 
 
 def _load_image_processor(folders: list[Path], found: list[str]) -> BaseImageProcessor | None:

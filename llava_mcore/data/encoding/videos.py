@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoVideoProcessor, BaseVideoProcessor, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING
 
 from llava_mcore.errors import DataError
 from llava_mcore.files.json_files import read_object
@@ -15,6 +16,9 @@ from llava_mcore.models.architectures.registry import architecture_of, classes_t
 
 VIDEO_FILE, PROCESSOR_FILE, SECTION = "video_preprocessor_config.json", "processor_config.json", "video_processor"
 """A video processor is in the first file, or in a section of the second."""
+PICTURE_FILE = "preprocessor_config.json"
+"""Older folders, such as the released ones of Qwen2-VL and Qwen2.5-VL, have only this file: transformers then reads the
+settings for pictures for videos too."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +51,39 @@ def choose_videos(
         return Videos(reason=f"the tokenizer has no {token}; add it as a special token")
     if token_id != config.video_token_id:
         return Videos(reason=f"video_token_id is {config.video_token_id} in config.json, but {token} is {token_id}")
-    folder = next((folder for folder in folders if _has_video_processor(folder)), None)
+    return _load(folders, config, token, load_errors)
+
+
+def _load(
+    folders: Sequence[Path], config: PretrainedConfig, token: str, load_errors: tuple[type[Exception], ...]
+) -> Videos:
+    """Load the video processor; arguments as for `choose_videos`, and the placeholder."""
+    own = next((folder for folder in folders if _has_video_processor(folder)), None)
+    folder = own or next((folder for folder in folders if (folder / PICTURE_FILE).is_file()), None)
+    wanted = VIDEO_PROCESSOR_MAPPING[type(config)]
+    advice = f"write {folders[0] / VIDEO_FILE}, as the released folder has it or {wanted.__name__}.save_pretrained does"
     if folder is None:
-        return Videos(reason=f"{folders[0]} has no video processor: no {VIDEO_FILE}, nor one in {PROCESSOR_FILE}")
+        return Videos(
+            reason=f"{folders[0]} has no video processor: neither {VIDEO_FILE} nor {PICTURE_FILE}, and no {SECTION} in "
+            f"{PROCESSOR_FILE}; {advice}"
+        )
+    known = config if own is None else None  # settings for pictures may not tell the class
     try:
-        processor = AutoVideoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        processor = AutoVideoProcessor.from_pretrained(
+            folder, config=known, local_files_only=True, trust_remote_code=False
+        )
     except load_errors as error:
         return Videos(reason=f"the video processor in {folder} cannot be loaded: {why_not_loaded(error)}")
+    if type(processor) is not wanted:  # as for Qwen3-VL with PICTURE_FILE alone, which names Qwen2-VL's image processor
+        return Videos(
+            reason=f"the video processor in {folder} is {type(processor).__name__}, but "
+            f"{architecture_of(config).model_class.__name__} takes {wanted.__name__}; {advice}"
+        )
     return Videos(processor, token)
 
 
 def _has_video_processor(folder: Path) -> bool:
+    """Return whether a folder has settings of its own for videos."""
     if (folder / VIDEO_FILE).is_file():
         return True
     if not (folder / PROCESSOR_FILE).is_file():

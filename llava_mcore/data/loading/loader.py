@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-from llava_mcore.config.sections.data import DataConfig, PixelRange
+from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.stored_tokens import log_origin
 from llava_mcore.data.loading.source import LEAST_AHEAD, Source, reading
@@ -31,6 +31,7 @@ from llava_mcore.data.streams.streams import (
 )
 from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError, problems
+from llava_mcore.models.media import DEFAULT_FPS
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class TrainLoader:
         assert data.path is not None
         self.path: Path | str = data.path
         self._timeout = data.timeout
-        self._settings = _settings_to_resume_with(data, assets.pixels, self.path, seed, micro_batch_size)
+        self._settings = _settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
         positions = self._take_over(saved) if saved is not None else {}
 
         def open_one(number: int, num_streams: int, batch_size: int) -> Stream:
@@ -104,6 +105,7 @@ class TrainLoader:
         self._closed = False
         self._handling = assets.chat.special_tokens_in_text
         self._told: set[str] = set()
+        self._needs_fps = assets.plan.timed
 
     @property
     def num_streams(self) -> int:
@@ -130,6 +132,7 @@ class TrainLoader:
         assert delivery.stream == stream
         self._positions[stream] = position_after(self._positions[stream], delivery)
         self._tell_typed(delivery.batch.typed_tokens)
+        self._tell_without_fps(delivery.batch.without_fps)
         return delivery.batch
 
     def state(self) -> dict[str, Any]:
@@ -149,6 +152,15 @@ class TrainLoader:
                     "%s: the text of sample %s contains the special token %s; it is always %s "
                     "(data.special_tokens_in_text)", self.path, key, token, what
                 )  # fmt: skip
+
+    def _tell_without_fps(self, key: str | None) -> None:
+        """Warn once about videos without fps, if the model's tokens or positions depend on it."""
+        if key is not None and self._needs_fps:
+            self._needs_fps = False
+            logger.warning(
+                "%s: a video of sample %s has no fps; such videos count as %g frames per second. Prepare the data with "
+                "--frames-fps", self.path, key, DEFAULT_FPS
+            )  # fmt: skip
 
     def close(self) -> None:
         """Stop the loader processes. A second call does nothing."""
@@ -192,7 +204,7 @@ class TrainLoader:
 
 
 def _settings_to_resume_with(
-    data: DataConfig, pixels: PixelRange, path: Path | str, seed: int, micro_batch_size: int
+    data: DataConfig, assets: Assets, path: Path | str, seed: int, micro_batch_size: int
 ) -> dict[str, Any]:
     """Return the settings that determine the order of samples, by their names in messages; None if they have no
     effect."""
@@ -206,8 +218,10 @@ def _settings_to_resume_with(
         MICRO_BATCH: micro_batch_size,
         "training.seed": seed,
         "data.special_tokens_in_text": data.special_tokens_in_text,
-        "data.min_pixels": pixels.smallest,
-        "data.max_pixels": pixels.largest,
+        "data.min_pixels": assets.pixels.smallest,
+        "data.max_pixels": assets.pixels.largest,
+        "data.video_min_pixels": assets.video_pixels.smallest,
+        "data.video_max_pixels": assets.video_pixels.largest,
         "megatron-energon": version("megatron-energon"),
         "data (made by energon prepare)": fingerprint(path),
     }

@@ -62,6 +62,8 @@ class Counts:
     pictures: int = 0
     videos: int = 0
     frames: int = 0
+    without_fps: int = 0
+    """Videos that do not say how many frames belong to a second."""
     sounds: int = 0
     sound_seconds: int = 0
     """Of all sounds, each rounded to a whole number."""
@@ -92,6 +94,7 @@ class Counts:
         self.pictures += len(conversation.pictures)
         self.videos += len(conversation.videos)
         self.frames += sum(len(video.frames) for video in conversation.videos)
+        self.without_fps += sum(video.fps is None for video in conversation.videos)
         self.sounds += len(conversation.sounds)
         self.sound_seconds += sum(round(sound.seconds) for sound in conversation.sounds)
         self.typed.update(conversation.typed)
@@ -106,6 +109,7 @@ class Counts:
         self.rows, self.conversations = self.rows + other.rows, self.conversations + other.conversations
         self.entries, self.pictures = self.entries + other.entries, self.pictures + other.pictures
         self.videos, self.frames = self.videos + other.videos, self.frames + other.frames
+        self.without_fps += other.without_fps
         self.sounds, self.sound_seconds = self.sounds + other.sounds, self.sound_seconds + other.sound_seconds
         self.bytes += other.bytes
         self.tokens.merge(other.tokens)

@@ -43,6 +43,7 @@ class ListedSource(BaseModel):
     captions: bool = False
     video_key: str | None = None
     audio_key: str | None = None
+    frames_fps: Positive | None = None
     subflavors: dict[str, Any] = {}
     """Passed on to energon's blend."""
 
@@ -50,7 +51,8 @@ class ListedSource(BaseModel):
         """Return the source to prepare."""
         keys = Keys(self.image_key, self.question_key, self.answer_key, self.captions, self.video_key, self.audio_key)
         image_dir = None if self.image_dir is None else root / self.image_dir
-        return Source((root / self.path,), Opening(self.format, image_dir, self.source_split, keys))
+        opening = Opening(self.format, image_dir, self.source_split, keys, frames_fps=self.frames_fps)
+        return Source((root / self.path,), opening)
 
 
 class Listing(BaseModel):

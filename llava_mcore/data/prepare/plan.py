@@ -17,7 +17,7 @@ from llava_mcore.data.prepare.sources.base import Cuts, SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
 from llava_mcore.errors import DataError
 
-FORMAT = 5
+FORMAT = 6
 """Incremented when other shards would be written for the same rows."""
 
 
@@ -32,6 +32,7 @@ class Counting:
     """Selects the template if the folder has none."""
     special_tokens_in_text: Handling = "text"
     pixels: PixelRange = field(default_factory=PixelRange)
+    video_pixels: PixelRange = field(default_factory=PixelRange)
 
     def load(self) -> Assets:
         """Load them; every process does so once. LlavaMcoreError if something is missing."""
@@ -41,6 +42,7 @@ class Counting:
             lang=self.lang,
             special_tokens_in_text=self.special_tokens_in_text,
             pixels=self.pixels,
+            video_pixels=self.video_pixels,
         )
 
     def fingerprint(self) -> str:
@@ -48,6 +50,8 @@ class Counting:
         sha = hashlib.sha256(f"{self.chat_template} {self.lang} {self.special_tokens_in_text}".encode())
         if self.pixels != PixelRange():
             sha.update(repr(self.pixels).encode())
+        if self.video_pixels != PixelRange():
+            sha.update(f"video {self.video_pixels!r}".encode())
         if self.chat_template is not None and Path(self.chat_template).is_file():
             sha.update(Path(self.chat_template).read_bytes())
         for name in ASSET_FILES:
@@ -140,6 +144,7 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--question-key": how.keys.question,
         "--answer-key": how.keys.answer,
         "--captions": how.keys.captions,
+        "--frames-fps": how.frames_fps,
         "--samples-per-shard": options.rows_per_shard,
         "--val-ratio": options.val_ratio,
         "--tokenizer-load-dir, --chat-template, --lang, --special-tokens-in-text (hash)": counting,

@@ -39,6 +39,7 @@ class Reason(StrEnum):
     AUDIO_REMOTE = "sound not on disk"
     AUDIO_BROKEN = "sound cannot be decoded"
     AUDIO_LENGTH = "sound too long or too short for the model"
+    SHAPE = "picture or video of a shape that the model does not take"
     TEMPLATE = "chat template refuses"
     TOO_LONG = "longer than a pack"
     TOO_LARGE = "more than is allowed"

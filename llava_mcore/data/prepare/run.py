@@ -63,6 +63,8 @@ class Result:
     finished: bool
     """False: too many rows were skipped, so there are shards but no .nv-meta."""
     special_tokens_in_text: Handling = "text"
+    timed: bool = True
+    """Whether a video's tokens or positions depend on its fps, or it is not known which model will be trained."""
 
 
 def prepare(
@@ -99,8 +101,7 @@ def prepare(
         setup = ShardSetup(plan.files, plan.how, options, folder, journal.scratch)
         for report in _make(setup, assets, {shard: plan.shards[shard] for shard in missing}, num_workers, progress):
             journal.add(report)
-        tokens_by = None if assets is None else assets.chat.fingerprint
-        return _finish(plan, options, journal, progress, set(missing), max_skip_rate, tokens_by, start)
+        return _finish(plan, options, journal, progress, set(missing), max_skip_rate, assets, start)
 
 
 def _finish(
@@ -110,7 +111,7 @@ def _finish(
     progress: Progress,
     made: set[int],
     max_skip_rate: float,
-    tokens_by: str | None,
+    assets: Assets | None,
     start: float,
 ) -> Result:
     folder = journal.folder
@@ -124,6 +125,7 @@ def _finish(
         (folder / MANIFEST).unlink(missing_ok=True)
     elif not (folder / MANIFEST).is_file() or not (folder / META).is_dir():
         progress.begin("indexing shards", num_shards)
+        tokens_by = None if assets is None else assets.chat.fingerprint
         write_meta(
             folder, reports, val_ratio=options.val_ratio, tokens_by=tokens_by, on_shard=lambda: progress.advance(1)
         )
@@ -131,7 +133,8 @@ def _finish(
     rows_made = sum(report.counts.rows for report in reports if report.shard in made)
     seconds = time.perf_counter() - start
     handling = "text" if options.counting is None else options.counting.special_tokens_in_text
-    return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished, handling)
+    timed = assets is None or assets.plan.timed
+    return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished, handling, timed)
 
 
 def _manifest(plan: Plan, reports: Sequence[ShardReport], counts: Counts) -> str:

@@ -13,3 +13,5 @@ class Sampling:
     """Frames per second, at most as many as the video has."""
     max_frames: int = 128
     """Of a video; a longer one is sampled at a lower rate."""
+    min_frames: int = 2
+    """Of a video that has as many, at a higher rate if need be: Qwen3-VL takes no video of one frame."""

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from llava_mcore.data.prepare.counts import BINS_PER_OCTAVE, Histogram, add_up
 from llava_mcore.data.prepare.run import SKIPPED, Result
+from llava_mcore.models.media import DEFAULT_FPS
 
 BAR_WIDTH = 40
 FIGURES: Mapping[str, tuple[str, str]] = {
@@ -34,6 +35,15 @@ def show(console: Console, results: Sequence[Result]) -> None:
             console.print(
                 f"{result.folder.name}: {number:,} samples have {token} in their text; it is {what} "
                 "(--special-tokens-in-text)",
+                markup=False,
+                soft_wrap=True,
+            )
+    for result in results:
+        if result.counts.without_fps and result.timed:
+            console.print(
+                f"{result.folder.name}: {result.counts.without_fps:,} of {result.counts.videos:,} videos have no fps; "
+                f"models that use times count them as {DEFAULT_FPS:g} frames per second (--frames-fps gives another "
+                "number)",
                 markup=False,
                 soft_wrap=True,
             )

@@ -137,6 +137,7 @@ def _batch(
         num_pairs=sum(n * (n + 1) // 2 for n in map(len, conversations)),
         num_truncated=sum(conversation.truncated for conversation in conversations),
         typed_tokens={token: conversation.key for conversation in conversations for token in conversation.typed},
+        without_fps=next((conversation.key for conversation in conversations if conversation.num_without_fps), None),
     )
 
 

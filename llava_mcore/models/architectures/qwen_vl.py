@@ -27,7 +27,7 @@ from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.patch_merger import MergerNames, PatchMerger
 from llava_mcore.models.media import MediaPlan, Processing
 from llava_mcore.models.names import HfNames, KnownNames
-from llava_mcore.models.patch_plan import PatchPlan, TimestampPlan
+from llava_mcore.models.patch_plan import PatchPlan, TimedPlan, TimestampPlan
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.qwen import Qwen2VlTower, Qwen3VlTower, Qwen25VlTower
 from llava_mcore.models.vision.registry import qwen_tower
@@ -103,6 +103,7 @@ class Qwen25Vl(Qwen2Vl):
     towers = Qwen25VlTower.model_types
     texts = ("qwen2_5_vl_text",)
     whole_model: ClassVar[type[PreTrainedModel]] = Qwen2_5_VLModel
+    plan = TimedPlan
 
     def connector(self, hf: PretrainedConfig) -> Connector:
         """Return the merger."""

@@ -66,7 +66,7 @@ def select_frames(times: list[Fraction], last_duration: Fraction, sampling: Samp
     """
     duration = times[-1] + last_duration - times[0]
     wanted = max(1, math.ceil(duration * Fraction(sampling.fps)))
-    number = min(wanted, sampling.max_frames, len(times))
+    number = min(max(wanted, sampling.min_frames), sampling.max_frames, len(times))
     step = 1 / Fraction(sampling.fps) if number == wanted else duration / number
     chosen = [bisect_right(times, times[0] + step * i) - 1 for i in range(number)]
     return chosen, float(1 / step)

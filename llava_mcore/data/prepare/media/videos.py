@@ -20,13 +20,22 @@ from llava_mcore.errors import DataError
 from llava_mcore.files.regular import RefusedFileError, open_regular_file
 
 
-def read_video(reference: Any, folder: Path, sampling: Sampling, limits: Limits, *, decode: bool = False) -> Clip:
+def read_video(
+    reference: Any,
+    folder: Path,
+    sampling: Sampling,
+    limits: Limits,
+    *,
+    frames_fps: float | None = None,
+    decode: bool = False,
+) -> Clip:
     """Find a video and return its frames.
 
     Args:
         reference: a list of pictures (see `read_picture`), {"frames": such a list, "fps": number}; or a video file:
             its bytes, {"bytes", "path"}, a path (absolute, or relative to folder) or a file:// URI.
         sampling: which frames of a video file are kept.
+        frames_fps: frames per second of a list of frames that does not say it; None: unknown.
         decode: decode pictures that are listed, to see whether they are whole.
 
     Raises:
@@ -39,6 +48,7 @@ def read_video(reference: Any, folder: Path, sampling: Sampling, limits: Limits,
             found, fps = decode_video(file, sampling, limits)
         frames = tuple(Picture(data, *inspect(data)) for data in found)
     else:
+        fps = frames_fps if fps is None else fps
         frames = tuple(read_picture(frame, folder, decode=decode, limits=limits) for frame in listed)
     if not frames:
         raise BadSample(Reason.NO_FRAMES, "a video lists no frames")

@@ -119,7 +119,14 @@ class ShardMaker:
             read_sound(sound, file.folder, options.limits, decode=options.check_images) for sound in draft.audios
         )
         videos = tuple(
-            read_video(video, file.folder, options.sampling, options.limits, decode=options.check_images)
+            read_video(
+                video,
+                file.folder,
+                options.sampling,
+                options.limits,
+                frames_fps=how.frames_fps,
+                decode=options.check_images,
+            )
             for video in draft.videos
         )
         _check_amount(pictures, videos, sounds, options.limits)
@@ -191,8 +198,11 @@ def _tokens(
     except DataError as error:
         raise BadSample(Reason.TEMPLATE, str(error)) from error
     most_pixels = assets.limits.picture_pixels
-    media = media_tokens(conversation.images, assets.plan, most_pixels)
-    media += video_tokens(conversation.videos, assets.plan, most_pixels)
+    try:
+        media = media_tokens(conversation.images, assets.plan, most_pixels)
+        media += video_tokens(conversation.videos, assets.plan, most_pixels)
+    except DataError as error:
+        raise BadSample(Reason.SHAPE, str(error)) from error
     try:
         media += audio_tokens(conversation.audios, assets.plan)
     except DataError as error:

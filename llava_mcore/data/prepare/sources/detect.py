@@ -45,6 +45,8 @@ class Opening:
     keys: Keys = field(default_factory=Keys)
     most_bytes: int = LIMITS.sample_bytes
     """Maximum bytes of a row with its pictures."""
+    frames_fps: float | None = None
+    """Frames per second of videos that are lists of frames and do not say it; None: unknown."""
 
     @property
     def layout(self) -> str | None:

@@ -47,13 +47,14 @@ class ModelResult:
 
 def score_records(records: Sequence[Record]) -> DataResult:
     """Return the metrics of the questions that could be asked. ConfigError if a package is missing."""
-    asked = [x for x in records if x.answer is not None and x.reference is not None]
+    scored = [x.answer is not None and x.reference is not None for x in records]
+    asked = [x for x, is_scored in zip(records, scored, strict=True) if is_scored]
     lines = [record.line() for record in records]
     if not asked:
         return DataResult({}, None, 0, len(records), lines)
     found = score([Answered(str(x.answer), (str(x.reference),)) for x in asked])
     values = iter(found.samples)
-    samples = [line | (next(values) if x in asked else {}) for x, line in zip(records, lines, strict=True)]
+    samples = [line | (next(values) if is_scored else {}) for is_scored, line in zip(scored, lines, strict=True)]
     metrics = {name: value if math.isfinite(value) else None for name, value in found.metrics.items()}
     return DataResult(metrics, found.tokenizer, len(asked), len(records) - len(asked), samples)
 

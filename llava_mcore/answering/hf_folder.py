@@ -7,14 +7,16 @@ from pathlib import Path
 
 import torch
 
+from llava_mcore.answering.answer_file import written_to
 from llava_mcore.answering.hf_model import HfModel, Quantization
 from llava_mcore.answering.job import Job
 from llava_mcore.answering.progress import shown_progress
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
 from llava_mcore.generation.prompt import decoded
+from llava_mcore.generation.questions import Question
 from llava_mcore.generation.records import Record
-from llava_mcore.generation.settings import read_settings
+from llava_mcore.generation.settings import Settings, read_settings
 
 
 def answer_folder(hf_dir: Path, job: Job, *, quantization: Quantization | None = None) -> list[Record]:
@@ -34,17 +36,21 @@ def answer_folder(hf_dir: Path, job: Job, *, quantization: Quantization | None =
     total, questions = job.questions(model.assets)
     records: list[Record] = []
     torch.manual_seed(job.sampling.seed)
-    with shown_progress(total) as show:
+    with shown_progress(total) as show, written_to(job.partial) as write:
         for question in questions:
-            if isinstance(question, Skip):
-                records.append(Record(question.where, "", None, problem=question.reason))
-                continue
-            record = Record(question.key, question.text, question.reference, position=question.position)
-            try:
-                tokens = model.answer(question.conversation, settings)
-                record = replace(record, answer=decoded(model.assets, tokens), num_tokens=len(tokens))
-            except DataError as error:
-                record = replace(record, problem=str(error))
-            records.append(record)
+            records.append(_record(question, model, settings))
             show(len(records))
+            write(records)
     return records
+
+
+def _record(question: Question | Skip, model: HfModel, settings: Settings) -> Record:
+    """Ask one question."""
+    if isinstance(question, Skip):
+        return Record(question.where, "", None, problem=question.reason)
+    record = Record(question.key, question.text, question.reference, position=question.position)
+    try:
+        tokens = model.answer(question.conversation, settings)
+    except DataError as error:
+        return replace(record, problem=str(error))
+    return replace(record, answer=decoded(model.assets, tokens), num_tokens=len(tokens))

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import (
     AutoProcessor,
     BitsAndBytesConfig,
+    GenerationConfig,
     PreTrainedModel,
     ProcessorMixin,
     StoppingCriteria,
@@ -122,17 +123,21 @@ class HfModel:
     def answer(self, conversation: Conversation, settings: Settings) -> list[int]:
         """Return the tokens of the answer. DataError like `inputs`."""
         inputs = self.inputs(conversation)
+        settings.require_room(inputs["input_ids"].shape[1])
         with torch.no_grad():
-            out = self.model.generate(**inputs, generation_config=settings.config)
+            # The tokenizer is for a folder's stop_strings.
+            out = self.model.generate(**inputs, generation_config=settings.config, tokenizer=self.assets.tokenizer)
         return list(out[0, inputs["input_ids"].shape[1] :].tolist())
 
     def stream(self, conversation: Conversation, settings: Settings) -> Iterator[str]:
         """Yield the text of the answer while it is computed. DataError like `inputs`."""
         inputs = self.inputs(conversation)
+        settings.require_room(inputs["input_ids"].shape[1])
         options = {"skip_prompt": True, "skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         streamer = TextIteratorStreamer(self.assets.tokenizer, **options)
         stop = _Stop()
         given = {"generation_config": settings.config, "stopping_criteria": StoppingCriteriaList([stop])}
+        given["tokenizer"] = self.assets.tokenizer
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(torch.no_grad()(self.model.generate), **inputs, **given, streamer=streamer)
             answer.add_done_callback(lambda _: streamer.end())  # even after an error
@@ -177,6 +182,8 @@ def _load_model(hf_dir: Path, dtype: Dtype | None, quantization: Quantization | 
         model = architecture_of(hf).model_class.from_pretrained(hf_dir, **options)
     except (*LOAD_ERRORS, SafetensorError) as error:
         raise ConversionError(f"the model in {hf_dir} cannot be loaded: {why_not_loaded(error)}") from error
+    # transformers would fill what `Settings` leaves out, such as min_p, from the folder's file.
+    model.generation_config = GenerationConfig()
     return (model if quantization is not None else model.to(device)).eval()
 
 

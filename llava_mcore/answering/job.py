@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from llava_mcore.config.sections.data import LIMITS, Handling, Limits
+from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.samples import Conversation, Skip
 from llava_mcore.generation.questions import Question, Questions
@@ -18,11 +18,15 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class Reading:
-    """How conversations are read. `chat_template`: instead of the folder's."""
+    """How conversations are read.
+
+    `chat_template`: instead of the folder's. `pixels`: range of the areas of resized pictures, as of `load_assets`.
+    """
 
     chat_template: str | None = None
     special_tokens_in_text: Handling = "text"
     limits: Limits = LIMITS
+    pixels: PixelRange = field(default_factory=PixelRange)
 
     def assets(self, hf_dir: Path) -> Assets:
         """Load a folder's tokenizer, template and processors. DataError lists what is missing."""
@@ -31,6 +35,7 @@ class Reading:
             chat_template=self.chat_template,
             special_tokens_in_text=self.special_tokens_in_text,
             limits=self.limits,
+            pixels=self.pixels,
         )
 
 
@@ -46,13 +51,17 @@ class DataJob:
 
 @dataclass(frozen=True)
 class Job:
-    """`asked`: one conversation that ends with a question, or a dataset."""
+    """`asked`: one conversation that ends with a question, or a dataset.
+
+    `partial`: file that gets the answers to a dataset's questions as they come.
+    """
 
     asked: Conversation | DataJob
     reading: Reading
     sampling: TokenSampling
     max_new_tokens: int
     dtype: Dtype | None = None
+    partial: Path | None = None
 
     def questions(self, assets: Assets) -> tuple[int | None, Iterator[Question | Skip]]:
         """Return the number of questions, if it is known, and the questions. DataError if the data cannot be opened."""

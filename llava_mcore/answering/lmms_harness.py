@@ -11,9 +11,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from llava_mcore.errors import ConfigError, DataError, LlavaMcoreError
+from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.evaluation.tasks import TaskResult, TaskSettings, task_result
 from llava_mcore.serving.child import server
 
@@ -35,8 +36,10 @@ def require_lmms(python: Path) -> None:
         )
 
 
-def run_lmms_tasks(hf_dir: Path, python: Path, settings: TaskSettings) -> list[TaskResult]:
+def run_lmms_tasks(hf_dir: Path, python: Path, settings: TaskSettings) -> Iterator[TaskResult]:
     """Start a server for a folder, and let lmms-eval ask it one question at a time.
+
+    Yields the tasks whose questions were all asked before it raises an error for the others.
 
     Raises:
         ConfigError: the server cannot start.
@@ -46,7 +49,7 @@ def run_lmms_tasks(hf_dir: Path, python: Path, settings: TaskSettings) -> list[T
         output = Path(name)
         with server(["--hf-dir", str(hf_dir), "--served-model-name", NAME]) as url:
             _run(_command(python, url, settings, output), output)
-        return _results(output)
+        yield from _results(output)
 
 
 def _command(python: Path, url: str, settings: TaskSettings, output: Path) -> list[str]:
@@ -69,19 +72,19 @@ def _run(command: list[str], output: Path) -> None:
         raise DataError(f"lmms-eval failed with exit code {done.returncode}; the end of its output is above")
 
 
-def _results(output: Path) -> list[TaskResult]:
+def _results(output: Path) -> Iterator[TaskResult]:
     (file,) = output.rglob("*_results.json")
     metrics = json.loads(file.read_text(encoding="utf-8"))["results"]
-    found = []
+    refused = []
     for samples in sorted(output.rglob("*_samples_*.jsonl")):
         task = samples.stem.partition("_samples_")[2]
         documents = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
         result = task_result(task, metrics[task], documents)
         failed = [sample for sample in result.samples if sample.answer.startswith(FAILED)]
         if failed:
-            raise LlavaMcoreError(
-                f"{task}: {len(failed)} of {result.num_samples} questions could not be asked; the first one: "
-                f"{failed[0].answer}"
-            )
-        found.append(result)
-    return found
+            number = f"{len(failed)} of {result.num_samples} questions could not be asked"
+            refused.append(f"{task}: {number}; the first one: {failed[0].answer}")
+        else:
+            yield result
+    if refused:
+        raise DataError("; ".join(refused))

@@ -37,6 +37,27 @@ def answer_checkpoint(folder: Path, job: Job, layout: Layout) -> list[Record]:
     Raises:
         LlavaMcoreError: the checkpoint cannot be used at this layout, or the data cannot be read.
     """
+    checkpoint = usable_checkpoint(folder, layout)
+    size, on_gpus = layout.tp * layout.pp, torch.cuda.device_count() > 0
+    with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
+        results = Path(name)
+        arguments = (checkpoint, job, layout.tp, layout.pp, layout.num_rows, results)
+        try:
+            if size == 1:
+                run_here(run_rank, *arguments)
+            else:
+                run_world(run_rank, size, *arguments, on_gpus=on_gpus)
+        except CheckpointError as error:
+            problem = results / PROBLEM
+            if size > 1 and problem.is_file():
+                raise LlavaMcoreError(problem.read_text(encoding="utf-8")) from error
+            raise
+        lines = (results / ANSWERS).read_text(encoding="utf-8").splitlines()
+    return [Record(**json.loads(line)) for line in lines]
+
+
+def usable_checkpoint(folder: Path, layout: Layout) -> Path:
+    """Return the folder of the iteration that is used, before anything is loaded. Errors like `answer_checkpoint`."""
     checkpoint = folder if is_iteration(folder) else latest_checkpoint(folder)[0]
     dims = model_dims(load_hf_config(hf_folder(checkpoint)))
     wrong = check_layout(dims, layout.tp, layout.pp, str(checkpoint), vision_data_parallel=True)
@@ -48,18 +69,4 @@ def answer_checkpoint(folder: Path, job: Job, layout: Layout) -> list[Record]:
             f"tp {layout.tp} x pp {layout.pp} needs {size} GPUs, and {num_gpus} can be seen; choose a smaller "
             "layout, or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
         )
-    with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
-        results = Path(name)
-        arguments = (checkpoint, job, layout.tp, layout.pp, layout.num_rows, results)
-        try:
-            if size == 1:
-                run_here(run_rank, *arguments)
-            else:
-                run_world(run_rank, size, *arguments, on_gpus=num_gpus > 0)
-        except CheckpointError as error:
-            problem = results / PROBLEM
-            if size > 1 and problem.is_file():
-                raise LlavaMcoreError(problem.read_text(encoding="utf-8")) from error
-            raise
-        lines = (results / ANSWERS).read_text(encoding="utf-8").splitlines()
-    return [Record(**json.loads(line)) for line in lines]
+    return checkpoint

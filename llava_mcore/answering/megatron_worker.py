@@ -13,6 +13,7 @@ import torch
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
 from llava_mcore import log
+from llava_mcore.answering.answer_file import written_to
 from llava_mcore.answering.job import Job
 from llava_mcore.answering.progress import shown_progress
 from llava_mcore.checkpoint.layout import hf_folder
@@ -72,7 +73,8 @@ def _answer(groups: Groups, checkpoint: Path, job: Job, num_rows: int) -> list[R
     """Return the records on the rank that loads data, and an empty list on the others. A collective call."""
     opened = together(groups, lambda: _open(groups, checkpoint, job))
     model = together(groups, lambda: _load(groups, checkpoint, job))
-    eos = [found for found in gather_to_all(groups, None if opened is None else opened[0].eos_token_id) if found]
+    ids = gather_to_all(groups, None if opened is None else opened[0].eos_token_id)
+    eos = [found for found in ids if found is not None]
     settings = together(groups, lambda: _settings(checkpoint, model, job, eos[0] if eos else None))
     fields = architecture_of(model.hf).fields
     if opened is None:
@@ -80,12 +82,14 @@ def _answer(groups: Groups, checkpoint: Path, job: Job, num_rows: int) -> list[R
             pass
         return []
     assets, total, questions = opened
-    asked = Asked(questions, assets)
-    with shown_progress(total) as show:
+    asked = Asked(questions, assets, settings)
+    with shown_progress(total) as show, written_to(job.partial) as write:
         answers = generate([model], groups, asked.prompts(), settings, fields, num_rows=num_rows)
         for done, answer in enumerate(answers, 1):
             asked.answered(answer.number, answer.tokens)
             show(done)
+            write(asked.records)
+        write(asked.records)  # those after the last answer, which cannot be asked
     return asked.records
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from llava_mcore.answering.answer_file import finish, partial_of
 from llava_mcore.answering.files import MediaFiles, conversation_of_files
 from llava_mcore.answering.hf_folder import answer_folder
 from llava_mcore.answering.hf_model import Quantization
@@ -16,12 +16,11 @@ from llava_mcore.answering.job import DataJob, Job, Reading
 from llava_mcore.answering.megatron import Layout, answer_checkpoint
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.generate import parser
-from llava_mcore.cli.flags.samples import limits_of
+from llava_mcore.cli.flags.samples import limits_of, pixels_of
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import Conversation
 from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import ConfigError, DataError
-from llava_mcore.files.atomic import move, write_synced
 from llava_mcore.generation.records import Record
 from llava_mcore.generation.settings import TokenSampling
 
@@ -35,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     """Answer; returns 0."""
     _check_flags(args)
     reading = reading_of(args)
-    job = Job(_asked(args, reading), reading, sampling_of(args), args.max_new_tokens, args.dtype)
+    partial = None if args.out is None else partial_of(args.out)
+    job = Job(_asked(args, reading), reading, sampling_of(args), args.max_new_tokens, args.dtype, partial)
     start = time.perf_counter()
     if args.hf_dir is not None:
         records = answer_folder(args.hf_dir, job, quantization=quantization_of(args))
@@ -46,14 +46,14 @@ def run(args: argparse.Namespace) -> int:
             raise DataError(records[0].problem)
         print(records[0].answer)
         return 0
-    _write(args.out, records)
+    finish(args.out)
     print(_summary(records, args.out, time.perf_counter() - start))
     return 0
 
 
 def reading_of(args: argparse.Namespace) -> Reading:
     """Return how conversations are read. ConfigError for an invalid limit."""
-    return Reading(args.chat_template, args.special_tokens_in_text, limits_of(args))
+    return Reading(args.chat_template, args.special_tokens_in_text, limits_of(args), pixels_of(args))
 
 
 def sampling_of(args: argparse.Namespace) -> TokenSampling:
@@ -107,14 +107,6 @@ def _asked(args: argparse.Namespace, reading: Reading) -> Conversation | DataJob
 
 def _num_rows(args: argparse.Namespace) -> int:
     return 1 if args.data_path is None else args.batch_size or ROWS
-
-
-def _write(path: Path, records: Sequence[Record]) -> None:
-    """Write a line per question, complete or not at all."""
-    text = "".join(json.dumps(record.line(), ensure_ascii=False) + "\n" for record in records)
-    partial = path.with_name(f".{path.name}.partial")
-    write_synced(partial, text.encode("utf-8", "surrogatepass"))
-    move(partial, path)
 
 
 def _summary(records: Sequence[Record], out: Path, seconds: float) -> str:

@@ -11,6 +11,7 @@ from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
 from llava_mcore.generation.prompt import Prompt, decoded, encode_prompt
 from llava_mcore.generation.questions import Question
+from llava_mcore.generation.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Record:
     problem: str | None = None
     position: tuple[int, ...] = ()
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether it was answered, or cannot be asked."""
+        return self.answer is not None or self.problem is not None
+
     def line(self) -> dict[str, Any]:
         """Return the object of a line of jsonl."""
         values = asdict(self)
@@ -40,9 +46,11 @@ class Record:
 class Asked:
     """Turns questions into prompts and remembers what was asked."""
 
-    def __init__(self, questions: Iterable[Question | Skip], assets: Assets, *, multiple: int = 1) -> None:
+    def __init__(
+        self, questions: Iterable[Question | Skip], assets: Assets, settings: Settings, *, multiple: int = 1
+    ) -> None:
         """multiple: prompts are padded to a multiple of this."""
-        self._questions, self._assets, self._multiple = questions, assets, multiple
+        self._questions, self._assets, self._settings, self._multiple = questions, assets, settings, multiple
         self._entries: list[int] = []  # of each prompt, the index of its record
         self.records: list[Record] = []
         """The records of all questions so far, in their order."""
@@ -56,6 +64,7 @@ class Asked:
             record = Record(question.key, question.text, question.reference, position=question.position)
             try:
                 prompt = encode_prompt(question.conversation, self._assets, question.key, multiple=self._multiple)
+                self._settings.require_room(prompt.length)
             except DataError as error:
                 self.records.append(replace(record, problem=str(error)))
                 continue

@@ -11,8 +11,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig
 from transformers.generation.logits_process import (
     LogitsProcessor,
+    MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from llava_mcore.errors import ConfigError, ConversionError
+from llava_mcore.errors import ConfigError, ConversionError, DataError
 from llava_mcore.files.torch_files import why_not_loaded
 
 FILE = "generation_config.json"
@@ -36,12 +36,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (None,),
     "exponential_decay_length_penalty": (None,),
     "watermarking_config": (None,),
-    "typical_p": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
-    "top_h": (None,),
+    "encoder_repetition_penalty": (None, 1, 1.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "stop_strings": (None,),
+    "max_time": (None,),
 }
 """Settings of transformers that generation at tp x pp does not support, and the values that turn them off."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings of transformers that say how tokens are sampled. The flags decide that, not the folder."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,37 @@ class TokenSampling:
 
 @dataclass(frozen=True)
 class Settings:
-    """`config`: transformers' settings. `seed`: of the sampling, if tokens are sampled."""
+    """`config`: transformers' settings. `seed`: of the sampling, if tokens are sampled.
+
+    `most_positions`: that the model has; None if its config does not say.
+    """
 
     config: GenerationConfig
     max_new_tokens: int
     end_ids: frozenset[int]
     seed: int = 0
+    most_positions: int | None = None
 
     @property
     def draws(self) -> bool:
         """Whether tokens are sampled. Otherwise the most probable ones are taken."""
         return bool(self.config.do_sample)
+
+    def require_room(self, prompt_length: int) -> None:
+        """Raise DataError if the longest answer would not fit after a prompt: what exceeds the positions is garbage.
+
+        Args:
+            prompt_length: tokens of the prompt, media included.
+        """
+        most = self.most_positions
+        if most is None or prompt_length + self.max_new_tokens <= most:
+            return
+        room = most - prompt_length
+        remedy = f"allow at most {room} new tokens, or shorten the question" if room > 0 else "shorten the question"
+        raise DataError(
+            f"the question has {prompt_length} tokens with its pictures and earlier turns, and the answer may have "
+            f"{self.max_new_tokens}, but the model has {most} positions (max_position_embeddings): {remedy}"
+        )
 
     def processors(self, prompt_length: int, device: torch.device) -> LogitsProcessorList:
         """Return what changes the logits before a token is chosen, in transformers' order.
@@ -99,6 +121,8 @@ class Settings:
             found.append(RepetitionPenaltyLogitsProcessor(penalty=config.repetition_penalty))
         if config.no_repeat_ngram_size:
             found.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+        if config.min_length and ends:
+            found.append(MinLengthLogitsProcessor(config.min_length, ends, device=name))
         if config.min_new_tokens and ends:
             found.append(MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, ends, device=name))
         if config.suppress_tokens is not None:
@@ -117,8 +141,6 @@ class Settings:
             found.append(TopKLogitsWarper(top_k=config.top_k))
         if config.top_p is not None and config.top_p < 1.0:
             found.append(TopPLogitsWarper(top_p=config.top_p))
-        if config.min_p is not None:
-            found.append(MinPLogitsWarper(min_p=config.min_p))
         return found
 
 
@@ -138,17 +160,21 @@ def read_settings(
     config = _config(hf_dir, hf)
     config.do_sample = sampling.temperature is not None
     config.max_new_tokens, config.max_length = max_new_tokens, None
+    for name in SAMPLING:
+        setattr(config, name, None)
     if config.do_sample:
-        # The folder's own top_p and top_k would limit what the flags ask for.
-        config.temperature, config.top_p, config.top_k = sampling.temperature, sampling.top_p, sampling.top_k or 0
-        config.min_p = None
-    else:
-        config.temperature = config.top_p = config.top_k = config.min_p = None
+        # None would be transformers' default, which for top_k is 50.
+        config.temperature, config.top_p, config.top_k = (
+            sampling.temperature,
+            sampling.top_p or 1.0,
+            sampling.top_k or 0,
+        )
     if config.eos_token_id is None:
         config.eos_token_id = tokenizer_eos
     ends = config.eos_token_id
     ids = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    return Settings(config, max_new_tokens, frozenset(ids), sampling.seed)
+    positions = hf.get_text_config().to_dict().get("max_position_embeddings")
+    return Settings(config, max_new_tokens, frozenset(ids), sampling.seed, positions)
 
 
 def _config(hf_dir: Path, hf: PretrainedConfig) -> GenerationConfig:

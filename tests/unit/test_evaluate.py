@@ -12,10 +12,13 @@ import datasets
 import pytest
 import yaml
 
+from llava_mcore.answering.evaluation import score_records
 from llava_mcore.answering.hf_folder import answer_folder
 from llava_mcore.answering.job import DataJob, Job, Reading
+from llava_mcore.cli import evaluate as evaluate_command
 from llava_mcore.cli.evaluate import main
 from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.errors import DataError, problems
 from llava_mcore.generation.records import Record
 from llava_mcore.generation.settings import TokenSampling
 from llava_mcore.training.answers.result import scored
@@ -38,14 +41,18 @@ body = {"model": options["model_version"], "max_tokens": 6, "temperature": 0,
         "messages": [{"role": "user", "content": "Which digit is shown?"}]}
 request = urllib.request.Request(options["base_url"] + "/chat/completions", json.dumps(body).encode())
 answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
-if args.tasks == "refused":
-    answer = "[LMMS_EVAL_REQUEST_FAILED after 1 retries] too large"
 folder = pathlib.Path(args.output_path, "model")
 folder.mkdir()
-metrics = {"alias": args.tasks, "exact_match,none": 0.25, "exact_match_stderr,none": "N/A"}
-(folder / "1_results.json").write_text(json.dumps({"results": {args.tasks: metrics}}))
-sample = {"doc_id": 0, "target": "0", "filtered_resps": answer}
-(folder / f"1_samples_{args.tasks}.jsonl").write_text(json.dumps(sample) + "\\n")
+tasks = args.tasks.split(",")
+metrics = {task: {"alias": task, "exact_match,none": 0.25, "exact_match_stderr,none": "N/A"} for task in tasks}
+(folder / "1_results.json").write_text(json.dumps({"results": metrics}))
+for task in tasks:
+    if task == "a_refused":
+        answer, kept = "[LMMS_EVAL_REQUEST_FAILED after 1 retries] too large", answer
+    sample = {"doc_id": 0, "target": "0", "filtered_resps": answer}
+    (folder / f"1_samples_{task}.jsonl").write_text(json.dumps(sample) + "\\n")
+    if task == "a_refused":
+        answer = kept
 """
 
 
@@ -169,8 +176,51 @@ def test_lmms_eval_asks_our_server(root: Path, tmp_path: Path, capsys: pytest.Ca
     (task,) = found["tasks"]
     assert (task["task"], task["metrics"]) == ("ocr", {"exact_match": 0.25})
     assert task["samples"][0]["answer"]
-    assert main([*map(str, flags), "--lmms-tasks", "refused"]) == 2
-    assert "1 of 1 questions could not be asked" in capsys.readouterr().err
+    out = tmp_path / "kept.json"
+    assert main([*map(str, flags), "--lmms-tasks", "a_refused,ocr", "--json", str(out)]) == 2
+    said = capsys.readouterr()
+    assert "a_refused: 1 of 1 questions could not be asked" in said.err and "ocr" in said.out
+    assert [task["task"] for task in json.loads(out.read_text())["models"][0]["tasks"]] == ["ocr"]
+
+
+def test_what_is_finished_stays(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that fails, and a model that fails: the scores before them are printed and in the file."""
+    data = ["--data-path", root / "data", "--max-new-tokens", NUM_TOKENS, "--num-samples", 2]
+    task = yaml.safe_load((root / "tasks" / "digits.yaml").read_text())
+    task |= {"task": "lost", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "no.parquet")}}}
+    (tmp_path / "lost.yaml").write_text(yaml.safe_dump(task))
+    out = tmp_path / "scores.json"
+
+    def kept(*arguments: object) -> list[tuple[str, bool]]:
+        assert main([*map(str, [*arguments, *data]), "--json", str(out)]) == 2
+        said = capsys.readouterr()
+        assert re.search(r"│ data +│ exact_match +│", said.out) and said.err.startswith("error: ")
+        return [(Path(x["model"]).name, x["data"] is not None) for x in json.loads(out.read_text())["models"]]
+
+    model = ("--hf-dir", root / "hf")
+    assert kept(*model, "--tasks", "lost", "--include-path", tmp_path) == [("hf", True)]
+    answer = evaluate_command.answer_folder
+
+    def fails_later(folder: Path, job: Job) -> list[Record]:
+        if folder.name == "other":
+            assert [x["model"] for x in json.loads(out.read_text())["models"]] == [str(root / "hf")]
+            raise DataError("the disk is gone")
+        return answer(folder, job)
+
+    monkeypatch.setattr(evaluate_command, "answer_folder", fails_later)
+    out.unlink()
+    assert kept(*model, "--hf-dir", root / "other") == [("hf", True)]
+
+
+def test_scoring_compares_no_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for each among all would take the square of their number."""
+    monkeypatch.setattr(Record, "__eq__", lambda *_: pytest.fail("compared"))
+    records = [Record("a", "", "x", "x"), Record("b", "", "x", None, problem="broken"), Record("a", "", "x", "x")]
+    found = score_records(records)
+    assert (found.num_answers, found.num_skipped) == (2, 1)
+    assert ["exact_match" in sample for sample in found.samples] == [True, False, True]
 
 
 def test_what_cannot_be_scored_is_one_message(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +229,8 @@ def test_what_cannot_be_scored_is_one_message(root: Path, tmp_path: Path, capsys
         return capsys.readouterr().err
 
     model, data = ("--hf-dir", root / "hf"), ("--data-path", root / "data")
-    assert says() == "error: give a model: --hf-dir or --megatron-dir; give --data-path, --tasks or --lmms-tasks\n"
+    nothing = ["give a model: --hf-dir or --megatron-dir", "give --data-path, --tasks or --lmms-tasks"]
+    assert says() == f"error: {problems('nothing was evaluated', nothing)}\n"
     assert "run export-hf first" in says("--megatron-dir", root / "megatron", "--tasks", "x")
     assert "need each other" in says(*model, "--lmms-tasks", "x")
     assert "there is no folder" in says(*model, *data, "--json", tmp_path / "no" / "x.json")
@@ -195,3 +246,47 @@ def test_what_cannot_be_scored_is_one_message(root: Path, tmp_path: Path, capsys
     (root / "tasks" / "digits.parquet").rename(tmp_path / "moved")
     assert "the tasks digits cannot be run" in says(*model, "--tasks", "digits", "--include-path", root / "tasks")
     (tmp_path / "moved").rename(root / "tasks" / "digits.parquet")
+
+
+def test_everything_wrong_is_said_before_a_model_is_loaded(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("answer_folder", "answer_checkpoint"):
+        monkeypatch.setattr(evaluate_command, name, lambda *_: pytest.fail("a model is loaded"))
+    models = ["--hf-dir", root / "hf", "--hf-dir", tmp_path / "no", "--hf-dir", root / "data"]
+    checkpoints = ["--megatron-dir", root / "megatron", "--megatron-dir", tmp_path / "gone", "--tp", 3]
+    rest = ["--data-path", root / "nothing", "--json", tmp_path, "--top-p", 0.5]
+    assert main([*map(str, [*models, *checkpoints, *rest])]) == 2
+    said = capsys.readouterr().err
+    for text in (
+        f"--hf-dir {tmp_path / 'no'}: there is no such folder",
+        f"{root / 'data'} cannot prepare conversations",
+        "cannot be split into tp 3 x pp 1",
+        f"{tmp_path / 'gone'}: no such folder",
+        f"data path {root / 'nothing'} does not exist",
+        f"--json {tmp_path} is a folder",
+        "--top-p and --top-k need --temperature",
+    ):
+        assert text in said, (text, said)
+
+
+NO_EFFECT = {
+    "answers": ("--chat-template vicuna --max-new-tokens 5 --temperature 1 --top-p 0.5 --top-k 3 --seed 1 "
+                "--special-tokens-in-text text --max-frames 3 --min-pixels 784 --max-pixels 3600 --split val "
+                "--every-answer"),
+    "dtype": "--dtype bf16",
+    "batch": "--batch-size 2",
+    "layout": "--tp 1 --pp 1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NO_EFFECT)
+def test_flags_without_effect_are_refused_by_name(
+    case: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = NO_EFFECT[case].split()
+    lmms = ["--lmms-tasks", "x", "--lmms-python", str(fake_python(tmp_path))]
+    assert main(["--hf-dir", str(root / "hf"), *lmms, *flags]) == 2
+    said = capsys.readouterr().err
+    assert all(flag in said.split("only for")[0] for flag in flags if flag.startswith("--")), said
+    assert "problems" not in said

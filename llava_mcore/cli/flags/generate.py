@@ -6,7 +6,13 @@ import argparse
 from pathlib import Path
 
 from llava_mcore.cli.flags.conversion import DTYPE_NAMES
-from llava_mcore.cli.flags.samples import above_zero, add_frame_flags, add_sample_flags, positive
+from llava_mcore.cli.flags.samples import (
+    above_zero,
+    add_frame_flags,
+    add_pixel_flags,
+    add_sample_flags,
+    positive,
+)
 from llava_mcore.templates.named import NAMES
 
 SPLITS = ("train", "val", "test")
@@ -58,9 +64,9 @@ def add_loading_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--load-in-8bit", action="store_true", help="a Hugging Face folder's weights in 8 bits")
 
 
-def add_answer_flags(parser: argparse.ArgumentParser) -> None:
-    """Add how tokens are chosen and how conversations are read."""
-    p = parser.add_argument_group("answers")
+def add_answer_flags(parser: argparse.ArgumentParser, title: str = "answers") -> None:
+    """Add how tokens are chosen, how conversations are read, and the size of pictures."""
+    p = parser.add_argument_group(title)
     p.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="maximum per answer (default 128)")
     p.add_argument(
         "--temperature", type=above_zero, metavar="T",
@@ -71,3 +77,4 @@ def add_answer_flags(parser: argparse.ArgumentParser) -> None:
     p.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     p.add_argument("--chat-template", help=f"template, not the folder's: {', '.join(NAMES)}, or a .jinja file")
     add_sample_flags(p)
+    add_pixel_flags(p)

@@ -104,7 +104,9 @@ class Answerer:
         assert self._settings is not None
         trainer, groups = self.trainer, self.trainer.groups
         multiple = pad_multiple(trainer.run)
-        asked = None if self.data is None else Asked(self._mine(self.data), self.data.assets, multiple=multiple)
+        asked = None
+        if self.data is not None:
+            asked = Asked(self._mine(self.data), self.data.assets, self._settings, multiple=multiple)
         with without_side_effects(trainer):
             answers = generate(
                 trainer.models,

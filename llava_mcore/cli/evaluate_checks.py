@@ -1,0 +1,137 @@
+"""What `evaluate` finds out before it loads a model: a wrong path would otherwise end a run of hours."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from llava_mcore.answering.job import Reading
+from llava_mcore.answering.lmms_harness import require_lmms
+from llava_mcore.answering.megatron import Layout, usable_checkpoint
+from llava_mcore.checkpoint.layout import hf_folder
+from llava_mcore.cli.flags.evaluate import answer_defaults
+from llava_mcore.cli.generate import reading_of, sampling_of
+from llava_mcore.data.storage.dataset_path import check_dataset
+from llava_mcore.errors import ConfigError, LlavaMcoreError, problems
+from llava_mcore.evaluation.libraries import require_libraries
+from llava_mcore.evaluation.lm_harness import find_tasks
+from llava_mcore.evaluation.tasks import TaskSettings
+from llava_mcore.files.hf_folder import HfFolder
+from llava_mcore.generation.settings import TokenSampling, read_settings, require_known
+from llava_mcore.models.architectures.hf_config import load_hf_config
+
+
+def check(args: argparse.Namespace, given: argparse.Namespace) -> None:
+    """Raise one error with everything that cannot work.
+
+    Args:
+        args: with the defaults of flags that were not given.
+        given: in which these are None.
+    """
+    found = [*_missing(args), *_without_effect(given), *_wrong_file(args.json)]
+    found += _said(require_libraries)
+    found += [text for problem in (_tasks(args), _dataset(args), _models(args)) for text in problem]
+    if len(found) == 1:
+        raise ConfigError(found[0])
+    if found:
+        raise ConfigError(problems("nothing was evaluated", found))
+
+
+def data_of(args: argparse.Namespace) -> Path | str:
+    """Return the path of the dataset."""
+    return str(args.data_path) if "://" in args.data_path else Path(args.data_path)
+
+
+def layout_of(args: argparse.Namespace) -> Layout:
+    """Return how a Megatron checkpoint is divided."""
+    return Layout(args.tp, args.pp, args.batch_size)
+
+
+def task_settings(args: argparse.Namespace, names: tuple[str, ...]) -> TaskSettings:
+    """Return what is asked of a harness."""
+    return TaskSettings(names, tuple(args.include_path), args.num_samples, args.batch_size)
+
+
+def _missing(args: argparse.Namespace) -> Iterator[str]:
+    tasks = args.tasks or args.lmms_tasks
+    if not args.hf_dir and not args.megatron_dir:
+        yield "give a model: --hf-dir or --megatron-dir"
+    if args.data_path is None and not tasks:
+        yield "give --data-path, --tasks or --lmms-tasks"
+    if tasks and args.megatron_dir and (args.data_path is None or not args.hf_dir):
+        yield "tasks are for --hf-dir: run export-hf first"
+    if bool(args.lmms_tasks) != (args.lmms_python is not None):
+        yield "--lmms-tasks and --lmms-python need each other"
+    if args.include_path and not tasks:
+        yield "--include-path needs --tasks or --lmms-tasks"
+
+
+def _without_effect(given: argparse.Namespace) -> Iterator[str]:
+    """Name the flags that nothing would read."""
+    names = [name for name in answer_defaults() if vars(given)[name] is not None]
+    if given.data_path is None and names:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        yield f"{flags}: only for --data-path; tasks have settings of their own"
+    if given.dtype is not None and given.data_path is None and not given.tasks:
+        yield "--dtype: only for --data-path and --tasks; the server of --lmms-tasks takes that of config.json"
+    if given.batch_size is not None and not given.megatron_dir and not given.tasks:
+        yield "--batch-size: only for --megatron-dir and --tasks"
+    if (given.tp is not None or given.pp is not None) and not given.megatron_dir:
+        yield "--tp and --pp: only for --megatron-dir; transformers runs a Hugging Face folder in one process"
+
+
+def _wrong_file(path: Path | None) -> Iterator[str]:
+    if path is not None and not path.parent.is_dir():
+        yield f"--json {path}: there is no folder {path.parent}; create it first"
+    if path is not None and path.is_dir():
+        yield f"--json {path} is a folder: give the name of a file in it"
+
+
+def _tasks(args: argparse.Namespace) -> Iterator[str]:
+    if args.tasks:
+        yield from _said(lambda: find_tasks(task_settings(args, args.tasks)))
+    elif args.include_path:
+        yield from _said(task_settings(args, args.lmms_tasks).check_folders)
+    if args.lmms_python is not None:
+        yield from _said(lambda: require_lmms(args.lmms_python))
+
+
+def _dataset(args: argparse.Namespace) -> Iterator[str]:
+    if args.data_path is not None:
+        yield from _said(lambda: check_dataset(data_of(args), args.split))
+
+
+def _models(args: argparse.Namespace) -> Iterator[str]:
+    reading, sampling = Reading(), TokenSampling()
+    if args.data_path is not None:
+        wrong = [*_said(lambda: reading_of(args)), *_said(lambda: sampling_of(args))]
+        yield from wrong
+        if not wrong:  # otherwise the folders are checked with what is right for any of them
+            reading, sampling = reading_of(args), sampling_of(args)
+    for folder in args.hf_dir:
+        yield from _hf_folder(folder, reading)
+    for folder in args.megatron_dir:
+        yield from _said(partial(_checkpoint, folder, layout_of(args), reading, sampling))
+
+
+def _hf_folder(folder: Path, reading: Reading) -> list[str]:
+    if not folder.is_dir():
+        return [f"--hf-dir {folder}: there is no such folder"]
+    return [*_said(lambda: reading.assets(folder)), *_said(lambda: HfFolder.open(folder))]
+
+
+def _checkpoint(folder: Path, layout: Layout, reading: Reading, sampling: TokenSampling) -> None:
+    hf_dir = hf_folder(usable_checkpoint(folder, layout))
+    reading.assets(hf_dir)
+    require_known(read_settings(hf_dir, load_hf_config(hf_dir), None, max_new_tokens=1, sampling=sampling), hf_dir)
+
+
+def _said(check_one: Callable[[], object]) -> list[str]:
+    """Run a check and return its message, if it has one."""
+    try:
+        check_one()
+    except LlavaMcoreError as error:
+        return [str(error)]
+    return []

@@ -22,6 +22,8 @@ from llava_mcore.data.doctor.show import conversation_text
 from llava_mcore.data.doctor.tables import print_report
 from llava_mcore.data.doctor.tally import DatasetTally, Tally
 from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.budgets import check_budgets, warnings_of_large_media
+from llava_mcore.data.loading.datasets import Dataset
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import ConfigError, DataError
 
@@ -59,7 +61,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(args: argparse.Namespace, assets: Assets) -> tuple[Report, Examiner | None]:
-    """Check files and samples; the examiner is None if the data cannot be opened."""
+    """Check files and samples; the examiner is None if the data cannot be opened.
+
+    Raises:
+        ConfigError: no picture or sound fits into a sample.
+    """
+    data = DataConfig(seq_length=args.seq_length, max_media_tokens=args.max_media_tokens)
+    check_budgets(data, assets)
     stop: list[str] = []
     examiner = None
     try:
@@ -67,13 +75,14 @@ def examine(args: argparse.Namespace, assets: Assets) -> tuple[Report, Examiner 
     except DataError as error:
         stop.append(str(error))
     try:
-        examiner = Examiner(args.data_path, assets, seq_length=args.seq_length)
+        examiner = Examiner(args.data_path, assets, seq_length=args.seq_length, max_media_tokens=args.max_media_tokens)
     except DataError as error:
         stop = stop or [str(error)]  # otherwise another message has reported it
     datasets = examiner.datasets if examiner is not None else []
-    tally = Tally([DatasetTally(d.path, d.share, d.repeats, len(d.shards), d.num_samples) for d in datasets])
-    folders = dict.fromkeys(Path(data.path) for data in datasets)
-    remarks = [remark for folder in folders if folder.is_dir() for remark in remarks_on(folder)]
+    tally = Tally(
+        [DatasetTally(d.path, d.share, d.repeats, len(d.shards), d.num_samples) for d in datasets],
+        most_patches=args.max_media_tokens,
+    )
     tasks = choose(datasets, full=args.full)
     start = time.perf_counter()
     if examiner is not None:
@@ -82,15 +91,22 @@ def examine(args: argparse.Namespace, assets: Assets) -> tuple[Report, Examiner 
         data_path=str(args.data_path),
         tokenizer_dir=str(args.tokenizer_load_dir),
         seq_length=args.seq_length,
+        max_media_tokens=args.max_media_tokens,
+        unit=assets.plan.unit,
         packing_buffer_size=DEFAULTS.packing_buffer_size,
         max_skip_rate=args.max_skip_rate,
         full=sum(len(numbers) for _, numbers in tasks) == sum(d.num_samples for d in datasets),
         seconds=time.perf_counter() - start,
         stop=tuple(stop),
-        remarks=tuple(remarks),
+        remarks=(*_remarks(datasets), *warnings_of_large_media(data, assets)),
         tally=tally,
     )
     return report, examiner
+
+
+def _remarks(datasets: Sequence[Dataset]) -> list[str]:
+    folders = dict.fromkeys(Path(data.path) for data in datasets)
+    return [remark for folder in folders if folder.is_dir() for remark in remarks_on(folder)]
 
 
 def _check_flags(args: argparse.Namespace) -> None:

@@ -38,6 +38,13 @@ class VideoShape(NamedTuple):
     fps: float | None = None
 
 
+class Extent(NamedTuple):
+    """What a picture or sound takes of a pack. `patches` are counted in `MediaPlan.unit`."""
+
+    tokens: int
+    patches: int
+
+
 @dataclass(frozen=True)
 class Processing:
     """A folder's settings for pictures, videos and sound besides its config.json.
@@ -227,6 +234,16 @@ class MediaPlan(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not support sound")
 
     @property
+    def smallest(self) -> Extent:
+        """What every picture takes at least; without pictures, every sound."""
+        return Extent(self.tokens_per_tile, self.patches_per_tile)
+
+    @property
+    def largest(self) -> Extent | None:
+        """What a picture (or sound) takes at most; None: the range of the image processor's areas decides."""
+        return None
+
+    @property
     def placeholders(self) -> tuple[int, ...]:
         """Ids of the tokens that features replace."""
         known = (self.image_token_id, self.video_token_id, self.audio_token_id)
@@ -247,6 +264,11 @@ class SameTokens(MediaPlan):
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
         """Return the same tokens for every picture."""
         return [self._picture] * len(sizes)
+
+    @property
+    def largest(self) -> Extent:
+        """Every picture takes the same."""
+        return self.smallest
 
 
 def picture(ids: Sequence[int], image_token_id: int, *, num_tiles: int, num_patches: int) -> MediaTokens:

@@ -88,6 +88,15 @@ def test_a_folder_without_tokenizer(root: Path) -> None:
 
 
 @pytest.mark.long
+def test_pictures_that_fit_into_no_sample(root: Path) -> None:
+    """Only one of the two ranks loads data; both end with its message."""
+    text = train(root, "--tp", 2, "--seq-length", 16, "data.max_media_tokens=3")
+    assert "data.seq_length is 16, but a picture alone has at least 16 tokens" in text
+    assert "data.max_media_tokens is 3, but the smallest picture has 16 patches" in text
+    assert not any((root / "save").glob("*/metrics.jsonl"))
+
+
+@pytest.mark.long
 def test_broken_pictures_are_left_out_until_they_are_too_many(root: Path) -> None:
     """Two of 40 samples are broken. Each is named and counted; a rate that forbids them ends all ranks."""
     make_dataset(root / "broken", replace={i: {"jpg": jpeg(i)[:400]} for i in (17, 30)})

@@ -73,7 +73,7 @@ def assert_logits_and_gradients(
 ) -> None:
     """Compare conversations, packed and padded, with transformers' model on each of them alone.
 
-    Logits within 1e-5, packed and padded within 3e-6 of each other, every gradient within 1e-5 of its largest value.
+    Logits within 1e-5, packed and padded within 1e-6 of the largest, every gradient within 1e-5 of its largest value.
     """
     checkpoint, assets = import_hf(folder, target), load_assets(folder)
     packed, padded = (batch_of(assets, conversations, packed=x) for x in (True, False))
@@ -87,7 +87,8 @@ def assert_logits_and_gradients(
             rows = [out[0, a:b] for a, b in itertools.pairwise(batch.cu_seqlens.tolist())] or list(out)
             found[kind] = [x[: len(y)] for x, y in zip(rows, expected, strict=False)]
             assert all((x - y).abs().max() <= 1e-5 for x, y in zip(found[kind], expected, strict=True)), kind
-        assert all((x - y).abs().max() <= 3e-6 for x, y in zip(*found.values(), strict=True))
+        for x, y in zip(*found.values(), strict=True):
+            assert (x - y).abs().max() <= 1e-6 * y.abs().max()
         given = (padded.input_ids, padded.position_ids, padded.media)
         most = longest_media(padded.media)
         ours(*given, labels=padded.labels, loss_mask=padded.loss_mask, max_media_seqlen=most).backward()
@@ -124,10 +125,22 @@ def _assert_same_gradients(ours: VisionLanguageModel, model: PreTrainedModel) ->
     for key, p in ours.named_parameters():
         assert p.grad is not None, key
         for hf_name, gradient in table.entries[key].to_hf(p.grad).items():
-            largest = gradients[hf_name].abs().max()
-            assert (gradient - gradients[hf_name]).abs().max() <= 1e-5 * largest + 1e-6, hf_name
+            largest = _largest(gradients, hf_name)
+            assert (gradient - gradients[hf_name]).abs().max() <= 1e-5 * largest + 1e-9, hf_name
             compared += 1
     assert compared == len(gradients)
+
+
+def _largest(gradients: dict[str, Tensor], name: str) -> Tensor:
+    """Return the largest value of a gradient, to which its error is relative.
+
+    In SigLIP's attention a bias of the keys adds the same number to all scores of a query, so softmax ignores it. Its
+    true gradient is 0, and what both libraries find is rounding of the terms that cancel, whose size is that of the
+    weight's gradient.
+    """
+    if name.startswith("model.vision_model.") and name.endswith(".k_proj.bias"):
+        name = name.removesuffix("bias") + "weight"
+    return gradients[name].abs().max()
 
 
 def assert_torch_counts_the_same(folder: Path, inputs: dict[str, Any], media: MediaWork) -> None:

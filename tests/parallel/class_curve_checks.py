@@ -28,7 +28,6 @@ class GivenLoader:
         return next(self._packs)
 
 
-INTERLEAVED = {"parallel.num_layers_per_virtual_pipeline_stage": 1}
 RECOMPUTED = {"model.recompute": "full", "model.recompute_vision": "full"}
 
 
@@ -44,8 +43,8 @@ def train(tp: int, pp: int, cases: dict[str, dict[str, Any]], save_dir: str) -> 
         flags = _flags(case, 2)
         if tp * pp > 1:
             flags |= {"parallel.sequence_parallel": True} | RECOMPUTED
-            if case["interleaves"]:
-                flags |= INTERLEAVED
+            if case["chunk"]:
+                flags |= {"parallel.num_layers_per_virtual_pipeline_stage": case["chunk"]}
         found[f"{name}, options"] = _steps(groups, run_config(tp, pp, case["checkpoint"], save_dir, **flags), case, 2)
     return found
 

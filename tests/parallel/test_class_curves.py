@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +21,62 @@ from tests.helpers.tiny_qwen import KINDS, make_hf_qwen
 from tests.helpers.world import run_world
 from tests.unit import test_idefics2, test_qwen
 
-NUM_STEPS = 20
 LAYOUTS = [(1, 1), (2, 2)]
-NAMES = (*KINDS, "idefics2")
 
 
-def conversations_of(name: str) -> tuple[Sequence[Conversation], Callable[[Path, Conversation], Any]]:
-    """Return conversations with pictures, videos where there can be any, and neither; and a processor's inputs."""
-    module = test_qwen if name in KINDS else test_idefics2
-    return module.CONVERSATIONS, module.theirs_of
+@dataclass(frozen=True)
+class Trained:
+    """A tiny model and how it is trained."""
+
+    kind: str
+    num_steps: int = 20
+    chunk: int | None = 1
+    """Layers of each part of an interleaved pipeline; None: not interleaved."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, folder: Path) -> None:
+        """Write its folder."""
+        if self.kind in KINDS:
+            make_hf_qwen(folder, self.kind, **self.options)
+        else:
+            make_hf_idefics2(folder)
+
+    @property
+    def module(self) -> Any:
+        """Has conversations with pictures, videos where there can be any, and neither; and a processor's inputs."""
+        return test_qwen if self.kind in KINDS else test_idefics2
+
+    def steps(self) -> list[list[Conversation]]:
+        """Return what each step trains on: two conversations, others in the next step."""
+        given: Sequence[Conversation] = self.module.CONVERSATIONS
+        return [[given[i % len(given)], given[(i + 1) % len(given)]] for i in range(self.num_steps)]
 
 
-def steps_of(name: str) -> list[list[Conversation]]:
-    """Return what each step trains on: two conversations, others in the next step."""
-    given, _ = conversations_of(name)
-    return [[given[i % len(given)], given[(i + 1) % len(given)]] for i in range(NUM_STEPS)]
+TRAINED = {
+    "qwen2_vl": Trained("qwen2_vl"),
+    "qwen2_5_vl": Trained("qwen2_5_vl"),
+    # Features of the tower are added after its first two layers, which must be on the first stage.
+    "qwen3_vl": Trained("qwen3_vl", chunk=None),
+    "idefics2": Trained("idefics2"),
+    "qwen2_5_vl, tied": Trained("qwen2_5_vl", num_steps=6, options={"tie": True}),
+    "qwen3_vl, tied": Trained(
+        "qwen3_vl", num_steps=6, chunk=2, options={"tie": True, "text_overrides": {"num_hidden_layers": 8}}
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     root = tmp_path_factory.mktemp("curves")
     cases = {}
-    for name in NAMES:
-        make_hf_qwen(root / name, name) if name in KINDS else make_hf_idefics2(root / name)
+    for name, trained in TRAINED.items():
+        trained.make(root / name)
         import_hf(root / name, root / f"{name}-megatron")
         cases[name] = {
             "hf": str(root / name),
             "checkpoint": str(root / f"{name}-megatron"),
-            "steps": steps_of(name),
-            "interleaves": name != "qwen3_vl",  # its first stage must have the first two layers
+            "steps": trained.steps(),
+            "chunk": trained.chunk,
         }
     arguments = {"cases": cases, "save_dir": str(root / "runs")}
     found: dict[Any, Any] = {"root": root}
@@ -57,10 +85,9 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_twenty_steps_are_those_of_transformers_and_adamw(curves: dict[Any, Any], name: str) -> None:
-    folder = curves["root"] / name
-    losses, norms = their_curve(folder, name, curves[1, 1][name]["lr"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_steps_are_those_of_transformers_and_adamw(curves: dict[Any, Any], name: str) -> None:
+    losses, norms = their_curve(curves["root"] / name, TRAINED[name], curves[1, 1][name]["lr"])
     for layout in LAYOUTS:
         ours = curves[layout][name]
         assert ours["loss"] == pytest.approx(losses, rel=1e-5), layout
@@ -68,27 +95,26 @@ def test_twenty_steps_are_those_of_transformers_and_adamw(curves: dict[Any, Any]
         assert ours["grad_norm"] == pytest.approx(norms, rel=1e-3), layout
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_recomputed_interleaved_and_sequence_parallel(curves: dict[Any, Any], name: str) -> None:
     expected, found = (curves[layout][f"{name}, options"] for layout in LAYOUTS)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-def their_curve(folder: Path, name: str, rates: Sequence[float]) -> tuple[list[float], list[float]]:
+def their_curve(folder: Path, trained: Trained, rates: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return losses and gradient norms of plain transformers on the same conversations, each by itself."""
     model, assets = hf_model(folder).train(), load_assets(folder)
-    _, theirs_of = conversations_of(name)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
     losses, norms = [], []
-    for rate, conversations in zip(rates, steps_of(name), strict=True):
+    for rate, conversations in zip(rates, trained.steps(), strict=True):
         padded = batch_of(assets, conversations, packed=False)
         total: Tensor = torch.zeros(())
         for row, conversation in enumerate(conversations):
-            logits = model(**theirs_of(folder, conversation)).logits[0]
+            logits = model(**trained.module.theirs_of(folder, conversation)).logits[0]
             mask, labels = padded.loss_mask[row, : len(logits)], padded.labels[row, : len(logits)]
             total = total + (F.cross_entropy(logits, labels, reduction="none") * mask).sum()
         loss = total / padded.loss_mask.sum()

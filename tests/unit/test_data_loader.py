@@ -17,7 +17,7 @@ from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.samples import Batch
-from llava_mcore.errors import DataError
+from llava_mcore.errors import ConfigError, DataError
 from tests.helpers.conversions import forkserver
 from tests.helpers.encoding import tiles
 from tests.helpers.tiny_hf import make_hf_llava
@@ -391,5 +391,18 @@ def test_packs_keep_to_the_patches_of_the_tower(mixed: Path, assets: Assets) -> 
         loader = open_loader(mixed / "crude", assets, max_media_tokens=limit, **options)
         tiles.append([len(batch.media["pixel_values"]) for batch in take(loader, 12)])
     assert max(tiles[0]) > 2 >= max(tiles[1]) and sum(tiles[1]) > 0
-    with pytest.raises(DataError, match=f"max_media_tokens is 3, but the smallest .* has {most // 2} patches"):
+    with pytest.raises(ConfigError, match=f"max_media_tokens is 3, but the smallest picture has {most // 2} patches"):
         open_loader(mixed / "crude", assets, max_media_tokens=3)
+
+
+def test_a_picture_larger_than_a_sample_is_refused_at_once(mixed: Path, assets: Assets) -> None:
+    number = assets.plan.tokens_per_tile
+    open_loader(mixed / "crude", assets, seq_length=number + 1).close()
+    with pytest.raises(ConfigError) as caught:
+        open_loader(mixed / "crude", assets, seq_length=number, max_media_tokens=3)
+    assert str(caught.value).splitlines()[1:] == [
+        f"  - data.seq_length is {number}, but a picture alone has at least {number} tokens: set --seq-length to more "
+        "than that and the text",
+        f"  - data.max_media_tokens is 3, but the smallest picture has {assets.plan.patches_per_tile} patches of "
+        "pictures and frames: raise or omit it",
+    ]

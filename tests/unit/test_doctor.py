@@ -104,6 +104,34 @@ def test_too_long_for_the_sequence_is_left_out(dataset: Path, hf: Path, tmp_path
     assert found["tokens_per_sample"]["max"] > 64
 
 
+def test_more_patches_than_the_budget_are_left_out(
+    dataset: Path, hf: Path, assets: Assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are listed as what is too long is, and a pack is filled up to both budgets, as in training."""
+    each = assets.plan.patches_per_tile
+    free = report(dataset, hf, tmp_path, "--max-skip-rate", "0.05")
+    expected = {"p50": each, "p99": 3 * each, "max": 3 * each, "unit": "patches of pictures and frames"}
+    assert free["media_tokens_per_sample"] == expected and free["max_media_tokens"] is None
+    capsys.readouterr()
+    found = report(dataset, hf, tmp_path, "--max-media-tokens", str(2 * each))
+    reasons = {group["count"]: group["reason"] for group in found["groups"]}
+    assert f"{3 * each} patches of pictures and frames, but data.max_media_tokens is {2 * each}" in reasons[4]
+    assert found["left_out"] == 5 and found["media_tokens_per_sample"] == expected
+    assert found["packing"]["fill"] < free["packing"]["fill"]
+    out = capsys.readouterr().out
+    assert f"patches of pictures and frames per sample (data.max_media_tokens): p50 {each}  p99 {3 * each}  max" in out
+    short = num_tokens(assets, dict(GOOD))
+    fill = min(2, 128 // short) * short / 128
+    assert f"packs of --seq-length 128 and --max-media-tokens {2 * each}: {fill:.1%} full with --packing" in out
+
+
+def test_budgets_that_no_picture_fits_are_refused(dataset: Path, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(dataset, hf, "--seq-length", "16", "--max-media-tokens", "3") == 2
+    error = capsys.readouterr().err
+    assert "data.seq_length is 16, but a picture alone has at least 16 tokens" in error
+    assert "data.max_media_tokens is 3, but the smallest picture has 16 patches" in error
+
+
 def test_processes_do_not_change_the_report(dataset: Path, hf: Path, tmp_path: Path) -> None:
     reports = [report(dataset, hf, tmp_path, "--num-workers", str(number)) for number in (0, 2)]
     for one in reports:

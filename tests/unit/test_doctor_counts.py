@@ -13,6 +13,7 @@ from llava_mcore.data.doctor.examiner import Finding
 from llava_mcore.data.doctor.scan import LEAST_SAMPLES, choose
 from llava_mcore.data.doctor.tally import EXAMPLES, DatasetTally, Tally, bins, expected_fill, quantile
 from llava_mcore.data.loading.datasets import Dataset, Shard
+from llava_mcore.data.packing.best_fit import LEVELS
 
 COUNTS = st.dictionaries(st.integers(1, 5000), st.integers(1, 50), min_size=1, max_size=30).map(Counter)
 
@@ -67,11 +68,23 @@ def test_histogram_holds_everything_once(counts: Counter[int], number: int) -> N
 
 
 def test_fill() -> None:
-    assert expected_fill(Counter({64: 5}), 64, 16) == 1
-    assert expected_fill(Counter({40: 5}), 64, 16) == 40 / 64
-    assert (expected_fill(Counter({30: 5, 34: 5}), 64, 16) or 0) > 0.98
-    assert expected_fill(Counter({40: 5, 65: 1000}), 64, 16) == 40 / 64, "what is too long is not packed"
-    assert expected_fill(Counter({65: 5}), 64, 16) is None
+    assert expected_fill(Counter({(64, 0): 5}), 64, 16) == 1
+    assert expected_fill(Counter({(40, 0): 5}), 64, 16) == 40 / 64
+    assert (expected_fill(Counter({(30, 0): 5, (34, 0): 5}), 64, 16) or 0) > 0.98
+    assert expected_fill(Counter({(40, 0): 5, (65, 0): 1000}), 64, 16) == 40 / 64, "what is too long is not packed"
+    assert expected_fill(Counter({(65, 0): 5}), 64, 16) is None
+
+
+def test_fill_with_a_budget_of_patches() -> None:
+    """Two samples with half of the steps fill the second budget; one with more than all steps is never packed."""
+    assert expected_fill(Counter({(16, LEVELS // 2): 5}), 64, 16) == 32 / 64
+    assert expected_fill(Counter({(16, LEVELS // 4): 5}), 64, 16) == 1
+    assert expected_fill(Counter({(16, LEVELS // 2): 5, (64, LEVELS + 1): 1000}), 64, 16) == 32 / 64
+    assert expected_fill(Counter({(16, LEVELS + 1): 5}), 64, 16) is None
+    tally = Tally([DatasetTally("d", "", 1.0, 1, 3)], most_patches=6 * LEVELS)
+    for number, patches in enumerate((0, 6 * LEVELS, 7)):
+        tally.add(Finding(0, number, "0.tar", "k", num_tokens=5, num_patches=patches), num_examples=0)
+    assert tally.sizes == {(5, 0): 1, (5, LEVELS): 1, (5, 2): 1} and tally.patches == {0: 1, 6 * LEVELS: 1, 7: 1}
 
 
 def test_problems_are_grouped_but_for_their_numbers() -> None:

@@ -41,11 +41,7 @@ VARIANTS = [
     ("llava-jp-1.8b/stage1.yaml", "-g 8 --tp 4"),
     ("llava-onevision-7b/stage2-ov.yaml", "--packing --seq-length 16384"),
     ("qwen2.5-vl-7b/finetune.yaml", "--tp 2 --sequence-parallel"),
-    (
-        "qwen2.5-vl-7b/finetune.yaml",
-        "model.freeze_vision_projection=false model.freeze_vision_model=false optimizer.projection_lr=1e-5 "
-        "optimizer.vision_lr=1e-6",
-    ),
+    ("qwen2.5-vl-7b/full.yaml", "--tp 2 --sequence-parallel"),
     (
         "lora-one-gpu/lora.yaml",
         "--lora-r 128 --lora-alpha 256 --lora-modules-to-save multi_modal_projector optimizer.projection_lr=2e-5",

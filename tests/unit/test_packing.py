@@ -143,6 +143,36 @@ def test_truncation_never_cuts_a_picture(images: int, at: int, rest: int, most: 
         assert n == at + 3 * len(short.media) <= most < n + 3 or n == most
 
 
+@given(st.integers(0, 4), st.integers(0, 9), st.integers(0, 12), st.integers(1, 30), st.integers(1, 20))
+def test_truncation_keeps_to_both_budgets(images: int, at: int, rest: int, most: int, patches: int) -> None:
+    """As much as fits, up to the first picture that exceeds the patches, of which the rest is left out too."""
+    whole = conversation(at + images * 3 + rest, images=images, at=at)
+    each = whole.media[0].tokens.num_patches if images else 0
+    short = cut(whole, most, patches)
+    assert short.num_patches <= patches and 3 * len(short.media) == int((short.input_ids == 4).sum())
+    fitting = images if not each else min(images, patches // each)
+    end = len(whole) if fitting == images else at + 3 * fitting
+    assert np.array_equal(short.input_ids, cut(whole, min(most, end)).input_ids)
+
+
+def test_more_patches_than_allowed() -> None:
+    talk = conversation(12, images=2, at=1, trained_from=8)
+    each = talk.media[0].tokens.num_patches
+    assert fit(talk, 12, truncate=False, most_patches=2 * each) is talk
+    with pytest.raises(
+        TooLongError, match=rf"{2 * each} frames, but data\.max_media_tokens is 1; raise data\.max_media"
+    ):
+        fit(talk, 12, truncate=False, most_patches=1, unit="frames")
+    with pytest.raises(
+        TooLongError, match=r"12 tokens .* is 11; and .* raise data\.seq_length .* and data\.max_media_t"
+    ):
+        fit(talk, 11, truncate=False, most_patches=1)
+    with pytest.raises(TooLongError, match="nothing to train on is left"):
+        fit(talk, 12, truncate=True, most_patches=each)
+    early = conversation(12, images=2, at=4, trained_from=2)
+    assert len(fit(early, 12, truncate=True, most_patches=each)) == 7
+
+
 def test_what_is_too_long() -> None:
     talk = conversation(12, trained_from=8)
     assert fit(talk, 12, truncate=False) is talk

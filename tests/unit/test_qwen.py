@@ -45,6 +45,7 @@ from tests.helpers.tiny_qwen import KINDS, ROPE, make_hf_qwen
 from tests.helpers.videos import as_arrays, noise, video
 
 NUM_SIZES = 10_000
+NUM_PROCESSED = 300
 PICTURE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 
 
@@ -131,6 +132,23 @@ def test_ten_thousand_sizes_have_the_processors_number_of_tokens(folders: dict[s
         assert len(item) == item.num_features == item.num_patches // 4
     with pytest.raises(DataError, match="a picture of 2001 x 10 pixels: absolute aspect ratio must be smaller"):
         plan.tokens([(10, 2001)])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_processor_and_the_model_make_as_many_patches_and_features(folders: dict[str, Path], name: str) -> None:
+    """The processor and transformers' tower are run, because the 10,000 sizes above only ask the same function."""
+    plan, choose = load_assets(folders[name]).plan, random.Random(2)
+    assert isinstance(plan, PatchPlan)
+    sizes = [(choose.randint(1, 160), choose.randint(1, 160)) for _ in range(NUM_PROCESSED)]
+    pictures = [torch.zeros(3, *size, dtype=torch.uint8) for size in sizes]
+    made = AutoProcessor.from_pretrained(folders[name]).image_processor(pictures, return_tensors="pt")
+    items = plan.tokens(sizes)
+    assert made["image_grid_thw"].tolist() == [list(plan.grid_of(*size)) for size in sizes]
+    assert len(made["pixel_values"]) == sum(item.num_rows for item in items)
+    model: Any = architecture_of(load_hf_config(folders[name])).model_class.from_pretrained(folders[name])
+    with torch.inference_mode():
+        features = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"]).pooler_output
+    assert [len(x) for x in features] == [item.num_features for item in items] == [len(item) for item in items]
 
 
 RANGES = [PixelRange(2000, 4000), PixelRange(smallest=6000), PixelRange(largest=1000)]

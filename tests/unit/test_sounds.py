@@ -25,7 +25,7 @@ from llava_mcore.data.encoding.sound import files
 from llava_mcore.data.encoding.sound.files import decode_sound, sound_format, sound_length
 from llava_mcore.data.prepare.records import Reason
 from llava_mcore.data.samples import Turn
-from llava_mcore.errors import DataError
+from llava_mcore.errors import ConfigError, DataError
 from tests.helpers.bad_data_makers import Parts, index, messages, write_tar
 from tests.helpers.tiny_audio import RATE, encoded, make_hf_audio, wave
 from tests.helpers.tiny_hf import make_hf_llava
@@ -228,9 +228,10 @@ def test_a_pack_keeps_to_the_budget_of_frames(dataset: Path, assets: Assets) -> 
     assert max(int(batch.media[MEDIA_SEQLENS].sum()) for batch in bound) <= 130
     tight = take(open_loader(dataset, assets, max_media_tokens=90, **options), 6)
     assert {skip.reason for batch in tight for skip in batch.skipped} == {
-        "it has 100 20 ms frames of sound, but data.max_media_tokens is 90; raise that, or remove such samples"
+        "the sample has 100 20 ms frames of sound, but data.max_media_tokens is 90; raise data.max_media_tokens, or "
+        "choose --on-too-long drop or truncate"
     }
-    with pytest.raises(DataError, match="the smallest picture, video or sound has 2 20 ms frames of sound"):
+    with pytest.raises(ConfigError, match="the smallest sound has 2 20 ms frames of sound"):
         open_loader(dataset, assets, max_media_tokens=1)
 
 

@@ -78,8 +78,8 @@ def test_a_pack_keeps_to_the_budget_of_patches(dataset: Path, assets: Assets) ->
     tight = take(open_loader(dataset, assets, max_media_tokens=5 * PATCHES, **options), 6)
     reasons = {skip.reason for batch in tight for skip in batch.skipped}
     assert reasons == {
-        f"it has {6 * PATCHES} patches of pictures and frames, but data.max_media_tokens is {5 * PATCHES}; raise that, "
-        "or remove such samples"
+        f"the sample has {6 * PATCHES} patches of pictures and frames, but data.max_media_tokens is {5 * PATCHES}; "
+        "raise data.max_media_tokens, or choose --on-too-long drop or truncate"
     }
 
 
@@ -89,6 +89,22 @@ def test_a_video_is_never_cut(dataset: Path, assets: Assets) -> None:
         (tokens,) = assets.plan.video_tokens([VideoShape(2, 20, 30)])
         num_video = int((batch.input_ids == assets.plan.video_token_id).sum())
         assert num_video in (0, len(tokens), 4 * 4 + 1, 6 * 4 + 1)
+
+
+def test_a_conversation_ends_before_the_video_that_exceeds_the_budget(assets: Assets, tmp_path: Path) -> None:
+    frames = {f"v.{i}.png": noise(20, 30, i) for i in range(8)}
+    names = list(frames)
+    talk = messages(("user", "<video>What?"), ANSWER, ("user", "And <video>now?"), ANSWER)
+    write_tar(tmp_path / "0.tar", {f"{i}": {"json": talk | {"videos": [names[:2], names[2:]]}, **frames} for i in "ab"})
+    options: dict[str, Any] = {"micro_batch_size": 1, "num_streams": 1, "seq_length": 256, "on_too_long": "truncate"}
+    index(tmp_path)
+    for most, kept in ((8, 8), (7, 2), (2, 2)):
+        batches = take(open_loader(tmp_path, assets, max_media_tokens=most * PATCHES, **options), 2)
+        assert [len(batch.media[PIXEL_VALUES]) for batch in batches] == [kept, kept]
+        assert [batch.num_truncated for batch in batches] == [int(kept < 8)] * 2
+        assert not any(batch.skipped for batch in batches)
+        answers = assets.tokenizer.decode(batches[0].input_ids[0]).count("It moves.")
+        assert answers == (2 if kept == 8 else 1)
 
 
 def test_frames_that_are_only_named(assets: Assets, tmp_path: Path) -> None:

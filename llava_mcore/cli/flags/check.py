@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from llava_mcore.cli.flags.conversion import LOGITS_HELP
-from llava_mcore.cli.flags.samples import add_pixel_flags, add_sample_flags
+from llava_mcore.cli.flags.samples import add_pixel_flags, add_sample_flags, positive
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.templates.named import NAMES
 
@@ -42,6 +42,13 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     p.add_argument("--lang", choices=("jp", "en"), help="language of prompts for data without questions")
     p.add_argument(
         "--seq-length", type=int, default=DEFAULTS.seq_length, help="maximum tokens of a sample (default 2048)"
+    )
+    p.add_argument(
+        "--max-media-tokens",
+        type=positive,
+        metavar="N",
+        help="maximum patches of the pictures and frames (of sound: 20 ms frames) of a sample, and of a pack "
+        "(data.max_media_tokens; default: any number)",
     )
     add_sample_flags(p)
     add_pixel_flags(p)

@@ -77,11 +77,12 @@ class DataConfig(Section):
     """Number of samples from which each stream selects those that fill a pack best."""
     max_media_tokens: Size | None = None
     """Maximum number of patches of the pictures and frames (of sound: 20 ms frames) in a pack (without packing: in a
-    sample), so that no rank's tower gets more than fits into memory; a sample with more than that is too long. Not
-    given: seq_length is the only limit."""
+    sample), so that no rank's tower gets more than fits into memory; a sample with more than that is too long
+    (on_too_long). `check` prints how many samples have. Not given: seq_length is the only limit."""
     on_too_long: Literal["drop", "truncate", "error"] = "drop"
-    """What happens to a conversation longer than seq_length: it is skipped and counted, truncated (never inside a
-    picture, video or sound), or an error that ends the run."""
+    """What happens to a conversation longer than seq_length or with more patches than max_media_tokens: it is skipped
+    and counted, truncated (before a picture, video or sound that would be cut or exceeds max_media_tokens), or an error
+    that ends the run."""
     max_skip_rate: float = Field(0.01, ge=0, le=1)
     """Fraction of the samples that may be skipped as broken or too long before the run ends with a list of them."""
     min_pixels: Size | None = None

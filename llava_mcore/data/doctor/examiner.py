@@ -18,7 +18,7 @@ from llava_mcore.data.encoding.conversation import chat_from_standard
 from llava_mcore.data.encoding.encode import TooLongError, stored_tokens
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
 from llava_mcore.data.loading.datasets import Dataset, open_datasets
-from llava_mcore.data.samples import ChatSample, EncodedSample, Sound, TokenConversation, Video
+from llava_mcore.data.samples import ChatSample, EncodedSample, Sound, TokenConversation, TokenSample, Video
 from llava_mcore.data.streams.skips import DATA_ERRORS, Skips
 from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError
@@ -48,6 +48,8 @@ class Finding:
     num_conversations: int = 1
     num_tokens: int = 0
     """Media included; 0 if it could not be tokenized."""
+    num_patches: int = 0
+    """Of its pictures, frames and sounds (`MediaPlan.unit`)."""
     num_trained: int = 0
     num_images: int = 0
     num_frames: tuple[int, ...] = ()
@@ -60,14 +62,20 @@ class Finding:
 class Examiner:
     """Examines samples of a data path by dataset and number."""
 
-    def __init__(self, path: Path, assets: Assets, *, seq_length: int) -> None:
+    def __init__(self, path: Path, assets: Assets, *, seq_length: int, max_media_tokens: int | None = None) -> None:
         """Open the datasets; nothing is read yet. DataError if energon cannot open them."""
         self.assets = assets
         self._skips = Skips(stop_if_too_long=False)
         # With packing, both single conversations and prepared packs are accepted.
-        data = DataConfig(path=path, seq_length=seq_length, packing=True, max_sample_bytes=assets.limits.sample_bytes)
+        data = DataConfig(
+            path=path,
+            seq_length=seq_length,
+            max_media_tokens=max_media_tokens,
+            packing=True,
+            max_sample_bytes=assets.limits.sample_bytes,
+        )
         self._encoder = ChatTaskEncoder(data, assets, self._skips, seed=SEED)
-        boundless = data.model_copy(update={"seq_length": BOUNDLESS})
+        boundless = data.model_copy(update={"seq_length": BOUNDLESS, "max_media_tokens": None})
         self._measure = ChatTaskEncoder(boundless, assets, self._skips, seed=SEED)
         self._key = ""
         self.datasets: list[Dataset] = open_datasets(path, self._encoder, self._on_decode_error)
@@ -102,31 +110,29 @@ class Examiner:
     def _follow(self, data: Dataset, blank: Finding) -> Finding:
         raw = data.read(blank.number)
         self._key = raw["__key__"] if isinstance(raw, dict) else raw.__key__
-        num_tokens = 0
         try:
             chat = chat_from_standard(data.cook(raw))
             tokens = self._encoder.preencode_sample(chat)
-            num_tokens = tokens.num_tokens
+            blank = _sized(blank, tokens)
             encoded = self._encoder.postencode_sample(tokens)
             differing = _differing(chat, self.assets)
         except TooLongError as error:
             self._skips(error, raw, None)
-            return replace(blank, status="left out", num_tokens=self._measure.preencode_sample(chat).num_tokens)
+            return replace(_sized(blank, self._measure.preencode_sample(chat)), status="left out")
         except (*DATA_ERRORS, DataError) as error:
             self._skips(error, raw, None)
-            return replace(blank, status="left out", num_tokens=num_tokens)
+            return replace(blank, status="left out")
         used = encoded.conversations
         return replace(
             blank,
             **_verdict(differing, encoded, self.assets),
             remarks=(
-                *_stored(raw, num_tokens),
+                *_stored(raw, tokens.num_tokens),
                 *_remarks(chat, used, self.assets),
                 *_typed(chat, self.assets),
                 *_parts_twice(chat),
             ),
             num_conversations=len(chat.conversations),
-            num_tokens=num_tokens,
             num_trained=sum(int(conversation.trained.sum()) for conversation in used),
             num_images=sum(isinstance(item.data, bytes) for conversation in used for item in conversation.media),
             num_sounds=sum(isinstance(item.data, Sound) for conversation in used for item in conversation.media),
@@ -141,6 +147,10 @@ class Examiner:
             self._key = raw["__key__"]
             self._skips(error, sample, sources)
         raise SkipSample from error
+
+
+def _sized(found: Finding, tokens: TokenSample) -> Finding:
+    return replace(found, num_tokens=tokens.num_tokens, num_patches=tokens.num_patches)
 
 
 def _differing(chat: ChatSample, assets: Assets) -> list[str]:

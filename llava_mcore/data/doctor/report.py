@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
-from llava_mcore.data.doctor.tally import Tally, bins, expected_fill, quantile
+from llava_mcore.data.doctor.tally import Tally, bins, expected_fill, fitting, quantile
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+OF_PATCHES = ("p50", "p99", "max")
 NUM_BINS = 10
 
 
@@ -19,6 +21,9 @@ class Report:
     data_path: str
     tokenizer_dir: str
     seq_length: int
+    max_media_tokens: int | None
+    unit: str
+    """What that counts (`MediaPlan.unit`)."""
     packing_buffer_size: int
     max_skip_rate: float
     full: bool
@@ -53,10 +58,19 @@ class Report:
             )
         return found
 
-    @property
+    @cached_property
     def fill(self) -> float | None:
         """How full packs of seq_length tokens will be; None if no sample fits."""
-        return expected_fill(self.tally.lengths, self.seq_length, self.packing_buffer_size)
+        return expected_fill(self.tally.sizes, self.seq_length, self.packing_buffer_size)
+
+    @property
+    def samples_per_pack(self) -> float | None:
+        """None if no sample fits."""
+        usable, fill = fitting(self.tally.sizes, self.seq_length), self.fill
+        if fill is None:
+            return None
+        mean = sum(length * count for (length, _), count in usable.items()) / usable.total()
+        return self.seq_length * fill / mean
 
     def epoch(self) -> dict[str, int] | None:
         """Return the counts of an epoch by kind, estimated from the checked samples; None without epochs."""
@@ -77,6 +91,10 @@ class Report:
         """Return quantiles of the tokens per sample."""
         return {name: quantile(self.tally.lengths, part) for name, part in QUANTILES.items()}
 
+    def quantiles_of_patches(self) -> dict[str, int]:
+        """Return quantiles of the patches per sample."""
+        return {name: quantile(self.tally.patches, QUANTILES[name]) for name in OF_PATCHES}
+
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain containers."""
         tally = self.tally
@@ -96,6 +114,8 @@ class Report:
                 **self.quantiles(),
                 "histogram": [list(one) for one in bins(tally.lengths, NUM_BINS)],
             },
+            "max_media_tokens": self.max_media_tokens,
+            "media_tokens_per_sample": {**self.quantiles_of_patches(), "unit": self.unit},
             "packing": {"buffer_size": self.packing_buffer_size, "fill": self.fill},
             "pictures_per_sample": _by_number(tally.images),
             "videos_per_sample": _by_number(tally.videos),

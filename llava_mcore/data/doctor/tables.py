@@ -82,6 +82,9 @@ def _print_lengths(report: Report, console: Console) -> None:
     for first, last, count in found:
         bar = "█" * -(-count * BAR // most) + " " if count else ""
         _line(console, f"  {first:>{width}} to {last:>{width}} {bar}{count}")
+    if any(tally.patches):
+        quantiles = "  ".join(f"{name} {value}" for name, value in report.quantiles_of_patches().items())
+        _line(console, f"{report.unit} per sample (data.max_media_tokens): {quantiles}")
     if any(tally.images) or not any(tally.sounds):
         _line(console, f"pictures per sample: {_listed(tally.images) or 'none could be used'}")
     if tally.frames:
@@ -89,13 +92,7 @@ def _print_lengths(report: Report, console: Console) -> None:
         _line(console, f"frames per video: {_listed(tally.frames)}")
     if any(tally.sounds):
         _line(console, f"sounds per sample: {_listed(tally.sounds)}")
-    if report.fill is not None:
-        mean = sum(n * c for n, c in tally.lengths.items()) / tally.lengths.total()
-        _line(
-            console,
-            f"packs of --seq-length {report.seq_length}: {report.fill:.1%} full with --packing, about "
-            f"{report.seq_length * report.fill / mean:.1f} samples each",
-        )
+    _print_fill(report, console)
     epoch = report.epoch()
     if epoch is None:
         _line(console, "an epoch: none, the blend draws by weight")
@@ -103,6 +100,18 @@ def _print_lengths(report: Report, console: Console) -> None:
         about = "" if report.full else "about "
         _line(console, f"an epoch: {about}" + _epoch_in_words(epoch))
     _line(console, "")
+
+
+def _print_fill(report: Report, console: Console) -> None:
+    if report.fill is None:
+        return
+    budget = report.max_media_tokens
+    _line(
+        console,
+        f"packs of --seq-length {report.seq_length}"
+        + (f" and --max-media-tokens {budget}" if budget is not None else "")
+        + f": {report.fill:.1%} full with --packing, about {report.samples_per_pack:.1f} samples each",
+    )
 
 
 def _listed(counts: Counter[int]) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llava_mcore.data.doctor.examiner import Finding
-from llava_mcore.data.packing.best_fit import online_fill
+from llava_mcore.data.packing.best_fit import LEVELS, Media, levels_of, online_fill
 
 EXAMPLES = 3
 VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
@@ -64,8 +63,15 @@ class Tally:
     """All datasets' samples."""
 
     datasets: list[DatasetTally]
+    most_patches: int | None = None
+    """Patches that a pack may have, its second budget; None: any number."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Tokens of a sample -> number of samples, those that are too long included."""
+    patches: Counter[int] = field(default_factory=Counter)
+    """Patches of a sample (`MediaPlan.unit`) -> number of samples, those with too many included."""
+    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Tokens of a sample and its steps of the second budget -> number of samples. Steps take less memory than patches,
+    and packing does not know more."""
     images: Counter[int] = field(default_factory=Counter)
     """Pictures of a sample -> number of samples."""
     videos: Counter[int] = field(default_factory=Counter)
@@ -99,6 +105,9 @@ class Tally:
         data.num_left_out += len(found.reasons)
         if found.num_tokens:
             self.lengths[found.num_tokens] += 1
+            self.patches[found.num_patches] += 1
+            steps = 0 if self.most_patches is None else levels_of(found.num_patches, self.most_patches)
+            self.sizes[found.num_tokens, steps] += 1
         if found.status != "used":
             return
         self.num_packs += found.num_conversations > 1
@@ -158,14 +167,23 @@ def bins(counts: Counter[int], number: int) -> list[tuple[int, int, int]]:
     return [(low + i * width, low + (i + 1) * width - 1, count) for i, count in enumerate(found)]
 
 
-def expected_fill(lengths: Counter[int], seq_length: int, buffer_size: int) -> float | None:
+def fitting(sizes: Counter[tuple[int, int]], seq_length: int) -> Counter[tuple[int, int]]:
+    """Return the samples that keep to both budgets of a pack."""
+    return Counter({size: count for size, count in sizes.items() if size[0] <= seq_length and size[1] <= LEVELS})
+
+
+def expected_fill(sizes: Counter[tuple[int, int]], seq_length: int, buffer_size: int) -> float | None:
     """Return how full the packs of such samples will be, from 0 to 1; None if none fits.
 
-    A stream of lengths is drawn with their frequencies, and packed as in the loader.
+    A stream of samples is drawn with their frequencies, and packed as in the loader.
+
+    Args:
+        sizes: `Tally.sizes`.
     """
-    values = sorted(value for value in lengths if value <= seq_length)
-    if not values:
+    usable = fitting(sizes, seq_length)
+    if not usable:
         return None
-    weights: Sequence[int] = [lengths[value] for value in values]
-    drawn = random.Random(0).choices(values, weights, k=DRAWN)
-    return online_fill(drawn, seq_length, buffer_size)
+    values = sorted(usable)
+    drawn = random.Random(0).choices(values, [usable[value] for value in values], k=DRAWN)
+    media = Media([steps for _, steps in drawn], LEVELS)
+    return online_fill([length for length, _ in drawn], seq_length, buffer_size, media)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, takewhile
 
 import numpy as np
 
@@ -15,11 +16,11 @@ from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, from_json, is_by
 from llava_mcore.data.encoding.text.tokens import TextTokens
 from llava_mcore.data.samples import Conversation, MediaSpan, Sound, TokenConversation, Turn, Video
 from llava_mcore.errors import DataError
-from llava_mcore.models.media import MediaTokens
+from llava_mcore.models.media import MediaPlan, MediaTokens
 
 
 class TooLongError(DataError):
-    """A conversation that does not fit into a sequence."""
+    """A conversation that does not fit into a sequence, or has more patches than a pack may have."""
 
 
 def check_length(turns: Sequence[Turn], limits: Limits) -> None:
@@ -89,29 +90,52 @@ def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | No
     return tokens
 
 
-def fit(tokens: TokenConversation, seq_length: int, truncate: bool) -> TokenConversation:
-    """Return the conversation if it fits, else its beginning if it may be truncated.
+def fit(
+    tokens: TokenConversation,
+    seq_length: int,
+    truncate: bool,
+    *,
+    most_patches: int | None = None,
+    unit: str = MediaPlan.unit,
+) -> TokenConversation:
+    """Return the conversation if it keeps to both budgets, else its beginning if it may be truncated.
+
+    Args:
+        most_patches: data.max_media_tokens.
+        unit: what that counts (`MediaPlan.unit`).
 
     Raises:
         TooLongError: it may not be truncated, or nothing to train on would be left.
     """
-    if len(tokens) <= seq_length:
+    over, raised = [], []
+    if len(tokens) > seq_length:
+        over.append(f"{len(tokens)} tokens (media included), but data.seq_length is {seq_length}")
+        raised.append("data.seq_length (--seq-length)")
+    if most_patches is not None and tokens.num_patches > most_patches:
+        over.append(f"{tokens.num_patches} {unit}, but data.max_media_tokens is {most_patches}")
+        raised.append("data.max_media_tokens")
+    if not over:
         return tokens
-    found = f"the sample has {len(tokens)} tokens (media included), but data.seq_length is {seq_length}"
+    found = f"the sample has {'; and '.join(over)}"
     if not truncate:
-        raise TooLongError(f"{found}; raise data.seq_length (--seq-length), or choose --on-too-long drop or truncate")
-    shorter = cut(tokens, seq_length)
+        raise TooLongError(f"{found}; raise {' and '.join(raised)}, or choose --on-too-long drop or truncate")
+    shorter = cut(tokens, seq_length, most_patches)
     if not shorter.trained.any():
         raise TooLongError(f"{found}; if it is truncated, nothing to train on is left")
     return shorter
 
 
-def cut(tokens: TokenConversation, seq_length: int) -> TokenConversation:
-    """Return at most the first seq_length tokens, without a picture, video or sound whose tokens would be cut in two.
+def cut(tokens: TokenConversation, seq_length: int, most_patches: int | None = None) -> TokenConversation:
+    """Return the beginning that keeps to both budgets, without a picture, video or sound that would be cut in two.
 
     The remaining pictures keep the tokens that they had among all pictures.
     """
-    whole = tuple(item for item in tokens.media if item.end <= seq_length)
+    patches = accumulate(item.tokens.num_patches for item in tokens.media)
+    fitting = takewhile(
+        lambda pair: pair[0].end <= seq_length and (most_patches is None or pair[1] <= most_patches),
+        zip(tokens.media, patches, strict=True),
+    )
+    whole = tuple(item for item, _ in fitting)
     left_out = tokens.media[len(whole) :]
     end = min(seq_length, left_out[0].start) if left_out else seq_length
     return replace(tokens, input_ids=tokens.input_ids[:end], trained=tokens.trained[:end], media=whole, truncated=True)

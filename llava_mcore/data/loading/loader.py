@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encoding.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.encoding.stored_tokens import log_origin
 from llava_mcore.data.loading.source import LEAST_AHEAD, Source, reading
 from llava_mcore.data.samples import Batch
@@ -70,10 +71,11 @@ class TrainLoader:
             saved: results of `state` on all ranks of the run that is resumed, whatever their number.
 
         Raises:
+            ConfigError: no picture or sound fits into a sample.
             DataError: the data is not prepared, or the position does not belong to this data and these settings.
         """
         leaves = check_dataset(data.path)
-        _check_media_budget(data, assets)
+        check_budgets(data, assets)
         assert data.path is not None
         self.path: Path | str = data.path
         self._timeout = data.timeout
@@ -94,6 +96,8 @@ class TrainLoader:
             check_streams(streams, self.num_streams, leaves)
             if dp_rank == 0:
                 log_origin(leaves, assets.chat.fingerprint)
+                for warning in warnings_of_large_media(data, assets):
+                    logger.warning(warning)
             self._restore(streams, positions)
         self._positions = {n: positions.get(n) for n in numbers}
         num_batches = {n: 0 if position is None else num_given(position) for n, position in self._positions.items()}
@@ -225,15 +229,6 @@ def _settings_to_resume_with(
         "megatron-energon": version("megatron-energon"),
         "data (made by energon prepare)": fingerprint(path),
     }
-
-
-def _check_media_budget(data: DataConfig, assets: Assets) -> None:
-    least = assets.plan.patches_per_tile
-    if data.max_media_tokens is not None and data.max_media_tokens < least:
-        raise DataError(
-            f"data.max_media_tokens is {data.max_media_tokens}, but the smallest picture, video or sound has {least} "
-            f"{assets.plan.unit}: raise or omit it"
-        )
 
 
 def _most_tiles(data: DataConfig, assets: Assets) -> int:

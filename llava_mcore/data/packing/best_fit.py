@@ -18,7 +18,12 @@ class Media:
 
     def levels(self) -> list[int]:
         """Return each sample's number of steps, of LEVELS for a pack, rounded up."""
-        return [-(-number * LEVELS // self.most) for number in self.patches]
+        return [levels_of(number, self.most) for number in self.patches]
+
+
+def levels_of(patches: int, most: int) -> int:
+    """Return a sample's number of steps, of LEVELS for a pack of at most `most` patches, rounded up."""
+    return -(-patches * LEVELS // most)
 
 
 def fullest_pack(lengths: Sequence[int], capacity: int, media: Media | None = None) -> list[int]:
@@ -116,18 +121,23 @@ def fill(lengths: Sequence[int], packs: Sequence[Sequence[int]], capacity: int) 
     return sum(lengths[i] for pack in packs for i in pack) / (capacity * len(packs)) if packs else 0.0
 
 
-def online_fill(lengths: Sequence[int], capacity: int, buffer_size: int) -> float:
+def online_fill(lengths: Sequence[int], capacity: int, buffer_size: int, media: Media | None = None) -> float:
     """Return the fill of the packs that the loader builds from this stream of samples while its buffer is full.
 
-    Raises ValueError for a sample that is longer than a pack.
+    Args:
+        media: the second budget, with the patches of every sample of the stream.
+
+    Raises:
+        ValueError: a sample is longer than a pack, or has more patches.
     """
-    waiting = list(lengths[:buffer_size])
-    following = iter(lengths[buffer_size:])
+    waiting = list(range(min(buffer_size, len(lengths))))
+    following = iter(range(buffer_size, len(lengths)))
     num_tokens = num_packs = 0
     while len(waiting) == min(buffer_size, len(lengths)):
-        pack = fullest_pack(waiting, capacity)
-        num_tokens, num_packs = num_tokens + sum(waiting[i] for i in pack), num_packs + 1
-        for index in reversed(pack):
-            del waiting[index]
-        waiting += [length for length, _ in zip(following, pack, strict=False)]
+        budget = None if media is None else Media([media.patches[i] for i in waiting], media.most)
+        pack = fullest_pack([lengths[i] for i in waiting], capacity, budget)
+        num_tokens, num_packs = num_tokens + sum(lengths[waiting[k]] for k in pack), num_packs + 1
+        for position in reversed(pack):
+            del waiting[position]
+        waiting += [i for _, i in zip(pack, following, strict=False)]
     return num_tokens / (capacity * num_packs) if num_packs else 0.0

@@ -78,9 +78,8 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         if not single and not self.data.packing:
             raise DataError("the sample was packed when it was written; train with --packing")
         keys = [chat.__key__ if single else f"{chat.__key__}#{i}" for i in range(len(chat.conversations))]
-        truncate = self.data.on_too_long == "truncate"
         found = [
-            fit(tokenize(self.prompted(chat, conversation, key), self.assets, key), self.data.seq_length, truncate)
+            self._fitted(tokenize(self.prompted(chat, conversation, key), self.assets, key))
             for key, conversation in zip(keys, chat.conversations, strict=True)
         ]
         num_patches = sum(conversation.num_patches for conversation in found)
@@ -88,10 +87,10 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             chat, conversations=found, num_tokens=sum(map(len, found)), num_patches=num_patches
         )
         most = self.data.max_media_tokens
-        if most is not None and num_patches > most:
+        if most is not None and num_patches > most:  # each conversation has fewer
             raise TooLongError(
-                f"it has {num_patches} {self.assets.plan.unit}, but data.max_media_tokens is {most}; raise that, or "
-                "remove such samples"
+                f"a pack with {num_patches} {self.assets.plan.unit} was written, but data.max_media_tokens is {most}; "
+                "raise that, or prepare the data without --pack-to"
             )
         if tokens.num_tokens > self.data.seq_length:
             raise DataError(
@@ -99,6 +98,16 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
                 "train with the sequence length (--pack-to) and the tokenizer that the data was prepared with"
             )
         return tokens
+
+    def _fitted(self, tokens: TokenConversation) -> TokenConversation:
+        """Return a conversation, truncated if it must be and may be. TooLongError like `fit`."""
+        return fit(
+            tokens,
+            self.data.seq_length,
+            self.data.on_too_long == "truncate",
+            most_patches=self.data.max_media_tokens,
+            unit=self.assets.plan.unit,
+        )
 
     def prompted(self, chat: ChatSample, conversation: Conversation, key: str) -> Conversation:
         """Return the conversation with a question from its dataset's prompt pool, if that has one."""

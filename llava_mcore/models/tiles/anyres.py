@@ -34,7 +34,7 @@ from llava_mcore.batch_fields import (
     Field,
     Fields,
 )
-from llava_mcore.models.media import MediaPlan, MediaTokens, Size
+from llava_mcore.models.media import Extent, MediaPlan, MediaTokens, Size
 
 NEXT_FIELDS: Fields = dict(PICTURE_FIELDS) | {
     FEATURE_ROWS: Field((torch.int64,), index_of="features"),
@@ -46,6 +46,8 @@ ONEVISION_FIELDS: Fields = dict(NEXT_FIELDS) | {
     RESIZED_WEIGHTS: Field((torch.float32,), (4,)),
 }
 _CACHED_SIZES = 4096
+_RESIZED_ABOVE = 1.1
+"""transformers leaves a grid as it is whose sides are up to this much too long."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,25 @@ class AnyResPlan(MediaPlan):
         if self.anyres.several_as_base and len(sizes) > 1:
             return [self._base()] * len(sizes)
         return [self._of_size(size) for size in sizes]
+
+    @property
+    def smallest(self) -> Extent:
+        """The base view and a newline."""
+        return Extent(self.num_base + 1, self.num_base)
+
+    @property
+    def largest(self) -> Extent:
+        """The base view and the largest grid, with a newline per row. The tower computes a grid before it is
+        resized."""
+        side = self.anyres.image_size
+        grids = [(height // side, width // side) for height, width in self.anyres.pinpoints]
+        tiles = max(rows * columns for rows, columns in grids)
+        kept = tiles if self.anyres.max_tiles is None else _RESIZED_ABOVE**2 * self.anyres.max_tiles
+        tokens = max(
+            int(min(rows * columns, kept) * self.num_base) + rows * self.anyres.patches_per_side
+            for rows, columns in grids
+        )
+        return Extent(self.num_base + tokens, (1 + tiles) * self.num_base)
 
     def pixels(
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
@@ -167,7 +188,7 @@ class AnyResPlan(MediaPlan):
         height, width = kept.shape
         # transformers: LlavaOnevisionModel.pack_image_features
         ratio = math.sqrt(height * width / (self.anyres.max_tiles * self.anyres.patches_per_side**2))
-        return bilinear(kept, int(height // ratio), int(width // ratio)) if ratio > 1.1 else None
+        return bilinear(kept, int(height // ratio), int(width // ratio)) if ratio > _RESIZED_ABOVE else None
 
 
 def bilinear(rows: NDArray[np.int64], height: int, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

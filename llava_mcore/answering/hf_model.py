@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -123,20 +124,20 @@ class HfModel:
     def answer(self, conversation: Conversation, settings: Settings) -> list[int]:
         """Return the tokens of the answer. DataError like `inputs`."""
         inputs = self.inputs(conversation)
-        settings.require_room(inputs["input_ids"].shape[1])
+        config = _limited(settings, inputs)
         with torch.no_grad():
             # The tokenizer is for a folder's stop_strings.
-            out = self.model.generate(**inputs, generation_config=settings.config, tokenizer=self.assets.tokenizer)
+            out = self.model.generate(**inputs, generation_config=config, tokenizer=self.assets.tokenizer)
         return list(out[0, inputs["input_ids"].shape[1] :].tolist())
 
     def stream(self, conversation: Conversation, settings: Settings) -> Iterator[str]:
         """Yield the text of the answer while it is computed. DataError like `inputs`."""
         inputs = self.inputs(conversation)
-        settings.require_room(inputs["input_ids"].shape[1])
+        config = _limited(settings, inputs)
         options = {"skip_prompt": True, "skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         streamer = TextIteratorStreamer(self.assets.tokenizer, **options)
         stop = _Stop()
-        given = {"generation_config": settings.config, "stopping_criteria": StoppingCriteriaList([stop])}
+        given = {"generation_config": config, "stopping_criteria": StoppingCriteriaList([stop])}
         given["tokenizer"] = self.assets.tokenizer
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(torch.no_grad()(self.model.generate), **inputs, **given, streamer=streamer)
@@ -146,6 +147,13 @@ class HfModel:
             finally:  # even if nobody reads the rest
                 stop.asked = True
             answer.result()
+
+
+def _limited(settings: Settings, inputs: dict[str, Tensor]) -> GenerationConfig:
+    """Return transformers' settings, with the length that an answer to these inputs may have. DataError if none."""
+    config = copy.copy(settings.config)
+    config.max_new_tokens = settings.longest_answer(inputs["input_ids"].shape[1])
+    return config
 
 
 class _Stop(StoppingCriteria):

@@ -22,7 +22,7 @@ from llava_mcore.data.doctor.show import conversation_text
 from llava_mcore.data.doctor.tables import print_report
 from llava_mcore.data.doctor.tally import DatasetTally, Tally
 from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.budgets import check_budgets, warnings_of_large_media
+from llava_mcore.data.loading.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loading.datasets import Dataset
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import ConfigError, DataError

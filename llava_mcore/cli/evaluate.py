@@ -17,8 +17,8 @@ from llava_mcore.answering.job import DataJob, Job
 from llava_mcore.answering.lmms_harness import run_lmms_tasks
 from llava_mcore.answering.megatron import answer_checkpoint
 from llava_mcore.cli.common import conversion_main
-from llava_mcore.cli.evaluate_checks import check, data_of, layout_of, task_settings
 from llava_mcore.cli.flags.evaluate import parser, with_defaults
+from llava_mcore.cli.flags.evaluate_checks import check, data_of, layout_of, task_settings
 from llava_mcore.cli.generate import reading_of, sampling_of
 from llava_mcore.evaluation.lm_harness import run_tasks
 from llava_mcore.evaluation.tasks import TaskResult

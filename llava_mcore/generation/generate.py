@@ -37,11 +37,13 @@ class Answer:
 
 @dataclass
 class _Row:
-    """A prompt that is being answered. `length`, `position`: of the next token to read. `ids`: int64 [1, s]."""
+    """A prompt that is being answered. `length`, `position`: of the next token to read. `most`: tokens of the answer.
+    `ids`: int64 [1, s]."""
 
     number: int
     length: int
     position: int
+    most: int
     ids: Tensor
     processors: LogitsProcessorList
     draws: torch.Generator | None
@@ -103,7 +105,8 @@ class _Generation:
             batch, length, position = found
             ids = batch.input_ids[:, :length]
             draws = own_generator(self.settings.seed, self.num_read) if self.settings.draws else None
-            row = _Row(self.num_read, length, position, ids, self.settings.processors(length, ids.device), draws)
+            most = self.settings.longest_answer(length)
+            row = _Row(self.num_read, length, position, most, ids, self.settings.processors(length, ids.device), draws)
             self.num_read += 1
             logits = self.model.read_prompt(batch, length, index)
             self.rows[index] = row
@@ -144,7 +147,7 @@ class _Generation:
             row.tokens.append(token)
             if row.processors:
                 row.ids = torch.cat([row.ids, row.ids.new_tensor([[token]])], dim=1)
-            if token in self.settings.end_ids or len(row.tokens) == self.settings.max_new_tokens:
+            if token in self.settings.end_ids or len(row.tokens) == row.most:
                 self.rows[index] = None
                 yield Answer(row.number, row.tokens)
 

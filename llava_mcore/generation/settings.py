@@ -93,21 +93,24 @@ class Settings:
         """Whether tokens are sampled. Otherwise the most probable ones are taken."""
         return bool(self.config.do_sample)
 
-    def require_room(self, prompt_length: int) -> None:
-        """Raise DataError if the longest answer would not fit after a prompt: what exceeds the positions is garbage.
+    def longest_answer(self, prompt_length: int) -> int:
+        """Return the most tokens of an answer: it ends with the model's positions, after which it would be garbage.
 
         Args:
             prompt_length: tokens of the prompt, media included.
+
+        Raises:
+            DataError: the prompt leaves no position for an answer.
         """
         most = self.most_positions
-        if most is None or prompt_length + self.max_new_tokens <= most:
-            return
-        room = most - prompt_length
-        remedy = f"allow at most {room} new tokens, or shorten the question" if room > 0 else "shorten the question"
-        raise DataError(
-            f"the question has {prompt_length} tokens with its pictures and earlier turns, and the answer may have "
-            f"{self.max_new_tokens}, but the model has {most} positions (max_position_embeddings): {remedy}"
-        )
+        if most is None:
+            return self.max_new_tokens
+        if prompt_length >= most:
+            raise DataError(
+                f"the question has {prompt_length} tokens with its pictures and earlier turns, and the model has "
+                f"{most} positions for question and answer (max_position_embeddings): shorten the question"
+            )
+        return min(self.max_new_tokens, most - prompt_length)
 
     def processors(self, prompt_length: int, device: torch.device) -> LogitsProcessorList:
         """Return what changes the logits before a token is chosen, in transformers' order.

@@ -132,13 +132,23 @@ def test_what_does_not_fit_is_a_problem_of_its_question(root: Path, tmp_path: Pa
     for model, file in zip(("hf", "megatron"), out, strict=True):
         flag = "--hf-dir" if model == "hf" else "--megatron-dir"
         assert ask(flag, root / model, *given, "--out", file)[0] == 0
-        code, _, said = ask(flag, root / model, "--question", "What is this?", "--max-new-tokens", POSITIONS)
-        assert code == 2 and f"{POSITIONS}, but the model has {POSITIONS} positions" in said
-        assert "allow at most" in said
+        code, _, said = ask(flag, root / model, "--question", "0z" * 40)
+        assert code == 2 and f"the model has {POSITIONS} positions for question and answer" in said
     assert out[0].read_bytes() == out[1].read_bytes()
     lines = [json.loads(line) for line in out[0].read_text().splitlines()]
     assert [line["answer"] is None for line in lines] == [False, True, False, False, False, False]
-    assert "4, but the model has 64 positions (max_position_embeddings): shorten the question" in lines[1]["problem"]
+    assert "positions for question and answer (max_position_embeddings): shorten the question" in lines[1]["problem"]
+
+
+def test_an_answer_ends_with_the_last_position(root: Path, tmp_path: Path, ask: Ask) -> None:
+    folder = with_settings(root / "hf", tmp_path / "hf", suppress_tokens=[EOS])
+    import_hf(folder, tmp_path / "megatron")
+    given = ("--data-path", root / "data", "--max-new-tokens", POSITIONS, "--num-samples", 1, "--out", tmp_path / "out")
+    lengths = []
+    for model in (("--hf-dir", folder), ("--megatron-dir", tmp_path / "megatron")):
+        assert ask(*model, *given)[0] == 0
+        lengths.append(json.loads((tmp_path / "out").read_text())["num_tokens"])
+    assert lengths[0] == lengths[1] < POSITIONS - 10
 
 
 def test_chat_says_what_does_not_fit_and_continues(root: Path) -> None:
@@ -155,7 +165,7 @@ def test_a_config_without_a_length_has_no_limit(root: Path) -> None:
     assert read_settings(root / "hf", config, EOS, max_new_tokens=1, sampling=TokenSampling()).most_positions == 64
     del config.text_config.max_position_embeddings
     settings = read_settings(root / "hf", config, EOS, max_new_tokens=1, sampling=TokenSampling())
-    settings.require_room(10**6)
+    assert settings.longest_answer(10**6) == 1
 
 
 def test_sizes_of_pictures(root: Path, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from llava_mcore.cli.check import main as check
 from llava_mcore.config.sections.data import DataConfig, PixelRange
 from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.encoding.budgets import check_budgets, extents, warnings_of_large_media
+from llava_mcore.data.loading.budgets import check_budgets, extents, warnings_of_large_media
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.audio.plan import AudioPlan
 from llava_mcore.models.media import Extent

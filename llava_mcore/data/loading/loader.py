@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.encoding.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.encoding.stored_tokens import log_origin
+from llava_mcore.data.loading.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loading.source import LEAST_AHEAD, Source, reading
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import check_dataset, fingerprint

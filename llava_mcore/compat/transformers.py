@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import BaseVideoProcessor
 
 _DINOV2 = ("dinov2", "dinov2_with_registers")
 _RENAMED = {
@@ -24,6 +29,17 @@ def exact_attention(text: PretrainedConfig) -> str:
     Its default, "sdpa", ignores Gemma 2's cap of attention scores without a word.
     """
     return "eager" if "attn_logit_softcapping" in text.to_dict() else "sdpa"
+
+
+def video_processor_class(config: PretrainedConfig) -> type[BaseVideoProcessor]:
+    """Return a model's class of video processors. transformers 5.23 has one per backend, 5.17 that of torchvision."""
+    from transformers.models.auto.video_processing_auto import (
+        VIDEO_PROCESSOR_MAPPING,  # torchvision's import takes long
+    )
+
+    found = VIDEO_PROCESSOR_MAPPING[type(config)]
+    kind: type[BaseVideoProcessor] = found["torchvision"] if isinstance(found, dict) else found
+    return kind
 
 
 def tower_names_in_files(outputs: dict[str, Tensor], prefix: str, tower: str, *, dim: int = -1) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoVideoProcessor, BaseVideoProcessor, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING
 
+from llava_mcore.compat.transformers import video_processor_class
 from llava_mcore.errors import DataError
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.torch_files import why_not_loaded
@@ -60,7 +60,7 @@ def _load(
     """Load the video processor; arguments as for `choose_videos`, and the placeholder."""
     own = next((folder for folder in folders if _has_video_processor(folder)), None)
     folder = own or next((folder for folder in folders if (folder / PICTURE_FILE).is_file()), None)
-    wanted = VIDEO_PROCESSOR_MAPPING[type(config)]
+    wanted = video_processor_class(config)
     advice = f"write {folders[0] / VIDEO_FILE}, as the released folder has it or {wanted.__name__}.save_pretrained does"
     if folder is None:
         return Videos(

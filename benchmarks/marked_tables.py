@@ -114,7 +114,7 @@ def survival() -> list[Cells]:
         ),
         (
             f"{disturbed} kills, hangs, flipped bytes and full disks at random moments",
-            f"the same losses, bit for bit, each time; {right} rounds passed, one failed by a bug of the test",
+            f"the same losses, bit for bit, each time; {right} rounds passed, one failed because of a test bug",
             "[chaos.md](benchmarks/results/chaos.md)",
         ),
         (

@@ -36,8 +36,8 @@ Each row comes from one benchmark run that measured both. All tables, including 
 - The pictures are JPEGs in shards, of 640 x 480 unless the heading says otherwise (LLaVA-OneVision: six sizes of
   photographs; Qwen2.5-VL: sides of 300 to 1600); sounds are FLAC files of 2 to 16 seconds. The loader decodes them
   during training. The vision tower is frozen unless the heading says otherwise. The language model and the projection
-  are trained with AdamW, fp32 master weights and gradients, distributed optimizer, no recomputation. For LoRA it is
-  adapters of the language model alone that AdamW trains. "none" is BF16.
+  are trained with AdamW, fp32 master weights and gradients, distributed optimizer, no recomputation. For LoRA,
+  AdamW trains adapters of the language model only. "none" is BF16.
 - The peer is the best Hugging Face stack that we could build (`benchmarks/hf_peer.py`), on the same shards through the
   same loader, in the same packs: transformers' class for the architecture, FSDP2 that keeps gathered weights until the
   backward pass where memory allows, Liger's kernels with its fused linear cross-entropy on the trained tokens alone,

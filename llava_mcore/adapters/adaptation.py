@@ -105,8 +105,9 @@ def _check_settings(adapter: AdapterConfig, checkpoint: Path) -> None:
     found = [f"adapter.{key}: it has {old}, this run asks for {new}" for key, (old, new) in pairs.items() if old != new]
     if found:
         title = (
-            f"{checkpoint} holds an adapter, which a run that starts from it continues: give it the same settings, or "
-            "export the adapter (export-hf) and name its folder with adapter.load, or merge it (export-hf --merge)"
+            f"{checkpoint} holds an adapter, and a run that starts from it continues that adapter: give the same "
+            "settings, or export the adapter (export-hf) and name its folder with adapter.load, or merge it (export-hf "
+            "--merge)"
         )
         raise ConfigError(problems(title, found))
 

@@ -6,6 +6,7 @@ Key by key as peft 0.21 writes it; anything beyond plain LoRA, rsLoRA or DoRA is
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from llava_mcore.adapters.peft_tensors import LORA_A, WEIGHTS, misfits, names_in
 from llava_mcore.adapters.plan import LoraPlan
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.json_files import read_object
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "adapter_config.json"
 _KNOWN = {
@@ -38,7 +41,16 @@ def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: 
     """
     config = read_object(folder / CONFIG, ConversionError)
     tensors = open_weights(folder).tensors
-    shapes = {name: tuple(tensors[key].shape) for name, key in names_in_folder(tensors, layers).items()}
+    names = names_in_folder(tensors, layers)
+    skipped = sorted(tensors.keys() - set(names.values()))
+    if skipped:
+        logger.info(
+            "%s: %d tensors belong to layers that do not change the model's output and are skipped, such as %s",
+            folder,
+            len(skipped),
+            skipped[0],
+        )
+    shapes = {name: tuple(tensors[key].shape) for name, key in names.items()}
     ranks = {name.removesuffix(LORA_A): shape[0] for name, shape in shapes.items() if name.endswith(LORA_A)}
     found = _not_supported(config)
     found += [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -10,8 +9,6 @@ from llava_mcore.adapters.layers import WEIGHT, ModelLayers
 from llava_mcore.adapters.plan import LoraPlan, trained_parameters
 from llava_mcore.errors import ConversionError
 from llava_mcore.files.hf_folder import HfFolder
-
-logger = logging.getLogger(__name__)
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -38,21 +35,13 @@ def names_in_folder(tensors: Iterable[str], layers: ModelLayers) -> dict[str, st
     features LLaVA does not use.
     """
     modules = aliases(layers) | layers.parameter_aliases
-    found, unused = {}, []
+    found = {}
     for key in tensors:
         name = key.removeprefix(PREFIX).replace(BASE_LAYER, ".")
         end = next((end for end in (LORA_A, LORA_B, MAGNITUDE) if name.endswith(end)), "")
         module = name.removesuffix(end)
-        if (module + WEIGHT if end else module) in layers.unused:
-            unused.append(key)
-        else:
+        if (module + WEIGHT if end else module) not in layers.unused:
             found[modules.get(module, module) + end] = key
-    if unused:
-        logger.info(
-            "%d tensors belong to layers that do not change the model's output and are skipped, such as %s",
-            len(unused),
-            unused[0],
-        )
     return found
 
 

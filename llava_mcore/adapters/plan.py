@@ -91,7 +91,7 @@ def own_parameters(plans: Iterable[LoraPlan], layers: ModelLayers) -> frozenset[
                 shared.setdefault((owners[name], plan.name), name)
     if shared:
         found = [f"{a} and {b} both have {name}" for (a, b), name in shared.items()]
-        title = "adapters cannot be combined that have values for the same parameters: put one into the model first"
+        title = "adapters with values for the same parameters cannot be combined: merge one into the model first"
         raise ConfigError(problems(f"{title} (export-hf --merge)", found))
     return frozenset(owners)
 

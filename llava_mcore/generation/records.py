@@ -64,7 +64,7 @@ class Asked:
             record = Record(question.key, question.text, question.reference, position=question.position)
             try:
                 prompt = encode_prompt(question.conversation, self._assets, question.key, multiple=self._multiple)
-                self._settings.longest_answer(prompt.length)
+                self._settings.longest_answer(prompt.length)  # raises if there is no room for one
             except DataError as error:
                 self.records.append(replace(record, problem=str(error)))
                 continue

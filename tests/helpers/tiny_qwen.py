@@ -136,3 +136,10 @@ def make_hf_qwen(
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return model
+
+
+def make_each_kind(root: Path) -> dict[str, Path]:
+    """Write a tiny model of each class, and return their folders."""
+    for name in KINDS:
+        make_hf_qwen(root / name, name)
+    return {name: root / name for name in KINDS}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from llava_mcore.answering.chat import Chat
 from llava_mcore.answering.files import asked_turn
 from llava_mcore.answering.hf_model import HfModel
 from llava_mcore.cli import chat as chat_command
-from llava_mcore.cli import generate as generate_command
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.encoding.encode import tokenize
@@ -31,12 +29,12 @@ from llava_mcore.generation.settings import FILE, TokenSampling, read_settings, 
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.parallel.groups import join_alone, shut_down
 from tests.helpers.cases import Case, make_sharp_case
+from tests.helpers.generating import Ask, generate_here
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_audio import encoded
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.videos import noise, video_file
 
-WORLD = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 SPLIT = "split_parts: {train: [000001.tar], val: [000000.tar], test: []}\nexclude: []\n"
 TALK = {"messages": [{"role": "user", "content": "<image>\nWhich digit?"}, {"role": "assistant", "content": "0"},
                      {"role": "user", "content": "Is it even?"}, {"role": "assistant", "content": "yes"}]}  # fmt: skip
@@ -66,21 +64,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def ask(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
-    """Run `generate` in this process and return its exit code, output and errors."""
-    for name in WORLD:
-        monkeypatch.setenv(name, "")  # restored afterwards
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = generate_command.main([str(x) for x in arguments])
-        return code, *capsys.readouterr()
-
-    return run
+def ask(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ask:
+    return generate_here(capsys, monkeypatch)
 
 
-def test_one_question(root: Path, ask: Callable[..., tuple[int, str, str]]) -> None:
+def test_one_question(root: Path, ask: Ask) -> None:
     """The checkpoint gives the folder's answer, also drawn; a seed gives the same draws again."""
     given = ("--image", root / "picture.png", "--question", "What is this?", "--max-new-tokens", 12)
     (code, answer, _), again = ask("--hf-dir", root / "hf", *given), ask("--megatron-dir", root / "megatron", *given)
@@ -94,7 +82,7 @@ def test_one_question(root: Path, ask: Callable[..., tuple[int, str, str]]) -> N
     assert in_4_bits[0] == 0 and in_4_bits[1].strip()
 
 
-def test_a_dataset(root: Path, tmp_path: Path, ask: Callable[..., tuple[int, str, str]]) -> None:
+def test_a_dataset(root: Path, tmp_path: Path, ask: Ask) -> None:
     out = [tmp_path / "folder.jsonl", tmp_path / "checkpoint.jsonl"]
     given = ("--data-path", root / "data", "--max-new-tokens", 6, "--every-answer")
     code, said, _ = ask("--hf-dir", root / "hf", *given, "--out", out[0])
@@ -110,7 +98,7 @@ def test_a_dataset(root: Path, tmp_path: Path, ask: Callable[..., tuple[int, str
     assert [json.loads(x)["key"] for x in out[0].read_text().splitlines()] == ["sample00001", "sample00007"]
 
 
-def test_a_question_about_sounds(tmp_path: Path, ask: Callable[..., tuple[int, str, str]]) -> None:
+def test_a_question_about_sounds(tmp_path: Path, ask: Ask) -> None:
     """Files of several formats and rates; the checkpoint gives the folder's answer, and it hears them."""
     make_sharp_case(Case("qwen2_audio_encoder", "qwen2", {"seconds": 8}, None, "qwen2_audio"), tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "megatron")
@@ -176,7 +164,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_asked(case: str, root: Path, ask: Callable[..., tuple[int, str, str]]) -> None:
+def test_what_cannot_be_asked(case: str, root: Path, ask: Ask) -> None:
     arguments, expected = REFUSED[case]
     places = {"hf": root / "hf", "megatron": root / "megatron", "data": root / "data", "root": root}
     code, out, errors = ask(*(text.format(**places) for text in arguments))
@@ -187,7 +175,7 @@ def test_what_cannot_be_asked(case: str, root: Path, ask: Callable[..., tuple[in
 @pytest.mark.parametrize(
     "file", ["model.safetensors", "tokenizer.json", "processor_config.json", "chat_template.jinja"]
 )
-def test_an_incomplete_folder(file: str, root: Path, tmp_path: Path, ask: Callable[..., tuple[int, str, str]]) -> None:
+def test_an_incomplete_folder(file: str, root: Path, tmp_path: Path, ask: Ask) -> None:
     shutil.copytree(root / "hf", tmp_path / "hf")
     (tmp_path / "hf" / file).unlink()
     code, _, errors = ask("--hf-dir", tmp_path / "hf", *Q, "--max-new-tokens", 1)

@@ -18,7 +18,6 @@ from llava_mcore.answering.chat import Chat
 from llava_mcore.answering.hf_model import HfModel
 from llava_mcore.answering.job import Reading
 from llava_mcore.cli import chat as chat_command
-from llava_mcore.cli import generate as generate_command
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.prepare.sampling import Sampling
@@ -26,17 +25,16 @@ from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.generation.records import Record
 from llava_mcore.generation.settings import FILE, TokenSampling, read_settings
 from tests.helpers.cases import Case, make_sharp_case
+from tests.helpers.generating import Ask, generate_here
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.videos import noise
 
-WORLD = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 SPLIT = "split_parts: {train: [000001.tar], val: [000000.tar], test: []}\nexclude: []\n"
 POSITIONS, EOS, VOCABULARY = 64, 2, 401
 ASKED = Conversation((Turn("user", "What is this?"),), ())
 LONG = {"messages": [{"role": "user", "content": "<image>\nWhich digit? " + "0z" * 40},
                      {"role": "assistant", "content": "0"}]}  # fmt: skip
-Ask = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ask:
-    """Run `generate` in this process and return its exit code, output and errors."""
-    for name in WORLD:
-        monkeypatch.setenv(name, "")  # restored afterwards
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = generate_command.main([str(x) for x in arguments])
-        return code, *capsys.readouterr()
-
-    return run
+    return generate_here(capsys, monkeypatch)
 
 
 def with_settings(source: Path, folder: Path, **values: Any) -> Path:

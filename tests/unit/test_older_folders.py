@@ -21,7 +21,7 @@ from llava_mcore.pixels import normalize
 from tests.helpers.class_checks import batch_of
 from tests.helpers.older_folders import as_published
 from tests.helpers.tiny_hf import make_onevision
-from tests.helpers.tiny_qwen import KINDS, make_hf_qwen
+from tests.helpers.tiny_qwen import make_each_kind
 from tests.unit.test_qwen import CONVERSATIONS, theirs_of
 
 OLDER = {"min_pixels": 400, "max_pixels": 5000}
@@ -30,10 +30,7 @@ OLDER = {"min_pixels": 400, "max_pixels": 5000}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("qwen")
-    for name in KINDS:
-        make_hf_qwen(root / name, name)
-    return {name: root / name for name in KINDS}
+    return make_each_kind(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])

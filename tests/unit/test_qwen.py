@@ -41,7 +41,7 @@ from llava_mcore.pixels import normalize
 from tests.helpers.class_checks import assert_logits_and_gradients, assert_torch_counts_the_same, batch_of, edited
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import make_hf_llava
-from tests.helpers.tiny_qwen import KINDS, ROPE, make_hf_qwen
+from tests.helpers.tiny_qwen import KINDS, ROPE, make_each_kind
 from tests.helpers.videos import as_arrays, noise, video
 
 NUM_SIZES = 10_000
@@ -51,10 +51,7 @@ PICTURE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("qwen")
-    for name in KINDS:
-        make_hf_qwen(root / name, name)
-    return {name: root / name for name in KINDS}
+    return make_each_kind(tmp_path_factory.mktemp("qwen"))
 
 
 PICTURES = [noise(100, 40), noise(30, 70), noise(56, 56)]

@@ -26,7 +26,7 @@ from llava_mcore.errors import DataError
 from llava_mcore.models.media import VideoShape
 from tests.helpers.bad_data_makers import index, messages, write_tar
 from tests.helpers.tiny_hf import make_hf_llava, make_onevision
-from tests.helpers.tiny_qwen import KINDS, make_hf_qwen
+from tests.helpers.tiny_qwen import KINDS, make_each_kind
 from tests.helpers.videos import noise
 from tests.unit.test_data_loader import open_loader, take
 
@@ -36,10 +36,7 @@ TALK = messages(("user", "<video>What happens?"), ("assistant", "It moves."))
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("qwen")
-    for name in KINDS:
-        make_hf_qwen(root / name, name)
-    return {name: root / name for name in KINDS}
+    return make_each_kind(tmp_path_factory.mktemp("qwen"))
 
 
 # -- the range of frames -----------------------------------------------------------------------------------------------

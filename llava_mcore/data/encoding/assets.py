@@ -107,14 +107,12 @@ def load_assets(
     plan = None if config is None else media_plan(folders, config, tokenizer, processors, found)
     preprocessor = media_preprocessor(processors, config, plan, limits, found)
     token = None if tokenizer is None else check_tokenizer(tokenizer, config, found)
-    if config is not None and not architecture_of(config).takes_images and image_token_id is not None:
-        found.append(f"--image-token-id {image_token_id} has no effect: the model takes no pictures; omit it")
+    _check_image_token(config, image_token_id, found)
     if found:
         raise DataError(problems(f"{hf_dir} cannot prepare conversations for the model", found))
     assert config is not None and tokenizer is not None and choice is not None and preprocessor is not None
     assert plan is not None and token is not None
-    tokens = _placeholders(token, plan, processors)
-    chat = _chat_format(hf_dir, tokenizer, choice, plan, special_tokens_in_text, tokens)
+    chat = _chat_format(hf_dir, tokenizer, choice, plan, special_tokens_in_text, _placeholders(token, plan, processors))
     return Assets(
         tokenizer=tokenizer,
         chat=chat,
@@ -128,6 +126,11 @@ def load_assets(
         video_pixels=pixel_range_of(processors.videos.processor, config),
         refused=_refused(config, processors, preprocessor, chat),
     )
+
+
+def _check_image_token(config: PretrainedConfig | None, image_token_id: int | None, found: list[str]) -> None:
+    if config is not None and not architecture_of(config).takes_images and image_token_id is not None:
+        found.append(f"--image-token-id {image_token_id} has no effect: the model takes no pictures; omit it")
 
 
 def _placeholders(image_token: str, plan: MediaPlan, processors: Processors) -> dict[str, Any]:

@@ -96,8 +96,7 @@ class TrainLoader:
             check_streams(streams, self.num_streams, leaves)
             if dp_rank == 0:
                 log_origin(leaves, assets.chat.fingerprint)
-                for warning in warnings_of_large_media(data, assets):
-                    logger.warning(warning)
+                _warn_of_large_media(data, assets)
             self._restore(streams, positions)
         self._positions = {n: positions.get(n) for n in numbers}
         num_batches = {n: 0 if position is None else num_given(position) for n, position in self._positions.items()}
@@ -205,6 +204,11 @@ class TrainLoader:
                 stream.restore(position)
             except (KeyError, TypeError, AttributeError, AssertionError) as error:
                 raise DataError(f"the saved position in {self.path} cannot be restored: {error!r}") from error
+
+
+def _warn_of_large_media(data: DataConfig, assets: Assets) -> None:
+    for warning in warnings_of_large_media(data, assets):
+        logger.warning(warning)
 
 
 def _settings_to_resume_with(

@@ -12,6 +12,8 @@ PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 USUAL := 'not gpu and not cluster and not long'
 # Tests run several processes at once.
 test test-long test-newest test-cluster: export OMP_NUM_THREADS ?= 1
+# Many images set it; then each of some hundred processes would compile everything.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart demo page test test-long test-newest test-cluster test-all lint format lock lock-newest clean
@@ -29,19 +31,16 @@ demo: .venv/.installed-demo ## Train DINOv2-S and SmolLM2-135M on emoji in two s
 
 page: $(PAGE)/.installed ## Make .venv-page with Gradio, for the page of `demo`
 
-# compileall: where PYTHONDONTWRITEBYTECODE is set, as in many images, each of some hundred processes would compile it all.
 test: lint ## Run every check that needs no GPU
-	$(PYTHON) -m compileall -q llava_mcore tests
 	$(PYTHON) $(PYTEST) -m $(USUAL) tests/e2e tests/parallel tests/unit
 
 test-long: .venv/.installed-dev ## Run the tests that take long
-	$(PYTHON) $(PYTEST) -m long tests/e2e tests/parallel tests/unit
+	$(PYTHON) $(PYTEST) -m long $$(grep -rl mark.long tests --include='test_*.py')
 
 # What versions of torch and transformers change. The other tests are about our own logic (rules, flags, messages, locks,
 # packing, the importer, the doctor, SLURM), about processes, or about layouts that agree with each other.
 # Names and numbers: weights there and back, logits and gradients beside Hugging Face's, for every class and family.
 ACROSS_VERSIONS := 'tests/parallel/test_layouts.py::test_parity_and_round_trip[1-1]'
-ACROSS_VERSIONS += 'tests/parallel/test_layouts.py::test_parity_and_round_trip[2-2]'
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,activations anyres_model audio check_model classes conversion \
 	families idefics2 import_export linear_cross_entropy llava_model qlora qwen rotary_factor vision_features)
 # Tokens: chat templates, tokenizers, processors of pictures, sounds and videos; the models that `build` makes of parts.
@@ -51,16 +50,18 @@ ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,anyres build build_audio bu
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,convert_streaming foreign_checkpoints interop serving_names)
 # Every patch and private name in llava_mcore/compat, what starts without CUDA, the table of versions.
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,compat cpu fp8_scales versions)
-# The whole way: the README's commands, training beside plain torch, resumed runs, the library, answers and the server.
-ACROSS_VERSIONS += tests/e2e/test_readme.py tests/parallel/test_resume_layouts.py
+# The whole way: training beside plain torch, a resumed run, the library, answers and the server.
+ACROSS_VERSIONS += tests/parallel/test_resume_layouts.py
 ACROSS_VERSIONS += tests/parallel/test_training.py::test_one_process_trains_as_plain_hugging_face
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,answering data_loader library serve serve_answers)
 
 test-newest: $(NEWEST)/.installed-dev ## Run the tests with the newest versions that pyproject.toml allows
-	$(NEWEST)/bin/python -m compileall -q llava_mcore tests
 	$(NEWEST)/bin/python $(PYTEST) -m $(USUAL) $(ACROSS_VERSIONS)
 
-test-all: test test-long test-newest test-cluster ## Run test, test-long, test-newest and test-cluster
+# In one run, so that usual and long tests of a file share what they compare with.
+test-all: lint ## Run all tests that need no GPU: those of test, test-long, test-newest and test-cluster
+	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) -m 'not gpu and not cluster' tests/e2e tests/parallel tests/unit
+	$(MAKE) test-newest test-cluster
 
 test-cluster: .venv/.installed-dev ## Run jobs that are killed and requeued; needs slurm-wlm and root for SLURM's
 	$(PYTHON) -m pytest tests/e2e tests/slurm -m cluster --durations 5

@@ -8,7 +8,7 @@ import os
 import sys
 
 from llava_mcore import log
-from llava_mcore.compat.unused_imports import skip_unused_imports
+from llava_mcore.compat.startup import find_distributions_lazily, skip_unused_imports
 from llava_mcore.errors import FileError
 from llava_mcore.launch.process import INTERRUPTED, collect_rarely
 from llava_mcore.launch.singularity import inner_command, requested_image, rerun_in_container
@@ -81,6 +81,7 @@ def _run(arguments: list[str]) -> int:
     if name in WITH_LIGHT_FLAGS:  # --help and a mistyped flag end here, before torch is imported
         importlib.import_module(f"llava_mcore.cli.flags.{app}").parser().parse_args(arguments[1:])
     log.quiet_libraries()
+    find_distributions_lazily()
     if name == "train":  # this process only checks the run, then waits for the training processes
         skip_unused_imports("wandb")
     if name in ON_CPU or name == "train":

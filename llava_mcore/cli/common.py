@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from llava_mcore.compat.startup import IN_VAIN_HERE, skip_unused_imports
 from llava_mcore.compat.tested import untested_line
-from llava_mcore.compat.unused_imports import IN_VAIN_HERE, skip_unused_imports
 from llava_mcore.run.messages import with_messages
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llava_mcore import log
+from llava_mcore.compat.startup import find_distributions_lazily, skip_unused_imports
 from llava_mcore.compat.tested import untested_line
-from llava_mcore.compat.unused_imports import skip_unused_imports
 from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import FileError, LlavaMcoreError, os_error_text
 from llava_mcore.launch.process import (
@@ -53,6 +53,7 @@ def _train(config: Path, signals: StopSignals, started: float) -> int:
     try:
         run = load_run_config(config, [], {})
         logs = {"wandb": run.logging.wandb, "tensorboard": run.logging.tensorboard}
+        find_distributions_lazily()
         skip_unused_imports(
             *(name for name, wanted in logs.items() if not wanted)
         )  # megatron-core's timers import them

@@ -49,7 +49,6 @@ def test_a_checkpoint_of_another_model(root: Path) -> None:
     config = json.loads(path.read_text())
     config["text_config"]["intermediate_size"] = 192
     path.write_text(json.dumps(config))
-    assert "hf/config.json is damaged: xxh3_64" in train(root, megatron="other")
     text = train(root, "--no-verify-checkpoint", megatron="other")
     assert "is a checkpoint of another model" in text
     assert "mlp.linear_fc1.weight" in text and "mlp.linear_fc2.weight" in text

@@ -14,7 +14,7 @@ from tests.helpers.commands import ROOT
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 
-NUM_PICTURES = 200
+NUM_PICTURES = 60
 
 
 pytestmark = pytest.mark.long
@@ -51,7 +51,7 @@ def test_answers_at_every_layout(root: Path) -> None:
     expected = answers(root, "hf", "--hf-dir", root / "hf")
     lines = [json.loads(line) for line in expected.splitlines()]
     assert len(lines) == NUM_PICTURES and len({line["answer"] for line in lines}) > 3
-    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2)):
+    for tp, pp in ((1, 1), (2, 2)):  # the others: tests/parallel/test_generate.py
         found = answers(root, f"{tp}{pp}", "--megatron-dir", root / "megatron", "--tp", tp, "--pp", pp)
         assert found == expected, (tp, pp)
 

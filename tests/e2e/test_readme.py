@@ -38,6 +38,7 @@ def make_sources(root: Path) -> None:
     write_shards(root / "shards")
 
 
+@pytest.mark.long
 def test_readme_commands(tmp_path: Path) -> None:
     make_sources(tmp_path)
     two_commands, *steps = shell_blocks(README)

@@ -46,7 +46,7 @@ def stand_in_for_the_base(venv: Path) -> None:
         (target / path.name).symlink_to(path)
 
 
-@pytest.mark.cluster
+@pytest.mark.long
 def test_the_recipe_installs_what_training_needs(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     stand_in_for_the_base(venv)

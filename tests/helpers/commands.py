@@ -38,7 +38,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def run_and_kill(run_dir: Path, iteration: int, script: str, *arguments: object, timeout: float = 120) -> None:
+def run_and_kill(run_dir: Path, iteration: int, script: str, *arguments: object, timeout: float = 300) -> None:
     """Start a script and kill it with all its workers (-9) as soon as metrics.jsonl shows an iteration."""
     process = subprocess.Popen(
         command(script, *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT

@@ -51,7 +51,7 @@ def curves(
             inputs whose logits are returned.
         dropped: adapters with dropout.
     """
-    short, mixed = {"training.train_iters": 3}, {1, 3, 4, 5}
+    short, mixed = {"training.train_iters": 3}, {1, 4, 5, 6, 7}
     runs = {name: (checkpoint, mixed, adapter_flags(tp, dp, folder)) for name, folder in adapters.items()}
     some = adapter_flags(tp, dp, adapters["lora"]) | short
     runs |= {

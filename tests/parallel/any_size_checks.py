@@ -41,11 +41,11 @@ def _steps(groups: Groups, run: Any, hf: Path, data: str, packing: bool) -> dict
             path=Path(data), seq_length=SEQ_LENGTH, num_workers=0, num_streams=1, packing=packing, packing_buffer_size=6
         )
         loader = TrainLoader(
-            config, load_assets(hf), micro_batch_size=2, dp_rank=groups.dp_rank, dp_size=groups.dp_size, seed=3
+            config, load_assets(hf), micro_batch_size=4, dp_rank=groups.dp_rank, dp_size=groups.dp_size, seed=3
         )
     losses, norms, tokens, tiles = [], [], [], []
     for _ in range(STEPS):
-        batches, counts, _ = fetch_step(groups, loader, GLOBAL_BATCH // 2, SkipBudget(0.0), trainer.fields)
+        batches, counts, _ = fetch_step(groups, loader, GLOBAL_BATCH // 4, SkipBudget(0.0), trainer.fields)
         result = train_step(
             groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH
         ).result()

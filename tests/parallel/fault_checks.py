@@ -74,7 +74,8 @@ def faults(checkpoint: str, save_dir: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def run(name: str, iterations: int, **flags: Any) -> RunConfig:
-        more = {"name": name, "training.train_iters": iterations, "optimizer.lr_decay_style": "constant"}
+        more: dict[str, Any] = {"name": name, "training.train_iters": iterations, "training.micro_batch_size": 2}
+        more |= {"optimizer.lr_decay_style": "constant"}
         return run_config(1, 1, checkpoint, save_dir, **more, **{key.replace("__", "."): x for key, x in flags.items()})
 
     try:

@@ -58,7 +58,7 @@ DROPPED: dict[str, dict[str, Any]] = {f"{x}-dropout": KINDS[x] | {"lora_dropout"
 WIDE = "lora-wide"
 FROZEN = "frozen"
 """Has its own embedding and output layer, whose rows two ranks cannot divide without padding."""
-DECAY, TEXT_ONLY = 0.01, {1, 3, 4, 5}
+DECAY, TEXT_ONLY = 0.01, {1, 4, 5, 6, 7}
 
 
 @pytest.fixture(scope="module")

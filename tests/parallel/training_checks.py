@@ -32,7 +32,7 @@ def run_config(tp: int, pp: int, checkpoint: str, save_dir: str, **flags: Any) -
         "training.precision": "fp32",
         "model.transformer_impl": "local",
         "training.train_iters": 20,
-        "training.micro_batch_size": 2,
+        "training.micro_batch_size": 4,
         "training.global_batch_size": GLOBAL_BATCH,
         "optimizer.lr": 1e-3,
         "optimizer.weight_decay": 0.01,
@@ -80,7 +80,7 @@ def curves_of(
     groups: Groups, checkpoints: dict[str, str], save_dir: str, chosen: Collection[str] | None = None
 ) -> dict[str, dict[str, list[float]]]:
     """The same in a world that has been joined; of `chosen` runs alone, if given."""
-    mixed = {1, 3, 4, 5}  # some data-parallel ranks meet only text in some micro-batches
+    mixed = {1, 4, 5, 6, 7}  # some data-parallel ranks meet only text in some micro-batches
     untied, tied = checkpoints["untied"], checkpoints["tied"]
     short = {"training.train_iters": 3}
     stage1 = {"model.freeze_language_model": True, "model.freeze_vision_model": True}
@@ -128,14 +128,14 @@ def curves_of_classes(
     only = {part: {f"model.freeze_{other}": other != part for other in parts} for part in parts}
     runs = {}
     for name, checkpoint in checkpoints.items():
-        runs[f"{name}, plain"] = (checkpoint, {1, 3, 4, 5}, short)
-        runs[f"packed {name}"] = (checkpoint, {1, 3, 4, 5}, short)
+        runs[f"{name}, plain"] = (checkpoint, {1, 4, 5, 6, 7}, short)
+        runs[f"packed {name}"] = (checkpoint, {1, 4, 5, 6, 7}, short)
         if not variants:
             continue
         runs[f"{name}, text alone"] = (checkpoint, set(range(8)), short)
-        runs[f"bf16 {name}"] = (checkpoint, {1, 3, 4, 5}, short | {"training.precision": "bf16"})
-        runs[f"{name}, recompute"] = (checkpoint, {1, 3, 4, 5}, short | {"model.recompute": "full"})
-        runs |= {f"{name}, only {part}": (checkpoint, {1, 3, 4, 5}, short | flags) for part, flags in only.items()}
+        runs[f"bf16 {name}"] = (checkpoint, {1, 4, 5, 6, 7}, short | {"training.precision": "bf16"})
+        runs[f"{name}, recompute"] = (checkpoint, {1, 4, 5, 6, 7}, short | {"model.recompute": "full"})
+        runs |= {f"{name}, only {part}": (checkpoint, {1, 4, 5, 6, 7}, short | flags) for part, flags in only.items()}
     return run_all(join(tp, pp), runs, save_dir)
 
 

@@ -91,7 +91,7 @@ def curves(tp: int, pp: int, cases: dict[str, dict[str, Any]], llava: str, save_
     for name, case in cases.items():
         run = run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(2), **whole)
         found[name] = _curve(groups, run, case)
-    mixed, short = {1, 3, 4, 5}, {"training.train_iters": 4}
+    mixed, short = {1, 4, 5, 6, 7}, {"training.train_iters": 4}
     variants: dict[str, dict[str, Any]] = {
         "plain": {},
         "packed": SEQUENCE | DISTRIBUTED,

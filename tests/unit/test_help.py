@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.startup import start, write_folders
 from llava_mcore.__main__ import COMMANDS
-from llava_mcore.compat.unused_imports import IN_VAIN, IN_VAIN_HERE
+from llava_mcore.compat.startup import IN_VAIN, IN_VAIN_HERE
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*/run.py"))

@@ -4,10 +4,10 @@
     python -m benchmarks.adapters --shape llava-1.5-7b --kinds lora fp8 full --iters 8
     python -m benchmarks.adapters --shape llava-1.5-13b --kinds lora nf4
 
-Prints tokens/s (wall time with data wait, real tokens), peak memory, and both as multiples of the peer's. Kinds: lora,
-dora, nf4 (QLoRA) and fp8w (FP8 matrices under LoRA), fp8 (FP8 products of a bf16 model), fp8only (the same without the
-bf16 matrices), full (everything trained but the tower). Configurations take turns; medians over the steps of all
-rounds. The peer: `benchmarks/peft_peer.py`.
+Prints tokens/s (wall time with data wait, real tokens), peak memory, both as multiples of the peer's, and the seconds
+that were no steps. Kinds: lora, dora, nf4 (QLoRA) and fp8w (FP8 matrices under LoRA), fp8 (FP8 products of a bf16
+model), fp8only (the same without the bf16 matrices), full (everything trained but the tower). Configurations take
+turns; medians over the steps of all rounds. The peer: `benchmarks/peft_peer.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,18 @@ LOADERS = 4
 
 @dataclass
 class Entry:
-    """One configuration and the duration of its steps. `stack`: the components of a peer."""
+    """One configuration and the duration of its steps.
+
+    `start`: seconds of the last round that were no steps: imports, loading, quantizing, ending. `stack`: the components
+    of a peer.
+    """
 
     kind: str
     is_peer: bool
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     memory: float = 0.0
+    start: float = 0.0
     losses: list[float] = field(default_factory=list)
     stack: str = ""
     error: str = ""
@@ -118,6 +124,7 @@ def parse() -> argparse.Namespace:
 def measure(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: Path) -> None:
     """Run one configuration and add what it measured."""
     out.mkdir()
+    began = time.monotonic()
     if entry.is_peer:
         result = out / "steps.jsonl"
         lines, entry.error = run_command(peer_command(args, entry.kind, folder, data, result), result, ENVIRONMENT)
@@ -126,6 +133,7 @@ def measure(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, ou
     if entry.error:
         return
     entry.stack = str(lines[0].get("stack", "")) if entry.is_peer else ""
+    entry.start = time.monotonic() - began - sum(line["step_seconds"] for line in lines)
     entry.losses = [round(line["loss"], 4) for line in lines]
     for line in lines[args.warm_up :]:
         entry.seconds.append(line["step_seconds"])
@@ -171,7 +179,7 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: list[Entry]) -> dict
     row |= {"what": f"{'PEFT' if entry.is_peer else 'ours'} {entry.kind}", "losses": entry.losses}
     if not entry.seconds:
         return row
-    row |= {"tok/s": round(entry.speed), "peak GiB": round(entry.memory, 2)}
+    row |= {"tok/s": round(entry.speed), "peak GiB": round(entry.memory, 2), "start s": round(entry.start)}
     kind = PEER_IN_BF16.get(entry.kind, entry.kind)
     peer = next((x for x in entries if x.is_peer and x.kind == kind and x.seconds), None)
     if peer is not None and not entry.is_peer:

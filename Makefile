@@ -11,7 +11,7 @@ INPUTS := pyproject.toml environments/test-models.txt scripts/setup_venv.sh
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 USUAL := 'not gpu and not cluster and not long'
 # Tests run several processes at once.
-test test-long test-newest test-cluster: export OMP_NUM_THREADS ?= 1
+test test-long test-newest test-cluster test-all: export OMP_NUM_THREADS ?= 1
 # Many images set it; then each of some hundred processes would compile everything.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -60,7 +60,7 @@ test-newest: $(NEWEST)/.installed-dev ## Run the tests with the newest versions 
 
 # In one run, so that usual and long tests of a file share what they compare with.
 test-all: lint ## Run all tests that need no GPU: those of test, test-long, test-newest and test-cluster
-	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) -m 'not gpu and not cluster' tests/e2e tests/parallel tests/unit
+	$(PYTHON) $(PYTEST) -m 'not gpu and not cluster' tests/e2e tests/parallel tests/unit
 	$(MAKE) test-newest test-cluster
 
 test-cluster: .venv/.installed-dev ## Run jobs that are killed and requeued; needs slurm-wlm and root for SLURM's

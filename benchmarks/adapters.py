@@ -5,9 +5,9 @@
     python -m benchmarks.adapters --shape llava-1.5-13b --kinds lora nf4
 
 Prints tokens/s (wall time with data wait, real tokens), peak memory, both as multiples of the peer's, and the seconds
-that were no steps. Kinds: lora, dora, nf4 (QLoRA) and fp8w (FP8 matrices under LoRA), fp8 (FP8 products of a bf16
-model), fp8only (the same without the bf16 matrices), full (everything trained but the tower). Configurations take
-turns; medians over the steps of all rounds. The peer: `benchmarks/peft_peer.py`.
+outside of steps ("start s"). Kinds: lora, dora, nf4 (QLoRA) and fp8w (FP8 matrices under LoRA), fp8 (FP8 products of
+a bf16 model), fp8only (the same without the bf16 matrices), full (everything trained but the tower). Configurations
+take turns; medians over the steps of all rounds. The peer: `benchmarks/peft_peer.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LOADERS = 4
 class Entry:
     """One configuration and the duration of its steps.
 
-    `start`: seconds of the last round that were no steps: imports, loading, quantizing, ending. `stack`: the components
+    `start`: seconds of the last round outside of steps: imports, loading, quantizing, ending. `stack`: the components
     of a peer.
     """
 

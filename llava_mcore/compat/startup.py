@@ -24,6 +24,9 @@ IN_VAIN_HERE = ("wandb", "tensorboard", "multistorageclient")
 conversion does neither. They take as long as megatron-core itself."""
 
 
+_READ = importlib.metadata.packages_distributions
+
+
 def skip_unused_imports(*more: str) -> None:
     """Make packages count as not installed, unless they have been imported already. This saves a second at every start.
 
@@ -36,21 +39,10 @@ def skip_unused_imports(*more: str) -> None:
 def find_distributions_lazily() -> None:
     """Replace `importlib.metadata.packages_distributions`, which transformers 5.17 calls when it is imported.
 
-    It reads the list of files of every installed package, which takes about a second. transformers then asks for few
+    It reads the file list of every installed package, which takes about a second. transformers then asks for few
     packages, most of which are distributed under their own name. transformers 5.23 itself looks for that first.
     """
-    if not isinstance(importlib.metadata.packages_distributions, _Finder):
-        importlib.metadata.packages_distributions = _Finder(importlib.metadata.packages_distributions)
-
-
-class _Finder:
-    """Stands for `packages_distributions`."""
-
-    def __init__(self, original: Callable[[], Mapping[str, list[str]]]) -> None:
-        self.original = original
-
-    def __call__(self) -> Mapping[str, list[str]]:
-        return Distributions(self.original)
+    importlib.metadata.packages_distributions = lambda: Distributions(_READ)
 
 
 class Distributions(Mapping[str, list[str]]):

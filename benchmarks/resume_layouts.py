@@ -4,7 +4,8 @@
 
 Trains, saves weights and optimizer, resumes at each layout (tp,pp; data parallel over the rest) and trains on. Prints
 the losses after the checkpoint and their largest difference from those of the first resumed layout: give the one that
-saved first. A checkpoint has 14 bytes per trained parameter (bf16, AdamW); the disk holds one.
+saved first. Then prints the seconds of each phase between the start of a rank and the end of its first iteration.
+A checkpoint has 14 bytes per trained parameter (bf16, AdamW); the disk holds one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def main() -> None:
             rows.append(row)
             pairs = zip(row["losses"], rows[1]["losses"], strict=True)
             row["loss off %"] = round(max(100 * abs(a / b - 1) for a, b in pairs), 3)
-            show(rows)
+            show(rows, leave_out=("phases",))
+            show([{"tp": x["tp"], "pp": x["pp"]} | x["phases"] for x in rows[1:]])
             if args.json is not None:  # what has been measured, in case the run is killed
                 write_record(args.json, rows, gpus=args.gpus)
 
@@ -89,8 +91,9 @@ def row_of(args: argparse.Namespace, folder: Path, what: str, layout: str) -> di
     found = {"what": what, "tp": int(tp), "pp": int(pp), "dp": args.gpus // (int(tp) * int(pp))}
     found |= {"seconds, start included": round(time.perf_counter() - start, 1)}
     steps = args.steps if what == "save" else args.more
-    losses = [line["loss"] for line in read_lines(folder / "run" / "metrics.jsonl")[-steps:]]
-    return found | {"losses": [round(loss, 5) for loss in losses]}
+    lines = read_lines(folder / "run" / "metrics.jsonl")[-steps:]
+    found["phases"] = {phase: round(seconds, 1) for phase, seconds in lines[0]["start_seconds"].items()}
+    return found | {"losses": [round(line["loss"], 5) for line in lines]}
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from llava_mcore.training.closing import attempt
 from llava_mcore.training.debug import ShowFirst, show_shapes_once
 from llava_mcore.training.determinism import make_deterministic
 from llava_mcore.training.faults.watchdog import Watchdog
+from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.loop import train
 from llava_mcore.training.run_ids import adopt_ids
 from llava_mcore.training.saving.state import Progress, resume
@@ -66,17 +67,25 @@ def run_worker(run: RunConfig, signals: StopSignals, started: float) -> bool:
 
 def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     """Join the world, build everything, train."""
+    times = StartTimes()
+
+    def begin(phase: str) -> None:
+        watchdog.begin(phase)
+        times.begin(phase)
+
+    begin("connecting")
     groups = _join_world(run)
+    begin("choosing a checkpoint")
     start = find_start(run, groups, watchdog.begin)
     if start.passed_over and groups.rank == 0:
         logger.warning(problems("checkpoints that are not used", start.passed_over))
-    watchdog.begin("building the model")
-    trainer = together(groups, lambda: build_trainer(run, groups, start))
+    trainer = together(groups, lambda: build_trainer(run, groups, start, begin))
     resuming = resumes(run, start)
     if run.checkpoint.load_optim and start.checkpoint is not None and not resuming:
         logger.info("%s provides only weights: this run starts at iteration 0", start.checkpoint)
+    begin("loading the tokenizer")
     assets = together(groups, lambda: _open_assets(run, groups, start, resuming))
-    watchdog.begin("loading the state")
+    begin("loading the state")
     progress, loader_states = Progress(), None
     if resuming:
         checkpoint = start.checkpoint
@@ -84,13 +93,13 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
         progress, loader_states = together(groups, lambda: resume(trainer, checkpoint))
         on_first_rank(groups, lambda: adopt_ids(run.run_dir, checkpoint))
         logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
-    watchdog.begin("opening the data")
+    begin("opening the data")
     loader = together(groups, lambda: _open_loader(run, groups, assets, loader_states))
     validation = together(groups, lambda: _open_validation(run, assets))
     answers = together(groups, lambda: _open_answers(run, assets))
     shown = _show_first_step(trainer, loader, assets) if run.logging.debug else loader
     hf_source = together(groups, lambda: _carried_files(run, groups, start, assets))
-    finished = train(trainer, shown, progress, hf_source, stop, watchdog, validation, answers)
+    finished = train(trainer, shown, progress, hf_source, stop, watchdog, times, validation, answers)
     if not finished:
         logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
     wait_for_all(groups)  # torchrun ends all ranks soon after the first: none may exit while another closes its logs

@@ -16,6 +16,7 @@ from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.fetch import Loader
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.reporter import Reporter
+from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.profiling import IterationProfiler
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import Progress
@@ -33,6 +34,7 @@ def train(
     hf: Path,
     stop: StopRules,
     watchdog: Watchdog,
+    times: StartTimes,
     validation: ValidationData | None = None,
     answers: AnswerData | None = None,
 ) -> bool:
@@ -41,13 +43,14 @@ def train(
     Args:
         loader: on ranks that load data.
         hf: folder with the Hugging Face files to copy into checkpoints.
+        times: of this process's start, for the log.
         validation: on ranks that load data, if the run validates.
         answers: on ranks that load data, if the run asks questions.
 
     Returns:
         Whether the run is complete.
     """
-    loop = _Loop(trainer, loader, progress, hf, watchdog, validation, answers)
+    loop = _Loop(trainer, loader, progress, hf, watchdog, times, validation, answers)
     try:
         while not loop.is_complete:
             asked_to_stop = loop.iterate(stop)
@@ -73,18 +76,20 @@ class _Loop:
         progress: Progress,
         hf: Path,
         watchdog: Watchdog,
+        times: StartTimes,
         validation: ValidationData | None,
         answers: AnswerData | None,
     ) -> None:
         self.run, self.groups = trainer.run, trainer.groups
         self.progress, self.watchdog = progress, watchdog
-        self.reporter = together(self.groups, lambda: Reporter(trainer, progress))
+        self.reporter = together(self.groups, lambda: Reporter(trainer, progress, times))
         self.iteration = Iterations(trainer, loader, progress, self.reporter)
         self.saver = Saver(trainer, hf)
         self.validator = Validator(trainer, validation, watchdog)
         self.answerer = together(self.groups, lambda: Answerer(trainer, answers, hf, watchdog))
         self.profiler = IterationProfiler(self.run, self.groups)
         self.first = progress.iteration + 1
+        times.begin("first iteration")
         self.saved: int | None = None
         """The iteration of the last checkpoint that is kept, if this process has saved one."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -80,18 +80,27 @@ def unwrap(chunk: torch.nn.Module) -> VisionLanguageModel:
     return inner
 
 
-def build_trainer(run: RunConfig, groups: Groups, start: StartPoint) -> Trainer:
-    """Build model, optimizer and schedule; load the weights of a checkpoint. A collective call."""
+def build_trainer(
+    run: RunConfig, groups: Groups, start: StartPoint, begin: Callable[[str], None] = lambda _: None
+) -> Trainer:
+    """Build model, optimizer and schedule; load the weights of a checkpoint. A collective call.
+
+    Args:
+        begin: called with the name of each phase.
+    """
+    begin("building the model")
     hf = load_hf_config(start.hf_dir)
     adaptation = adaptation_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
     trained = trained_parameters(hf, run.model) if adaptation is None else adaptation.trained
     models = build_models(run, groups, hf, trained, initialize=start.checkpoint is None)
+    begin("loading the weights")
     # Also before a resume: the optimizer's fp32 copies come from these.
     if adaptation is not None:
         quantize, seed = run.adapter.quantize, run.training.seed
         load_adapted(models, adaptation, groups, quantize=quantize, multiplies_in_fp8=run.training.fp8, seed=seed)
     elif start.checkpoint is not None:
         load_checkpoint(models, start.checkpoint, groups)
+    begin("building the optimizer")
     # The first chunk's buckets overlap with its own backward pass; those of the others with earlier chunks' passes.
     chunks = [data_parallel(run, groups, model, buckets=i == 0) for i, model in enumerate(models)]
     optimizer = build_optimizer(run, chunks)

@@ -6,9 +6,14 @@ import re
 from pathlib import Path
 
 from llava_mcore.convert.import_hf import import_hf
-from tests.helpers.commands import run
+from tests.helpers.commands import read_metrics, run
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
+
+PHASES = [
+    *("imports", "connecting", "choosing a checkpoint", "building the model", "loading the weights"),
+    *("building the optimizer", "loading the tokenizer", "loading the state", "opening the data", "first iteration"),
+]
 
 
 def test_debug_shows_the_first_batch_and_the_shapes_of_every_stage(tmp_path: Path) -> None:
@@ -23,6 +28,9 @@ def test_debug_shows_the_first_batch_and_the_shapes_of_every_stage(tmp_path: Pat
     assert re.search(r"USER: <image .16>\s+Which digit is shown\? ASSISTANT:« It is \d\.</s>»", text)
     assert "stage 0, tensor rank 0: vision_model: float32 [2, 3, 56, 56] -> float32 [2, 16, 64]" in text
     assert len(re.findall(r"stage 1, tensor rank 0: language_model: ", text)) == 1
-    assert re.search(r"first iteration done \d+\.\d s after", text)
+    assert re.search(r"first iteration done \d+\.\d s after the start of its process: imports \d+\.\d, connecting ", text)
+    first, second = read_metrics(tmp_path / "save" / "debug")
+    assert list(first["start_seconds"]) == PHASES and second["start_seconds"] is None
+    assert sum(first["start_seconds"].values()) == first["time_to_first_iteration_seconds"] > first["step_seconds"]
     written = {path.name for path in (tmp_path / "save" / "debug").iterdir()}
     assert {"loss.png", "tensorboard"} <= written and "wandb" not in written

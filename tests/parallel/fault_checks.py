@@ -24,6 +24,7 @@ from llava_mcore.training.closing import attempt
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.logs.metrics import FILE, JsonLines
 from llava_mcore.training.logs.sinks import Sinks
+from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.loop import train
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import LOADER_FOLDER, Progress, loader_file, resume
@@ -55,9 +56,8 @@ def loop(groups: Groups, run: RunConfig, kind: type[FakeLoader], stop_after: int
     watchdog = Watchdog(120, run.run_dir / "stacks", groups.rank)
     stop = StopRules(lambda: groups.rank == 1 and progress.iteration == stop_after, None)
     try:
-        finished = train(
-            trainer, loader, progress, Path(run.checkpoint.load or "") / "iter_0000000" / "hf", stop, watchdog
-        )
+        hf = Path(run.checkpoint.load or "") / "iter_0000000" / "hf"
+        finished = train(trainer, loader, progress, hf, stop, watchdog, StartTimes())
     finally:
         watchdog.close()
     assert finished == (stop_after is None)

@@ -29,7 +29,8 @@ FIRST = "time_to_first_iteration_seconds"
 
 def metrics(iteration: int, loss: float | None, first: float | None = None) -> Metrics:
     values: dict[str, Any] = {field.name: 1.0 for field in fields(Metrics)}
-    values |= {"iteration": iteration, "loss": loss, "mfu": None, FIRST: first}
+    phases = None if first is None else {"imports": first}
+    values |= {"iteration": iteration, "loss": loss, "mfu": None, FIRST: first, "start_seconds": phases}
     values["lr_by_part"] = {"language_model": 0.5}
     return Metrics(**values)  # type: ignore[arg-type]
 

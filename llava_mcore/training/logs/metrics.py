@@ -52,6 +52,8 @@ class Metrics:
     memory_gib: float | None
     time_to_first_iteration_seconds: float | None = None
     """From the start of the process to the end of its first iteration; None for later ones."""
+    start_seconds: dict[str, float] | None = None
+    """The phases of that time; None for later iterations."""
 
     def line(self, train_iters: int, num_devices: int) -> str:
         """Return the console line."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import psutil
 import torch
 
 from llava_mcore.errors import os_error_text
@@ -21,6 +19,7 @@ from llava_mcore.training.closing import attempt
 from llava_mcore.training.faults.spikes import SpikeAlert
 from llava_mcore.training.logs.metrics import ANSWERS_FILE, VALIDATION_FILE, JsonLines, Metrics, MetricsFile
 from llava_mcore.training.logs.sinks import Sinks
+from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.saving.state import Progress
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import StepResult
@@ -32,14 +31,17 @@ logger = logging.getLogger(__name__)
 class Reporter:
     """Reports the iterations of a run; does nothing on ranks other than 0."""
 
-    def __init__(self, trainer: Trainer, progress: Progress) -> None:
+    def __init__(self, trainer: Trainer, progress: Progress, times: StartTimes) -> None:
         """Truncate metrics.jsonl to the iteration that the run resumes from.
+
+        Args:
+            times: of this process's start; its last phase is the first iteration.
 
         Raises:
             FileError, OSError, ConfigError: a file of the run cannot be used, or a server rejects the run.
         """
         run, groups = trainer.run, trainer.groups
-        self.trainer = trainer
+        self.trainer, self.times = trainer, times
         self.file = MetricsFile(run.run_dir, keep_until=progress.iteration) if groups.rank == 0 else None
         self.validations: JsonLines | None = None
         if groups.rank == 0 and run.validation.eval_interval is not None:
@@ -79,10 +81,12 @@ class Reporter:
             return
         rates = {part: rate for part, rate in rates.items() if part in self.trainer.trained_parts}
         metrics = self._metrics(progress, counts, result, {} if result is None else rates, waited, seconds)
-        if metrics.time_to_first_iteration_seconds is not None:
+        if metrics.start_seconds is not None:
             self.is_first = False
             logger.info(
-                "first iteration done %.1f s after the start of its process", metrics.time_to_first_iteration_seconds
+                "first iteration done %.1f s after the start of its process: %s",
+                metrics.time_to_first_iteration_seconds,
+                ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in metrics.start_seconds.items()),
             )
         self._write(self.file, asdict(metrics))
         if self.sinks is not None:
@@ -142,6 +146,7 @@ class Reporter:
         workload = Workload(counts.num_tokens, counts.num_pairs, counts.media, num_trained)
         flops = 0 if result is None else model_flops(self.trainer.hf, workload, self.trained).total
         on_gpu = groups.device.type == "cuda"
+        start = self.times.seconds() if self.is_first else None
         return Metrics(
             iteration=progress.iteration,
             loss=None if result is None else result.loss,
@@ -164,7 +169,8 @@ class Reporter:
             tflops_per_device=flops / seconds / groups.world_size / 1e12,
             mfu=None if self.peak is None else mfu(flops, seconds, groups.world_size, self.peak),
             memory_gib=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
-            time_to_first_iteration_seconds=time.time() - psutil.Process().create_time() if self.is_first else None,
+            time_to_first_iteration_seconds=None if start is None else sum(start.values()),
+            start_seconds=start,
         )
 
 

@@ -1,0 +1,26 @@
+"""Seconds that each phase of a training process's start took."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import psutil
+
+
+class StartTimes:
+    """The phases from the start of this process to the end of its first iteration, the first of them its imports."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[str, float]] = [("imports", psutil.Process().create_time())]
+
+    def begin(self, phase: str) -> None:
+        """End the current phase and begin the next."""
+        self._begun.append((phase, time.time()))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of every phase, in order; the last one ends now. A phase that began twice has the sum."""
+        found: dict[str, float] = {}
+        for (phase, begun), (_, ended) in pairwise([*self._begun, ("", time.time())]):
+            found[phase] = found.get(phase, 0.0) + ended - begun
+        return found

@@ -39,7 +39,7 @@ from benchmarks.train_step_peer import peer
 from benchmarks.train_step_rows import PEERS, Entry, row_of
 
 LOADERS = 4
-"""Loader processes of a rank."""
+"""Loader processes per GPU; ranks that load data have those of the ranks that share their data too."""
 
 
 def main() -> None:
@@ -191,7 +191,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
         "--seq-length": args.seq_length,
         "--micro-batch-size": entry.micro_batch_size,
         "--global-batch-size": entry.global_batch_size,
-        "--num-workers": LOADERS,
+        "--num-workers": LOADERS * entry.tp * entry.pp,
         "--lr": args.lr,
         "--lr-decay-style": "constant",
     }

@@ -31,13 +31,13 @@ from llava_mcore.errors import ConfigError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
-from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.models.vision.replicated import copy_from_first_rank
 from llava_mcore.parallel.groups import Groups, set_virtual_stages, sum_over_ranks
-from llava_mcore.training.layer_graphs import LayerGraphs
+from llava_mcore.training.graphs.layer_graphs import LayerGraphs
+from llava_mcore.training.graphs.model_graphs import model_graphs
 from llava_mcore.training.optimization.gradients import TowerGradients
 from llava_mcore.training.optimization.optimizer import build_optimizer, build_scheduler, data_parallel, params_dtype
 
@@ -59,7 +59,7 @@ class Trainer:
     scheduler: OptimizerParamScheduler
     trained_parts: frozenset[str]
     adaptation: Adaptation | None = None
-    graphs: LayerGraphs | None = None
+    graphs: Sequence[LayerGraphs] = ()
 
     @property
     def fields(self) -> Fields:
@@ -116,26 +116,8 @@ def build_trainer(
     trained_parts = frozenset(name.partition(".")[0] for name, is_trained in trained.items() if is_trained)
     if adaptation is not None:
         trained_parts = adaptation.trained_parts
-    graphs = layer_graphs(run, models[0].language_model, chunks[0]) if run.model.cuda_graphs else None
+    graphs = model_graphs(models[0], chunks[0], run.data.seq_length) if run.model.cuda_graphs else []
     return Trainer(run, groups, hf, chunks, optimizer, scheduler, trained_parts, adaptation, graphs)
-
-
-def layer_graphs(run: RunConfig, model: LanguageModel, chunk: DistributedDataParallel) -> LayerGraphs:
-    """Return the graphs of a model's layers.
-
-    Raises:
-        ConfigError: the model cannot have them.
-    """
-    config = model.config
-    reasons = {
-        "needs Transformer Engine's layers, which this run does not have": config.transformer_impl == "local",
-        "does not work with DeepStack, whose features are added between layers": model.shape.deepstack,
-        "does not work with dropout, which config.json asks for": config.attention_dropout or config.hidden_dropout,
-    }
-    found = [f"--cuda-graphs {reason}: omit the flag" for reason, holds in reasons.items() if holds]
-    if found:
-        raise ConfigError("\n".join(found))
-    return LayerGraphs(model, chunk, run.data.seq_length)
 
 
 def load_checkpoint(models: Sequence[VisionLanguageModel], checkpoint: Path, groups: Groups) -> None:

@@ -19,7 +19,7 @@ from llava_mcore.compat.megatron_optimizer import update_unless
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.on_device import HostCopy, Moment
-from llava_mcore.training.layer_graphs import LayerGraphs
+from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 
 Report = dict[str, Tensor]
 
@@ -89,7 +89,7 @@ def train_step(
     scheduler: OptimizerParamScheduler,
     batches: Sequence[MicroBatch],
     global_batch_size: int,
-    graphs: LayerGraphs | None = None,
+    graphs: Sequence[LayerGraphs] = (),
     *,
     only_if_finite: bool = False,
 ) -> LaunchedStep:
@@ -101,8 +101,8 @@ def train_step(
         only_if_finite: keep the weights as they were if loss or gradient norm are not finite. The host waits for both
             before the update. It does so for fp16 too, whose loss scaler decides on the update.
     """
-    if graphs is not None:
-        graphs.capture()
+    for part in graphs:
+        part.capture()
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()

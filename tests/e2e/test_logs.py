@@ -28,7 +28,9 @@ def test_debug_shows_the_first_batch_and_the_shapes_of_every_stage(tmp_path: Pat
     assert re.search(r"USER: <image .16>\s+Which digit is shown\? ASSISTANT:« It is \d\.</s>»", text)
     assert "stage 0, tensor rank 0: vision_model: float32 [2, 3, 56, 56] -> float32 [2, 16, 64]" in text
     assert len(re.findall(r"stage 1, tensor rank 0: language_model: ", text)) == 1
-    assert re.search(r"first iteration done \d+\.\d s after the start of its process: imports \d+\.\d, connecting ", text)
+    assert re.search(
+        r"first iteration done \d+\.\d s after the start of its process: imports \d+\.\d, connecting ", text
+    )
     first, second = read_metrics(tmp_path / "save" / "debug")
     assert list(first["start_seconds"]) == PHASES and second["start_seconds"] is None
     assert sum(first["start_seconds"].values()) == first["time_to_first_iteration_seconds"] > first["step_seconds"]

@@ -6,18 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.checkpoint.choose_start import start_point
+from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import Loader, fetch_step
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import Progress, resume
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
 from tests.gpu.te_checks import BF16, FP8, TE
 from tests.helpers.batches import LENGTH, FullPackLoader
+from tests.helpers.class_checks import batch_of
 from tests.parallel.checks import join
+from tests.parallel.class_curve_checks import GivenLoader
 from tests.parallel.option_checks import MIXED
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
+from tests.unit.test_layer_graphs import PACKS
 
 STEPS = 5
 LORA = {"adapter.r": 8, "adapter.projection_r": 4, "model.freeze_vision_model": True}
@@ -37,6 +41,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora in FP8": LORA | FP8,
     "lora in FP8, no 16-bit copy": LORA | FP8 | {"training.fp8_recipe": "tensorwise", "adapter.quantize": "fp8"},
 }
+TOWERS: dict[str, dict[str, Any]] = {
+    "all trained": {},
+    "distributed": {"parallel.use_distributed_optimizer": True},
+    "adapters": {"adapter.r": 8, "adapter.vision_r": 8, "adapter.projection_r": 4, "model.freeze_vision_model": True},
+}
 
 Curve = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
@@ -51,6 +60,22 @@ def curves(tp: int, kind: str, checkpoint: str, save_dir: str) -> dict[str, Curv
         flags = given | {"model.cuda_graphs": on}
         trainer = make_trainer(groups, run_config(tp, 1, checkpoint, save_dir, **flags))
         found[name] = train(groups, trainer, loader_of(groups, trainer), STEPS)
+    return found
+
+
+def tower_curves(tp: int, checkpoint: str, save_dir: str, hf: str, kind: str) -> dict[str, Curve]:
+    """Train all of Qwen2.5-VL without and with graphs, of the tower too; each step has packs of several sizes."""
+    groups = join(tp, 1)
+    given = BF16 | TE | TOWERS[kind] | {"parallel.sequence_parallel": tp > 1, "data.packing": True}
+    batches = [batch_of(load_assets(Path(hf)), pack, packed=True) for pack in PACKS]
+    sizes = {"training.micro_batch_size": 1, "training.global_batch_size": len(PACKS)}
+    found = {}
+    for name, on in (("without", False), ("with", True)):
+        flags = given | sizes | {"model.cuda_graphs": on}
+        trainer = make_trainer(groups, run_config(tp, 1, checkpoint, save_dir, **flags))
+        assert len(trainer.graphs) == 2 * on
+        loader = GivenLoader(batches * STEPS) if groups.loads_data else None
+        found[name] = train(groups, trainer, loader, STEPS, len(PACKS))
     return found
 
 
@@ -84,13 +109,15 @@ def loader_of(groups: Groups, trainer: Trainer) -> FullPackLoader | None:
     return FullPackLoader(trainer.hf, micro_batch_size=size, text_only=MIXED, **ranks)
 
 
-def train(groups: Groups, trainer: Trainer, loader: FullPackLoader | None, steps: int) -> Curve:
+def train(
+    groups: Groups, trainer: Trainer, loader: Loader | None, steps: int, global_batch: int = GLOBAL_BATCH
+) -> Curve:
     """Train some steps."""
-    number = GLOBAL_BATCH // (trainer.run.training.micro_batch_size * groups.dp_size)
+    number = global_batch // (trainer.run.training.micro_batch_size * groups.dp_size)
     parts = groups, trainer.chunks, trainer.optimizer, trainer.scheduler
     found = []
     for _ in range(steps):
         batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
-        result = train_step(*parts, batches, GLOBAL_BATCH, trainer.graphs).result()
+        result = train_step(*parts, batches, global_batch, trainer.graphs).result()
         found.append((result.loss, result.grad_norm))
     return found

@@ -1,4 +1,4 @@
-"""Which passes of the decoder's layers run as graphs, with plain calls in the place of graphs. GPUs: tests/gpu."""
+"""Which passes of layers run as graphs, with plain calls in the place of graphs. GPUs: tests/gpu."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from torch import Tensor, nn
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_run, loader_multiple
 from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import ConfigError
 from llava_mcore.parallel.groups import join_alone
-from llava_mcore.training import layer_graphs
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step
-from llava_mcore.training.layer_graphs import LayerGraphs, padded_bounds
+from llava_mcore.training.graphs import layer_graphs, model_graphs
+from llava_mcore.training.graphs.layer_graphs import LayerGraphs
+from llava_mcore.training.graphs.packs import TokenPacks, padded_bounds
 from llava_mcore.training.optimization.optimizer import overlaps_param_gather
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.setup import layer_graphs as graphs_of
 from llava_mcore.training.step import train_step
 from tests.helpers.batches import LENGTH, FullPackLoader
+from tests.helpers.class_checks import batch_of
 from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_qwen import KINDS, make_each_kind
+from tests.helpers.videos import noise
+from tests.parallel.class_curve_checks import GivenLoader
 from tests.parallel.option_checks import MIXED
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
 
@@ -34,16 +40,19 @@ LORA = {"adapter.r": 4, "adapter.projection_r": 4, "model.freeze_vision_model": 
 
 
 @pytest.mark.parametrize(
-    ("bounds", "expected"),
+    ("bounds", "least", "expected"),
     [
-        ([0, 5], [0, 5]),
-        ([0, 5, 9], [0, 5, 9]),
-        ([0, 1, 2, 3], [0, 1, 2, 3, 3]),
-        ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 5, 5, 5]),
+        ([0, 5], 1, [0, 5]),
+        ([0, 5, 9], 1, [0, 5, 9]),
+        ([0, 1, 2, 3], 1, [0, 1, 2, 3, 3]),
+        ([0, 1, 2, 3, 4, 5], 1, [0, 1, 2, 3, 4, 5, 5, 5, 5]),
+        ([0, 1, 2, 3], 6, [0, 1, 2, 3, 3, 3, 3]),
+        ([0, 1, 2, 3], 3, [0, 1, 2, 3]),
+        ([0, 1, 2, 3], 2, [0, 1, 2, 3, 3]),
     ],
 )
-def test_empty_samples_fill_up_to_a_power_of_two(bounds: list[int], expected: list[int]) -> None:
-    assert padded_bounds(torch.tensor(bounds, dtype=torch.int32)).tolist() == expected
+def test_empty_samples_fill_up_to_a_power_of_two(bounds: list[int], least: int, expected: list[int]) -> None:
+    assert padded_bounds(torch.tensor(bounds, dtype=torch.int32), least).tolist() == expected
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +108,15 @@ def test_segments_compute_what_layers_do(
     calls = Calls()
     monkeypatch.setattr(layer_graphs, "make_graphs", calls)
     monkeypatch.setattr(layer_graphs, "new_pool", lambda: (0, 0))
-    monkeypatch.setattr(layer_graphs, "LAYERS_OF_A_GRAPH", 3)
+    monkeypatch.setattr(model_graphs, "LAYERS_OF_A_GRAPH", 3)
     trainer = make_trainer(groups, run)
     model = trainer.models[0].language_model
-    graphs = LayerGraphs(model, trainer.chunks[0], LENGTH)
+    segments, packs = model_graphs.decoder_segments(model), TokenPacks(model, LENGTH)
+    graphs = LayerGraphs(segments, model.config, trainer.chunks[0], packs)
     used = [p for segment in graphs._segments for p in segment.parameters()]
     trained = {id(p) for name, p in model.named_parameters() if p.requires_grad and ".layers." in name}
     assert {id(p) for p in used if p.requires_grad} == trained and trained
-    object.__setattr__(trainer, "graphs", graphs)
+    object.__setattr__(trainer, "graphs", [graphs])
     assert train(trainer) == expected
     # Four layers are two segments, with adapters one. The first step sees packs of two samples and of three, which
     # count as four.
@@ -121,12 +131,54 @@ def test_segments_compute_what_layers_do(
     assert calls.calls == before
 
 
+PICTURES = [noise(100, 40), noise(30, 70), noise(56, 56)]
+QUESTION = (Turn("user", "<image> What is it?"), Turn("assistant", "It is seven."))
+PACKS = [
+    *([Conversation(QUESTION, (picture,)) for picture in PICTURES], [Conversation(QUESTION, (PICTURES[1],))]),
+    [Conversation((Turn("user", "Is it even?"), Turn("assistant", "no.")), ())],
+]
+"""Several pictures, one, none."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """On filled-up patches, whose windows and pictures see nothing else. Qwen3-VL takes features between layers."""
+    groups, hf = join_alone(), make_each_kind(tmp_path / "hf")[name]
+    import_hf(hf, tmp_path / "megatron")
+    run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **{"training.micro_batch_size": 1})
+    batches = [batch_of(load_assets(hf), pack, packed=True) for pack in PACKS] * 3
+
+    def steps(trainer: Trainer) -> list[tuple[float, float]]:
+        loader, parts = GivenLoader(batches), (groups, trainer.chunks, trainer.optimizer, trainer.scheduler)
+        found = []
+        for _ in range(3):
+            given, *_ = fetch_step(groups, loader, len(PACKS), SkipBudget(0.0), trainer.fields)
+            result = train_step(*parts, given, len(PACKS), trainer.graphs).result()
+            found.append((result.loss, result.grad_norm))
+        return found
+
+    expected, calls = steps(make_trainer(groups, run)), Calls()
+    monkeypatch.setattr(layer_graphs, "make_graphs", calls)
+    monkeypatch.setattr(layer_graphs, "new_pool", lambda: (0, 0))
+    monkeypatch.setattr(model_graphs, "PATCHES", 64)
+    trainer = make_trainer(groups, run)
+    tower = trainer.models[0].vision_model
+    object.__setattr__(trainer, "graphs", [model_graphs.tower_graphs(tower, trainer.chunks[0])])
+    for found, wanted in zip(steps(trainer), expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-6)
+    number = len(list(model_graphs.tower_segments(tower)))
+    assert number == (len(tower.features.layers) if name == "qwen3_vl" else 1)
+    sizes = {captured[0][0] for captured in calls.captured}
+    assert len(sizes) == len(calls.captured) > 1 and all(size % 64 == 0 for size in sizes)
+    assert calls.calls == 2 * len(PACKS) * number
+
+
 def test_what_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> None:
     groups = join_alone()
     run = run_config(1, 1, str(checkpoint), str(tmp_path))
     trainer = make_trainer(groups, run)
     with pytest.raises(ConfigError, match="--cuda-graphs needs Transformer Engine's layers"):
-        graphs_of(run, trainer.models[0].language_model, trainer.chunks[0])
+        model_graphs.model_graphs(trainer.models[0], trainer.chunks[0], LENGTH)
 
 
 def test_rules(tmp_path: Path) -> None:

@@ -113,6 +113,8 @@ class PatchTransformer(VisionModule):
     def __init__(self, config: TransformerConfig, shape: PatchShape, features: FeatureChoice) -> None:
         super().__init__(config=config)
         self.shape, self.features, self.inv_freq = shape, features, shape.inv_freq
+        self.multiple = 1
+        """Blank patches fill up the layers' arguments to a multiple of this."""
         hidden, dtype = config.hidden_size, config.params_dtype
         self.conv1 = nn.Linear(shape.patch_numbers, hidden, bias=shape.conv_bias, dtype=dtype)
         if shape.num_positions:
@@ -179,9 +181,22 @@ class PatchTransformer(VisionModule):
             x = self._by_window(x, media[WINDOW_ORDER])
             angles = None if angles is None else self._by_window(angles, media[WINDOW_ORDER])
         angles = None if angles is None else angles[:, None, None]
+        missing = -len(x) % self.multiple
+        if missing:
+            x, media, max_seqlen = F.pad(x, (0, 0, 0, missing)), self._filled(media, missing), max(max_seqlen, missing)
+            angles = None if angles is None else F.pad(angles, (0, 0, 0, 0, 0, 0, 0, missing))
         taken = self._hidden_states(x[:, None], angles, self._packed(media, max_seqlen))
-        out = torch.cat([state.squeeze(1) for state in taken], dim=-1)
+        out = torch.cat([state.squeeze(1)[: len(patches)] for state in taken], dim=-1)
         return self.ln_post(out) if self.shape.post_norm else out
+
+    def _filled(self, media: Mapping[str, Tensor], missing: int) -> dict[str, Tensor]:
+        """Return lengths with those of one blank picture of so many patches, in full windows but the last."""
+        found = {MEDIA_SEQLENS: F.pad(media[MEDIA_SEQLENS], (0, 1), value=missing)}
+        if WINDOW_SEQLENS in media:
+            full, rest = divmod(missing, self.shape.window_patches)
+            windows = F.pad(media[WINDOW_SEQLENS], (0, full), value=self.shape.window_patches)
+            found[WINDOW_SEQLENS] = F.pad(windows, (0, 1), value=rest) if rest else windows
+        return found
 
     def _by_window(self, x: Tensor, order: Tensor) -> Tensor:
         """Return what patches have [n, …] in the order of the windows."""
@@ -231,11 +246,15 @@ def windows_of(patches: Sequence[int], windows: Sequence[int]) -> list[int]:
 
 def packed_bounds(lengths: Tensor, most: int) -> dict[str, Any]:
     """Return the arguments of PackedSeqParams for sequences of these lengths, int32. `most`: none is longer."""
-    bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return packed_arguments(F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), most)
+
+
+def packed_arguments(bounds: Tensor, longest: int) -> dict[str, Any]:
+    """Return the arguments of PackedSeqParams for sequences that begin at `bounds`, int32 [n + 1]."""
     return {
         "qkv_format": "thd",
         "cu_seqlens_q": bounds,
         "cu_seqlens_kv": bounds,
-        "max_seqlen_q": most,
-        "max_seqlen_kv": most,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
     }

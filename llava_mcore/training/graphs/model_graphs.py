@@ -1,0 +1,92 @@
+"""Which layers of a model become CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fp8_utils import is_first_last_bf16_layer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from llava_mcore.adapters.attach import adapters_of
+from llava_mcore.errors import ConfigError
+from llava_mcore.models.language.decoder import LanguageModel
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.vision.patches import PatchTransformer
+from llava_mcore.training.graphs.layer_graphs import LayerGraphs, factors_of
+from llava_mcore.training.graphs.packs import PatchPacks, TokenPacks
+
+# Layers of one graph. More of them copy and keep less between graphs; fewer let gradients be reduced earlier, which is
+# of no use for the small gradients of adapters: all their layers are one graph.
+LAYERS_OF_A_GRAPH = 4
+PATCHES = 1024
+"""A tower's patches are filled up to a multiple of this, so that few graphs serve all packs."""
+
+
+def model_graphs(model: VisionLanguageModel, chunk: DistributedDataParallel, longest: int) -> list[LayerGraphs]:
+    """Return the graphs of a model's decoder and, where patches of all pictures are one sequence, of a trained tower.
+
+    Args:
+        chunk: the data-parallel wrapper of the whole model.
+        longest: largest length of a sample.
+
+    Raises:
+        ConfigError: the model cannot have them.
+    """
+    found = [decoder_graphs(model.language_model, chunk, longest)]
+    if model.pre_process and isinstance(model.vision_model, PatchTransformer):
+        tower = model.vision_model
+        parameters = [*tower.decoder.parameters(), *factors_of(tower.decoder).parameters()]
+        if any(p.requires_grad for p in parameters) and tower.config.recompute_granularity is None:
+            found.append(tower_graphs(tower, chunk))
+    return found
+
+
+def decoder_graphs(model: LanguageModel, chunk: DistributedDataParallel, longest: int) -> LayerGraphs:
+    """Return the graphs of a decoder's layers.
+
+    Raises:
+        ConfigError: the model cannot have them.
+    """
+    config = model.config
+    reasons = {
+        "needs Transformer Engine's layers, which this run does not have": config.transformer_impl == "local",
+        "does not work with DeepStack, whose features are added between layers": model.shape.deepstack,
+        "does not work with dropout, which config.json asks for": config.attention_dropout or config.hidden_dropout,
+    }
+    found = [f"--cuda-graphs {reason}: omit the flag" for reason, holds in reasons.items() if holds]
+    if found:
+        raise ConfigError("\n".join(found))
+    return LayerGraphs(decoder_segments(model), config, chunk, TokenPacks(model, longest))
+
+
+def tower_graphs(tower: PatchTransformer, chunk: DistributedDataParallel) -> LayerGraphs:
+    """Return the graphs of a tower's layers, and let the tower fill up patches from now on."""
+    tower.multiple = PATCHES
+    return LayerGraphs(tower_segments(tower), tower.config, chunk, PatchPacks(tower))
+
+
+def decoder_segments(model: LanguageModel) -> Iterator[list[TransformerLayer]]:
+    """Yield layers that become one graph: neighbors, all in FP8 or none."""
+    is_adapted = any(adapters_of(module) for module in model.decoder.modules())
+    number = len(model.decoder.layers) if is_adapted else LAYERS_OF_A_GRAPH
+    for _, found in groupby(
+        model.decoder.layers, lambda layer: is_first_last_bf16_layer(model.config, layer.layer_number - 1)
+    ):
+        layers = list(found)
+        for start in range(0, len(layers), number):
+            yield layers[start : start + number]
+
+
+def tower_segments(tower: PatchTransformer) -> Iterator[list[TransformerLayer]]:
+    """Yield layers that become one graph: all, since each shape keeps its arguments, but the features are taken
+    between two graphs."""
+    layers: list[TransformerLayer] = []
+    for layer in tower.decoder.layers:
+        layers.append(layer)
+        if layer.layer_number in tower.features.layers:
+            yield layers
+            layers = []
+    if layers:
+        yield layers

@@ -116,7 +116,7 @@ def build_trainer(
     trained_parts = frozenset(name.partition(".")[0] for name, is_trained in trained.items() if is_trained)
     if adaptation is not None:
         trained_parts = adaptation.trained_parts
-    graphs = model_graphs(models[0], chunks[0], run.data.seq_length) if run.model.cuda_graphs else []
+    graphs = model_graphs(models[0], chunks[0], run) if run.model.cuda_graphs else []
     return Trainer(run, groups, hf, chunks, optimizer, scheduler, trained_parts, adaptation, graphs)
 
 

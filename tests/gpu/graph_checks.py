@@ -67,6 +67,7 @@ def tower_curves(tp: int, checkpoint: str, save_dir: str, hf: str, kind: str) ->
     """Train all of Qwen2.5-VL without and with graphs, of the tower too; each step has packs of several sizes."""
     groups = join(tp, 1)
     given = BF16 | TE | TOWERS[kind] | {"parallel.sequence_parallel": tp > 1, "data.packing": True}
+    given |= {"data.seq_length": 512}
     batches = [batch_of(load_assets(Path(hf)), pack, packed=True) for pack in PACKS]
     sizes = {"training.micro_batch_size": 1, "training.global_batch_size": len(PACKS)}
     found = {}

@@ -140,6 +140,9 @@ PACKS = [
 """Several pictures, one, none."""
 
 
+SEGMENTS = {"qwen2_vl": [[1, 2, 3], [4]], "qwen2_5_vl": [[1, 2, 3], [4]], "qwen3_vl": [[1], [2, 3], [4]]}
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """On filled-up patches, whose windows and pictures see nothing else. Qwen3-VL takes features between layers."""
@@ -160,17 +163,18 @@ def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pyte
     expected, calls = steps(make_trainer(groups, run)), Calls()
     monkeypatch.setattr(layer_graphs, "make_graphs", calls)
     monkeypatch.setattr(layer_graphs, "new_pool", lambda: (0, 0))
-    monkeypatch.setattr(model_graphs, "PATCHES", 64)
+    monkeypatch.setattr(model_graphs, "PATCHES_OF_A_SIZE", 8)
+    monkeypatch.setattr(model_graphs, "TOWER_LAYERS_OF_A_GRAPH", 3)
     trainer = make_trainer(groups, run)
     tower = trainer.models[0].vision_model
-    object.__setattr__(trainer, "graphs", [model_graphs.tower_graphs(tower, trainer.chunks[0])])
+    object.__setattr__(trainer, "graphs", [model_graphs.tower_graphs(tower, trainer.chunks[0], 600)])
     for found, wanted in zip(steps(trainer), expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-6)
-    number = len(list(model_graphs.tower_segments(tower)))
-    assert number == (len(tower.features.layers) if name == "qwen3_vl" else 1)
-    sizes = {captured[0][0] for captured in calls.captured}
-    assert len(sizes) == len(calls.captured) > 1 and all(size % 64 == 0 for size in sizes)
-    assert calls.calls == 2 * len(PACKS) * number
+    segments = [[layer.layer_number for layer in layers] for layers in model_graphs.tower_segments(tower)]
+    assert segments == SEGMENTS[name]
+    sizes = [captured[0][0] for captured in calls.captured]
+    assert sizes == [640, 600, 560, 520, 480, 440, 400, 360, 320, 240, 160, 80]
+    assert calls.calls == 2 * len(PACKS) * len(segments)
 
 
 def test_what_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> None:
@@ -178,7 +182,7 @@ def test_what_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> None:
     run = run_config(1, 1, str(checkpoint), str(tmp_path))
     trainer = make_trainer(groups, run)
     with pytest.raises(ConfigError, match="--cuda-graphs needs Transformer Engine's layers"):
-        model_graphs.model_graphs(trainer.models[0], trainer.chunks[0], LENGTH)
+        model_graphs.model_graphs(trainer.models[0], trainer.chunks[0], run)
 
 
 def test_rules(tmp_path: Path) -> None:

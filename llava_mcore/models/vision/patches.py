@@ -113,8 +113,9 @@ class PatchTransformer(VisionModule):
     def __init__(self, config: TransformerConfig, shape: PatchShape, features: FeatureChoice) -> None:
         super().__init__(config=config)
         self.shape, self.features, self.inv_freq = shape, features, shape.inv_freq
-        self.multiple = 1
-        """Blank patches fill up the layers' arguments to a multiple of this."""
+        self.sizes: tuple[int, ...] = ()
+        """Blank patches fill up the layers' arguments to one of these sizes, in ascending order, unless all are
+        smaller."""
         hidden, dtype = config.hidden_size, config.params_dtype
         self.conv1 = nn.Linear(shape.patch_numbers, hidden, bias=shape.conv_bias, dtype=dtype)
         if shape.num_positions:
@@ -181,7 +182,7 @@ class PatchTransformer(VisionModule):
             x = self._by_window(x, media[WINDOW_ORDER])
             angles = None if angles is None else self._by_window(angles, media[WINDOW_ORDER])
         angles = None if angles is None else angles[:, None, None]
-        missing = -len(x) % self.multiple
+        missing = next((size for size in self.sizes if size >= len(x)), len(x)) - len(x)
         if missing:
             x, media, max_seqlen = F.pad(x, (0, 0, 0, missing)), self._filled(media, missing), max(max_seqlen, missing)
             angles = None if angles is None else F.pad(angles, (0, 0, 0, 0, 0, 0, 0, missing))

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from llava_mcore.adapters.attach import adapters_of
 from llava_mcore.compat.graphs import make_graphs, new_pool, parameter_gathering
-from llava_mcore.training.graphs.packs import Packs
+from llava_mcore.training.graphs.packs import Packs, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 _FUSED = "grad_added_to_main_grad"
 # megatron-core's mark of layers whose weights may have changed since their last forward pass.
 _FIRST = "is_first_microbatch"
-
-_Shape = tuple[int, ...]
 
 
 class LayerGraphs:
@@ -56,8 +54,8 @@ class LayerGraphs:
         self._config, self._packs = config, packs
         self._gather = parameter_gathering(chunk)
         self._segments = [Segment(layers, packs) for layers in segments]
-        self._graphs: dict[_Shape, list[Callable[..., Tensor]]] = {}
-        self._seen: dict[_Shape, list[tuple[Tensor, ...]]] = {}
+        self._graphs: dict[tuple[int, ...], list[Callable[..., Tensor]]] = {}
+        self._seen: dict[tuple[int, ...], list[Sample]] = {}
         self._pool = new_pool()
         for number, segment in enumerate(self._segments):
             for layer in segment.layers:
@@ -68,19 +66,25 @@ class LayerGraphs:
 
         Call when no gradients are kept: sums of gradients are not defined afterwards.
         """
-        for shape, samples in self._seen.items():
-            logger.info("capturing CUDA graphs for %s", self._packs.describe(samples[0]))
-            self._mark_fused()
-            gc.collect()
-            torch.cuda.empty_cache()
-            self._graphs[shape] = make_graphs(
-                [Segment(segment.layers, self._packs) for segment in self._segments],
-                [tuple(_copy(x) for x in sample) for sample in samples],
-                fp8=[segment.in_fp8 for segment in self._segments],
-                recipe=get_fp8_recipe(self._config) if self._config.fp8 else None,
-                pool=self._pool,
-            )
+        for seen in self._seen.values():
+            for samples in self._packs.samples(seen):
+                if _shape(samples[0]) not in self._graphs:
+                    self._graphs[_shape(samples[0])] = self._captured(samples)
         self._seen.clear()
+
+    def _captured(self, samples: list[Sample]) -> list[Callable[..., Tensor]]:
+        """Return the graphs of all segments for arguments of these shapes."""
+        logger.info("capturing CUDA graphs for %s", self._packs.describe(samples[0]))
+        self._mark_fused()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return make_graphs(
+            [Segment(segment.layers, self._packs) for segment in self._segments],
+            samples,
+            fp8=[segment.in_fp8 for segment in self._segments],
+            recipe=get_fp8_recipe(self._config) if self._config.fp8 else None,
+            pool=self._pool,
+        )
 
     def _mark_fused(self) -> None:
         """Remember whose gradients Transformer Engine adds up itself; it has told so in passes without a graph."""
@@ -105,7 +109,7 @@ class LayerGraphs:
             segment.is_done = False
             if packed_seq_params is not None and layer.training and torch.is_grad_enabled():
                 given = self._packs.tensors(hidden_states, packed_seq_params, rotary_pos_emb)
-                shape = tuple(x.shape[0] for x in given)
+                shape = _shape(given)
                 if shape in self._graphs:
                     segment.is_done = True
                     return self._replay(segment, self._graphs[shape][number], given), context
@@ -139,9 +143,8 @@ def factors_of(layers: nn.Module) -> nn.ModuleList:
     return nn.ModuleList(factors for adapter in adapters for factors in adapter.factors.values())
 
 
-def _copy(x: Tensor) -> Tensor:
-    """Return memory of a graph's own for an argument, with its values."""
-    return x.detach().clone().requires_grad_(x.requires_grad)
+def _shape(sample: Sample) -> tuple[int, ...]:
+    return tuple(x.shape[0] for x in sample)
 
 
 class Segment(nn.Module):

@@ -10,6 +10,8 @@ from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from llava_mcore.adapters.attach import adapters_of
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.multimodal import VisionLanguageModel
@@ -20,27 +22,38 @@ from llava_mcore.training.graphs.packs import PatchPacks, TokenPacks
 # Layers of one graph. More of them copy and keep less between graphs; fewer let gradients be reduced earlier, which is
 # of no use for the small gradients of adapters: all their layers are one graph.
 LAYERS_OF_A_GRAPH = 4
-PATCHES = 1024
-"""A tower's patches are filled up to a multiple of this, so that few graphs serve all packs."""
+TOWER_LAYERS_OF_A_GRAPH = 8
+"""As LAYERS_OF_A_GRAPH. Before a capture each graph's layers run with memory of their own; afterwards each graph of
+each size keeps its result."""
+PATCHES_OF_A_SIZE = 256
+"""Sizes of packs of patches are multiples of this."""
 
 
-def model_graphs(model: VisionLanguageModel, chunk: DistributedDataParallel, longest: int) -> list[LayerGraphs]:
+def model_graphs(model: VisionLanguageModel, chunk: DistributedDataParallel, run: RunConfig) -> list[LayerGraphs]:
     """Return the graphs of a model's decoder and, where patches of all pictures are one sequence, of a trained tower.
 
     Args:
         chunk: the data-parallel wrapper of the whole model.
-        longest: largest length of a sample.
 
     Raises:
         ConfigError: the model cannot have them.
     """
-    found = [decoder_graphs(model.language_model, chunk, longest)]
+    found = [decoder_graphs(model.language_model, chunk, run.data.seq_length)]
     if model.pre_process and isinstance(model.vision_model, PatchTransformer):
         tower = model.vision_model
         parameters = [*tower.decoder.parameters(), *factors_of(tower.decoder).parameters()]
-        if any(p.requires_grad for p in parameters) and tower.config.recompute_granularity is None:
-            found.append(tower_graphs(tower, chunk))
+        most = run.training.micro_batch_size * most_patches(tower, run.data)
+        if most and any(p.requires_grad for p in parameters) and tower.config.recompute_granularity is None:
+            found.append(tower_graphs(tower, chunk, most))
     return found
+
+
+def most_patches(tower: PatchTransformer, data: DataConfig) -> int:
+    """Return the largest number of patches of a pack; 0 if there is no limit."""
+    limits = [] if data.max_media_tokens is None else [data.max_media_tokens]
+    if tower.shape.merged > 1:  # so many patches for each token
+        limits.append(data.seq_length * tower.shape.merged)
+    return min(limits, default=0)
 
 
 def decoder_graphs(model: LanguageModel, chunk: DistributedDataParallel, longest: int) -> LayerGraphs:
@@ -61,9 +74,9 @@ def decoder_graphs(model: LanguageModel, chunk: DistributedDataParallel, longest
     return LayerGraphs(decoder_segments(model), config, chunk, TokenPacks(model, longest))
 
 
-def tower_graphs(tower: PatchTransformer, chunk: DistributedDataParallel) -> LayerGraphs:
-    """Return the graphs of a tower's layers, and let the tower fill up patches from now on."""
-    tower.multiple = PATCHES
+def tower_graphs(tower: PatchTransformer, chunk: DistributedDataParallel, most: int) -> LayerGraphs:
+    """Return the graphs of a tower's layers, and let the tower fill up its patches from now on. `most`: of a pass."""
+    tower.sizes = sizes_up_to(most)
     return LayerGraphs(tower_segments(tower), tower.config, chunk, PatchPacks(tower))
 
 
@@ -79,13 +92,21 @@ def decoder_segments(model: LanguageModel) -> Iterator[list[TransformerLayer]]:
             yield layers[start : start + number]
 
 
+def sizes_up_to(most: int) -> tuple[int, ...]:
+    """Return the sizes that packs of patches are filled up to: sixteenths of the largest, below its half eighths.
+
+    On average a thirty-second of the largest is blank in packs that are more than half full.
+    """
+    step = -(-most // (16 * PATCHES_OF_A_SIZE)) * PATCHES_OF_A_SIZE
+    return tuple(step * i for i in range(2, 17) if i % 2 == 0 or i > 8)
+
+
 def tower_segments(tower: PatchTransformer) -> Iterator[list[TransformerLayer]]:
-    """Yield layers that become one graph: all, since each shape keeps its arguments, but the features are taken
-    between two graphs."""
+    """Yield layers that become one graph. Features are taken between two graphs."""
     layers: list[TransformerLayer] = []
     for layer in tower.decoder.layers:
         layers.append(layer)
-        if layer.layer_number in tower.features.layers:
+        if layer.layer_number in tower.features.layers or len(layers) == TOWER_LAYERS_OF_A_GRAPH:
             yield layers
             layers = []
     if layers:

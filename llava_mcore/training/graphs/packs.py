@@ -5,6 +5,7 @@ t: tokens or patches, h: hidden size, d: rotated dims of a head.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -14,8 +15,11 @@ from torch import Tensor
 from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.vision.patches import PatchTransformer, TowerSeqParams, packed_arguments
 
-LEAST_PICTURES = 4
+LEAST_PICTURES = 8
 """Pictures of a pack that graphs of a tower have room for at least. More cost time: cuDNN plans for all of them."""
+
+Sample = tuple[Tensor, ...]
+"""What one graph takes; its memory is the graph's own."""
 
 
 class Packs(Protocol):
@@ -26,6 +30,13 @@ class Packs(Protocol):
 
     def arguments(self, *tensors: Tensor) -> tuple[PackedSeqParams, Tensor | None]:
         """Return where samples begin, and rotary angles, of what `tensors` returned."""
+
+    def samples(self, seen: Sequence[Sample]) -> Iterator[list[Sample]]:
+        """Yield arguments of every graph of a model, for all shapes that are needed if this one is.
+
+        Args:
+            seen: of every graph, from one pass.
+        """
 
     def describe(self, tensors: tuple[Tensor, ...]) -> str:
         """Return what a graph of these shapes is for."""
@@ -50,6 +61,10 @@ class TokenPacks:
         _, bounds, angles = tensors
         return PackedSeqParams(**packed_arguments(bounds, self._longest)), angles
 
+    def samples(self, seen: Sequence[Sample]) -> Iterator[list[Sample]]:
+        """Yield them alone."""
+        yield [tuple(_copy(x) for x in sample) for sample in seen]
+
     def describe(self, tensors: tuple[Tensor, ...]) -> str:
         """Return what differs between graphs."""
         return f"{tensors[0].shape[0]} tokens and up to {tensors[1].shape[0] - 1} packed samples"
@@ -72,11 +87,16 @@ class TokenPacks:
 
 
 class PatchPacks:
-    """Packs of patches, which the tower has filled up to a multiple."""
+    """Packs of patches, which the tower has filled up to one of its sizes.
+
+    Each of the few sizes has a graph as soon as there is any, so that no pass beside the graphs needs memory of its
+    own. Graphs of all sizes share the memory of their arguments: one of them runs at a time.
+    """
 
     def __init__(self, tower: PatchTransformer) -> None:
         shape = tower.shape
         self._rotates, self._window = shape.inv_freq is not None, shape.window_patches
+        self._sizes = tower.sizes
 
     def tensors(self, hidden_states: Tensor, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:
         """Return hidden states, where pictures and windows begin, and angles; windows and angles where there are any.
@@ -87,7 +107,7 @@ class PatchPacks:
         found = [hidden_states, padded_bounds(packed.cu_seqlens_q, LEAST_PICTURES)]
         if packed.windows is not None:
             assert packed.windows.cu_seqlens_q is not None
-            found.append(padded_bounds(packed.windows.cu_seqlens_q, 2 * hidden_states.shape[0] // self._window))
+            found.append(padded_bounds(packed.windows.cu_seqlens_q, self._most_windows(hidden_states.shape[0])))
         return (*found, *([] if angles is None else [angles]))
 
     def arguments(self, *tensors: Tensor) -> tuple[PackedSeqParams, Tensor | None]:
@@ -97,9 +117,44 @@ class PatchPacks:
         whole = packed_arguments(bounds, hidden_states.shape[0])
         return TowerSeqParams(**whole, windows=windows), rest[-1] if self._rotates else None
 
+    def samples(self, seen: Sequence[Sample]) -> Iterator[list[Sample]]:
+        """Yield those of all sizes, the largest first, whose memory the others use."""
+        largest = [self._resized(sample, self._sizes[-1]) for sample in seen]
+        for size in reversed(self._sizes):
+            yield [
+                tuple(_part(x, y) for x, y in zip(whole, self._resized(sample, size), strict=True))
+                for whole, sample in zip(largest, seen, strict=True)
+            ]
+
+    def _resized(self, sample: Sample, size: int) -> Sample:
+        """Return blank arguments for so many patches, of one picture in full windows."""
+        hidden_states, bounds, *rest = sample
+        device, n = bounds.device, len(bounds)
+        starts = [torch.tensor([0, *[size] * (n - 1)], dtype=torch.int32, device=device)]
+        if self._window:
+            ends = torch.arange(self._most_windows(size) + 1, dtype=torch.int32, device=device) * self._window
+            starts.append(ends.clamp(max=size))
+        angles = [rest[-1].new_zeros(size, *rest[-1].shape[1:])] if self._rotates else []
+        blank = hidden_states.new_zeros(size, *hidden_states.shape[1:]).requires_grad_(hidden_states.requires_grad)
+        return blank, *starts, *angles
+
+    def _most_windows(self, size: int) -> int:
+        return 2 * size // self._window
+
     def describe(self, tensors: tuple[Tensor, ...]) -> str:
         """Return what differs between graphs."""
         return f"{tensors[0].shape[0]} patches and up to {tensors[1].shape[0] - 1} pictures"
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Return memory of a graph's own for an argument, with its values."""
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _part(whole: Tensor, wanted: Tensor) -> Tensor:
+    """Return the first rows of `whole` with the shape, values and needs of `wanted`."""
+    found = whole.detach()[: len(wanted)]
+    return found.copy_(wanted.detach()).requires_grad_(wanted.requires_grad)
 
 
 def padded_bounds(bounds: Tensor, least: int = 1) -> Tensor:

@@ -44,19 +44,25 @@ class LayerGraphs:
         config: TransformerConfig,
         chunk: DistributedDataParallel,
         packs: Packs,
+        *,
+        apart: bool = False,
     ) -> None:
         """
         Args:
             segments: layers that follow each other, without recomputation and dropout, each list to be one graph.
             config: of the layers.
             chunk: the data-parallel wrapper of the whole model.
+            apart: capture one segment after the other. Transformer Engine runs what it captures together once before,
+                with as much memory of its own as the graphs have. Graphs that are captured apart share none.
         """
         self._config, self._packs = config, packs
         self._gather = parameter_gathering(chunk)
         self._segments = [Segment(layers, packs) for layers in segments]
         self._graphs: dict[tuple[int, ...], list[Callable[..., Tensor]]] = {}
         self._seen: dict[tuple[int, ...], list[Sample]] = {}
-        self._pool = new_pool()
+        numbers = range(len(self._segments))
+        self._together = [[i] for i in numbers] if apart else [list(numbers)]
+        self._pools = [new_pool() for _ in self._together]
         for number, segment in enumerate(self._segments):
             for layer in segment.layers:
                 vars(layer)["forward"] = partial(self._forward, number, layer)
@@ -78,13 +84,16 @@ class LayerGraphs:
         self._mark_fused()
         gc.collect()
         torch.cuda.empty_cache()
-        return make_graphs(
-            [Segment(segment.layers, self._packs) for segment in self._segments],
-            samples,
-            fp8=[segment.in_fp8 for segment in self._segments],
-            recipe=get_fp8_recipe(self._config) if self._config.fp8 else None,
-            pool=self._pool,
-        )
+        found: list[Callable[..., Tensor]] = []
+        for numbers, pool in zip(self._together, self._pools, strict=True):
+            found += make_graphs(
+                [Segment(self._segments[i].layers, self._packs) for i in numbers],
+                [samples[i] for i in numbers],
+                fp8=[self._segments[i].in_fp8 for i in numbers],
+                recipe=get_fp8_recipe(self._config) if self._config.fp8 else None,
+                pool=pool,
+            )
+        return found
 
     def _mark_fused(self) -> None:
         """Remember whose gradients Transformer Engine adds up itself; it has told so in passes without a graph."""

@@ -23,8 +23,8 @@ from llava_mcore.training.graphs.packs import PatchPacks, TokenPacks
 # of no use for the small gradients of adapters: all their layers are one graph.
 LAYERS_OF_A_GRAPH = 4
 TOWER_LAYERS_OF_A_GRAPH = 8
-"""As LAYERS_OF_A_GRAPH. Before a capture each graph's layers run with memory of their own; afterwards each graph of
-each size keeps its result."""
+"""As LAYERS_OF_A_GRAPH. Before a capture the layers of a graph run with memory of their own; afterwards each graph of
+each size keeps its result and gradients."""
 PATCHES_OF_A_SIZE = 256
 """Sizes of packs of patches are multiples of this."""
 
@@ -77,7 +77,7 @@ def decoder_graphs(model: LanguageModel, chunk: DistributedDataParallel, longest
 def tower_graphs(tower: PatchTransformer, chunk: DistributedDataParallel, most: int) -> LayerGraphs:
     """Return the graphs of a tower's layers, and let the tower fill up its patches from now on. `most`: of a pass."""
     tower.sizes = sizes_up_to(most)
-    return LayerGraphs(tower_segments(tower), tower.config, chunk, PatchPacks(tower))
+    return LayerGraphs(tower_segments(tower), tower.config, chunk, PatchPacks(tower), apart=True)
 
 
 def decoder_segments(model: LanguageModel) -> Iterator[list[TransformerLayer]]:
@@ -93,12 +93,12 @@ def decoder_segments(model: LanguageModel) -> Iterator[list[TransformerLayer]]:
 
 
 def sizes_up_to(most: int) -> tuple[int, ...]:
-    """Return the sizes that packs of patches are filled up to: sixteenths of the largest, below its half eighths.
+    """Return the sizes that packs of patches are filled up to: eighths of the largest, below its half quarters.
 
-    On average a thirty-second of the largest is blank in packs that are more than half full.
+    On average a sixteenth of the largest is blank in packs that are more than half full.
     """
-    step = -(-most // (16 * PATCHES_OF_A_SIZE)) * PATCHES_OF_A_SIZE
-    return tuple(step * i for i in range(2, 17) if i % 2 == 0 or i > 8)
+    step = -(-most // (8 * PATCHES_OF_A_SIZE)) * PATCHES_OF_A_SIZE
+    return tuple(step * i for i in (2, 4, 5, 6, 7, 8))
 
 
 def tower_segments(tower: PatchTransformer) -> Iterator[list[TransformerLayer]]:

@@ -162,12 +162,12 @@ def adapters() -> str:
     """Return the figures of LoRA and QLoRA beside PEFT's."""
     names = {
         "lora": "LoRA",
-        "nf4": "QLoRA, before CUDA graphs",
+        "nf4": "QLoRA",
         "fp8": "LoRA with FP8 products",
         "fp8only": "LoRA on a base model in FP8 only",
     }
     lines = ["| | GPU | tokens/s | GiB |", "|---|---|---|---|"]
-    files = ("adapters_7b", "adapters_7b_h200", "adapters_7b_fp8", "adapters_7b_nf4", "adapters_13b")
+    files = ("adapters_7b", "adapters_7b_h200", "adapters_7b_fp8", "adapters_7b_nf4", "adapters_13b", "adapters_13b_nf4")
     for name, row in [(file, row) for file in files for row in _rows(file)]:
         who, kind = row["what"].split()
         size = row["shape"].removeprefix("llava-1.5-").upper()

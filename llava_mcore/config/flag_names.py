@@ -113,6 +113,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("training.fp8_format", ("--fp8-format",)),
         Flag("model.recompute", ("--recompute",)),
         Flag("model.cuda_graphs", ("--cuda-graphs",)),
+        Flag("model.cuda_graphs_vision", ("--cuda-graphs-vision",)),
         Flag("training.deterministic", ("--deterministic",)),
     ),
     "adapters": (

@@ -67,6 +67,7 @@ NEEDS: dict[str, Condition] = {
     "checkpoint.non_persistent_local_dir": _NON_PERSISTENT,
     "data.packing_buffer_size": _given("data.packing"),
     "model.cuda_graphs": _given("data.packing"),  # other batches have other lengths
+    "model.cuda_graphs_vision": _given("model.cuda_graphs"),
     "model.recompute_modules": _is("model.recompute", "selective"),
     "model.recompute_method": _is("model.recompute", "full"),
     "model.recompute_num_layers": _is("model.recompute", "full"),

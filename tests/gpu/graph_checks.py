@@ -72,7 +72,7 @@ def tower_curves(tp: int, checkpoint: str, save_dir: str, hf: str, kind: str) ->
     sizes = {"training.micro_batch_size": 1, "training.global_batch_size": len(PACKS)}
     found = {}
     for name, on in (("without", False), ("with", True)):
-        flags = given | sizes | {"model.cuda_graphs": on}
+        flags = given | sizes | {"model.cuda_graphs": on, "model.cuda_graphs_vision": on}
         trainer = make_trainer(groups, run_config(tp, 1, checkpoint, save_dir, **flags))
         assert len(trainer.graphs) == 2 * on
         loader = GivenLoader(batches * STEPS) if groups.loads_data else None

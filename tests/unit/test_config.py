@@ -115,6 +115,7 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--lora-rslora", "adapter.rslora", True),
     ("--lora-quantize nf4", "adapter.quantize", "nf4"),
     ("--cuda-graphs", "model.cuda_graphs", True),
+    ("--cuda-graphs-vision", "model.cuda_graphs_vision", True),
     ("--deterministic", "training.deterministic", True),
     ("--train-samples 900", "training.train_samples", 900),
     ("--rampup-batch-size 2,2,100", "training.rampup_batch_size", "2,2,100"),

@@ -148,7 +148,8 @@ def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pyte
     """On filled-up patches, whose windows and pictures see nothing else. Qwen3-VL takes features between layers."""
     groups, hf = join_alone(), make_each_kind(tmp_path / "hf")[name]
     import_hf(hf, tmp_path / "megatron")
-    run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **{"training.micro_batch_size": 1})
+    sizes = {"training.micro_batch_size": 1, "data.seq_length": 150}
+    run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **sizes)
     batches = [batch_of(load_assets(hf), pack, packed=True) for pack in PACKS] * 3
 
     def steps(trainer: Trainer) -> list[tuple[float, float]]:
@@ -167,13 +168,13 @@ def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(model_graphs, "TOWER_LAYERS_OF_A_GRAPH", 3)
     trainer = make_trainer(groups, run)
     tower = trainer.models[0].vision_model
-    object.__setattr__(trainer, "graphs", [model_graphs.tower_graphs(tower, trainer.chunks[0], 600)])
+    object.__setattr__(trainer, "graphs", [model_graphs.tower_graphs(tower, trainer.chunks[0], run)])
     for found, wanted in zip(steps(trainer), expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-6)
     segments = [[layer.layer_number for layer in layers] for layers in model_graphs.tower_segments(tower)]
     assert segments == SEGMENTS[name]
-    sizes = [captured[0][0] for captured in calls.captured]
-    assert sizes == [size for size in (640, 560, 480, 400, 320, 160) for _ in segments]
+    found_sizes = [captured[0][0] for captured in calls.captured]
+    assert found_sizes == [size for size in (640, 560, 480, 400, 320, 160) for _ in segments]
     assert calls.calls == 2 * len(PACKS) * len(segments)
 
 
@@ -183,6 +184,22 @@ def test_what_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> None:
     trainer = make_trainer(groups, run)
     with pytest.raises(ConfigError, match="--cuda-graphs needs Transformer Engine's layers"):
         model_graphs.model_graphs(trainer.models[0], trainer.chunks[0], run)
+
+
+def test_which_towers_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> None:
+    groups, hf = join_alone(), make_each_kind(tmp_path / "hf")["qwen2_vl"]
+    import_hf(hf, tmp_path / "megatron")
+    tiles, patches, recomputed = str(checkpoint), str(tmp_path / "megatron"), {"model.recompute_vision": "full"}
+    cases = [
+        (tiles, {}, "pictures of any size"),
+        (patches, {"model.freeze_vision_model": True}, "captures a trained tower"),
+        (patches, recomputed, "does not work with model.recompute_vision"),
+    ]
+    for folder, flags, message in cases:
+        run = run_config(1, 1, folder, str(tmp_path), **flags)
+        trainer = make_trainer(groups, run)
+        with pytest.raises(ConfigError, match=f"--cuda-graphs-vision .*{message}"):
+            model_graphs.tower_graphs(trainer.models[0].vision_model, trainer.chunks[0], run)
 
 
 def test_rules(tmp_path: Path) -> None:

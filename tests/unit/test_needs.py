@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "checkpoint.non_persistent_local_dir": ("/d", ["checkpoint.non_persistent_save_interval=5"]),
     "data.packing_buffer_size": ("8", ["data.packing=true"]),
     "model.cuda_graphs": ("true", ["data.packing=true"]),
+    "model.cuda_graphs_vision": ("true", ["model.cuda_graphs=true", "data.packing=true"]),
     "model.recompute_modules": ("core_attn", ["model.recompute=selective"]),
     "model.recompute_method": ("block", ["model.recompute=full"]),
     "model.recompute_num_layers": ("2", ["model.recompute=full"]),

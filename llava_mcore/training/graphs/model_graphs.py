@@ -8,6 +8,7 @@ from itertools import groupby
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
 
 from llava_mcore.adapters.attach import adapters_of
 from llava_mcore.config.schema import RunConfig
@@ -30,21 +31,18 @@ PATCHES_OF_A_SIZE = 256
 
 
 def model_graphs(model: VisionLanguageModel, chunk: DistributedDataParallel, run: RunConfig) -> list[LayerGraphs]:
-    """Return the graphs of a model's decoder and, where patches of all pictures are one sequence, of a trained tower.
+    """Return the graphs that a run asks for.
 
     Args:
-        chunk: the data-parallel wrapper of the whole model.
+        model: the whole model, on one pipeline stage.
+        chunk: its data-parallel wrapper.
 
     Raises:
         ConfigError: the model cannot have them.
     """
     found = [decoder_graphs(model.language_model, chunk, run.data.seq_length)]
-    if model.pre_process and isinstance(model.vision_model, PatchTransformer):
-        tower = model.vision_model
-        parameters = [*tower.decoder.parameters(), *factors_of(tower.decoder).parameters()]
-        most = run.training.micro_batch_size * most_patches(tower, run.data)
-        if most and any(p.requires_grad for p in parameters) and tower.config.recompute_granularity is None:
-            found.append(tower_graphs(tower, chunk, most))
+    if run.model.cuda_graphs_vision:
+        found.append(tower_graphs(model.vision_model, chunk, run))
     return found
 
 
@@ -74,9 +72,24 @@ def decoder_graphs(model: LanguageModel, chunk: DistributedDataParallel, longest
     return LayerGraphs(decoder_segments(model), config, chunk, TokenPacks(model, longest))
 
 
-def tower_graphs(tower: PatchTransformer, chunk: DistributedDataParallel, most: int) -> LayerGraphs:
-    """Return the graphs of a tower's layers, and let the tower fill up its patches from now on. `most`: of a pass."""
-    tower.sizes = sizes_up_to(most)
+def tower_graphs(tower: nn.Module, chunk: DistributedDataParallel, run: RunConfig) -> LayerGraphs:
+    """Return the graphs of a tower's layers, and let the tower fill up its patches from now on.
+
+    Raises:
+        ConfigError: the tower cannot have them.
+    """
+    flag = "--cuda-graphs-vision"
+    if not isinstance(tower, PatchTransformer):
+        raise ConfigError(f"{flag} captures towers for pictures of any size, such as Qwen-VL's: omit the flag")
+    if tower.config.recompute_granularity is not None:
+        raise ConfigError(f"{flag} does not work with model.recompute_vision: omit one of them")
+    parameters = [*tower.decoder.parameters(), *factors_of(tower.decoder).parameters()]
+    if not any(p.requires_grad for p in parameters):
+        raise ConfigError(f"{flag} captures a trained tower: train it, adapt it, or omit the flag")
+    most = most_patches(tower, run.data)
+    if not most:
+        raise ConfigError(f"{flag} needs a largest number of patches: set data.max_media_tokens, or omit the flag")
+    tower.sizes = sizes_up_to(run.training.micro_batch_size * most)
     return LayerGraphs(tower_segments(tower), tower.config, chunk, PatchPacks(tower), apart=True)
 
 

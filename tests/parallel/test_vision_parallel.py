@@ -103,7 +103,7 @@ def assert_same_gradients(
 
 
 @pytest.mark.long
-def test_twenty_steps_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_steps_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """With two pipeline stages, and with two replicas of the model."""
     others = {name: cases[name] for name in ("qwen2_5_vl", "qwen3_vl", "audio")}
     arguments: dict[str, Any] = {"llava": cases["llava"]["checkpoint"], "save_dir": str(tmp_path)}

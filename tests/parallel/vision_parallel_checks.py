@@ -84,7 +84,7 @@ def _loader(
 
 
 def curves(tp: int, pp: int, cases: dict[str, dict[str, Any]], llava: str, save_dir: str) -> dict[str, Any]:
-    """Train 20 steps of two packs of each case (none with several replicas), and LLaVA with other options."""
+    """Train 8 steps of two packs of each case (none with several replicas), and LLaVA with other options."""
     groups = join(tp, pp)
     whole = WHOLE if tp > 1 else {}
     found = {}
@@ -93,8 +93,8 @@ def curves(tp: int, pp: int, cases: dict[str, dict[str, Any]], llava: str, save_
         found[name] = _curve(groups, run, case)
     mixed, short = {1, 4, 5, 6, 7}, {"training.train_iters": 4}
     variants: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "packed": SEQUENCE | DISTRIBUTED,
+        "plain": {"training.train_iters": 8},
+        "packed": SEQUENCE | DISTRIBUTED | {"training.train_iters": 8},
         "recomputed": RECOMPUTED | short,
         "stage 1": STAGE_1 | short,
         "frozen tower": {"model.freeze_vision_model": True} | short,
@@ -114,9 +114,9 @@ def _without_tp(flags: dict[str, Any]) -> dict[str, Any]:
 
 def _curve(groups: Groups, run: RunConfig, case: dict[str, Any]) -> dict[str, list[float]]:
     trainer = make_trainer(groups, run)
-    loader = _loader(groups, case, [pack for _ in range(20) for pack in (case["all"], case["single"])], packed=True)
+    loader = _loader(groups, case, [pack for _ in range(8) for pack in (case["all"], case["single"])], packed=True)
     losses, norms = [], []
-    for _ in range(20):
+    for _ in range(8):
         batches, *_ = fetch_step(groups, loader, 2, SkipBudget(0.0), trainer.fields)
         result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, 2).result()
         losses.append(result.loss)

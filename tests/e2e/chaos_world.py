@@ -52,17 +52,17 @@ LAYOUTS = (
 class World:
     """A model, data, and what an uninterrupted run of them at one layout has written."""
 
-    def __init__(self, material: Path, root: Path, layout: Layout) -> None:
+    def __init__(self, material: Path, root: Path, layout: Layout, iterations: int = ITERATIONS) -> None:
         """Train the uninterrupted run.
 
         Args:
             material: folder that `make_material` has filled.
         """
-        self.material, self.root, self.layout = material, root, layout
+        self.material, self.root, self.layout, self.iterations = material, root, layout, iterations
         root.mkdir(parents=True, exist_ok=True)
         run("train/run.py", *self.flags("whole"), timeout=COMMAND_TIMEOUT, env=os.environ | ENVIRONMENT)
         self.whole = self.compared(root / "whole")
-        assert [values[0] for values in self.whole] == list(range(1, ITERATIONS + 1))
+        assert [values[0] for values in self.whole] == list(range(1, iterations + 1))
 
     def flags(self, name: str, save_dir: Path | None = None) -> list[Any]:
         """Return the command line of one run, which writes to `save_dir`, else below `root`."""
@@ -71,7 +71,7 @@ class World:
         out = ("--save-dir", save_dir or self.root, "--data-path", material / "data", "--name", name)
         sizes = ("--micro-batch-size", 1, "--global-batch-size", 4, "--seq-length", 64, "--lr", 1e-3)
         saving = ("--save", "--save-optim", "--load-optim", "--save-interval", 2 * INTERVAL, "--keep-last", 2)
-        more = ("--non-persistent-save-interval", INTERVAL, "--train-iters", ITERATIONS, "--timeout", HANG_SECONDS)
+        more = ("--non-persistent-save-interval", INTERVAL, "--train-iters", self.iterations, "--timeout", HANG_SECONDS)
         switches = ["--async-save"] * layout.background + ["--dist-optim"] * layout.distributed
         if layout.on_node:
             switches += ["--non-persistent-local-ckpt-dir", (save_dir or self.root) / "disk"]

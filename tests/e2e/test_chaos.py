@@ -17,8 +17,10 @@ import pytest
 
 from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.layout import latest_iteration
-from tests.e2e.chaos_world import ITERATIONS, LAYOUTS, World, make_material
+from tests.e2e.chaos_world import LAYOUTS, World, make_material
 from tests.helpers.commands import ROOT, command, kill_tree, read_metrics, run
+
+ITERATIONS = 40
 
 
 def workers(pid: int) -> list[psutil.Process]:
@@ -54,7 +56,8 @@ def interrupt(
 
 @pytest.mark.cluster
 def test_stopped_killed_and_resumed_equals_unbroken(tmp_path: Path) -> None:
-    world, name = World(make_material(tmp_path / "material"), tmp_path / "save", LAYOUTS[2]), "broken"
+    material, name = make_material(tmp_path / "material"), "broken"
+    world = World(material, tmp_path / "save", LAYOUTS[2], ITERATIONS)
     folder = world.root / name
 
     def reached(iteration: int) -> bool:

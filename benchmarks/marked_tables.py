@@ -167,8 +167,8 @@ def adapters() -> str:
         "fp8only": "LoRA on a base model in FP8 only",
     }
     lines = ["| | GPU | tokens/s | GiB |", "|---|---|---|---|"]
-    files = ("adapters_7b", "adapters_7b_h200", "adapters_7b_fp8", "adapters_7b_nf4", "adapters_13b", "adapters_13b_nf4")
-    for name, row in [(file, row) for file in files for row in _rows(file)]:
+    files = ("7b", "7b_h200", "7b_fp8", "7b_nf4", "13b", "13b_nf4")
+    for name, row in [(f"adapters_{file}", row) for file in files for row in _rows(f"adapters_{file}")]:
         who, kind = row["what"].split()
         size = row["shape"].removeprefix("llava-1.5-").upper()
         older = ", older" if name == "adapters_7b_h200" else ""

@@ -15,8 +15,9 @@ from torch import Tensor
 from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.vision.patches import PatchTransformer, TowerSeqParams, packed_arguments
 
-LEAST_PICTURES = 8
-"""Pictures of a pack that graphs of a tower have room for at least. More cost time: cuDNN plans for all of them."""
+PICTURES = (8, 32)
+"""Pictures of a pack that graphs of a tower have room for. More room costs time, because cuDNN plans for all of it; more
+choices cost memory."""
 
 Sample = tuple[Tensor, ...]
 """What one graph takes; its memory is the graph's own."""
@@ -104,7 +105,9 @@ class PatchPacks:
         Windows at a picture's edges are smaller: there is room for twice as many as of full ones.
         """
         assert isinstance(packed, TowerSeqParams) and packed.cu_seqlens_q is not None
-        found = [hidden_states, padded_bounds(packed.cu_seqlens_q, LEAST_PICTURES)]
+        number = packed.cu_seqlens_q.shape[0] - 1
+        room = next((x for x in PICTURES if x >= number), 1)
+        found = [hidden_states, padded_bounds(packed.cu_seqlens_q, room)]
         if packed.windows is not None:
             assert packed.windows.cu_seqlens_q is not None
             found.append(padded_bounds(packed.windows.cu_seqlens_q, self._most_windows(hidden_states.shape[0])))

@@ -16,7 +16,7 @@ from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.vision.patches import PatchTransformer, TowerSeqParams, packed_arguments
 
 PICTURES = (8, 32)
-"""Pictures of a pack that graphs of a tower have room for. More room costs time, because cuDNN plans for all of it; more
+"""Pictures of a pack that graphs of a tower have room for. More room costs time, as cuDNN plans for all of it, and more
 choices cost memory."""
 
 Sample = tuple[Tensor, ...]

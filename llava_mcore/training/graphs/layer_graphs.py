@@ -60,6 +60,8 @@ class LayerGraphs:
         self._segments = [Segment(layers, packs) for layers in segments]
         self._graphs: dict[tuple[int, ...], list[Callable[..., Tensor]]] = {}
         self._seen: dict[tuple[int, ...], list[Sample]] = {}
+        self._without: set[tuple[int, ...]] = set()
+        """Shapes that have no graphs and get none."""
         numbers = range(len(self._segments))
         self._together = [[i] for i in numbers] if apart else [list(numbers)]
         self._pools = [new_pool() for _ in self._together]
@@ -76,6 +78,7 @@ class LayerGraphs:
             for samples in self._packs.samples(seen):
                 if _shape(samples[0]) not in self._graphs:
                     self._graphs[_shape(samples[0])] = self._captured(samples)
+        self._without |= self._seen.keys() - self._graphs.keys()
         self._seen.clear()
 
     def _captured(self, samples: list[Sample]) -> list[Callable[..., Tensor]]:
@@ -122,8 +125,9 @@ class LayerGraphs:
                 if shape in self._graphs:
                     segment.is_done = True
                     return self._replay(segment, self._graphs[shape][number], given), context
-                kept = tuple(x.detach().requires_grad_(x.requires_grad) for x in given)
-                self._seen.setdefault(shape, [()] * len(self._segments))[number] = kept
+                if shape not in self._without:
+                    kept = tuple(x.detach().requires_grad_(x.requires_grad) for x in given)
+                    self._seen.setdefault(shape, [()] * len(self._segments))[number] = kept
         if segment.is_done:
             return hidden_states, context
         own = type(layer).forward

@@ -189,11 +189,10 @@ def test_what_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> None:
 def test_which_towers_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> None:
     groups, hf = join_alone(), make_each_kind(tmp_path / "hf")["qwen2_vl"]
     import_hf(hf, tmp_path / "megatron")
-    tiles, patches, recomputed = str(checkpoint), str(tmp_path / "megatron"), {"model.recompute_vision": "full"}
+    tiles, patches = str(checkpoint), str(tmp_path / "megatron")
     cases = [
         (tiles, {}, "pictures of any size"),
         (patches, {"model.freeze_vision_model": True}, "captures a trained tower"),
-        (patches, recomputed, "does not work with model.recompute_vision"),
     ]
     for folder, flags, message in cases:
         run = run_config(1, 1, folder, str(tmp_path), **flags)
@@ -208,10 +207,14 @@ def test_rules(tmp_path: Path) -> None:
     found = check_run(alone, None, world_size=1, device_available=True)
     assert any("--cuda-graphs has no effect without --packing" in x for x in found)
     others = ["data.packing=true", "parallel.pipeline_model_parallel_size=2", "model.recompute=full"]
+    others += ["model.cuda_graphs_vision=true", "model.freeze_vision_model=false", "model.recompute_vision=full"]
     run = load_run_config(None, [*base, *others, "adapter.r=4", "adapter.dropout=0.1", "data.seq_length=1024"])
     found = [x for x in check_run(run, None, world_size=2, device_available=False) if "--cuda-graphs" in x]
-    words = ("on GPUs", "--pp 1 only", "--recompute full", "--lora-dropout")
+    words = ("on GPUs", "--pp 1 only", "--recompute full", "--lora-dropout", "model.recompute_vision")
     assert len(found) == len(words) and all(any(word in x for x in found) for word in words)
+    frozen = load_run_config(None, [*base, "data.packing=true", "model.cuda_graphs_vision=true"])
+    found = check_run(frozen, None, world_size=1, device_available=True)
+    assert any("--cuda-graphs-vision captures a trained tower" in x for x in found)
     assert loader_multiple(run) == 1024
 
 

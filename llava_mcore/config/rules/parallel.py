@@ -38,6 +38,10 @@ def _check_graphs(run: RunConfig, device_available: bool) -> Iterator[str]:
         yield f"{flag} does not work with --recompute {run.model.recompute}: omit one of them"
     if run.adapter.dropout:
         yield f"{flag} does not work with --lora-dropout: omit one of them"
+    if run.model.cuda_graphs_vision and run.model.recompute_vision != "none":
+        yield "--cuda-graphs-vision does not work with model.recompute_vision: omit one of them"
+    if run.model.cuda_graphs_vision and not trains_tower(run):
+        yield "--cuda-graphs-vision captures a trained tower: train it, adapt it, or omit the flag"
 
 
 def _check_optimizer(run: RunConfig, device_available: bool) -> Iterator[str]:

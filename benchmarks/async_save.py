@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.material import make_shards
 from benchmarks.record import ROOT, about
-from benchmarks.runs import read_lines, training_command
+from benchmarks.runs import ending_with_us, read_lines, training_command
 from benchmarks.shapes import SHAPES, make_hf_folder
 from llava_mcore.checkpoint.layout import iteration_folder
 
@@ -103,7 +103,7 @@ def command(args: argparse.Namespace, folder: Path) -> list[str]:
 
 def watched(words: Sequence[str], run_dir: Path) -> int:
     """Run the training; delete its checkpoints as soon as they are complete. Return the exit code."""
-    with subprocess.Popen(words, cwd=ROOT) as process:
+    with subprocess.Popen(ending_with_us(words), cwd=ROOT) as process:
         while process.poll() is None:
             time.sleep(0.5)
             for save in read_lines(run_dir / SAVES):

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.material import make_shards
 from benchmarks.record import ROOT, show, write_record
-from benchmarks.runs import RECIPES, read_lines, training_command
+from benchmarks.runs import RECIPES, ending_with_us, read_lines, training_command
 from benchmarks.shapes import SHAPES, make_hf_folder
 
 AGAIN = "bf16 again"
@@ -78,7 +78,7 @@ def start(args: argparse.Namespace, folder: Path, data: Path, recipe: str, gpu: 
     }
     command = training_command(options, "--init", *RUNS[recipe])
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu % torch.cuda.device_count())}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(ending_with_us(command), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
 
 def folder_of(recipe: str) -> str:

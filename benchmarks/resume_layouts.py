@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.material import make_shards
 from benchmarks.record import ROOT, show, write_record
-from benchmarks.runs import read_lines, training_command
+from benchmarks.runs import ending_with_us, read_lines, training_command
 from benchmarks.shapes import SHAPES, make_hf_folder
 
 
@@ -87,7 +87,7 @@ def row_of(args: argparse.Namespace, folder: Path, what: str, layout: str) -> di
     flags = ["--save", "--save-optim"] if what == "save" else ["--load-optim"]
     command = training_command(options, "--init", "--dist-optim", *flags, *args.overrides)
     start = time.perf_counter()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    subprocess.run(ending_with_us(command), cwd=ROOT, check=True, stdout=sys.stderr)
     found = {"what": what, "tp": int(tp), "pp": int(pp), "dp": args.gpus // (int(tp) * int(pp))}
     found |= {"seconds, start included": round(time.perf_counter() - start, 1)}
     steps = args.steps if what == "save" else args.more

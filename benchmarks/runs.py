@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.record import ROOT
+from llava_mcore import parent
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
 """What --fp8-recipe takes."""
@@ -33,8 +35,16 @@ def run_command(
     command: Sequence[str], result: Path, env: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[dict[str, Any]], str]:
     """Run it, with `env` added to the environment; return the lines of its result, or the end of what it printed."""
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ending_with_us(command), cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False
+    )
     return ([], (done.stdout + done.stderr)[-6000:]) if done.returncode else (read_lines(result), "")
+
+
+def ending_with_us(command: Sequence[str]) -> list[str]:
+    """Return the command of a run that is interrupted when this process ends, by `timeout` for example, and with it
+    everything that it has started. Otherwise it would stay on the GPUs beside the next benchmark."""
+    return [sys.executable, "-P", parent.__file__, str(os.getpid()), str(int(signal.SIGINT)), "0", *command]
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_for_nodes(running: Cluster, num_nodes: int) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while True:
         done = subprocess.run(
             ["sinfo", "--noheader", "--format=%D %t"], env=running.env, capture_output=True, text=True, check=False

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.record import ROOT
-from llava_mcore import parent
+from llava_mcore.parent import tied_command
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
 """What --fp8-recipe takes."""
@@ -42,9 +42,11 @@ def run_command(
 
 
 def ending_with_us(command: Sequence[str]) -> list[str]:
-    """Return the command of a run that is interrupted when this process ends, by `timeout` for example, and with it
-    everything that it has started. Otherwise it would stay on the GPUs beside the next benchmark."""
-    return [sys.executable, "-P", parent.__file__, str(os.getpid()), str(int(signal.SIGINT)), "0", *command]
+    """Return the command of a run that is interrupted when this process ends, for example because `timeout` ends it.
+
+    Otherwise the run would stay on the GPUs beside the next benchmark.
+    """
+    return tied_command(command, signal.SIGINT)
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

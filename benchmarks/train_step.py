@@ -39,7 +39,7 @@ from benchmarks.train_step_peer import peer
 from benchmarks.train_step_rows import PEERS, Entry, row_of
 
 LOADERS = 4
-"""Loader processes per GPU; ranks that load data have those of the ranks that share their data too."""
+"""Loader processes per GPU. The rank that loads data for tp x pp ranks has those of all of them."""
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -26,6 +27,15 @@ def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def tied_command(command: Sequence[str], number: signal.Signals, *, held: bool = False) -> list[str]:
+    """Return the command that runs another one, which gets a signal when this process ends.
+
+    Args:
+        held: whether it expects the signals that we block to stay blocked.
+    """
+    return [sys.executable, "-P", __file__, str(os.getpid()), str(int(number)), str(int(held)), *command]
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from llava_mcore import parent
+from llava_mcore.parent import tied_command
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 STOP = signal.SIGUSR1
@@ -70,15 +70,7 @@ def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, ours
 
     before = {number: signal.signal(number, forward) for number in FORWARDED}
     number = signal.SIGKILL if ours else signal.SIGTERM
-    command = [
-        sys.executable,
-        "-P",
-        parent.__file__,
-        str(os.getpid()),
-        str(int(number)),
-        str(int(ours is not None)),
-        *argv,
-    ]
+    command = tied_command(argv, number, held=ours is not None)
     try:
         # Blocked, so that a signal cannot end the child before it can answer.
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)

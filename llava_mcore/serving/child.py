@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -12,8 +11,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import IO
 
-from llava_mcore import parent
 from llava_mcore.errors import ConfigError
+from llava_mcore.parent import tied_command
 
 READY = re.compile(r"^serving .* at (http://\S+/v1)")
 SECONDS_TO_END = 10
@@ -27,8 +26,8 @@ def server(flags: Sequence[str]) -> Iterator[str]:
         ConfigError: it could not start; its message has been printed.
     """
     serve = [sys.executable, "-m", "llava_mcore", "serve", "--port", "0", *flags]
-    tied = [sys.executable, "-P", parent.__file__, str(os.getpid()), str(int(signal.SIGTERM)), "0"]
-    process = subprocess.Popen([*tied, *serve], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    command = tied_command(serve, signal.SIGTERM)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     try:
         yield _address(process, process.stdout)

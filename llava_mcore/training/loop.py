@@ -51,6 +51,7 @@ def train(
         Whether the run is complete.
     """
     loop = _Loop(trainer, loader, progress, hf, watchdog, times, validation, answers)
+    times.begin("first iteration")
     try:
         while not loop.is_complete:
             asked_to_stop = loop.iterate(stop)
@@ -89,7 +90,6 @@ class _Loop:
         self.answerer = together(self.groups, lambda: Answerer(trainer, answers, hf, watchdog))
         self.profiler = IterationProfiler(self.run, self.groups)
         self.first = progress.iteration + 1
-        times.begin("first iteration")
         self.saved: int | None = None
         """The iteration of the last checkpoint that is kept, if this process has saved one."""
 

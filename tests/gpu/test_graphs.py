@@ -12,7 +12,7 @@ from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.convert.import_hf import import_hf
 from tests.gpu.graph_checks import KINDS, TOWERS, Curve
 from tests.helpers.tiny_hf import make_hf_llava
-from tests.helpers.tiny_qwen import make_each_kind
+from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,8 @@ def assert_same(runs: dict[str, Curve]) -> None:
 @pytest.mark.parametrize("tp", (1, 2)[: torch.cuda.device_count()])
 def test_graphs_of_a_tower_change_no_number(tmp_path: Path, tp: int, kind: str) -> None:
     """On pictures of several sizes: their patches are filled up to the size of a graph, and so are their windows."""
-    hf = make_each_kind(tmp_path / "hf")["qwen2_5_vl"]
+    hf = tmp_path / "hf"
+    make_hf_qwen(hf, "qwen2_5_vl")
     import_hf(hf, tmp_path / "megatron")
     arguments = {"tp": tp, "kind": kind, "checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path)}
     assert_same(run_world(tp, "tests.gpu.graph_checks:tower_curves", hf=str(hf), **arguments)[0])

@@ -26,6 +26,7 @@ from tests.parallel.class_curve_checks import GivenLoader
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
 
+CURVE_STEPS = 8
 WHOLE = {"parallel.vision_data_parallel": True}
 SEQUENCE = {"parallel.sequence_parallel": True}
 RECOMPUTED = {"model.recompute": "full", "model.recompute_vision": "full"}
@@ -84,17 +85,17 @@ def _loader(
 
 
 def curves(tp: int, pp: int, cases: dict[str, dict[str, Any]], llava: str, save_dir: str) -> dict[str, Any]:
-    """Train 8 steps of two packs of each case (none with several replicas), and LLaVA with other options."""
+    """Train CURVE_STEPS steps of two packs of each case (none with several replicas), and LLaVA with other options."""
     groups = join(tp, pp)
     whole = WHOLE if tp > 1 else {}
     found = {}
     for name, case in cases.items():
         run = run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(2), **whole)
         found[name] = _curve(groups, run, case)
-    mixed, short = {1, 4, 5, 6, 7}, {"training.train_iters": 4}
+    mixed, short, long = {1, 4, 5, 6, 7}, {"training.train_iters": 4}, {"training.train_iters": CURVE_STEPS}
     variants: dict[str, dict[str, Any]] = {
-        "plain": {"training.train_iters": 8},
-        "packed": SEQUENCE | DISTRIBUTED | {"training.train_iters": 8},
+        "plain": long,
+        "packed": SEQUENCE | DISTRIBUTED | long,
         "recomputed": RECOMPUTED | short,
         "stage 1": STAGE_1 | short,
         "frozen tower": {"model.freeze_vision_model": True} | short,
@@ -114,9 +115,10 @@ def _without_tp(flags: dict[str, Any]) -> dict[str, Any]:
 
 def _curve(groups: Groups, run: RunConfig, case: dict[str, Any]) -> dict[str, list[float]]:
     trainer = make_trainer(groups, run)
-    loader = _loader(groups, case, [pack for _ in range(8) for pack in (case["all"], case["single"])], packed=True)
+    packs = [case["all"], case["single"]] * CURVE_STEPS
+    loader = _loader(groups, case, packs, packed=True)
     losses, norms = [], []
-    for _ in range(8):
+    for _ in range(CURVE_STEPS):
         batches, *_ = fetch_step(groups, loader, 2, SkipBudget(0.0), trainer.fields)
         result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, 2).result()
         losses.append(result.loss)

@@ -13,7 +13,8 @@ import pytest
 from tests.helpers.commands import ROOT
 
 BENCHMARK = """
-import subprocess, sys
+import subprocess
+import sys
 from benchmarks.runs import ending_with_us
 run = subprocess.Popen(ending_with_us([sys.executable, "-c", "import time; time.sleep(60)"]))
 print(run.pid, flush=True)
@@ -26,10 +27,20 @@ def test_a_run_ends_with_its_benchmark(number: signal.Signals) -> None:
     """Left alone it would share the GPUs with the next one."""
     with subprocess.Popen([sys.executable, "-c", BENCHMARK], stdout=subprocess.PIPE, text=True, cwd=ROOT) as benchmark:
         assert benchmark.stdout is not None
-        run = psutil.Process(int(benchmark.stdout.readline()))
-        while run.name() and "sleep" not in " ".join(run.cmdline()):
+        run, end = psutil.Process(int(benchmark.stdout.readline())), time.monotonic() + 60
+        while run.cmdline()[1:2] != ["-c"]:  # until then it prepares to end with its parent
+            assert time.monotonic() < end
             time.sleep(0.02)
         benchmark.send_signal(number)
         assert benchmark.wait() == -number
-    _, alive = psutil.wait_procs([run], timeout=20)
-    assert not alive
+    while is_running(run):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Return whether a process has not ended; nobody may have waited for one that has."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -16,7 +16,6 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_run, loader_multiple
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import ConfigError
 from llava_mcore.parallel.groups import join_alone
 from llava_mcore.training.faults.skipped_samples import SkipBudget
@@ -30,11 +29,13 @@ from llava_mcore.training.step import train_step
 from tests.helpers.batches import LENGTH, FullPackLoader
 from tests.helpers.class_checks import batch_of
 from tests.helpers.tiny_hf import make_hf_llava
-from tests.helpers.tiny_qwen import KINDS, make_each_kind
-from tests.helpers.videos import noise
+from tests.helpers.tiny_idefics2 import make_hf_idefics2
+from tests.helpers.tiny_qwen import KINDS, make_hf_qwen
 from tests.parallel.class_curve_checks import GivenLoader
 from tests.parallel.option_checks import MIXED
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
+from tests.unit.test_idefics2 import CONVERSATIONS as IDEFICS2_CONVERSATIONS
+from tests.unit.test_qwen import CONVERSATIONS
 
 LORA = {"adapter.r": 4, "adapter.projection_r": 4, "model.freeze_vision_model": True}
 
@@ -108,7 +109,7 @@ def test_segments_compute_what_layers_do(
     calls = Calls()
     monkeypatch.setattr(layer_graphs, "make_graphs", calls)
     monkeypatch.setattr(layer_graphs, "new_pool", lambda: (0, 0))
-    monkeypatch.setattr(model_graphs, "LAYERS_OF_A_GRAPH", 3)
+    monkeypatch.setattr(model_graphs, "LAYERS_PER_GRAPH", 3)
     trainer = make_trainer(groups, run)
     model = trainer.models[0].language_model
     segments, packs = model_graphs.decoder_segments(model), TokenPacks(model, LENGTH)
@@ -131,51 +132,51 @@ def test_segments_compute_what_layers_do(
     assert calls.calls == before
 
 
-PICTURES = [noise(100, 40), noise(30, 70), noise(56, 56)]
-QUESTION = (Turn("user", "<image> What is it?"), Turn("assistant", "It is seven."))
-PACKS = [
-    *([Conversation(QUESTION, (picture,)) for picture in PICTURES], [Conversation(QUESTION, (PICTURES[1],))]),
-    [Conversation((Turn("user", "Is it even?"), Turn("assistant", "no.")), ())],
-]
-"""Several pictures, one, none."""
+PACKS = [CONVERSATIONS, CONVERSATIONS[2:], CONVERSATIONS[1:2]]
+"""Several pictures and videos, one of each, text alone."""
+IDEFICS2_PACKS = [IDEFICS2_CONVERSATIONS, IDEFICS2_CONVERSATIONS[2:], IDEFICS2_CONVERSATIONS[1:2]]
+"""Several pictures, one, text alone."""
+SEGMENTS = {"qwen3_vl": [[1], [2, 3], [4]]}
+"""Layers of graphs where features are taken between layers."""
 
 
-SEGMENTS = {"qwen2_vl": [[1, 2, 3], [4]], "qwen2_5_vl": [[1, 2, 3], [4]], "qwen3_vl": [[1], [2, 3], [4]]}
-
-
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "idefics2"])
 def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """On filled-up patches, whose windows and pictures see nothing else. Qwen3-VL takes features between layers."""
-    groups, hf = join_alone(), make_each_kind(tmp_path / "hf")[name]
+    """With blank patches, whose windows and pictures see nothing else."""
+    groups, hf, packs = join_alone(), tmp_path / "hf", PACKS
+    if name == "idefics2":
+        packs = IDEFICS2_PACKS
+        make_hf_idefics2(hf)
+    else:
+        make_hf_qwen(hf, name)
     import_hf(hf, tmp_path / "megatron")
-    sizes = {"training.micro_batch_size": 1, "data.seq_length": 150}
+    sizes = {"training.micro_batch_size": 1, "data.seq_length": 2000, "data.max_media_tokens": 1200}
     run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **sizes)
-    batches = [batch_of(load_assets(hf), pack, packed=True) for pack in PACKS] * 3
+    batches = [batch_of(load_assets(hf), pack, packed=True) for pack in packs] * 3
 
     def steps(trainer: Trainer) -> list[tuple[float, float]]:
         loader, parts = GivenLoader(batches), (groups, trainer.chunks, trainer.optimizer, trainer.scheduler)
         found = []
         for _ in range(3):
-            given, *_ = fetch_step(groups, loader, len(PACKS), SkipBudget(0.0), trainer.fields)
-            result = train_step(*parts, given, len(PACKS), trainer.graphs).result()
+            given, *_ = fetch_step(groups, loader, len(packs), SkipBudget(0.0), trainer.fields)
+            result = train_step(*parts, given, len(packs), trainer.graphs).result()
             found.append((result.loss, result.grad_norm))
         return found
 
     expected, calls = steps(make_trainer(groups, run)), Calls()
     monkeypatch.setattr(layer_graphs, "make_graphs", calls)
     monkeypatch.setattr(layer_graphs, "new_pool", lambda: (0, 0))
-    monkeypatch.setattr(model_graphs, "PATCHES_OF_A_SIZE", 8)
-    monkeypatch.setattr(model_graphs, "TOWER_LAYERS_OF_A_GRAPH", 3)
+    monkeypatch.setattr(model_graphs, "SIZE_MULTIPLE", 8)
+    monkeypatch.setattr(model_graphs, "TOWER_LAYERS_PER_GRAPH", 3)
     trainer = make_trainer(groups, run)
     tower = trainer.models[0].vision_model
     object.__setattr__(trainer, "graphs", [model_graphs.tower_graphs(tower, trainer.chunks[0], run)])
     for found, wanted in zip(steps(trainer), expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-6)
     segments = [[layer.layer_number for layer in layers] for layers in model_graphs.tower_segments(tower)]
-    assert segments == SEGMENTS[name]
-    found_sizes = [captured[0][0] for captured in calls.captured]
-    assert found_sizes == [size for size in (640, 560, 480, 400, 320, 160) for _ in segments]
-    assert calls.calls == 2 * len(PACKS) * len(segments)
+    assert segments == SEGMENTS.get(name, [[1, 2, 3], [4]])
+    assert list(dict.fromkeys(captured[0][0] for captured in calls.captured)) == [1216, 1064, 912, 760, 608, 304]
+    assert calls.calls == 2 * len(packs) * len(segments)
 
 
 def test_what_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> None:
@@ -187,7 +188,8 @@ def test_what_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_which_towers_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> None:
-    groups, hf = join_alone(), make_each_kind(tmp_path / "hf")["qwen2_vl"]
+    groups, hf = join_alone(), tmp_path / "hf"
+    make_hf_qwen(hf, "qwen2_vl")
     import_hf(hf, tmp_path / "megatron")
     tiles, patches = str(checkpoint), str(tmp_path / "megatron")
     cases = [

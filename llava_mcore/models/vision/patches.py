@@ -114,8 +114,7 @@ class PatchTransformer(VisionModule):
         super().__init__(config=config)
         self.shape, self.features, self.inv_freq = shape, features, shape.inv_freq
         self.sizes: tuple[int, ...] = ()
-        """Blank patches fill up the layers' arguments to one of these sizes, in ascending order, unless all are
-        smaller."""
+        """In ascending order. Blank patches fill up the layers' arguments to the next of these, if there is one."""
         hidden, dtype = config.hidden_size, config.params_dtype
         self.conv1 = nn.Linear(shape.patch_numbers, hidden, bias=shape.conv_bias, dtype=dtype)
         if shape.num_positions:
@@ -184,17 +183,17 @@ class PatchTransformer(VisionModule):
         angles = None if angles is None else angles[:, None, None]
         missing = next((size for size in self.sizes if size >= len(x)), len(x)) - len(x)
         if missing:
-            x, media, max_seqlen = F.pad(x, (0, 0, 0, missing)), self._filled(media, missing), max(max_seqlen, missing)
-            angles = None if angles is None else F.pad(angles, (0, 0, 0, 0, 0, 0, 0, missing))
+            x, angles = _with_rows(x, missing), None if angles is None else _with_rows(angles, missing)
+            media, max_seqlen = self._with_blank(media, missing), max(max_seqlen, missing)
         taken = self._hidden_states(x[:, None], angles, self._packed(media, max_seqlen))
         out = torch.cat([state.squeeze(1)[: len(patches)] for state in taken], dim=-1)
         return self.ln_post(out) if self.shape.post_norm else out
 
-    def _filled(self, media: Mapping[str, Tensor], missing: int) -> dict[str, Tensor]:
-        """Return lengths with those of one blank picture of so many patches, in full windows but the last."""
-        found = {MEDIA_SEQLENS: F.pad(media[MEDIA_SEQLENS], (0, 1), value=missing)}
+    def _with_blank(self, media: Mapping[str, Tensor], patches: int) -> dict[str, Tensor]:
+        """Return the lengths of pictures and windows, one blank picture of so many patches included."""
+        found = {MEDIA_SEQLENS: F.pad(media[MEDIA_SEQLENS], (0, 1), value=patches)}
         if WINDOW_SEQLENS in media:
-            full, rest = divmod(missing, self.shape.window_patches)
+            full, rest = divmod(patches, self.shape.window_patches)
             windows = F.pad(media[WINDOW_SEQLENS], (0, full), value=self.shape.window_patches)
             found[WINDOW_SEQLENS] = F.pad(windows, (0, 1), value=rest) if rest else windows
         return found
@@ -236,6 +235,11 @@ class PatchTransformer(VisionModule):
         final, extracted = result if inner else (result, [])
         states = {last: final} | dict(zip((i + 1 for i in sorted(inner)), extracted, strict=True))
         return [states[i] for i in self.features.layers]
+
+
+def _with_rows(x: Tensor, number: int) -> Tensor:
+    """Return x with so many rows of zeros after its own."""
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, number))
 
 
 def windows_of(patches: Sequence[int], windows: Sequence[int]) -> list[int]:

@@ -45,15 +45,15 @@ class LayerGraphs:
         chunk: DistributedDataParallel,
         packs: Packs,
         *,
-        apart: bool = False,
+        separately: bool = False,
     ) -> None:
         """
         Args:
             segments: layers that follow each other, without recomputation and dropout, each list to be one graph.
             config: of the layers.
             chunk: the data-parallel wrapper of the whole model.
-            apart: capture one segment after the other. Transformer Engine runs what it captures together once before,
-                with as much memory of its own as the graphs have. Graphs that are captured apart share none.
+            separately: capture one segment after the other. Before a capture Transformer Engine runs everything that it
+                captures together, which takes as much memory again as the graphs.
         """
         self._config, self._packs = config, packs
         self._gather = parameter_gathering(chunk)
@@ -62,8 +62,10 @@ class LayerGraphs:
         self._seen: dict[tuple[int, ...], list[Sample]] = {}
         self._without: set[tuple[int, ...]] = set()
         """Shapes that have no graphs and get none."""
+        self._pass: tuple[PackedSeqParams, tuple[Tensor, ...]] | None = None
+        """What all segments take in the current pass, after the hidden states."""
         numbers = range(len(self._segments))
-        self._together = [[i] for i in numbers] if apart else [list(numbers)]
+        self._together = [[i] for i in numbers] if separately else [list(numbers)]
         self._pools = [new_pool() for _ in self._together]
         for number, segment in enumerate(self._segments):
             for layer in segment.layers:
@@ -120,7 +122,7 @@ class LayerGraphs:
         if layer is segment.layers[0]:
             segment.is_done = False
             if packed_seq_params is not None and layer.training and torch.is_grad_enabled():
-                given = self._packs.tensors(hidden_states, packed_seq_params, rotary_pos_emb)
+                given = hidden_states, *self._tensors(hidden_states, packed_seq_params, rotary_pos_emb)
                 shape = _shape(given)
                 if shape in self._graphs:
                     segment.is_done = True
@@ -141,7 +143,13 @@ class LayerGraphs:
         )
         return result
 
-    def _replay(self, segment: Segment, graph: Callable[..., Tensor], given: tuple[Tensor, ...]) -> Tensor:
+    def _tensors(self, hidden_states: Tensor, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:
+        """As `Packs.tensors`, once for all segments of a pass."""
+        if self._pass is None or self._pass[0] is not packed:
+            self._pass = packed, self._packs.tensors(hidden_states.shape[0], packed, angles)
+        return self._pass[1]
+
+    def _replay(self, segment: Segment, graph: Callable[..., Tensor], given: Sample) -> Tensor:
         if self._gather is not None:
             for module in segment.modules():
                 self._gather(module)
@@ -190,10 +198,10 @@ class Segment(nn.Module):
             marks[_FIRST] = False
         return is_first
 
-    def forward(self, *tensors: Tensor) -> Tensor:
-        """Return hidden states [t, 1, h], [t / tp, 1, h] with sequence parallelism, of what `Packs.tensors` returns."""
-        hidden_states = tensors[0]
-        params, angles = self.packs.arguments(*tensors)
+    def forward(self, *sample: Tensor) -> Tensor:
+        """Return hidden states [t, 1, h], [t / tp, 1, h] with sequence parallelism, of a `Sample`."""
+        hidden_states = sample[0]
+        params, angles = self.packs.arguments(*sample)
         for layer in self.layers:
             own = type(layer).forward
             hidden_states, _ = own(

@@ -20,13 +20,13 @@ from llava_mcore.models.vision.patches import PatchTransformer
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs, factors_of
 from llava_mcore.training.graphs.packs import PatchPacks, TokenPacks
 
-# Layers of one graph. More of them copy and keep less between graphs; fewer let gradients be reduced earlier, which is
-# of no use for the small gradients of adapters: all their layers are one graph.
-LAYERS_OF_A_GRAPH = 4
-TOWER_LAYERS_OF_A_GRAPH = 8
-"""As LAYERS_OF_A_GRAPH. Before a capture the layers of a graph run with memory of their own; afterwards each graph of
-each size keeps its result and gradients."""
-PATCHES_OF_A_SIZE = 256
+LAYERS_PER_GRAPH = 4
+"""Larger graphs copy and keep less between them; smaller ones let gradients be reduced earlier, which is of no use for
+the small gradients of adapters: all their layers are one graph."""
+TOWER_LAYERS_PER_GRAPH = 8
+"""The same for a tower. Larger graphs need more memory for the passes before their capture; smaller ones keep more
+results and gradients, for each size."""
+SIZE_MULTIPLE = 256
 """Sizes of packs of patches are multiples of this."""
 
 
@@ -46,12 +46,12 @@ def model_graphs(model: VisionLanguageModel, chunk: DistributedDataParallel, run
     return found
 
 
-def most_patches(tower: PatchTransformer, data: DataConfig) -> int:
-    """Return the largest number of patches of a pack; 0 if there is no limit."""
+def most_patches(tower: PatchTransformer, data: DataConfig) -> int | None:
+    """Return the largest number of patches of a pack; None if there is no limit."""
     limits = [] if data.max_media_tokens is None else [data.max_media_tokens]
     if tower.shape.merged > 1:  # so many patches for each token
         limits.append(data.seq_length * tower.shape.merged)
-    return min(limits, default=0)
+    return min(limits, default=None)
 
 
 def decoder_graphs(model: LanguageModel, chunk: DistributedDataParallel, longest: int) -> LayerGraphs:
@@ -85,16 +85,16 @@ def tower_graphs(tower: nn.Module, chunk: DistributedDataParallel, run: RunConfi
     if not any(p.requires_grad for p in parameters):
         raise ConfigError(f"{flag} captures a trained tower: train it, adapt it, or omit the flag")
     most = most_patches(tower, run.data)
-    if not most:
+    if most is None:
         raise ConfigError(f"{flag} needs a largest number of patches: set data.max_media_tokens, or omit the flag")
     tower.sizes = sizes_up_to(run.training.micro_batch_size * most)
-    return LayerGraphs(tower_segments(tower), tower.config, chunk, PatchPacks(tower), apart=True)
+    return LayerGraphs(tower_segments(tower), tower.config, chunk, PatchPacks(tower), separately=True)
 
 
 def decoder_segments(model: LanguageModel) -> Iterator[list[TransformerLayer]]:
     """Yield layers that become one graph: neighbors, all in FP8 or none."""
     is_adapted = any(adapters_of(module) for module in model.decoder.modules())
-    number = len(model.decoder.layers) if is_adapted else LAYERS_OF_A_GRAPH
+    number = len(model.decoder.layers) if is_adapted else LAYERS_PER_GRAPH
     for _, found in groupby(
         model.decoder.layers, lambda layer: is_first_last_bf16_layer(model.config, layer.layer_number - 1)
     ):
@@ -108,7 +108,7 @@ def sizes_up_to(most: int) -> tuple[int, ...]:
 
     On average a sixteenth of the largest is blank in packs that are more than half full.
     """
-    step = -(-most // (8 * PATCHES_OF_A_SIZE)) * PATCHES_OF_A_SIZE
+    step = -(-most // (8 * SIZE_MULTIPLE)) * SIZE_MULTIPLE
     return tuple(step * i for i in (2, 4, 5, 6, 7, 8))
 
 
@@ -117,7 +117,7 @@ def tower_segments(tower: PatchTransformer) -> Iterator[list[TransformerLayer]]:
     layers: list[TransformerLayer] = []
     for layer in tower.decoder.layers:
         layers.append(layer)
-        if layer.layer_number in tower.features.layers or len(layers) == TOWER_LAYERS_OF_A_GRAPH:
+        if layer.layer_number in tower.features.layers or len(layers) == TOWER_LAYERS_PER_GRAPH:
             yield layers
             layers = []
     if layers:

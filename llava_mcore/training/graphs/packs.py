@@ -20,27 +20,31 @@ PICTURES = (8, 32)
 choices cost memory."""
 
 Sample = tuple[Tensor, ...]
-"""What one graph takes; its memory is the graph's own."""
+"""Arguments of one graph, the hidden states [t, 1, h] first."""
 
 
 class Packs(Protocol):
     """How layers' arguments become tensors, and tensors arguments again."""
 
-    def tensors(self, hidden_states: Tensor, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:
-        """Return what a graph takes; the first are the hidden states [t, 1, h]. Their shapes choose the graph."""
-
-    def arguments(self, *tensors: Tensor) -> tuple[PackedSeqParams, Tensor | None]:
-        """Return where samples begin, and rotary angles, of what `tensors` returned."""
-
-    def samples(self, seen: Sequence[Sample]) -> Iterator[list[Sample]]:
-        """Yield arguments of every graph of a model, for all shapes that are needed if this one is.
+    def tensors(self, num_rows: int, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:
+        """Return what graphs take after the hidden states, for a pass of all layers.
 
         Args:
-            seen: of every graph, from one pass.
+            num_rows: t of the hidden states.
         """
 
-    def describe(self, tensors: tuple[Tensor, ...]) -> str:
-        """Return what a graph of these shapes is for."""
+    def arguments(self, *sample: Tensor) -> tuple[PackedSeqParams, Tensor | None]:
+        """Return where samples begin, and rotary angles, as a layer takes them."""
+
+    def samples(self, seen: Sequence[Sample]) -> Iterator[list[Sample]]:
+        """Yield arguments of every graph, in memory of their own, for all shapes that are needed if this one is.
+
+        Args:
+            seen: arguments of every graph, from one pass.
+        """
+
+    def describe(self, sample: Sample) -> str:
+        """Return what graphs of these shapes are for."""
 
 
 class TokenPacks:
@@ -49,33 +53,25 @@ class TokenPacks:
     def __init__(self, model: LanguageModel, longest: int) -> None:
         """`longest`: largest length of a sample."""
         self._model, self._longest = model, longest
-        self._bounds: tuple[PackedSeqParams, Tensor] | None = None
         self._table: Tensor | None = None
 
-    def tensors(self, hidden_states: Tensor, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:
-        """Return hidden states, where samples begin, and angles."""
-        assert angles is not None
-        return hidden_states, self._padded_bounds(packed), self._angles(angles)
+    def tensors(self, num_rows: int, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:
+        """Return where samples begin, and angles."""
+        assert packed.cu_seqlens_q is not None and angles is not None
+        return padded_bounds(packed.cu_seqlens_q), self._angles(angles)
 
-    def arguments(self, *tensors: Tensor) -> tuple[PackedSeqParams, Tensor | None]:
+    def arguments(self, *sample: Tensor) -> tuple[PackedSeqParams, Tensor | None]:
         """Return them as a layer takes them."""
-        _, bounds, angles = tensors
+        _, bounds, angles = sample
         return PackedSeqParams(**packed_arguments(bounds, self._longest)), angles
 
     def samples(self, seen: Sequence[Sample]) -> Iterator[list[Sample]]:
-        """Yield them alone."""
+        """Yield copies of them alone."""
         yield [tuple(_copy(x) for x in sample) for sample in seen]
 
-    def describe(self, tensors: tuple[Tensor, ...]) -> str:
+    def describe(self, sample: Sample) -> str:
         """Return what differs between graphs."""
-        return f"{tensors[0].shape[0]} tokens and up to {tensors[1].shape[0] - 1} packed samples"
-
-    def _padded_bounds(self, params: PackedSeqParams) -> Tensor:
-        """As `padded_bounds`, once for all layers."""
-        if self._bounds is None or self._bounds[0] is not params:
-            assert params.cu_seqlens_q is not None
-            self._bounds = params, padded_bounds(params.cu_seqlens_q)
-        return self._bounds[1]
+        return f"{sample[0].shape[0]} tokens and up to {sample[1].shape[0] - 1} packed samples"
 
     def _angles(self, given: Tensor) -> Tensor:
         """Return rotary angles of a fixed shape: [longest, 1, 1, d], the same every time, or as given for each token
@@ -90,8 +86,8 @@ class TokenPacks:
 class PatchPacks:
     """Packs of patches, which the tower has filled up to one of its sizes.
 
-    Each of the few sizes has a graph as soon as there is any, so that no pass beside the graphs needs memory of its
-    own. Graphs of all sizes share the memory of their arguments: one of them runs at a time.
+    All sizes get graphs as soon as one is needed, so that no pass without a graph needs memory beside theirs. Graphs of
+    different sizes never run at the same time, and share the memory of their arguments.
     """
 
     def __init__(self, tower: PatchTransformer) -> None:
@@ -99,54 +95,49 @@ class PatchPacks:
         self._rotates, self._window = shape.inv_freq is not None, shape.window_patches
         self._sizes = tower.sizes
 
-    def tensors(self, hidden_states: Tensor, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:
-        """Return hidden states, where pictures and windows begin, and angles; windows and angles where there are any.
-
-        Windows at a picture's edges are smaller: there is room for twice as many as of full ones.
-        """
+    def tensors(self, num_rows: int, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:
+        """Return angles, and where pictures and windows begin; angles and windows where there are any."""
         assert isinstance(packed, TowerSeqParams) and packed.cu_seqlens_q is not None
-        number = packed.cu_seqlens_q.shape[0] - 1
-        room = next((x for x in PICTURES if x >= number), 1)
-        found = [hidden_states, padded_bounds(packed.cu_seqlens_q, room)]
+        num_pictures = packed.cu_seqlens_q.shape[0] - 1
+        found = [] if angles is None else [angles]
+        found.append(padded_bounds(packed.cu_seqlens_q, next((x for x in PICTURES if x >= num_pictures), 1)))
         if packed.windows is not None:
             assert packed.windows.cu_seqlens_q is not None
-            found.append(padded_bounds(packed.windows.cu_seqlens_q, self._most_windows(hidden_states.shape[0])))
-        return (*found, *([] if angles is None else [angles]))
+            found.append(padded_bounds(packed.windows.cu_seqlens_q, self._most_windows(num_rows)))
+        return tuple(found)
 
-    def arguments(self, *tensors: Tensor) -> tuple[PackedSeqParams, Tensor | None]:
+    def arguments(self, *sample: Tensor) -> tuple[PackedSeqParams, Tensor | None]:
         """Return them as a layer takes them."""
-        hidden_states, bounds, *rest = tensors
-        windows = PackedSeqParams(**packed_arguments(rest[0], self._window)) if self._window else None
-        whole = packed_arguments(bounds, hidden_states.shape[0])
-        return TowerSeqParams(**whole, windows=windows), rest[-1] if self._rotates else None
+        hidden_states, *rest = sample
+        angles = rest.pop(0) if self._rotates else None
+        whole = packed_arguments(rest[0], hidden_states.shape[0])
+        windows = PackedSeqParams(**packed_arguments(rest[1], self._window)) if self._window else None
+        return TowerSeqParams(**whole, windows=windows), angles
 
     def samples(self, seen: Sequence[Sample]) -> Iterator[list[Sample]]:
-        """Yield those of all sizes, the largest first, whose memory the others use."""
-        largest = [self._resized(sample, self._sizes[-1]) for sample in seen]
+        """Yield blank ones of all sizes, the largest first: one picture, in full windows."""
+        num_per_patch = 1 + self._rotates  # hidden states and angles
+        room = seen[0][num_per_patch].shape[0] - 1
+        shared = [[_blank(x, self._sizes[-1]) for x in sample[:num_per_patch]] for sample in seen]
         for size in reversed(self._sizes):
             yield [
-                tuple(_part(x, y) for x, y in zip(whole, self._resized(sample, size), strict=True))
-                for whole, sample in zip(largest, seen, strict=True)
+                (*(_rows(x, size) for x in memory), *self._starts(size, room, memory[0].device)) for memory in shared
             ]
 
-    def _resized(self, sample: Sample, size: int) -> Sample:
-        """Return blank arguments for so many patches, of one picture in full windows."""
-        hidden_states, bounds, *rest = sample
-        device, n = bounds.device, len(bounds)
-        starts = [torch.tensor([0, *[size] * (n - 1)], dtype=torch.int32, device=device)]
+    def _starts(self, size: int, room: int, device: torch.device) -> Iterator[Tensor]:
+        """Yield where pictures begin, if one has all patches, and where windows begin."""
+        yield torch.tensor([0, *[size] * room], dtype=torch.int32, device=device)
         if self._window:
-            ends = torch.arange(self._most_windows(size) + 1, dtype=torch.int32, device=device) * self._window
-            starts.append(ends.clamp(max=size))
-        angles = [rest[-1].new_zeros(size, *rest[-1].shape[1:])] if self._rotates else []
-        blank = hidden_states.new_zeros(size, *hidden_states.shape[1:]).requires_grad_(hidden_states.requires_grad)
-        return blank, *starts, *angles
+            numbers = torch.arange(self._most_windows(size) + 1, dtype=torch.int32, device=device)
+            yield (numbers * self._window).clamp(max=size)
 
     def _most_windows(self, size: int) -> int:
+        """Return how many windows there is room for: twice as many as of full ones, for those at pictures' edges."""
         return 2 * size // self._window
 
-    def describe(self, tensors: tuple[Tensor, ...]) -> str:
+    def describe(self, sample: Sample) -> str:
         """Return what differs between graphs."""
-        return f"{tensors[0].shape[0]} patches and up to {tensors[1].shape[0] - 1} pictures"
+        return f"{sample[0].shape[0]} patches and up to {sample[1 + self._rotates].shape[0] - 1} pictures"
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -154,10 +145,14 @@ def _copy(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-def _part(whole: Tensor, wanted: Tensor) -> Tensor:
-    """Return the first rows of `whole` with the shape, values and needs of `wanted`."""
-    found = whole.detach()[: len(wanted)]
-    return found.copy_(wanted.detach()).requires_grad_(wanted.requires_grad)
+def _blank(x: Tensor, num_rows: int) -> Tensor:
+    """Return zeros with so many rows, otherwise as x."""
+    return x.new_zeros(num_rows, *x.shape[1:]).requires_grad_(x.requires_grad)
+
+
+def _rows(x: Tensor, number: int) -> Tensor:
+    """Return the first rows of x as an argument of its own, in the same memory."""
+    return x.detach()[:number].requires_grad_(x.requires_grad)
 
 
 def padded_bounds(bounds: Tensor, least: int = 1) -> Tensor:

@@ -17,7 +17,6 @@ from llava_mcore.adapters.layers import WEIGHT, Linear, ModelLayers
 from llava_mcore.adapters.lora import Division, Factors, LinearAdapter
 from llava_mcore.adapters.plan import LoraPlan
 from llava_mcore.adapters.products import SharedMatrices
-from llava_mcore.compat.aligned_linears import AlignedColumnParallelLinear
 from llava_mcore.compat.frozen_linears import FrozenProduct, is_in_fp8
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.language.layers import NormedRowParallelLinear
@@ -50,14 +49,6 @@ def attach_adapters(
             division = _division(model, module, linear, tp_size, tp_rank)
             adapters = [_new_adapter(model, module, plan, linear, division, seed, memory) for plan in chosen]
             _hook(module, adapters, activations.get(module))
-            _keep_width(model, linear.members[0].part)
-
-
-def _keep_width(model: VisionLanguageModel, part: str) -> None:
-    """Let the layers of a part, which has adapters, have the outputs that their matrices have."""
-    for module in model.get_submodule(part).modules():
-        if isinstance(module, AlignedColumnParallelLinear):
-            module.pads_outputs = False
 
 
 def _activations(model: VisionLanguageModel) -> dict[nn.Module, StatelessActivation]:
@@ -109,6 +100,7 @@ def _new_adapter(
         found[number] = factors = new_factors(
             weight,
             plan.ranks[member.name],
+            member.inputs,
             [rows[i] for i in own],
             division,
             seed=f"{seed} {plan.name} {member.part} {member.key}",

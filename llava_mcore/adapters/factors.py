@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
@@ -62,7 +63,14 @@ def part_adapters(part: nn.Module) -> Adapters:
 
 
 def new_factors(
-    weight: Tensor, rank: int, rows: Sequence[int], division: Division, *, seed: str, magnitudes: Sequence[Tensor]
+    weight: Tensor,
+    rank: int,
+    inputs: int,
+    rows: Sequence[int],
+    division: Division,
+    *,
+    seed: str,
+    magnitudes: Sequence[Tensor],
 ) -> Factors:
     """Return the factors of one Hugging Face layer as PEFT initializes them: B is zero, so that nothing changes yet.
 
@@ -70,6 +78,7 @@ def new_factors(
 
     Args:
         weight: of the whole layer on this rank, [o, h], from which device and dtype are taken.
+        inputs: of the Hugging Face layer; the rest of A meets inputs that are always zero, and is zero.
         rows: of the Hugging Face layer's blocks.
         seed: text that identifies this layer.
         magnitudes: norms of the rows of these blocks for DoRA; empty without it.
@@ -77,8 +86,9 @@ def new_factors(
     num_local = weight.shape[1]
     num_inputs = num_local * division.tp_size if division.is_row_parallel else num_local
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-    bound = num_inputs**-0.5  # kaiming_uniform_(a=sqrt(5)), as torch.nn.Linear's
-    full = torch.empty(rank, num_inputs).uniform_(-bound, bound, generator=generator)
+    bound = inputs**-0.5  # kaiming_uniform_(a=sqrt(5)), as torch.nn.Linear's
+    full = torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator)
+    full = F.pad(full, (0, num_inputs - inputs))
     if division.is_row_parallel:
         full = full[:, division.tp_rank * num_local :][:, :num_local]
     device = torch.device("cpu") if weight.is_meta else weight.device

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, Layout, Regroup
+from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, Layout, PadColumns, PadParts, Regroup
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
 from llava_mcore.models.names import HfNames
@@ -62,11 +62,11 @@ class Linear:
         if isinstance(layout, FuseQKV | Regroup):
             heads = FuseQKV(layout.heads // tp_size, layout.groups // tp_size)
             return heads, (0, 1, 2) if isinstance(layout, FuseQKV) else (0, 0, 0)
-        if isinstance(layout, Concat):
-            return layout, tuple(range(layout.num_parts))
+        if isinstance(layout, Concat | PadParts):
+            return Concat(layout.num_parts), tuple(range(layout.num_parts))
         if self.entry.shard.blocks > 1:
             return Concat(self.entry.shard.blocks), (0,) * self.entry.shard.blocks
-        return layout, (0,)
+        return Copy(), (0,)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _entries(hf: PretrainedConfig, names: HfNames) -> dict[str, Entry]:
 def _may_be_linear(entry: Entry) -> bool:
     """Return whether an entry is the weight of a divided linear layer, other than the output layer."""
     is_matrix = entry.megatron.endswith(WEIGHT) and entry.shard.dim is not None
-    return is_matrix and isinstance(entry.layout, Copy | Concat | FuseQKV | Regroup)
+    return is_matrix and isinstance(entry.layout, Copy | Concat | PadParts | PadColumns | FuseQKV | Regroup)
 
 
 def _inside(name: str, names: HfNames) -> str:

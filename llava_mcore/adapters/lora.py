@@ -232,7 +232,7 @@ class LinearAdapter:
         norms = self.layout.to_hf(self.row_norms(weight, all_B).to(weight.dtype))
         magnitudes = self._by_block([one.magnitude for one in self.factors.values()])
         parts = [
-            torch.ones_like(norm) if magnitude is None else magnitude / norm
+            torch.ones_like(norm) if magnitude is None else magnitude / norm.clamp(min=torch.finfo(norm.dtype).tiny)
             for norm, (_, _, magnitude) in zip(norms, magnitudes, strict=True)
         ]
         scale = self.layout.to_megatron(*parts)

@@ -56,10 +56,16 @@ def _load_trained(
 
 
 def _put(tensor: Tensor, parameters: Sequence[Parameter], groups: Groups) -> None:
-    """Copy a tensor, or this rank's parts of it, into the parameters, which are blocks of its rows."""
+    """Copy a tensor, or this rank's parts of it, into the parameters, which are blocks of its rows.
+
+    Zeros fill up what parameters have beyond it.
+    """
     dims = [vars(p)["partition_dim"] if vars(p)["tensor_model_parallel"] else None for p in parameters]
     sizes = [p.shape[0] * (groups.tp_size if dim == 0 else 1) for p, dim in zip(parameters, dims, strict=True)]
-    for block, parameter, dim in zip(tensor.split(sizes), parameters, dims, strict=True):
+    columns = [n * groups.tp_size if dims[0] == 1 else n for n in parameters[0].shape[1:]]
+    full = tensor.new_zeros(sum(sizes), *columns)
+    full[tuple(slice(size) for size in tensor.shape)] = tensor
+    for block, parameter, dim in zip(full.split(sizes), parameters, dims, strict=True):
         parameter.copy_(block if dim is None else block.chunk(groups.tp_size, dim)[groups.tp_rank])
 
 

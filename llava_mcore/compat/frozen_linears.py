@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from llava_mcore.compat.aligned_linears import AlignedColumnParallelLinear
 from llava_mcore.compat.required import replace_name, required
 
 MakeMatrix = Callable[[], Tensor]
@@ -76,7 +75,7 @@ def train_biases(model: nn.Module) -> None:
         if matrix is None or matrix.requires_grad or bias is None or not bias.requires_grad:
             continue
         if isinstance(layer, ColumnParallelLinear):
-            if not isinstance(layer, BiasAfterProduct | AlignedColumnParallelLinear):
+            if not isinstance(layer, BiasAfterProduct):
                 kind = type(layer)
                 required(kind, "_forward_impl")
                 layer.__class__ = type(f"{kind.__name__}WithTrainedBias", (BiasAfterProduct, kind), {})

@@ -119,8 +119,10 @@ class CheckpointAdapters:
         member = self.layers.members[name]
         factors = self.model.get_submodule(f"{member.part}.{CHILD}.{plan.name}.{member.key}")
         assert isinstance(factors, Factors)
-        lengths = torch.cat(list(factors.magnitude)) if plan.dora else None
-        return Matrices(factors.lora_A, torch.cat(list(factors.lora_B)), plan.scaling(name), lengths)
+        # What fills up layers is not Hugging Face's.
+        A, B = factors.lora_A[:, : member.inputs], torch.cat(list(factors.lora_B))[: member.outputs]
+        lengths = torch.cat(list(factors.magnitude))[: member.outputs] if plan.dora else None
+        return Matrices(A, B, plan.scaling(name), lengths)
 
 
 def _allocate(model: VisionLanguageModel, own: Collection[str]) -> None:

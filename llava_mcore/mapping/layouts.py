@@ -127,3 +127,34 @@ class PadRows:
 
     def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
         return (megatron[: self.rows],)
+
+
+@dataclass(frozen=True)
+class PadParts:
+    """`num_parts` tensors [rows, ...], each with zero rows at its end, concatenated along dim 0 (MLPs of odd width)."""
+
+    num_parts: int
+    rows: int
+    padded_rows: int
+
+    def to_megatron(self, *hf: Tensor) -> Tensor:
+        pad = PadRows(self.rows, self.padded_rows)
+        return torch.cat([pad.to_megatron(x) for x in hf])
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x[: self.rows] for x in megatron.chunk(self.num_parts, dim=0))
+
+
+@dataclass(frozen=True)
+class PadColumns:
+    """[n, columns] and [n, padded_columns]: zero columns at the end, dropped on export."""
+
+    columns: int
+    padded_columns: int
+
+    def to_megatron(self, *hf: Tensor) -> Tensor:
+        (x,) = hf
+        return torch.cat([x, x.new_zeros(x.shape[0], self.padded_columns - self.columns)], dim=1)
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        return (megatron[:, : self.columns],)

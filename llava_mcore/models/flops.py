@@ -176,7 +176,7 @@ def _vision(hf: PretrainedConfig, media: MediaWork, *, weight: bool, flows: bool
     family = vision_family(vision)
     fields, width = family.config_from_hf(vision, num_layers), family.hidden_size(vision)
     matrices = 3 if fields.get("gated_linear_unit") else 2
-    weights = 4 * width**2 + matrices * width * fields["ffn_hidden_size"]
+    weights = 4 * width**2 + matrices * width * family.ffn_size(vision)
     work = family.work(vision, media, num_layers)
     embedding = [
         _linear(product, weight=weight, inputs=weight and i > 0)

@@ -119,10 +119,10 @@ def watch_ours(recorder: Recorder, model: VisionLanguageModel, names: HfNames, g
 
 def _watch_vision(recorder: Recorder, model: VisionLanguageModel, names: HfNames, gather: Gather) -> None:
     tower, v, p = model.vision_model, names.vision, names.projection
+    ffn = tower.shape.ffn_size if isinstance(tower, PatchTransformer) else None
     for layer in tower.decoder.layers:
-        _watch_layer(
-            recorder, layer, f"{v}{tower.shape.layers_name}{layer.layer_number - 1}", tower.shape.names, gather
-        )
+        prefix = f"{v}{tower.shape.layers_name}{layer.layer_number - 1}"
+        _watch_layer(recorder, layer, prefix, tower.shape.names, gather, ffn)
     for name, output in model.connector.outputs(model.vision_projection).items():
         recorder.watch(output.module, partial(_connector_output, p + name, gather if output.divided else None))
     if isinstance(tower, PatchTransformer):
@@ -158,8 +158,15 @@ def _connector_output(name: str, gather: Gather | None, output: Any) -> dict[str
     return {name: x if gather is None else gather(x)}
 
 
-def _watch_layer(recorder: Recorder, layer: TransformerLayer, prefix: str, hf: LayerNames, gather: Gather) -> None:
-    """Record a decoder or encoder layer, whose outputs are [s, b, f]."""
+def _watch_layer(
+    recorder: Recorder,
+    layer: TransformerLayer,
+    prefix: str,
+    hf: LayerNames,
+    gather: Gather,
+    ffn: int | None = None,
+) -> None:
+    """Record a decoder or encoder layer, whose outputs are [s, b, f]. `ffn`: without what fills up the MLP's width."""
     attention, mlp, inside = layer.self_attention, layer.mlp, prefix + "."
 
     def heads(name: str, out: Tensor) -> dict[str, Tensor]:
@@ -167,7 +174,7 @@ def _watch_layer(recorder: Recorder, layer: TransformerLayer, prefix: str, hf: L
 
     def into_mlp(out: Any) -> dict[str, Tensor]:
         parts = _batch_first(_with_bias(out)).chunk(1 + mlp.config.gated_linear_unit, dim=-1)
-        return _named(inside, hf.into, [gather(x) for x in parts])
+        return _named(inside, hf.into, [gather(x)[..., :ffn] for x in parts])
 
     recorder.watch(layer.input_layernorm, lambda out: {inside + hf.norm_before: _batch_first(out)})
     recorder.watch(attention.linear_qkv, lambda out: _split_heads(attention, out, inside, hf, gather))

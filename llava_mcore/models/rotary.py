@@ -41,10 +41,18 @@ class TokenRopeSelfAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, *given: Any, **named: Any) -> Any:
         """Return query, key and value [s, b, n, d], the first two rotated (called by megatron-core's forward)."""
+        if self._angles is not None and self._rotates_unsplit:
+            mixed, sizes = super().get_query_key_value_tensors(*given, **named | {"split_qkv": False})
+            return rotate_unsplit(mixed, self._angles, sizes)
         query, key, *rest = super().get_query_key_value_tensors(*given, **named)
         if self._angles is None:
             return (query, key, *rest)
         return (self._rotate(query, self._angles), self._rotate(key, self._angles), *rest)
+
+    @property
+    def _rotates_unsplit(self) -> bool:
+        """Whether one kernel rotates and splits: nothing comes between."""
+        return self.config.apply_rope_fusion and self.q_layernorm is None and self.k_layernorm is None
 
     def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
         if self.config.apply_rope_fusion:
@@ -80,6 +88,24 @@ def rotate_fused(x: Tensor, angles: Tensor) -> Tensor:
 
     The kernel shares angles between samples, so that all tokens are handed over as those of one sample.
     """
-    s, b = x.shape[:2]
-    angles = angles.expand(s, b, 1, -1)
-    return fused_apply_rotary_pos_emb(x.flatten(0, 1)[:, None], angles.flatten(0, 1)[:, None]).view(x.shape)
+    return fused_apply_rotary_pos_emb(x.flatten(0, 1)[:, None], _of_each_token(angles, x)).view(x.shape)
+
+
+def rotate_unsplit(mixed: Tensor, angles: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value [s, b, n, d], the first two as `rotate_fused` rotates them.
+
+    Args:
+        mixed: [s, b, groups of heads, the sum of `sizes`]: a group's query heads, its key and its value.
+        sizes: numbers of a group that are queries, keys and values.
+    """
+    from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb  # on GPUs only
+
+    angles, (s, b) = _of_each_token(angles, mixed), mixed.shape[:2]
+    parts = apply_fused_qkv_rotary_pos_emb(mixed.flatten(0, 1)[:, None], angles, angles, sizes)
+    query, key, value = (x.view(s, b, -1, sizes[-1]) for x in parts)
+    return query, key, value
+
+
+def _of_each_token(angles: Tensor, x: Tensor) -> Tensor:
+    """Return angles [s * b, 1, 1, r] of the tokens of x [s, b, ..]."""
+    return angles.expand(*x.shape[:2], 1, -1).flatten(0, 1)[:, None]

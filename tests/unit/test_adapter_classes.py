@@ -119,11 +119,19 @@ def gradients(model: VisionLanguageModel, layers: ModelLayers) -> dict[str, Tens
     found = {}
     for name, member in layers.members.items():
         factors: Any = model.get_submodule(f"{member.part}.{CHILD}.default.{member.key}")
-        found[f"{name}.lora_A"] = factors.lora_A.grad
-        found[f"{name}.lora_B"] = torch.cat([x.grad for x in factors.lora_B])
-        if factors.magnitude:
-            found[f"{name}.lora_magnitude_vector"] = torch.cat([x.grad for x in factors.magnitude])
+        found[f"{name}.lora_A"] = without_padding(factors.lora_A.grad, 1, member.inputs)
+        for key, parameters in (("lora_B", factors.lora_B), ("lora_magnitude_vector", factors.magnitude)):
+            if len(parameters):
+                gradient = torch.cat([x.grad for x in parameters])
+                found[f"{name}.{key}"] = without_padding(gradient, 0, member.outputs)
     return found
+
+
+def without_padding(gradient: Tensor, dim: int, size: int) -> Tensor:
+    """Return a gradient without that of what fills up a layer, which stays zero."""
+    kept, padding = gradient.split([size, gradient.shape[dim] - size], dim)
+    assert not padding.any()
+    return kept
 
 
 def own_gradients(model: VisionLanguageModel, layers: ModelLayers, trained: frozenset[str]) -> dict[str, Tensor]:

@@ -139,7 +139,7 @@ def model_dims(hf: PretrainedConfig) -> ModelDims:
         vocab_size=text.vocab_size,
         vision_num_layers=tower.num_layers(vision),
         vision_hidden_size=tower.hidden_size(vision),
-        vision_ffn_hidden_size=tower.ffn_size(vision),
+        vision_ffn_hidden_size=tower.padded_ffn_size(vision),
         vision_num_attention_heads=vision.num_attention_heads,
         max_position_embeddings=text.max_position_embeddings,
         sliding_window=values.get("sliding_window") if limited_by_window else None,

@@ -69,7 +69,7 @@ class KeylessBiasAttention(SelfAttention):
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
     """Return the encoder layer: Transformer Engine's, or torch's for a machine without it."""
     if config.transformer_impl == "transformer_engine":
-        spec = te_layer_spec(config)
+        spec = te_layer_spec()
     else:
         spec = get_vit_layer_with_local_spec()
         layer = spec.submodules

@@ -95,6 +95,10 @@ class VisionFamily(ABC):
         """Return the width inside the MLPs; where they are gated, of the gate alone."""
         return int(hf.intermediate_size)
 
+    def padded_ffn_size(self, hf: PretrainedConfig) -> int:
+        """Return the same in the model, where zeros may fill it up."""
+        return self.ffn_size(hf)
+
 
 class TileTower(VisionFamily):
     """Towers that take pictures of one square size."""

@@ -40,6 +40,7 @@ from llava_mcore.models.names import LayerNames
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import PatchRopeSelfAttention
 from llava_mcore.models.vision.features import FeatureChoice
+from llava_mcore.models.vision.layers.padded_mlp import clear_padding
 from llava_mcore.models.vision.layers.te_layers import te_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.replicated import process_groups
 from llava_mcore.parallel.items import Items, MediaLengths
@@ -54,6 +55,7 @@ class PatchShape:
     `full_attention`: layers from 0 that see whole pictures, where the others see windows of `window_patches` at most;
     None: all see whole pictures. `post_norm`: the features are those after the tower's last norm. `names`,
     `layers_name`, `conv_name`: Hugging Face's, of the modules in a layer, the list of layers and the patch embedding.
+    `ffn_size`: the width inside the MLPs without the zeros that fill it up; None: there are none.
     """
 
     patch_numbers: int
@@ -61,6 +63,7 @@ class PatchShape:
     conv_bias: bool
     inv_freq: Tensor | None
     names: LayerNames
+    ffn_size: int | None = None
     num_positions: int = 0
     full_attention: frozenset[int] | None = None
     window_patches: int = 0
@@ -95,7 +98,7 @@ class PatchLayer(TransformerLayer):
 def layer_spec(config: TransformerConfig, shape: PatchShape) -> ModuleSpec:
     """Return the encoder layer: Transformer Engine's, or torch's for a machine without it."""
     if config.transformer_impl == "transformer_engine":
-        spec = te_layer_spec(config)
+        spec = te_layer_spec()
     else:
         spec = get_vit_layer_with_local_spec()
         layer = spec.submodules
@@ -126,6 +129,9 @@ class PatchTransformer(VisionModule):
             post_process=False,
             pg_collection=process_groups(config),
         )
+        if shape.ffn_size is not None:
+            for layer in self.decoder.layers:
+                clear_padding(layer.mlp, shape.ffn_size, tp_rank=layer.tp_group.rank())
         if config.transformer_impl == "transformer_engine":
             use_fewer_kernels(self.decoder)
         if shape.post_norm:

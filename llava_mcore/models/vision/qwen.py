@@ -41,6 +41,7 @@ from llava_mcore.models.names import LayerNames
 from llava_mcore.models.vision.family import PatchTower, TowerWork
 from llava_mcore.models.vision.geometry import patch_side
 from llava_mcore.models.vision.layers.encoder_layers import layer_entries
+from llava_mcore.models.vision.layers.padded_mlp import padded_width
 from llava_mcore.models.vision.patches import PatchShape
 
 Grid = tuple[int, int, int]
@@ -71,6 +72,10 @@ class QwenTower(PatchTower):
     def ffn_size(self, hf: PretrainedConfig) -> int:
         """Return the width inside the MLPs; where they are gated, of the gate alone."""
 
+    def padded_ffn_size(self, hf: PretrainedConfig) -> int:
+        """Return the width in the model: 3456 for Qwen2.5-VL's 3420, which GPUs multiply slowly and few ranks divide."""
+        return padded_width(self.ffn_size(hf))
+
     def num_layers(self, hf: PretrainedConfig) -> int:
         """Return the layers of the whole tower."""
         return int(hf.depth)
@@ -88,7 +93,7 @@ class QwenTower(PatchTower):
         return {
             "num_layers": num_layers,
             "hidden_size": self.hidden_size(hf),
-            "ffn_hidden_size": self.ffn_size(hf),
+            "ffn_hidden_size": self.padded_ffn_size(hf),
             "num_attention_heads": hf.num_heads,
             "activation_func": activation(hf.hidden_act, where="vision_config.hidden_act"),
             "gated_linear_unit": len(self.names.into) == 2,
@@ -104,7 +109,9 @@ class QwenTower(PatchTower):
         """Return what surrounds the layers."""
         with torch.device("cpu"):  # also when the model is built without memory, on the meta device
             inv_freq: Tensor = self.rotary(hf).get_buffer("inv_freq").clone()
-        return PatchShape(self.patch_numbers(hf), self.merged(hf), self.conv_bias, inv_freq, self.names)
+        return PatchShape(
+            self.patch_numbers(hf), self.merged(hf), self.conv_bias, inv_freq, self.names, ffn_size=self.ffn_size(hf)
+        )
 
     def values(self, hf: PretrainedConfig, grid: Grid) -> dict[str, NDArray[Any]]:
         """Return the fields of one picture or video, beside its pixels, by transformers' own functions."""
@@ -124,7 +131,8 @@ class QwenTower(PatchTower):
             embedding.append(Entry(megatron + "conv1.bias", prefix + "patch_embed.proj.bias", REPLICATED))
         layers = partial(layer_entries, hf, megatron=megatron, prefix=prefix + "blocks.", names=self.names)
         gated, norm_bias = len(self.names.into) == 2, self.norm == "LayerNorm"
-        return embedding + layers(layers=range(num_layers), gated=gated, norm_bias=norm_bias)
+        ffn = self.ffn_size(hf), self.padded_ffn_size(hf)
+        return embedding + layers(layers=range(num_layers), gated=gated, norm_bias=norm_bias, ffn=ffn)
 
     def unused(self, hf: PretrainedConfig, *, prefix: str, num_layers: int) -> dict[str, str]:
         """Return nothing: all layers are used."""

@@ -73,7 +73,7 @@ def layer_spec(config: TransformerConfig, shape: VisionShape) -> ModuleSpec:
 
 def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     if config.transformer_impl == "transformer_engine":
-        return te_layer_spec(config)
+        return te_layer_spec()
     spec = get_vit_layer_with_local_spec()
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = WrappedTorchNorm

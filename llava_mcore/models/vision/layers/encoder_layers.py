@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, Layout, Regroup, Reshape
+from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, Layout, PadColumns, PadParts, Regroup, Reshape
 from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
@@ -86,6 +86,7 @@ def layer_entries(
     names: LayerNames = USUAL_NAMES,
     gated: bool = False,
     norm_bias: bool = True,
+    ffn: tuple[int, int] | None = None,
 ) -> list[Entry]:
     """Return the entries of some encoder layers.
 
@@ -94,12 +95,16 @@ def layer_entries(
         names: of the modules inside a layer.
         gated: whether the MLP's first matrix holds a gate and a value, of equal size.
         norm_bias: whether norms have one.
+        ffn: the width inside the MLPs in the files, and in the model; None: they are equal.
     """
     m, h = megatron + "decoder.layers.{layer}.", prefix + "{layer}."
     qkv, into = (tuple(f"{h}{name}.{{wb}}" for name in x) for x in (names.query_key_value, names.into))
     heads = hf.num_attention_heads
     fuse: Layout = FuseQKV(heads, heads) if len(qkv) > 1 else Regroup(heads, heads)
     stack: Layout = Concat(len(into)) if len(into) > 1 else Copy()
+    narrow: Layout = Copy()
+    if ffn is not None and ffn[0] != ffn[1]:
+        stack, narrow = PadParts(len(into), *ffn), PadColumns(*ffn)
     norms = [
         Entry(m + "input_layernorm.{wb}", f"{h}{names.norm_before}.{{wb}}", REPLICATED),
         Entry(m + "pre_mlp_layernorm.{wb}", f"{h}{names.norm_between}.{{wb}}", REPLICATED),
@@ -109,7 +114,7 @@ def layer_entries(
         Entry(m + "self_attention.linear_qkv.{wb}", qkv, COLUMN, fuse),
         Entry(m + "self_attention.linear_proj.weight", f"{h}{names.attention_out}.weight", ROW),
         Entry(m + "self_attention.linear_proj.bias", f"{h}{names.attention_out}.bias", REPLICATED),
-        Entry(m + "mlp.linear_fc2.weight", f"{h}{names.out_of}.weight", ROW),
+        Entry(m + "mlp.linear_fc2.weight", f"{h}{names.out_of}.weight", ROW, narrow),
         Entry(m + "mlp.linear_fc2.bias", f"{h}{names.out_of}.bias", REPLICATED),
     ]
     of_norms = WEIGHT_BIAS if norm_bias else WEIGHT_BIAS[:1]

@@ -9,32 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_transformer_engine_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from llava_mcore.compat.aligned_linears import ALIGNED, AlignedColumnParallelLinear, AlignedRowParallelLinear
 from llava_mcore.compat.megatron_layers import split_gradients_without_copy
-from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.models.activations import StatelessActivation, quick_gelu
 
 
-def te_layer_spec(config: TransformerConfig) -> ModuleSpec:
+def te_layer_spec() -> ModuleSpec:
     """Return the encoder layer whose products add their biases and sum up the gradients of these."""
     spec = get_vit_layer_with_transformer_engine_spec()
     layer = spec.submodules
     attention_layer, mlp = layer.self_attention.submodules, layer.mlp.keywords["submodules"]
     attention_layer.linear_proj = _adding_its_bias(attention_layer.linear_proj)
-    inner = config.ffn_hidden_size // config.tensor_model_parallel_size
-    into, out_of = mlp.linear_fc1, mlp.linear_fc2
-    if inner % ALIGNED:
-        into, out_of = AlignedColumnParallelLinear, AlignedRowParallelLinear
-        layer.pre_mlp_layernorm = TENorm  # which Transformer Engine's first layer has inside
-        layer.sharded_state_dict_keys_map = FUSED_NORMS
-    mlp.linear_fc1, mlp.linear_fc2 = _adding_its_bias(into), _adding_its_bias(out_of)
+    mlp.linear_fc1, mlp.linear_fc2 = _adding_its_bias(mlp.linear_fc1), _adding_its_bias(mlp.linear_fc2)
     return spec
 
 
@@ -56,8 +46,7 @@ def use_fewer_kernels(encoder: TransformerBlock) -> None:
     for layer in encoder.layers:
         for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
             # Set for every row-parallel layer, but only a sum over ranks must come between product and bias.
-            if not isinstance(linear, AlignedRowParallelLinear):
-                linear.gemm_bias_unfused_add = linear.tp_size > 1
+            linear.gemm_bias_unfused_add = linear.tp_size > 1
         if config.activation_func is quick_gelu:
             layer.mlp.activation_func = StatelessActivation(QGELU())
         elif config.use_te_activation_func:

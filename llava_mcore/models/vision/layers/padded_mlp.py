@@ -1,0 +1,37 @@
+"""MLPs whose width is filled up with zeros, where GPUs would multiply slowly and few ranks could divide it.
+
+Zero rows of the first matrix and of its bias make zeros, which activation functions keep, and zero columns of the second
+ignore them. Their gradients are zero too, so that they stay zero, and exports leave them out.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.mlp import MLP
+
+ALIGNED = 16
+"""Numbers in the rows of matrices that Transformer Engine can multiply in FP8; 16 bits each, cuBLAS wants 8 (its manual,
+"Tensor Core Usage")."""
+_PADDED_TO = 128
+"""Then up to eight ranks have aligned parts."""
+
+
+def padded_width(width: int) -> int:
+    """Return the width in the model. It does not depend on the number of ranks, nor do checkpoints."""
+    return width if width % ALIGNED == 0 else -(-width // _PADDED_TO) * _PADDED_TO
+
+
+@torch.no_grad()
+def clear_padding(mlp: MLP, width: int, *, tp_rank: int) -> None:
+    """Set to zero what a rank's part of a new MLP has beyond its width.
+
+    Args:
+        width: in Hugging Face's files; where it is gated, of the gate alone.
+    """
+    into, out_of = mlp.linear_fc1, mlp.linear_fc2
+    number = out_of.weight.shape[1]
+    kept = min(max(width - tp_rank * number, 0), number)
+    for parameter in (into.weight, into.bias):
+        for part in parameter.split(number):  # gate and value, or all of it
+            part[kept:] = 0
+    out_of.weight[:, kept:] = 0

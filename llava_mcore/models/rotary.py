@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from megatron.core.models.common.embeddings.rope_utils import fused_apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 
@@ -53,8 +52,7 @@ class TokenRopeSelfAttention(SelfAttention):
     @property
     def _rotates_unsplit(self) -> bool:
         """Whether one kernel rotates and splits: nothing comes between."""
-        norms = self.q_layernorm, self.k_layernorm
-        return self.config.apply_rope_fusion and all(x is None or isinstance(x, IdentityOp) for x in norms)
+        return self.config.apply_rope_fusion and self.q_layernorm is None and self.k_layernorm is None
 
     def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
         if self.config.apply_rope_fusion:

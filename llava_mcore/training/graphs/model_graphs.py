@@ -104,12 +104,12 @@ def decoder_segments(model: LanguageModel) -> Iterator[list[TransformerLayer]]:
 
 
 def sizes_up_to(most: int) -> tuple[int, ...]:
-    """Return the sizes that packs of patches are filled up to: eighths of the largest, below its half quarters.
+    """Return the sizes that packs of patches are filled up to: sixteenths of the largest, below its half quarters.
 
-    On average a sixteenth of the largest is blank in packs that are more than half full.
+    On average a thirty-second of the largest is blank in packs that are more than half full.
     """
-    step = -(-most // (8 * SIZE_MULTIPLE)) * SIZE_MULTIPLE
-    return tuple(step * i for i in (2, 4, 5, 6, 7, 8))
+    step = -(-most // (16 * SIZE_MULTIPLE)) * SIZE_MULTIPLE
+    return tuple(step * i for i in (4, *range(8, 17)))
 
 
 def tower_segments(tower: PatchTransformer) -> Iterator[list[TransformerLayer]]:

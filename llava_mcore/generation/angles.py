@@ -21,7 +21,7 @@ class TokenAngles:
     def __init__(self, model: LanguageModel, device: torch.device) -> None:
         self._embedding = model.rotary_pos_emb
         shape = model.shape
-        self._shared = None if shape.rope.axes is not None else shape.rope.inv_freq.to(device)
+        self._shared = shape.rope.inv_freq.to(device)
         self._local = None if shape.local_rope is None else shape.local_rope.inv_freq.to(device)
         attentions = [layer.self_attention for layer in model.decoder.layers]
         self._local_layers = [x for x in attentions if isinstance(x, TwoRopeSelfAttention) and x.local_rope is not None]
@@ -32,12 +32,11 @@ class TokenAngles:
 
         In the context, layers with frequencies of their own take the angles of these positions.
         """
-        if self._shared is None:
+        if self._local is None:
             yield self._embedding(position_ids)
             return
-        if self._local is not None:
-            for layer in self._local_layers:
-                layer.local_angles = _angles(position_ids, self._local)
+        for layer in self._local_layers:
+            layer.local_angles = _angles(position_ids, self._local)
         try:
             yield _angles(position_ids, self._shared)
         finally:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from megatron.core.models.common.embeddings.rope_utils import fused_apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 
@@ -41,18 +42,19 @@ class TokenRopeSelfAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, *given: Any, **named: Any) -> Any:
         """Return query, key and value [s, b, n, d], the first two rotated (called by megatron-core's forward)."""
-        if self._angles is not None and self._rotates_unsplit:
-            mixed, sizes = super().get_query_key_value_tensors(*given, **named | {"split_qkv": False})
-            return rotate_unsplit(mixed, self._angles, sizes)
+        if self._angles is not None and self._splits_rotated:
+            mixed, (*_, size) = super().get_query_key_value_tensors(*given, **named | {"split_qkv": False})
+            return split_rotated(mixed, self._angles, size)
         query, key, *rest = super().get_query_key_value_tensors(*given, **named)
         if self._angles is None:
             return (query, key, *rest)
         return (self._rotate(query, self._angles), self._rotate(key, self._angles), *rest)
 
     @property
-    def _rotates_unsplit(self) -> bool:
-        """Whether one kernel rotates and splits: nothing comes between."""
-        return self.config.apply_rope_fusion and self.q_layernorm is None and self.k_layernorm is None
+    def _splits_rotated(self) -> bool:
+        """Whether one kernel splits and rotates, which it can if nothing comes between."""
+        norms = self.q_layernorm, self.k_layernorm
+        return self.config.apply_rope_fusion and all(x is None or isinstance(x, IdentityOp) for x in norms)
 
     def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
         if self.config.apply_rope_fusion:
@@ -88,24 +90,24 @@ def rotate_fused(x: Tensor, angles: Tensor) -> Tensor:
 
     The kernel shares angles between samples, so that all tokens are handed over as those of one sample.
     """
-    return fused_apply_rotary_pos_emb(x.flatten(0, 1)[:, None], _of_each_token(angles, x)).view(x.shape)
+    return fused_apply_rotary_pos_emb(x.flatten(0, 1)[:, None], _of_each_token(angles, x)[:, None, None]).view(x.shape)
 
 
-def rotate_unsplit(mixed: Tensor, angles: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def split_rotated(mixed: Tensor, angles: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return query, key and value [s, b, n, d], the first two as `rotate_fused` rotates them.
 
     Args:
-        mixed: [s, b, groups of heads, the sum of `sizes`]: a group's query heads, its key and its value.
-        sizes: numbers of a group that are queries, keys and values.
+        mixed: [s, b, groups of heads, (query heads of a group + 2) * d]: a group's query heads, its key and its value.
+        size: d.
     """
-    from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb  # on GPUs only
+    from llava_mcore.models.rotary_kernel import SplitRotated  # on GPUs only
 
-    angles, (s, b) = _of_each_token(angles, mixed), mixed.shape[:2]
-    parts = apply_fused_qkv_rotary_pos_emb(mixed.flatten(0, 1)[:, None], angles, angles, sizes)
-    query, key, value = (x.view(s, b, -1, sizes[-1]) for x in parts)
+    s, b = mixed.shape[:2]
+    parts = SplitRotated.apply(mixed.flatten(0, 1), _of_each_token(angles, mixed), size)
+    query, key, value = (x.view(s, b, -1, size) for x in parts)
     return query, key, value
 
 
 def _of_each_token(angles: Tensor, x: Tensor) -> Tensor:
-    """Return angles [s * b, 1, 1, r] of the tokens of x [s, b, ..]."""
-    return angles.expand(*x.shape[:2], 1, -1).flatten(0, 1)[:, None]
+    """Return the angles [s * b, r] of the tokens of x [s, b, ..]."""
+    return angles.expand(*x.shape[:2], 1, -1).flatten(0, 2)

@@ -112,7 +112,7 @@ def test_segments_compute_what_layers_do(
     monkeypatch.setattr(model_graphs, "LAYERS_PER_GRAPH", 3)
     trainer = make_trainer(groups, run)
     model = trainer.models[0].language_model
-    segments, packs = model_graphs.decoder_segments(model), TokenPacks(model, LENGTH)
+    segments, packs = model_graphs.decoder_segments(model), TokenPacks(LENGTH)
     graphs = LayerGraphs(segments, model.config, trainer.chunks[0], packs)
     used = [p for segment in graphs._segments for p in segment.parameters()]
     trained = {id(p) for name, p in model.named_parameters() if p.requires_grad and ".layers." in name}
@@ -121,8 +121,8 @@ def test_segments_compute_what_layers_do(
     assert train(trainer) == expected
     # Four layers are two segments, with adapters one. The first step sees packs of two samples and of three, which
     # count as four.
-    number = 1 if flags else 2
-    two, three = [(2 * LENGTH, 3, LENGTH)] * number, [(2 * LENGTH, 5, LENGTH)] * number
+    number = 1 if flags else 2  # graphs
+    two, three = [(2 * LENGTH, 3, 2 * LENGTH)] * number, [(2 * LENGTH, 5, 2 * LENGTH)] * number
     assert calls.captured in ([two, three], [three, two])
     assert calls.calls == 3 * (GLOBAL_BATCH // 2) * number
     before = calls.calls
@@ -175,7 +175,7 @@ def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pyte
         assert found == pytest.approx(wanted, rel=1e-6)
     segments = [[layer.layer_number for layer in layers] for layers in model_graphs.tower_segments(tower)]
     assert segments == SEGMENTS.get(name, [[1, 2, 3], [4]])
-    assert list(dict.fromkeys(captured[0][0] for captured in calls.captured)) == [1216, 1064, 912, 760, 608, 304]
+    assert list(dict.fromkeys(captured[0][0] for captured in calls.captured)) == [*range(1280, 560, -80), 320]
     assert calls.calls == 2 * len(packs) * len(segments)
 
 

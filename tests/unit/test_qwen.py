@@ -32,7 +32,7 @@ from llava_mcore.data.samples import Conversation, Turn, Video
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.language.mrope import MultimodalRope
+from llava_mcore.models.language.token_rope import TokenRope
 from llava_mcore.models.language.shape import mrope_from_hf
 from llava_mcore.models.media import VideoShape
 from llava_mcore.models.patch_plan import PatchPlan
@@ -285,7 +285,7 @@ def test_angles_are_hugging_faces(rotary: Any, config: dict[str, Any]) -> None:
     cos, sin = rotary(hf)(torch.zeros(1), positions)
     q, k = torch.randn(17, 2, 4, 8), torch.randn(17, 2, 4, 8)
     theirs = apply_rotary_pos_emb(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), cos, sin)
-    angles = MultimodalRope(rope.inv_freq, rope.axes)(positions)
+    angles = TokenRope(rope.inv_freq, rope.axes)(positions)
     for x, expected in zip((q, k), theirs, strict=True):
         assert torch.allclose(rotate(x, angles, factor=rope.scaling), expected.permute(2, 0, 1, 3), atol=1e-6)
 

@@ -39,7 +39,7 @@ def test_the_softmax_may_carry_the_factor(tmp_path: Path) -> None:
         found = {}
         for name, factor in (("in the softmax", scale), ("left out", ours.config.kv_channels**-0.5)):
             for layer in ours.language_model.decoder.layers:
-                layer.self_attention._yarn_concentration_factor = rope.factor(is_fused=True)
+                layer.self_attention.factor = rope.factor(is_fused=True)
                 layer.self_attention.core_attention.scale = factor
             out = logits(groups, ours, inputs)
             assert out is not None

@@ -34,8 +34,8 @@ from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import SDPAttention, sees_window
 from llava_mcore.models.language.layers import DeepstackLayer, NormedRowParallelLinear, TwoRopeSelfAttention
 from llava_mcore.models.language.linear_cross_entropy import OutputLayer
-from llava_mcore.models.language.mrope import MultimodalRope
 from llava_mcore.models.language.shape import DecoderShape, Rope
+from llava_mcore.models.language.token_rope import TokenRope
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import TokenRopeSelfAttention
 
@@ -89,8 +89,8 @@ def with_plain_linears(spec: ModuleSpec) -> ModuleSpec:
 
 
 def _with_own_classes(spec: ModuleSpec, shape: DecoderShape) -> ModuleSpec:
-    """Exchange the layer's and the attention's class where positions have several axes or features come in later."""
-    if shape.rope.axes is not None:
+    """Exchange the attention's class, and the layer's where features come in later."""
+    if shape.local_rope is None:
         spec.submodules.self_attention.module = TokenRopeSelfAttention
     if shape.deepstack:
         spec.module = DeepstackLayer
@@ -136,10 +136,10 @@ class LanguageModel(GPTModel):
             for layer in self.decoder.layers:
                 layer.mlp.activation_func = StatelessActivation(layer.mlp.activation_func)
         self.shape = shape
-        if shape.rope.axes is None:
-            set_frequencies(self.rotary_pos_emb, shape.rope.inv_freq)
+        if shape.local_rope is None:
+            use_position_ids(self, TokenRope(shape.rope.inv_freq, shape.rope.axes))
         else:
-            use_position_ids(self, MultimodalRope(shape.rope.inv_freq, shape.rope.axes))
+            set_frequencies(self.rotary_pos_emb, shape.rope.inv_freq)
         for layer in self.decoder.layers:
             self._scale_rope(layer.self_attention, shape.rope)
         if shape.local_rope is not None:

@@ -69,7 +69,7 @@ def decoder_graphs(model: LanguageModel, chunk: DistributedDataParallel, longest
     found = [f"--cuda-graphs {reason}: omit the flag" for reason, holds in reasons.items() if holds]
     if found:
         raise ConfigError("\n".join(found))
-    return LayerGraphs(decoder_segments(model), config, chunk, TokenPacks(model, longest))
+    return LayerGraphs(decoder_segments(model), config, chunk, TokenPacks(longest))
 
 
 def tower_graphs(tower: nn.Module, chunk: DistributedDataParallel, run: RunConfig) -> LayerGraphs:

@@ -12,7 +12,6 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.vision.patches import PatchTransformer, TowerSeqParams, packed_arguments
 
 PICTURES = (8, 32)
@@ -50,15 +49,14 @@ class Packs(Protocol):
 class TokenPacks:
     """Packs of tokens, all of the same length."""
 
-    def __init__(self, model: LanguageModel, longest: int) -> None:
+    def __init__(self, longest: int) -> None:
         """`longest`: largest length of a sample."""
-        self._model, self._longest = model, longest
-        self._table: Tensor | None = None
+        self._longest = longest
 
     def tensors(self, num_rows: int, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:
         """Return where samples begin, and angles."""
         assert packed.cu_seqlens_q is not None and angles is not None
-        return padded_bounds(packed.cu_seqlens_q), self._angles(angles)
+        return padded_bounds(packed.cu_seqlens_q), angles
 
     def arguments(self, *sample: Tensor) -> tuple[PackedSeqParams, Tensor | None]:
         """Return them as a layer takes them."""
@@ -72,16 +70,6 @@ class TokenPacks:
     def describe(self, sample: Sample) -> str:
         """Return what differs between graphs."""
         return f"{sample[0].shape[0]} tokens and up to {sample[1].shape[0] - 1} packed samples"
-
-    def _angles(self, given: Tensor) -> Tensor:
-        """Return rotary angles of a fixed shape: [longest, 1, 1, d], the same every time, or as given for each token
-        where positions have several axes."""
-        if self._model.shape.rope.axes is not None:
-            return given
-        if self._table is None:
-            self._table = self._model.rotary_pos_emb(self._longest)
-        return self._table
-
 
 class PatchPacks:
     """Packs of patches, which the tower has filled up to one of its sizes.

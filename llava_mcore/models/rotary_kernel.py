@@ -1,0 +1,144 @@
+"""One kernel that splits queries, keys and values, and rotates the first two; imported on GPUs only.
+
+Transformer Engine (2.20) has kernels that rotate one tensor, after which another one joins the gradients, and one that
+also splits, which is slower than both together unless a group has several query heads. This one takes about as long as
+reading and writing the tensors once (`benchmarks/rotary.py`).
+
+t: tokens, g: groups of heads, q: query heads of a group, d: head size, r: rotated dims of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_ROWS = 16
+"""Heads of one token in a block."""
+
+
+class SplitRotated(torch.autograd.Function):
+    """Queries [t, g * q, d], keys and values [t, g, d] of [t, g, (q + 2) * d]."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, angles: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotate in float32.
+
+        Args:
+            mixed: a group's query heads, its key and its value.
+            angles: float32 [t, r], whose halves are equal.
+            size: d.
+        """
+        mixed, angles = mixed.contiguous(), angles.contiguous()
+        tokens, groups, width = mixed.shape
+        query = mixed.new_empty(tokens, groups * (width // size - 2), size)
+        key, value = (mixed.new_empty(tokens, groups, size) for _ in range(2))
+        _run(mixed, query, key, value, angles, joins=False)
+        ctx.save_for_backward(angles)
+        ctx.shape = mixed.shape
+        return query, key, value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Rotate back, and join."""
+        query, key, value = (x.contiguous() for x in gradients)
+        (angles,) = ctx.saved_tensors
+        mixed = query.new_empty(ctx.shape)
+        _run(mixed, query, key, value, angles, joins=True)
+        return mixed, None, None
+
+
+def _run(mixed: Tensor, query: Tensor, key: Tensor, value: Tensor, angles: Tensor, *, joins: bool) -> None:
+    tokens, groups, size = key.shape
+    queries, half = query.shape[1] // groups, angles.shape[1] // 2
+    rest = size - 2 * half
+    heads = groups * (queries + 2)
+    _split_rotated[(tokens, triton.cdiv(heads, _ROWS))](
+        mixed,
+        query,
+        key,
+        value,
+        angles,
+        groups,
+        queries,
+        SIZE=size,
+        HALF=half,
+        HALF_TILE=triton.next_power_of_2(half),
+        REST=rest,
+        REST_TILE=triton.next_power_of_2(max(rest, 1)),
+        ROWS=_ROWS,
+        JOINS=joins,
+    )
+
+
+@triton.jit
+def _split_rotated(  # type: ignore[no-untyped-def]
+    mixed,
+    query,
+    key,
+    value,
+    angles,
+    groups,
+    queries,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    REST: tl.constexpr,
+    REST_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    JOINS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    group, place = rows // (queries + 2), rows % (queries + 2)
+    exists = rows < groups * (queries + 2)
+    is_query, is_key, is_value = exists & (place < queries), exists & (place == queries), exists & (place > queries)
+    whole = mixed + (token * groups * (queries + 2) + rows)[:, None] * SIZE
+    to_query = query + ((token * groups + group) * queries + place)[:, None] * SIZE
+    to_key = key + (token * groups + group)[:, None] * SIZE
+    to_value = value + (token * groups + group)[:, None] * SIZE
+
+    half = tl.arange(0, HALF_TILE)
+    in_half = (half < HALF)[None, :]
+    angle = tl.load(angles + token * 2 * HALF + half, mask=half < HALF, other=0.0)
+    cos = tl.where(is_value[:, None], 1.0, tl.cos(angle)[None, :])
+    sin = tl.where(is_value[:, None], 0.0, tl.sin(angle)[None, :])
+    of_query, of_key, of_value = is_query[:, None] & in_half, is_key[:, None] & in_half, is_value[:, None] & in_half
+    first, second = half[None, :], HALF + half[None, :]
+    if JOINS:
+        a = tl.load(to_query + first, mask=of_query, other=0.0).to(tl.float32)
+        a += tl.load(to_key + first, mask=of_key, other=0.0).to(tl.float32)
+        a += tl.load(to_value + first, mask=of_value, other=0.0).to(tl.float32)
+        b = tl.load(to_query + second, mask=of_query, other=0.0).to(tl.float32)
+        b += tl.load(to_key + second, mask=of_key, other=0.0).to(tl.float32)
+        b += tl.load(to_value + second, mask=of_value, other=0.0).to(tl.float32)
+        tl.store(whole + first, a * cos + b * sin, mask=exists[:, None] & in_half)
+        tl.store(whole + second, b * cos - a * sin, mask=exists[:, None] & in_half)
+    else:
+        a = tl.load(whole + first, mask=exists[:, None] & in_half, other=0.0).to(tl.float32)
+        b = tl.load(whole + second, mask=exists[:, None] & in_half, other=0.0).to(tl.float32)
+        turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
+        tl.store(to_query + first, turned_a, mask=of_query)
+        tl.store(to_query + second, turned_b, mask=of_query)
+        tl.store(to_key + first, turned_a, mask=of_key)
+        tl.store(to_key + second, turned_b, mask=of_key)
+        tl.store(to_value + first, turned_a, mask=of_value)
+        tl.store(to_value + second, turned_b, mask=of_value)
+    if REST > 0:  # dims of a head that are not rotated
+        rest = tl.arange(0, REST_TILE)
+        in_rest, last = (rest < REST)[None, :], 2 * HALF + rest[None, :]
+        if JOINS:
+            c = tl.load(to_query + last, mask=is_query[:, None] & in_rest, other=0.0)
+            c += tl.load(to_key + last, mask=is_key[:, None] & in_rest, other=0.0)
+            c += tl.load(to_value + last, mask=is_value[:, None] & in_rest, other=0.0)
+            tl.store(whole + last, c, mask=exists[:, None] & in_rest)
+        else:
+            c = tl.load(whole + last, mask=exists[:, None] & in_rest, other=0.0)
+            tl.store(to_query + last, c, mask=is_query[:, None] & in_rest)
+            tl.store(to_key + last, c, mask=is_key[:, None] & in_rest)
+            tl.store(to_value + last, c, mask=is_value[:, None] & in_rest)

@@ -134,10 +134,11 @@ class SDPAttention(MegatronModule):
 
 
 class ManyShortAttention(MegatronModule):
-    """Full attention in packs of many short sequences on a GPU, by torch's kernel in half precision; no dropout.
+    """Full attention in packs of many short sequences on a GPU, in half precision; no dropout.
 
     Transformer Engine has cuDNN plan for as many sequences as there are, each as long as all together: with 600
-    windows of 64 patches one of its kernels took half of a step.
+    windows of 64 patches one of its kernels took half of a step. Sequences that fit into a block have a kernel of their
+    own, longer ones torch's.
 
     Drop-in for megatron-core's core attention. t: packed tokens, n: heads, d: head size.
     """
@@ -155,7 +156,12 @@ class ManyShortAttention(MegatronModule):
         """Return [t, n*d] for [t, n, d]."""
         bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         assert bounds is not None and longest is not None
-        out = varlen_attn(query, key, value, bounds, bounds, longest, longest)
+        from llava_mcore.models import window_kernel  # on GPUs only
+
+        if longest <= window_kernel.LONGEST:
+            out = window_kernel.WindowAttention.apply(query, key, value, bounds)
+        else:
+            out = varlen_attn(query, key, value, bounds, bounds, longest, longest)
         assert isinstance(out, Tensor)
         return out.flatten(1)
 

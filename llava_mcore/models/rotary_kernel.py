@@ -2,7 +2,7 @@
 
 Transformer Engine (2.20) has kernels that rotate one tensor, after which another one joins the gradients, and one that
 also splits, which is slower than both together unless a group has several query heads. This one takes about as long as
-reading and writing the tensors once (`benchmarks/rotary.py`).
+reading and writing the tensors once (`benchmarks/kernels.py`).
 
 t: tokens, g: groups of heads, q: query heads of a group, d: head size, r: rotated dims of a head.
 """
@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_ROWS = 16
-"""Heads of one token in a block."""
+_ROWS, _WARPS = 16, 4
+"""Heads of one token in a block, and the warps that work on it."""
 
 
 class SplitRotated(torch.autograd.Function):
@@ -73,6 +73,7 @@ def _run(mixed: Tensor, query: Tensor, key: Tensor, value: Tensor, angles: Tenso
         REST_TILE=triton.next_power_of_2(max(rest, 1)),
         ROWS=_ROWS,
         JOINS=joins,
+        num_warps=_WARPS,
     )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, FuseQV, PadRows, Regroup, Reshape
+from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, FuseQV, PadColumns, PadParts, PadRows, Regroup, Reshape
 from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shard
 from llava_mcore.mapping.table import Entry, MappingTable, check_coverage
 
@@ -59,6 +59,15 @@ def test_concat_reshape_pad_copy(num: int, rows: int, tail: tuple[int, ...], dty
     padded = pad.to_megatron(x)
     assert padded.shape[0] == rows + num and not padded[rows:].any()
     assert torch.equal(pad.to_hf(padded)[0], x)
+    each = PadParts(num, rows, rows + 2)
+    padded = each.to_megatron(*parts)
+    assert all(torch.equal(a, b) for a, b in zip(each.to_hf(padded), parts, strict=True))
+    assert padded.shape[0] == num * (rows + 2) and not padded.unflatten(0, (num, -1))[:, rows:].any()
+    matrix = x.reshape(rows, -1)
+    columns = matrix.shape[1]
+    wide = PadColumns(columns, columns + num).to_megatron(matrix)
+    assert wide.shape == (rows, columns + num) and not wide[:, columns:].any()
+    assert torch.equal(PadColumns(columns, columns + num).to_hf(wide)[0], matrix)
     shape = Reshape(tuple(x.shape), (1, *x.shape))
     assert torch.equal(shape.to_hf(shape.to_megatron(x))[0], x)
     assert torch.equal(Copy().to_hf(Copy().to_megatron(x))[0], x)

@@ -24,7 +24,7 @@ from llava_mcore.files import direct_writer as writer
 from llava_mcore.files import tensor_bytes as raw
 from llava_mcore.files.direct_writer import Writer
 from llava_mcore.files.safetensors_writer import DTYPES, plan_file, read_offsets, write_tensors
-from llava_mcore.mapping.layouts import Concat, FuseQKV, PadRows, Reshape
+from llava_mcore.mapping.layouts import Concat, FuseQKV, PadColumns, PadParts, PadRows, Reshape
 from llava_mcore.mapping.sharding import COLUMN
 from llava_mcore.mapping.slices import Scratch, TensorSlice, read_slice, slices_of_range
 from llava_mcore.mapping.table import Entry
@@ -251,6 +251,8 @@ def test_only_layouts_that_stack_rows_have_slices() -> None:
         return Entry("m", tuple("abc"[:names]), COLUMN, layout).hf_slices(shape)  # type: ignore[arg-type]
 
     assert slices(Concat(2), 2, (8, 3)) == (TensorSlice((0, 0), (4, 3)), TensorSlice((4, 0), (4, 3)))
+    assert slices(PadParts(2, 3, 4), 2, (8, 3)) == (TensorSlice((0, 0), (3, 3)), TensorSlice((4, 0), (3, 3)))
+    assert slices(PadColumns(2, 3), 1, (8, 3)) is None
     assert slices(PadRows(5, 8), 1, (8, 3)) == (TensorSlice((0, 0), (5, 3)),)
     assert Entry("m", "a", COLUMN).hf_slices((4,)) == (TensorSlice((0,), (4,)),)
     assert slices(FuseQKV(4, 2), 3, (16, 3)) is None

@@ -32,8 +32,8 @@ from llava_mcore.data.samples import Conversation, Turn, Video
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.language.token_rope import TokenRope
 from llava_mcore.models.language.shape import mrope_from_hf
+from llava_mcore.models.language.token_rope import TokenRope
 from llava_mcore.models.media import VideoShape
 from llava_mcore.models.patch_plan import PatchPlan
 from llava_mcore.models.rotary import rotate

@@ -71,6 +71,7 @@ class TokenPacks:
         """Return what differs between graphs."""
         return f"{sample[0].shape[0]} tokens and up to {sample[1].shape[0] - 1} packed samples"
 
+
 class PatchPacks:
     """Packs of patches, which the tower has filled up to one of its sizes.
 

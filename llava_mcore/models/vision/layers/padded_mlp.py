@@ -1,7 +1,7 @@
 """MLPs whose width is filled up with zeros, where GPUs would multiply slowly and few ranks could divide it.
 
-Zero rows of the first matrix and of its bias make zeros, which activation functions keep, and zero columns of the second
-ignore them. Their gradients are zero too, so that they stay zero, and exports leave them out.
+Zero rows of the first matrix and of its bias make zeros, which activation functions keep, and zero columns of the
+second ignore them. Their gradients are zero too, so that they stay zero, and exports leave them out.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 from megatron.core.transformer.mlp import MLP
 
 ALIGNED = 16
-"""Numbers in the rows of matrices that Transformer Engine can multiply in FP8; 16 bits each, cuBLAS wants 8 (its manual,
-"Tensor Core Usage")."""
+"""Rows of matrices that Transformer Engine multiplies in FP8 have a multiple of so many numbers. Of numbers of 16 bits,
+cuBLAS wants 8 (its manual, "Tensor Core Usage")."""
 _PADDED_TO = 128
 """Then up to eight ranks have aligned parts."""
 

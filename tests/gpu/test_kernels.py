@@ -1,4 +1,4 @@
-"""The kernel that splits and rotates is what torch's operations are."""
+"""Our kernels compute what torch's operations do."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention as attention
 
 from llava_mcore.models.rotary import rotate, rotate_fused, split_rotated
 
 pytestmark = pytest.mark.gpu
+if torch.cuda.is_available():
+    from llava_mcore.models.window_kernel import WindowAttention
 SHAPES = {
     "LLaVA-1.5-7B": (32, 1, 128, 128),
     "Qwen2.5-VL-7B": (4, 7, 128, 128),
@@ -36,3 +39,23 @@ def test_heads_and_gradients(groups: int, queries: int, size: int, rotated: int,
     here, there = (torch.autograd.grad(x, mixed, weights, retain_graph=True)[0] for x in (found, expected))
     torch.testing.assert_close(here, there, **allowed)
     torch.testing.assert_close(found[0], rotate_fused(parts[0], angles), **allowed)
+
+
+@pytest.mark.parametrize("lengths", [[64, 3, 0, 17, 1, 64, 0], [8] * 300], ids=["all", "equal"])
+@pytest.mark.parametrize("size", [80, 64, 16])
+def test_windows(lengths: list[int], size: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    given = {"device": "cuda", "generator": generator}
+    heads, number = 3, sum(lengths)
+    parts = [torch.randn(number, heads, size, **given).bfloat16().requires_grad_() for _ in range(3)]
+    weights = torch.randn(number, heads, size, **given).bfloat16()
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    found = WindowAttention.apply(*parts, bounds)
+    here = [found, *torch.autograd.grad(found, parts, weights)]
+    exact = [x.detach().double().requires_grad_() for x in parts]
+    windows = [x for x in zip(bounds.tolist(), bounds.tolist()[1:], strict=False) if x[0] < x[1]]
+    expected = torch.cat([attention(*(x[a:b].transpose(0, 1) for x in exact)).transpose(0, 1) for a, b in windows])
+    there = [expected, *torch.autograd.grad(expected, exact, weights.double())]
+    for one, other in zip(here, there, strict=True):
+        assert (one.double() - other).norm() <= 5e-3 * other.norm()  # about bf16's rounding of the results alone
+        torch.testing.assert_close(one.double(), other, rtol=2e-2, atol=2e-2 * other.abs().max().item())

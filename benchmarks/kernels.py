@@ -1,0 +1,157 @@
+"""Our kernels around attention beside those of libraries.
+
+    python -m benchmarks.kernels --json out.json
+
+On a GPU, of one layer of 4,096 tokens or 16,384 patches in bf16. "rotary": queries, keys and values are split, and the
+first two rotated; the backward pass joins their gradients, as the linear layer before takes them. "windows": attention
+of patches within windows of 64. "ms" is the time of the kernels of one pass, "GB/s" what is read and written at least,
+in that time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.profiler import ProfilerActivity, profile
+
+import llava_mcore.parallel  # noqa: F401  before megatron.core
+from benchmarks.record import show, write_record
+from llava_mcore.models.rotary import rotate_fused, split_rotated
+
+WINDOW = 64
+Split = Callable[[Tensor, Tensor, int], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Tokens, groups of heads, query heads of a group, head size."""
+
+    what: str
+    tokens: int
+    groups: int
+    queries: int
+    size: int
+
+
+LAYERS = (
+    Layer("LLaVA-1.5-7B", 4096, 32, 1, 128),
+    Layer("Qwen2.5-VL-7B", 4096, 4, 7, 128),
+    Layer("Qwen2.5-VL's tower", 16384, 16, 1, 80),
+)
+
+
+def two_kernels(mixed: Tensor, angles: Tensor, size: int) -> tuple[Tensor, ...]:
+    """Split by torch, rotated by Transformer Engine one after the other, as megatron-core has it."""
+    query, key, value = mixed.split([mixed.shape[-1] - 2 * size, size, size], dim=-1)
+    query = query.reshape(*query.shape[:2], -1, size)
+    return rotate_fused(query, angles), rotate_fused(key, angles), value
+
+
+def one_kernel(mixed: Tensor, angles: Tensor, size: int) -> tuple[Tensor, ...]:
+    """Transformer Engine's kernel for all three."""
+    from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
+
+    return apply_fused_qkv_rotary_pos_emb(mixed, angles, angles, [mixed.shape[-1] - 2 * size, size, size])
+
+
+VARIANTS: dict[str, Split] = {
+    "Transformer Engine, each": two_kernels,
+    "Transformer Engine, all": one_kernel,
+    "ours": split_rotated,
+}
+
+
+def kernel_ms(run: Callable[[], object], repeats: int) -> float:
+    """Return the time of the kernels that one call starts."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in found.key_averages()) / repeats / 1e3
+
+
+def times(run: Callable[[], Any], inputs: Sequence[Tensor], repeats: int) -> tuple[float, float]:
+    """Return the time of both passes of a function of inputs."""
+    out = run()
+    out = (out,) if isinstance(out, Tensor) else out
+    gradients = [torch.randn_like(x, memory_format=torch.contiguous_format) for x in out]
+
+    def forward() -> None:
+        with torch.no_grad():
+            run()
+
+    def backward() -> None:
+        torch.autograd.grad(out, inputs, gradients, retain_graph=True)
+
+    return kernel_ms(forward, repeats), kernel_ms(backward, repeats)
+
+
+def row(what: str, kernels: str, found: tuple[float, float], moved: tuple[int, int]) -> dict[str, Any]:
+    """Return a row of the table. `moved`: bytes that each pass reads and writes at least."""
+    forward, backward = found
+    return {
+        "layer of": what,
+        "kernels": kernels,
+        "forward ms": round(forward, 4),
+        "backward ms": round(backward, 4),
+        "forward GB/s": round(moved[0] / forward / 1e6),
+        "backward GB/s": round(moved[1] / backward / 1e6),
+    }
+
+
+def rotary(layer: Layer, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yield a row of each variant."""
+    width = (layer.queries + 2) * layer.size
+    mixed = torch.randn(layer.tokens, 1, layer.groups, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    angles = torch.randn(layer.tokens, 1, 1, layer.size, device="cuda")
+    moved = 2 * mixed.nbytes + angles.nbytes
+    for name, split in VARIANTS.items():
+        found = times(partial(split, mixed, angles, layer.size), [mixed], repeats)
+        yield row(f"rotary, {layer.what}", name, found, (moved, moved))
+
+
+def windows(layer: Layer, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yield a row of each variant."""
+    from llava_mcore.models.window_kernel import WindowAttention
+
+    shape = layer.tokens, layer.groups, layer.size
+    parts = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    bounds = torch.arange(0, layer.tokens + 1, WINDOW, device="cuda", dtype=torch.int32)
+    query, key, value = parts
+    variants: dict[str, Callable[[], Any]] = {
+        "torch's varlen_attn": lambda: varlen_attn(query, key, value, bounds, bounds, WINDOW, WINDOW),
+        "ours": lambda: WindowAttention.apply(query, key, value, bounds),
+    }
+    for name, run in variants.items():
+        yield row(
+            f"windows, {layer.what}", name, times(run, parts, repeats), (4 * parts[0].nbytes, 7 * parts[0].nbytes)
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no GPU was found")
+    rows = [row for layer in LAYERS for row in rotary(layer, args.repeats)]
+    rows += windows(LAYERS[-1], args.repeats)
+    show(rows)
+    if args.json is not None:
+        write_record(args.json, rows, gpus=1)
+
+
+if __name__ == "__main__":
+    main()

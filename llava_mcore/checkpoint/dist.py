@@ -232,7 +232,9 @@ def check_model(state: ShardedStateDict, folder: Path) -> None:
             found.append(f"different shape: {wanted.key} is {have.global_shape}, the model needs {wanted.global_shape}")
     if found:
         unique = sorted(set(found))
-        raise CheckpointError(problems(f"{folder} is a checkpoint of another model", unique))
+        remedy = "import the model again, or export the checkpoint with the version that wrote it"
+        title = f"{folder} is a checkpoint of another model, or by another version of llava_mcore ({remedy})"
+        raise CheckpointError(problems(title, unique))
 
 
 def _absent_from_layers(keys: Iterable[str], stored: Iterable[str]) -> list[str]:

@@ -111,7 +111,7 @@ def test_towers_begin_so_and_stay_so(tmp_path: Path) -> None:
     groups = join_alone()
     run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path))
     tower: Any = make_trainer(groups, run).models[0].vision_model
-    tower = type(tower)(tower.config, tower.shape, tower.features)  # anew, with random weights
+    tower = type(tower)(tower.config, tower.shape, tower.features)  # another one, with random weights
     for layer in tower.decoder.layers:
         assert layer.mlp.linear_fc1.weight.any()
         assert not any(x.any() for x in padding_of(layer.mlp, tower.shape.ffn_size))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,7 +247,7 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
 
     Raises:
         ConfigError: Transformer Engine is requested, perhaps by --fp8, but is not installed or does not support this
-        family.
+            family, or Triton has no compiler.
     """
     wanted = "--fp8" if run.model.transformer_impl is None else "model.transformer_impl = transformer_engine"
     if language_family(hf.text_config).shape(hf.text_config).needs_local_layers:
@@ -260,6 +262,8 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
         )
     if chosen == "transformer_engine" and not usable:
         raise ConfigError(f"{wanted} needs GPUs and the package transformer-engine: install it, or omit that")
+    if chosen == "transformer_engine" and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise ConfigError("found no C compiler, with which Triton builds kernels for GPUs: install gcc or clang")
     return chosen
 
 

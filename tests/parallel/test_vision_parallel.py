@@ -43,7 +43,7 @@ GIVEN = {
     "audio": OF_SOUND,
 }
 """Of each class three conversations, the second without pictures."""
-UNDIVIDED = {"qwen2_5_vl": {"intermediate_size": 51}, "qwen3_vl": {"num_heads": 1}}
+UNDIVIDED = {"qwen2_5_vl": {"intermediate_size": 51, "num_heads": 1}, "qwen3_vl": {"num_heads": 1}}
 """What does not divide by two."""
 
 

@@ -26,6 +26,7 @@ from llava_mcore.mapping.table import Entry
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.language.registry import texts_of_any_class
 from llava_mcore.models.vision.registry import VISION_FAMILIES, towers_of_any_class
+from llava_mcore.training import setup
 from llava_mcore.training.setup import transformer_impl
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import make_hf_llava
@@ -174,6 +175,19 @@ def test_layers_of_transformer_engine_are_not_used_where_they_cannot_compute(gem
             transformer_impl(run, here, gemma_config)
         with pytest.raises(ConfigError, match="needs GPUs"):
             transformer_impl(run, here, phi_config)
+
+
+def test_kernels_need_a_compiler(phi: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(setup, "HAVE_TE", True)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = run_config(1, 1, "", "", **{"model.transformer_impl": None})
+    with pytest.raises(ConfigError, match="found no C compiler"):
+        transformer_impl(run, gpu, load_hf_config(phi))
+    (tmp_path / "gcc").write_text("")
+    (tmp_path / "gcc").chmod(0o755)
+    assert transformer_impl(run, gpu, load_hf_config(phi)) == "transformer_engine"
 
 
 def test_qwen2_5_is_a_qwen2_and_windows_that_are_computed_limit_nothing(gemma: Path, tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""Runs our kernels on the CPU, by Triton's interpreter, and compares them with torch's operations.
+
+    TRITON_INTERPRET=1 python -m tests.helpers.interpreted_kernels
+
+The interpreter is chosen when a kernel's file is imported, hence a process of its own. It multiplies bfloat16 wrongly.
+"""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from llava_mcore.models.rotary import rotate, split_rotated
+from llava_mcore.models.window_kernel import WindowAttention
+
+HEADS = ((3, 1, 10, 10), (2, 7, 16, 16), (2, 2, 16, 8), (20, 1, 80, 80))
+"""Groups, query heads of a group, head size, rotated dims: blocks that are full and such that are not."""
+WINDOWS = (([64, 3, 0, 17, 1, 0], 2, 80), ([8, 16], 3, 16))
+"""Lengths of windows, heads, head size."""
+
+
+def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], inputs: list[Tensor]) -> None:
+    """Compare outputs and gradients."""
+    weights = [torch.randn_like(x) for x in expected]
+    here, there = (torch.autograd.grad(x, inputs, weights) for x in (found, expected))
+    for one, other in zip((*found, *here), (*expected, *there), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def rotary(groups: int, queries: int, size: int, rotated: int) -> None:
+    mixed = torch.randn(5, 2, groups, (queries + 2) * size).requires_grad_()
+    half = torch.randn(5, 2, 1, rotated // 2) * 100
+    angles = torch.cat((half, half), dim=-1)
+    query, key, value = mixed.split([queries * size, size, size], dim=-1)
+    turned = [rotate(x.reshape(5, 2, -1, size), angles) for x in (query, key)]
+    compare(split_rotated(mixed, angles, size), (*turned, value), [mixed])
+
+
+def windows(lengths: list[int], heads: int, size: int) -> None:
+    inputs = [torch.randn(sum(lengths), heads, size).requires_grad_() for _ in range(3)]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    spans = [slice(a, b) for a, b in pairwise(bounds.tolist()) if a < b]
+    each = [scaled_dot_product_attention(*(x[span].transpose(0, 1) for x in inputs)).transpose(0, 1) for span in spans]
+    compare((WindowAttention.apply(*inputs, bounds),), (torch.cat(each),), inputs)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for shape in HEADS:
+        rotary(*shape)
+    for case in WINDOWS:
+        windows(*case)
+    print(f"{len(HEADS) + len(WINDOWS)} shapes agree")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,15 @@ from llava_mcore.errors import DataError
 ROLES = ("system", "user", "assistant")
 REFUSED = ("generation_config", "chat_template_kwargs", "tools")
 """Fields of transformers' server that would change generation and templates."""
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "n": (1,),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+}
 """Fields of OpenAI's interface that this server does not have, and their values that change nothing."""
 MOST_STOPS, MOST_STOP_CHARS = 4, 1000
 """As many stops as OpenAI's interface takes, and the characters of each."""

@@ -184,6 +184,9 @@ def test_it_is_healthy_for_compose(server: Started) -> None:
         ({"logit_bias": {"1": 5}}, '"logit_bias" is not supported'),
         ({"frequency_penalty": "x"}, "\"frequency_penalty\" is not supported by this server: remove it, found 'x'"),
         ({"presence_penalty": 0.5}, '"presence_penalty" is not supported by this server: remove it, found 0.5'),
+        ({"n": 2}, '"n" is not supported by this server: remove it, found 2'),
+        ({"response_format": {"type": "json_object"}}, '"response_format" is not supported'),
+        ({"logprobs": True, "top_logprobs": 5}, '"logprobs" is not supported by this server: remove it, found True'),
         ({"messages": [{"role": "assistant", "tool_calls": 3}]}, 'message 0: "tool_calls" are not supported'),
         (request("a \ud800"), "half of a surrogate pair"),
     ],
@@ -221,6 +224,8 @@ def test_a_checked_request_has_one_form() -> None:
     assert check_chat(body | {"stop": "x"}, MODEL) == body | {"stop": ["x"]}
     without_effect = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "tools": None, "seed": None}
     assert check_chat(body | without_effect | {"chat_template_kwargs": None}, MODEL) == body
+    without_effect = {"n": 1, "response_format": {"type": "text"}, "logprobs": False, "top_logprobs": 0}
+    assert check_chat(body | without_effect, MODEL) == body
     # As OpenAI's client returns an answer, for the next question.
     answer = {"role": "assistant", "content": "a cat", "tool_calls": None, "refusal": None}
     checked = check_chat(body | {"messages": [*body["messages"], answer, *body["messages"]]}, MODEL)

@@ -15,7 +15,7 @@ from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.chat import parser
 from llava_mcore.cli.generate import quantization_of, reading_of, sampling_of
 from llava_mcore.data.prepare.sampling import Sampling
-from llava_mcore.generation.settings import read_settings
+from llava_mcore.generation.settings import read_settings, require_streaming
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (lines can then be edited and repeated)
@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens,
         sampling=sampling,
     )
+    require_streaming(settings, args.hf_dir)
     torch.manual_seed(args.seed)
     chat = Chat(model, settings, Sampling(args.video_fps, args.video_max_frames), _say)
     for path in args.image:

@@ -189,6 +189,16 @@ def _config(hf_dir: Path, hf: PretrainedConfig) -> GenerationConfig:
         raise ConversionError(f"{hf_dir / FILE} cannot be used: {why_not_loaded(error)}") from error
 
 
+def require_streaming(settings: Settings, source: Path) -> None:
+    """Raise ConfigError for a setting under which no word is known before the last."""
+    number = settings.config.num_beams
+    if number not in (None, 1):
+        raise ConfigError(
+            f"{source / FILE} sets num_beams = {number}: a chat shows words as they are chosen, which beam search does "
+            "at the end: remove it, or ask by `generate`"
+        )
+
+
 def require_known(settings: Settings, source: Path) -> None:
     """Raise ConfigError for settings of transformers that generation at tp x pp does not support."""
     values = {name: settings.config.to_dict().get(name) for name in UNSUPPORTED}

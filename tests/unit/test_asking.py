@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from llava_mcore.answering import megatron_worker
 from llava_mcore.answering.answer_file import written_to
@@ -148,6 +149,13 @@ def test_chat_says_what_does_not_fit_and_continues(root: Path) -> None:
     chat.run(iter(["0z" * 40, "Which?"]))
     assert "error: the question has" in said[0] and "the model has 64 positions" in said[0]
     assert [turn.text for turn in chat.turns][:1] == ["Which?"]
+
+
+def test_chat_cannot_search_beams(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(root / "hf", tmp_path / "hf")
+    GenerationConfig(num_beams=2).save_pretrained(tmp_path / "hf")
+    assert chat_command.main(["--hf-dir", str(tmp_path / "hf")]) == 2
+    assert "generation_config.json sets num_beams = 2: a chat shows words" in capsys.readouterr().err
 
 
 def test_a_config_without_a_length_has_no_limit(root: Path) -> None:

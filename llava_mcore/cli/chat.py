@@ -16,6 +16,7 @@ from llava_mcore.cli.flags.chat import parser
 from llava_mcore.cli.generate import quantization_of, reading_of, sampling_of
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.generation.settings import read_settings, require_streaming
+from llava_mcore.models.architectures.hf_config import load_hf_config
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (lines can then be edited and repeated)
@@ -24,6 +25,7 @@ with contextlib.suppress(ImportError):
 def run(args: argparse.Namespace) -> int:
     """Chat until the end of the input; returns 0."""
     quantization, sampling = quantization_of(args), sampling_of(args)
+    require_streaming(args.hf_dir, load_hf_config(args.hf_dir))
     model = HfModel.load(args.hf_dir, reading_of(args), dtype=args.dtype, quantization=quantization)
     settings = read_settings(
         args.hf_dir,
@@ -32,7 +34,6 @@ def run(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens,
         sampling=sampling,
     )
-    require_streaming(settings, args.hf_dir)
     torch.manual_seed(args.seed)
     chat = Chat(model, settings, Sampling(args.video_fps, args.video_max_frames), _say)
     for path in args.image:

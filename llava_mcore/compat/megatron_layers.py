@@ -18,8 +18,8 @@ def split_gradients_without_copy() -> None:
     """Make attention split query, key and value so that their gradients need no copy.
 
     megatron-core looks for the function where Transformer Engine 2.20 no longer has it, and then copies these gradients
-    although they are contiguous. The setting also covers the decoder, whose rotary embeddings separate the gradients:
-    there they are copied as before.
+    although they are contiguous. The setting also covers decoders with norms of queries and keys, which separate the
+    gradients: there they are copied as before. The other decoders split and rotate in one kernel.
     """
     from transformer_engine.pytorch.utils import SplitAlongDim  # on GPUs only
 

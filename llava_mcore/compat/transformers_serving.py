@@ -41,6 +41,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0: the division of logits would overflow. vLLM has the same limit."""
 SAMPLING: dict[str, Any] = {
     "do_sample": False,
+    "num_beams": 1,
     "top_k": 0,
     "min_p": None,
     "top_h": None,

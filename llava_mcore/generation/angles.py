@@ -21,8 +21,10 @@ class TokenAngles:
     def __init__(self, model: LanguageModel, device: torch.device) -> None:
         self._embedding = model.rotary_pos_emb
         shape = model.shape
-        self._shared = shape.rope.inv_freq.to(device)
-        self._local = None if shape.local_rope is None else shape.local_rope.inv_freq.to(device)
+        self._frequencies: tuple[Tensor, Tensor] | None = None
+        """Of all layers, and of those with a window, if these have others."""
+        if shape.local_rope is not None:
+            self._frequencies = shape.rope.inv_freq.to(device), shape.local_rope.inv_freq.to(device)
         attentions = [layer.self_attention for layer in model.decoder.layers]
         self._local_layers = [x for x in attentions if isinstance(x, TwoRopeSelfAttention) and x.local_rope is not None]
 
@@ -32,13 +34,14 @@ class TokenAngles:
 
         In the context, layers with frequencies of their own take the angles of these positions.
         """
-        if self._local is None:
+        if self._frequencies is None:
             yield self._embedding(position_ids)
             return
+        shared, local = (_angles(position_ids, x) for x in self._frequencies)
         for layer in self._local_layers:
-            layer.local_angles = _angles(position_ids, self._local)
+            layer.local_angles = local
         try:
-            yield _angles(position_ids, self._shared)
+            yield shared
         finally:
             for layer in self._local_layers:
                 layer.local_angles = None

@@ -189,13 +189,13 @@ def _config(hf_dir: Path, hf: PretrainedConfig) -> GenerationConfig:
         raise ConversionError(f"{hf_dir / FILE} cannot be used: {why_not_loaded(error)}") from error
 
 
-def require_streaming(settings: Settings, source: Path) -> None:
+def require_streaming(hf_dir: Path, hf: PretrainedConfig) -> None:
     """Raise ConfigError for a setting under which no word is known before the last."""
-    number = settings.config.num_beams
+    number = _config(hf_dir, hf).num_beams
     if number not in (None, 1):
         raise ConfigError(
-            f"{source / FILE} sets num_beams = {number}: a chat shows words as they are chosen, which beam search does "
-            "at the end: remove it, or ask by `generate`"
+            f"{hf_dir / FILE} sets num_beams = {number}: chat prints each word as soon as it is chosen, but beam "
+            "search chooses none before the end. Set num_beams to 1, or use `generate`"
         )
 
 

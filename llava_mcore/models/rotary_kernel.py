@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _ROWS, _WARPS = 8, 2
-"""Heads of one token in a block, and the warps that work on it: on an H200 the fastest of nine choices."""
+"""Heads of one token in a block, and the warps that work on it."""
 
 
 class SplitRotated(torch.autograd.Function):
@@ -77,6 +77,23 @@ def _run(mixed: Tensor, query: Tensor, key: Tensor, value: Tensor, angles: Tenso
 
 
 @triton.jit
+def _move(whole, to_query, to_key, to_value, masks, JOINS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Split or join the dims of heads that are not rotated."""
+    of_query, of_key, of_value = masks
+    of_any = of_query | of_key | of_value
+    if JOINS:
+        found = tl.load(to_query, mask=of_query, other=0.0)
+        found += tl.load(to_key, mask=of_key, other=0.0)
+        found += tl.load(to_value, mask=of_value, other=0.0)
+        tl.store(whole, found, mask=of_any)
+    else:
+        found = tl.load(whole, mask=of_any, other=0.0)
+        tl.store(to_query, found, mask=of_query)
+        tl.store(to_key, found, mask=of_key)
+        tl.store(to_value, found, mask=of_value)
+
+
+@triton.jit
 def _split_rotated(  # type: ignore[no-untyped-def]
     mixed,
     query,
@@ -129,16 +146,8 @@ def _split_rotated(  # type: ignore[no-untyped-def]
         tl.store(to_key + second, turned_b, mask=of_key)
         tl.store(to_value + first, turned_a, mask=of_value)
         tl.store(to_value + second, turned_b, mask=of_value)
-    if REST > 0:  # dims of a head that are not rotated
-        rest = tl.arange(0, REST_TILE)
-        in_rest, last = (rest < REST)[None, :], 2 * HALF + rest[None, :]
-        if JOINS:
-            c = tl.load(to_query + last, mask=is_query[:, None] & in_rest, other=0.0)
-            c += tl.load(to_key + last, mask=is_key[:, None] & in_rest, other=0.0)
-            c += tl.load(to_value + last, mask=is_value[:, None] & in_rest, other=0.0)
-            tl.store(whole + last, c, mask=exists[:, None] & in_rest)
-        else:
-            c = tl.load(whole + last, mask=exists[:, None] & in_rest, other=0.0)
-            tl.store(to_query + last, c, mask=is_query[:, None] & in_rest)
-            tl.store(to_key + last, c, mask=is_key[:, None] & in_rest)
-            tl.store(to_value + last, c, mask=is_value[:, None] & in_rest)
+    if REST > 0:
+        last = 2 * HALF + tl.arange(0, REST_TILE)[None, :]
+        in_rest = (tl.arange(0, REST_TILE) < REST)[None, :]
+        masks = is_query[:, None] & in_rest, is_key[:, None] & in_rest, is_value[:, None] & in_rest
+        _move(whole + last, to_query + last, to_key + last, to_value + last, masks, JOINS)

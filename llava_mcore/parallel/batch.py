@@ -65,7 +65,7 @@ class MicroBatch:
 
     @property
     def packed_seq_params(self) -> PackedSeqParams | None:
-        """The parameters with which attention and rotary embeddings keep packed sequences separate."""
+        """The parameters with which attention keeps packed sequences separate. Gemma 3 counts positions by them too."""
         if not self.cu_seqlens.numel():
             return None
         return PackedSeqParams(

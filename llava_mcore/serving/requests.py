@@ -26,6 +26,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "logprobs": (False,),
     "top_logprobs": (0,),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "reasoning_effort": ("none",),
+    "web_search_options": (),
 }
 """Fields of OpenAI's interface that this server does not have, and their values that change nothing."""
 MOST_STOPS, MOST_STOP_CHARS = 4, 1000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,9 +263,20 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
         )
     if chosen == "transformer_engine" and not usable:
         raise ConfigError(f"{wanted} needs GPUs and the package transformer-engine: install it, or omit that")
-    if chosen == "transformer_engine" and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        raise ConfigError("found no C compiler, with which Triton builds kernels for GPUs: install gcc or clang")
+    if chosen == "transformer_engine" and not _can_build_kernels():
+        raise ConfigError(
+            "Triton cannot build kernels for GPUs: it needs gcc or clang (or the compiler in CC) and Python.h: install "
+            "gcc and python3-dev, or use model.transformer_impl=local"
+        )
     return chosen
+
+
+def _can_build_kernels() -> bool:
+    """Return whether Triton (3.6) finds a C compiler, as it looks for one, and the header that its code includes."""
+    named = os.environ.get("CC")
+    compilers = ("gcc", "clang") if named is None else (named,)
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return any(shutil.which(name) for name in compilers) and header.is_file()
 
 
 def fp8_options(run: RunConfig) -> Fp8Options | None:

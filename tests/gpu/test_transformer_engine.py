@@ -53,7 +53,7 @@ def test_bf16_logits_are_as_near_to_hugging_face_as_torchs(tmp_path: Path) -> No
 
 
 def test_gradients_of_towers_for_packed_patches(tmp_path: Path) -> None:
-    """Their kernels for windows, rotation and rows of an odd size are others than torch's."""
+    """Their kernels for windows and rotation are others than torch's."""
     cases = [case for case in CASES if case.architecture.startswith("qwen")]
     assert cases
     given = []

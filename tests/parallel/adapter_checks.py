@@ -191,3 +191,16 @@ def resumed(groups: Groups, checkpoint: str, save_dir: str) -> list[float]:
 def resume_elsewhere(tp: int, pp: int, checkpoint: str, save_dir: str) -> list[float]:
     """As `resumed`, in a world of its own."""
     return resumed(join(tp, pp), checkpoint, save_dir)
+
+
+def load_and_save(
+    tp: int, pp: int, checkpoint: str, save_dir: str, hf: str, adapters: dict[str, str], inputs: dict[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """Load PEFT folders, one for each run, save what was loaded, and return the logits of each."""
+    groups, found = join(tp, pp), {}
+    for name, folder in adapters.items():
+        flags = {"name": name, "adapter.load": folder, "checkpoint.save": True}
+        trainer = make_trainer(groups, run_config(tp, pp, checkpoint, save_dir, **flags))
+        found[name] = forward(trainer.models[0].eval(), inputs)
+        save_checkpoint(trainer, Progress(0, 0), Path(hf), None)
+    return found

@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from llava_mcore.adapters.layers import model_layers
 from llava_mcore.adapters.record import Base
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.convert.export_hf import export_hf
@@ -20,7 +21,8 @@ from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.convert.load_model import load_model
 from llava_mcore.convert.logits_worker import forward
 from llava_mcore.errors import ConversionError
-from tests.helpers.cases import Case, hf_logits, make_case, make_inputs
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from tests.helpers.cases import EACH_CLASS, Case, case_inputs, hf_inputs, hf_logits, make_case, make_inputs
 from tests.helpers.fixed_dropout import RATE
 from tests.helpers.peft_models import (
     PROJECTOR,
@@ -213,6 +215,32 @@ def test_resumed_exactly_and_at_another_layout(folders: Path) -> None:
     check_two_adapters(folders / "hf", folders / "resumed" / "several", folders)
     elsewhere = run_world(2, "tests.parallel.adapter_checks:resume_elsewhere", tp=1, pp=2, **arguments)[0]
     assert elsewhere == pytest.approx(found["expected"], rel=1e-5)
+
+
+def test_layers_that_are_filled_up_are_divided(tmp_path: Path) -> None:
+    """On Qwen2.5-VL's tower, where the second of two ranks has nothing but what fills up the MLPs."""
+    case = next(case for case in EACH_CLASS if case.architecture == "qwen2_5_vl")
+    hf = tmp_path / "hf"
+    make_case(case, hf)
+    import_hf(hf, tmp_path / "megatron")
+    layers = list(model_layers(load_hf_config(hf)).members)
+    for name, options in (("lora", {}), ("dora", {"use_dora": True})):
+        make_peft_folder(hf, tmp_path / name, r=3, lora_alpha=5, target_modules=layers, **options)
+    inputs = case_inputs(case, open_hf(hf), hf)
+    folders = {name: str(tmp_path / name) for name in ("lora", "dora")}
+    companions = str(hf_folder(latest_checkpoint(tmp_path / "megatron")[0]))
+    given = {"checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path / "runs"), "hf": companions}
+    found = run_world(
+        2, "tests.parallel.adapter_checks:load_and_save", tp=2, pp=1, adapters=folders, inputs=inputs, **given
+    )
+    for name in folders:
+        model = open_peft(hf, {"default": tmp_path / name})
+        with torch.no_grad():
+            expected = model(**hf_inputs(model, inputs)).logits
+        assert (found[0][name] - expected).abs().max() <= 1e-5 * expected.abs().max()
+        export_hf(tmp_path / "runs" / name, tmp_path / f"{name}-again")
+        before, after = (load_file(tmp_path / x / "adapter_model.safetensors") for x in (name, f"{name}-again"))
+        assert before.keys() == after.keys() and all(torch.equal(x, after[key]) for key, x in before.items())
 
 
 def check_export(hf: Path, run: Path, folder: Path) -> None:

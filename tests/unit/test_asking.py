@@ -155,7 +155,7 @@ def test_chat_cannot_search_beams(root: Path, tmp_path: Path, capsys: pytest.Cap
     shutil.copytree(root / "hf", tmp_path / "hf")
     GenerationConfig(num_beams=2).save_pretrained(tmp_path / "hf")
     assert chat_command.main(["--hf-dir", str(tmp_path / "hf")]) == 2
-    assert "generation_config.json sets num_beams = 2: a chat shows words" in capsys.readouterr().err
+    assert "generation_config.json sets num_beams = 2: chat prints each word" in capsys.readouterr().err
 
 
 def test_a_config_without_a_length_has_no_limit(root: Path) -> None:

@@ -1,10 +1,33 @@
-"""Our kernels on the CPU; tests/gpu/test_kernels.py compiles them."""
+"""Our kernels without a GPU: interpreted, and compiled for one. tests/gpu/test_kernels.py runs them."""
 
 from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (before megatron.core)
 
 import os
 import subprocess
 import sys
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from llava_mcore.models import rotary_kernel, window_kernel
+
+HOPPER = GPUTarget("cuda", 90, 32)
+ROTARY = {"SIZE": 128, "HALF": 64, "HALF_TILE": 64, "REST": 0, "REST_TILE": 1, "ROWS": 8}
+WINDOWS = {"SIZE": 80, "SIZE_TILE": 128, "LONGEST": 64}
+KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "split": (rotary_kernel._split_rotated, ROTARY | {"JOINS": False}),
+    "join": (rotary_kernel._split_rotated, ROTARY | {"JOINS": True}),
+    "parts of heads": (rotary_kernel._split_rotated, ROTARY | {"HALF": 32, "REST": 64, "REST_TILE": 64, "JOINS": True}),
+    "windows": (window_kernel._forward, WINDOWS),
+    "windows, backward": (window_kernel._backward, WINDOWS),
+}
+OTHERS = {"angles": "*fp32", "bounds": "*i32", "groups": "i32", "queries": "i32", "heads": "i32", "scale": "fp32"}
+"""Types of arguments that are no tensors of bf16."""
 
 
 def test_interpreted_kernels_compute_what_torch_does() -> None:
@@ -12,3 +35,11 @@ def test_interpreted_kernels_compute_what_torch_does() -> None:
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("6 shapes agree\n")
+
+
+@pytest.mark.parametrize(("kernel", "constants"), KERNELS.values(), ids=KERNELS)
+def test_they_compile_for_hopper(kernel: Any, constants: dict[str, Any]) -> None:
+    types = {name: "constexpr" if name in constants else OTHERS.get(name, "*bf16") for name in kernel.arg_names}
+    fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    found = triton.compile(ASTSource(kernel, types, fixed), target=HOPPER)
+    assert ".target sm_90" in found.asm["ptx"]

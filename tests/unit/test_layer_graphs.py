@@ -150,8 +150,8 @@ def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pyte
     else:
         make_hf_qwen(hf, name)
     import_hf(hf, tmp_path / "megatron")
-    sizes = {"training.micro_batch_size": 1, "data.seq_length": 2000, "data.max_media_tokens": 1200}
-    run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **sizes)
+    lengths = {"training.micro_batch_size": 1, "data.seq_length": 2000, "data.max_media_tokens": 1200}
+    run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **lengths)
     batches = [batch_of(load_assets(hf), pack, packed=True) for pack in packs] * 3
 
     def steps(trainer: Trainer) -> list[tuple[float, float]]:
@@ -175,8 +175,25 @@ def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pyte
         assert found == pytest.approx(wanted, rel=1e-6)
     segments = [[layer.layer_number for layer in layers] for layers in model_graphs.tower_segments(tower)]
     assert segments == SEGMENTS.get(name, [[1, 2, 3], [4]])
-    assert list(dict.fromkeys(captured[0][0] for captured in calls.captured)) == [*range(1280, 560, -80), 320]
+    assert list(dict.fromkeys(captured[0][0] for captured in calls.captured)) == [
+        1200,
+        1128,
+        1056,
+        976,
+        904,
+        832,
+        752,
+        680,
+        600,
+        304,
+    ]
     assert calls.calls == 2 * len(packs) * len(segments)
+
+
+def test_sizes_end_with_the_largest_pack() -> None:
+    assert model_graphs.sizes_up_to(16384) == (4096, *range(8192, 16385, 1024))
+    assert model_graphs.sizes_up_to(5000) == (1280, 2560, 2816, 3328, 3584, 3840, 4096, 4608, 4864, 5120)
+    assert model_graphs.sizes_up_to(300) == (256, 512)
 
 
 def test_what_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> None:

@@ -186,6 +186,8 @@ def test_it_is_healthy_for_compose(server: Started) -> None:
         ({"presence_penalty": 0.5}, '"presence_penalty" is not supported by this server: remove it, found 0.5'),
         ({"n": 2}, '"n" is not supported by this server: remove it, found 2'),
         ({"response_format": {"type": "json_object"}}, '"response_format" is not supported'),
+        ({"functions": [{"name": "f"}]}, '"functions" is not supported'),
+        ({"modalities": ["text", "audio"], "audio": {"voice": "x"}}, '"audio" is not supported'),
         ({"logprobs": True, "top_logprobs": 5}, '"logprobs" is not supported by this server: remove it, found True'),
         ({"messages": [{"role": "assistant", "tool_calls": 3}]}, 'message 0: "tool_calls" are not supported'),
         (request("a \ud800"), "half of a surrogate pair"),
@@ -225,6 +227,7 @@ def test_a_checked_request_has_one_form() -> None:
     without_effect = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "tools": None, "seed": None}
     assert check_chat(body | without_effect | {"chat_template_kwargs": None}, MODEL) == body
     without_effect = {"n": 1, "response_format": {"type": "text"}, "logprobs": False, "top_logprobs": 0}
+    without_effect |= {"tool_choice": "none", "functions": [], "modalities": ["text"]}
     assert check_chat(body | without_effect, MODEL) == body
     # As OpenAI's client returns an answer, for the next question.
     answer = {"role": "assistant", "content": "a cat", "tool_calls": None, "refusal": None}

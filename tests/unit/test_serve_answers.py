@@ -27,8 +27,8 @@ from tests.helpers.tiny_hf import make_hf_llava
 POSITIONS = 256
 QUESTION = "Which digit is this?"
 OPINIONS = {"do_sample": True, "temperature": 0.01, "top_p": 0.01, "top_k": 1, "min_p": 0.9, "top_h": 0.1,
-            "typical_p": 0.1, "epsilon_cutoff": 0.9, "eta_cutoff": 0.9}  # fmt: skip
-"""Of a folder: with any of them, sampling is greedy or almost."""
+            "typical_p": 0.1, "epsilon_cutoff": 0.9, "eta_cutoff": 0.9, "num_beams": 2}  # fmt: skip
+"""Of a folder: with any of them, sampling is greedy or almost, or a stream is an error."""
 
 
 @pytest.fixture(scope="module")

@@ -40,11 +40,11 @@ class Rope:
     axes: Tensor | None = None
 
     def fusion_fields(self, head_dim: int) -> dict[str, Any]:
-        """Return TransformerConfig fields for Transformer Engine's fused rotary kernel.
+        """Return TransformerConfig fields for fused rotary kernels.
 
-        The kernel has no factor for cosines and sines, and megatron-core (0.19.2) drops the factor without a word where
-        sequences are packed. Where whole heads are rotated, the factor scales queries and keys alike, so its square
-        becomes part of the softmax's scale. If only a part of each head is rotated, nothing is fused.
+        The kernels have no factor for cosines and sines. Where whole heads are rotated, the factor scales queries and
+        keys alike, so its square becomes part of the softmax's scale. If only a part of each head is rotated, nothing
+        is fused.
 
         Args:
             head_dim: size of an attention head, of which 2 * len(inv_freq) dims are rotated.

@@ -73,7 +73,7 @@ class QwenTower(PatchTower):
         """Return the width inside the MLPs; where they are gated, of the gate alone."""
 
     def padded_ffn_size(self, hf: PretrainedConfig) -> int:
-        """Return the width in the model: 3456 for 3420 (Qwen2.5-VL), slow on GPUs and divided by few ranks."""
+        """Return the width in the model, such as 3456 in place of Qwen2.5-VL's 3420."""
         return padded_width(self.ffn_size(hf))
 
     def num_layers(self, hf: PretrainedConfig) -> int:

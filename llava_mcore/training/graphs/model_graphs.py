@@ -106,10 +106,11 @@ def decoder_segments(model: LanguageModel) -> Iterator[list[TransformerLayer]]:
 def sizes_up_to(most: int) -> tuple[int, ...]:
     """Return the sizes that packs of patches are filled up to: sixteenths of the largest, below its half quarters.
 
-    On average a thirty-second of the largest is blank in packs that are more than half full.
+    On average a thirty-second of the largest is blank in packs that are more than half full, if the largest is 16 or
+    more times `SIZE_MULTIPLE`.
     """
-    step = -(-most // (16 * SIZE_MULTIPLE)) * SIZE_MULTIPLE
-    return tuple(step * i for i in (4, *range(8, 17)))
+    found = {-(-most * i // (16 * SIZE_MULTIPLE)) * SIZE_MULTIPLE for i in (4, *range(8, 17))}
+    return tuple(sorted(found))
 
 
 def tower_segments(tower: PatchTransformer) -> Iterator[list[TransformerLayer]]:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.mlp import MLP
 
-ALIGNED = 16
-"""Rows of matrices that Transformer Engine multiplies in FP8 have a multiple of so many numbers. Of numbers of 16 bits,
-cuBLAS wants 8 (its manual, "Tensor Core Usage")."""
-_PADDED_TO = 128
-"""Then up to eight ranks have aligned parts."""
+_MULTIPLE = 128
+"""Then each of up to eight ranks has a multiple of 16, and of 16-bit numbers cuBLAS wants 8 (its manual, "Tensor Core
+Usage")."""
 
 
 def padded_width(width: int) -> int:
     """Return the width in the model. It does not depend on the number of ranks, nor do checkpoints."""
-    return width if width % ALIGNED == 0 else -(-width // _PADDED_TO) * _PADDED_TO
+    return -(-width // _MULTIPLE) * _MULTIPLE
 
 
 @torch.no_grad()

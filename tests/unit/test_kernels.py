@@ -27,7 +27,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "windows, backward": (window_kernel._backward, WINDOWS),
 }
 OTHERS = {"angles": "*fp32", "bounds": "*i32", "groups": "i32", "queries": "i32", "heads": "i32", "scale": "fp32"}
-"""Types of arguments that are no tensors of bf16."""
+"""Types of the arguments that are not bf16 tensors."""
 
 
 def test_interpreted_kernels_compute_what_torch_does() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +10,6 @@ from typing import Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import PretrainedConfig
@@ -30,17 +26,16 @@ from llava_mcore.checkpoint.node_local import is_local, load_local_weights
 from llava_mcore.config.rules.adapter import restores_matrices
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.model import ModelConfig
-from llava_mcore.errors import ConfigError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
-from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.models.vision.replicated import copy_from_first_rank
 from llava_mcore.parallel.groups import Groups, set_virtual_stages, sum_over_ranks
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.model_graphs import model_graphs
+from llava_mcore.training.layer_choice import transformer_impl
 from llava_mcore.training.optimization.gradients import TowerGradients
 from llava_mcore.training.optimization.optimizer import build_optimizer, build_scheduler, data_parallel, params_dtype
 
@@ -241,42 +236,6 @@ def fuse_weight_gradients(model: VisionLanguageModel) -> None:
     for module in model.modules():
         if vars(module).get("fuse_wgrad_accumulation") is False:
             module.fuse_wgrad_accumulation = True
-
-
-def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Literal["transformer_engine", "local"]:
-    """Return which implementation of layers to use.
-
-    Raises:
-        ConfigError: Transformer Engine is requested, perhaps by --fp8, but is not installed or does not support this
-            family, or Triton has no compiler.
-    """
-    wanted = "--fp8" if run.model.transformer_impl is None else "model.transformer_impl = transformer_engine"
-    if language_family(hf.text_config).shape(hf.text_config).needs_local_layers:
-        if run.model.transformer_impl == "transformer_engine" or run.training.fp8:
-            raise ConfigError(f"{wanted}: {hf.text_config.model_type} models have local layers only: omit that")
-        return "local"
-    usable = groups.device.type == "cuda" and HAVE_TE
-    chosen = run.model.transformer_impl or ("transformer_engine" if usable or run.training.fp8 else "local")
-    if run.model.cuda_graphs and chosen == "local":
-        raise ConfigError(
-            "--cuda-graphs needs Transformer Engine's layers: install transformer-engine, or omit the flag"
-        )
-    if chosen == "transformer_engine" and not usable:
-        raise ConfigError(f"{wanted} needs GPUs and the package transformer-engine: install it, or omit that")
-    if chosen == "transformer_engine" and not _can_build_kernels():
-        raise ConfigError(
-            "Triton cannot build kernels for GPUs: it needs gcc or clang (or the compiler in CC) and Python.h: install "
-            "gcc and python3-dev, or use model.transformer_impl=local"
-        )
-    return chosen
-
-
-def _can_build_kernels() -> bool:
-    """Return whether Triton (3.6) finds a C compiler, as it looks for one, and the header that its code includes."""
-    named = os.environ.get("CC")
-    compilers = ("gcc", "clang") if named is None else (named,)
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    return any(shutil.which(name) for name in compilers) and header.is_file()
 
 
 def fp8_options(run: RunConfig) -> Fp8Options | None:

@@ -26,8 +26,8 @@ from llava_mcore.mapping.table import Entry
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.language.registry import texts_of_any_class
 from llava_mcore.models.vision.registry import VISION_FAMILIES, towers_of_any_class
-from llava_mcore.training import setup
-from llava_mcore.training.setup import transformer_impl
+from llava_mcore.training import layer_choice
+from llava_mcore.training.layer_choice import transformer_impl
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.parallel.training_checks import run_config
@@ -179,7 +179,7 @@ def test_layers_of_transformer_engine_are_not_used_where_they_cannot_compute(gem
 
 def test_kernels_need_a_compiler(phi: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu: Any = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr(setup, "HAVE_TE", True)
+    monkeypatch.setattr(layer_choice, "HAVE_TE", True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     run = run_config(1, 1, "", "", **{"model.transformer_impl": None})

@@ -123,7 +123,7 @@ def rotary(layer: Layer, repeats: int) -> Iterator[dict[str, Any]]:
 
 def windows(layer: Layer, repeats: int) -> Iterator[dict[str, Any]]:
     """Yield a row of each variant."""
-    from llava_mcore.models.window_kernel import WindowAttention
+    from llava_mcore.models.kernels.window_attention import WindowAttention
 
     shape = layer.tokens, layer.groups, layer.size
     parts = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]

@@ -78,7 +78,7 @@ def new_factors(
 
     Args:
         weight: of the whole layer on this rank, [o, h], from which device and dtype are taken.
-        inputs: of the Hugging Face layer; the rest of A meets inputs that are always zero, and is zero.
+        inputs: of the Hugging Face layer. Columns of A for padded inputs are zero.
         rows: of the Hugging Face layer's blocks.
         seed: text that identifies this layer.
         magnitudes: norms of the rows of these blocks for DoRA; empty without it.

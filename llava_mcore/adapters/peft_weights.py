@@ -58,7 +58,7 @@ def _load_trained(
 def _put(tensor: Tensor, parameters: Sequence[Parameter], groups: Groups) -> None:
     """Copy a tensor, or this rank's parts of it, into the parameters, which are blocks of its rows.
 
-    Zeros fill up what parameters have beyond it.
+    Parameters of padded layers are larger than it: the rest becomes zero.
     """
     dims = [vars(p)["partition_dim"] if vars(p)["tensor_model_parallel"] else None for p in parameters]
     sizes = [p.shape[0] * (groups.tp_size if dim == 0 else 1) for p, dim in zip(parameters, dims, strict=True)]

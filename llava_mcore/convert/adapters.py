@@ -119,7 +119,7 @@ class CheckpointAdapters:
         member = self.layers.members[name]
         factors = self.model.get_submodule(f"{member.part}.{CHILD}.{plan.name}.{member.key}")
         assert isinstance(factors, Factors)
-        # What fills up layers is not Hugging Face's.
+        # Hugging Face's layers have no padding.
         A, B = factors.lora_A[:, : member.inputs], torch.cat(list(factors.lora_B))[: member.outputs]
         lengths = torch.cat(list(factors.magnitude))[: member.outputs] if plan.dora else None
         return Matrices(A, B, plan.scaling(name), lengths)

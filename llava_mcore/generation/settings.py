@@ -190,7 +190,7 @@ def _config(hf_dir: Path, hf: PretrainedConfig) -> GenerationConfig:
 
 
 def require_streaming(hf_dir: Path, hf: PretrainedConfig) -> None:
-    """Raise ConfigError for a setting under which no word is known before the last."""
+    """Raise ConfigError if the folder asks for beam search, whose answers cannot be streamed."""
     number = _config(hf_dir, hf).num_beams
     if number not in (None, 1):
         raise ConfigError(

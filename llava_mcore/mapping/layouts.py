@@ -131,7 +131,7 @@ class PadRows:
 
 @dataclass(frozen=True)
 class PadParts:
-    """`num_parts` tensors [rows, ...], each with zero rows at its end, concatenated along dim 0 (filled-up MLPs)."""
+    """`num_parts` tensors [rows, ...], each with zero rows at its end, concatenated along dim 0 (padded MLPs)."""
 
     num_parts: int
     rows: int

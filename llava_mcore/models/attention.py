@@ -156,10 +156,10 @@ class ManyShortAttention(MegatronModule):
         """Return [t, n*d] for [t, n, d]."""
         bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         assert bounds is not None and longest is not None
-        from llava_mcore.models import window_kernel  # on GPUs only
+        from llava_mcore.models.kernels import window_attention  # on GPUs only
 
-        if longest <= window_kernel.LONGEST:
-            out = window_kernel.WindowAttention.apply(query, key, value, bounds)
+        if longest <= window_attention.LONGEST:
+            out = window_attention.WindowAttention.apply(query, key, value, bounds)
         else:
             out = varlen_attn(query, key, value, bounds, bounds, longest, longest)
         assert isinstance(out, Tensor)

@@ -166,7 +166,7 @@ def _watch_layer(
     gather: Gather,
     ffn: int | None = None,
 ) -> None:
-    """Record a decoder or encoder layer, whose outputs are [s, b, f]. `ffn`: without what fills up the MLP's width."""
+    """Record a decoder or encoder layer, whose outputs are [s, b, f]. `ffn`: the MLP's width without padding."""
     attention, mlp, inside = layer.self_attention, layer.mlp, prefix + "."
 
     def heads(name: str, out: Tensor) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ def split_rotated(mixed: Tensor, angles: Tensor, size: int) -> tuple[Tensor, Ten
         mixed: [s, b, groups of heads, (query heads of a group + 2) * d]: a group's query heads, its key and its value.
         size: d.
     """
-    from llava_mcore.models.rotary_kernel import SplitRotated  # on GPUs only
+    from llava_mcore.models.kernels.split_rotated import SplitRotated  # on GPUs only
 
     s, b = mixed.shape[:2]
     parts = SplitRotated.apply(mixed.flatten(0, 1), _of_each_token(angles, mixed), size)

@@ -12,7 +12,7 @@ from llava_mcore.models.rotary import rotate, rotate_fused, split_rotated
 
 pytestmark = pytest.mark.gpu
 if torch.cuda.is_available():
-    from llava_mcore.models.window_kernel import WindowAttention
+    from llava_mcore.models.kernels.window_attention import WindowAttention
 SHAPES = {
     "LLaVA-1.5-7B": (32, 1, 128, 128),
     "Qwen2.5-VL-7B": (4, 7, 128, 128),

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from llava_mcore.models.kernels.window_attention import WindowAttention
 from llava_mcore.models.rotary import rotate, split_rotated
-from llava_mcore.models.window_kernel import WindowAttention
 
 HEADS = ((3, 1, 10, 10), (2, 7, 16, 16), (2, 2, 16, 8), (20, 1, 80, 80))
 """Groups, query heads of a group, head size, rotated dims: blocks that are full and such that are not."""

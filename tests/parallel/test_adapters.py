@@ -217,8 +217,8 @@ def test_resumed_exactly_and_at_another_layout(folders: Path) -> None:
     assert elsewhere == pytest.approx(found["expected"], rel=1e-5)
 
 
-def test_layers_that_are_filled_up_are_divided(tmp_path: Path) -> None:
-    """On Qwen2.5-VL's tower, where the second of two ranks has nothing but what fills up the MLPs."""
+def test_padded_layers_are_divided(tmp_path: Path) -> None:
+    """On Qwen2.5-VL's tower, where the second of two ranks has nothing but padding in the MLPs."""
     case = next(case for case in EACH_CLASS if case.architecture == "qwen2_5_vl")
     hf = tmp_path / "hf"
     make_case(case, hf)

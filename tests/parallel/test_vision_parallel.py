@@ -44,7 +44,7 @@ GIVEN = {
 }
 """Of each class three conversations, the second without pictures."""
 UNDIVIDED = {"qwen2_5_vl": {"intermediate_size": 51, "num_heads": 1}, "qwen3_vl": {"num_heads": 1}}
-"""Heads that do not divide by two, and an MLP that is filled up."""
+"""Heads that do not divide by two, and an MLP that is padded."""
 
 
 def make(name: str, folder: Path) -> None:

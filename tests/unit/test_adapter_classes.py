@@ -128,7 +128,7 @@ def gradients(model: VisionLanguageModel, layers: ModelLayers) -> dict[str, Tens
 
 
 def without_padding(gradient: Tensor, dim: int, size: int) -> Tensor:
-    """Return a gradient without that of what fills up a layer, which stays zero."""
+    """Return a gradient without that of a layer's padding, which must be zero."""
     kept, padding = gradient.split([size, gradient.shape[dim] - size], dim)
     assert not padding.any()
     return kept

@@ -14,17 +14,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llava_mcore.models import rotary_kernel, window_kernel
+from llava_mcore.models.kernels import split_rotated, window_attention
 
 HOPPER = GPUTarget("cuda", 90, 32)
 ROTARY = {"SIZE": 128, "HALF": 64, "HALF_TILE": 64, "REST": 0, "REST_TILE": 1, "ROWS": 8}
 WINDOWS = {"SIZE": 80, "SIZE_TILE": 128, "LONGEST": 64}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "split": (rotary_kernel._split_rotated, ROTARY | {"JOINS": False}),
-    "join": (rotary_kernel._split_rotated, ROTARY | {"JOINS": True}),
-    "parts of heads": (rotary_kernel._split_rotated, ROTARY | {"HALF": 32, "REST": 64, "REST_TILE": 64, "JOINS": True}),
-    "windows": (window_kernel._forward, WINDOWS),
-    "windows, backward": (window_kernel._backward, WINDOWS),
+    "split": (split_rotated._split_rotated, ROTARY | {"JOINS": False}),
+    "join": (split_rotated._split_rotated, ROTARY | {"JOINS": True}),
+    "parts of heads": (split_rotated._split_rotated, ROTARY | {"HALF": 32, "REST": 64, "REST_TILE": 64, "JOINS": True}),
+    "windows": (window_attention._forward, WINDOWS),
+    "windows, backward": (window_attention._backward, WINDOWS),
 }
 OTHERS = {"angles": "*fp32", "bounds": "*i32", "groups": "i32", "queries": "i32", "heads": "i32", "scale": "fp32"}
 """Types of the arguments that are not bf16 tensors."""

@@ -1,4 +1,4 @@
-"""MLPs that are filled up with zeros are those that are not, and stay so."""
+"""Padded MLPs compute what those without padding do, and the padding stays zero."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class VisionFamily(ABC):
         return int(hf.intermediate_size)
 
     def padded_ffn_size(self, hf: PretrainedConfig) -> int:
-        """Return the same in the model, where zeros may fill it up."""
+        """Return the same in the model, which may pad it with zeros."""
         return self.ffn_size(hf)
 
 

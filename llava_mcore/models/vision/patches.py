@@ -55,7 +55,7 @@ class PatchShape:
     `full_attention`: layers from 0 that see whole pictures, where the others see windows of `window_patches` at most;
     None: all see whole pictures. `post_norm`: the features are those after the tower's last norm. `names`,
     `layers_name`, `conv_name`: Hugging Face's, of the modules in a layer, the list of layers and the patch embedding.
-    `ffn_size`: the width inside the MLPs without the zeros that fill it up; None: there are none.
+    `ffn_size`: the width inside the MLPs without padding; None: they have none.
     """
 
     patch_numbers: int

@@ -1,7 +1,7 @@
-"""MLPs whose width is filled up with zeros, where GPUs would multiply slowly and few ranks could divide it.
+"""MLPs padded with zeros to a width that GPUs multiply fast and that more ranks can divide.
 
-Zero rows of the first matrix and of its bias make zeros, which activation functions keep, and zero columns of the
-second ignore them. Their gradients are zero too, so that they stay zero, and exports leave them out.
+The outputs for zero rows of the first matrix and its bias are zero, activation functions keep that, and zero columns of
+the second matrix ignore them. Their gradients are zero too, so that they stay zero, and exports leave them out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One kernel that splits queries, keys and values, and rotates the first two; imported on GPUs only.
+"""One kernel that splits queries, keys and values, and rotates the first two.
 
 Transformer Engine (2.20) has kernels that rotate one tensor, after which another one joins the gradients, and one that
 also splits, which is slower than both together unless a group has several query heads (`benchmarks/kernels.py`).
@@ -77,7 +77,9 @@ def _run(mixed: Tensor, query: Tensor, key: Tensor, value: Tensor, angles: Tenso
 
 
 @triton.jit
-def _move(whole, to_query, to_key, to_value, masks, JOINS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _move(
+    whole: tl.tensor, to_query: tl.tensor, to_key: tl.tensor, to_value: tl.tensor, masks: tl.tuple, JOINS: tl.constexpr
+) -> None:
     """Split or join the dims of heads that are not rotated."""
     of_query, of_key, of_value = masks
     of_any = of_query | of_key | of_value
@@ -94,14 +96,14 @@ def _move(whole, to_query, to_key, to_value, masks, JOINS: tl.constexpr):  # typ
 
 
 @triton.jit
-def _split_rotated(  # type: ignore[no-untyped-def]
-    mixed,
-    query,
-    key,
-    value,
-    angles,
-    groups,
-    queries,
+def _split_rotated(
+    mixed: tl.tensor,
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    angles: tl.tensor,
+    groups: tl.tensor,
+    queries: tl.tensor,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
@@ -109,7 +111,7 @@ def _split_rotated(  # type: ignore[no-untyped-def]
     REST_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     JOINS: tl.constexpr,
-):
+) -> None:
     token = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     group, place = rows // (queries + 2), rows % (queries + 2)

@@ -1,8 +1,8 @@
-"""Full attention within windows of a few patches, one kernel for each pass; imported on GPUs only.
+"""Full attention within windows of a few patches, one kernel for each pass.
 
 A window's queries, keys and values fit into one block, so nothing is kept between the passes but what they read, and
-the backward pass needs no second kernel and no sums across blocks. torch's kernel for sequences of any length takes 1.8
-times as long on windows of 64 in the forward pass, and 2.5 times in the backward pass (`benchmarks/kernels.py`).
+the backward pass needs no second kernel and no sums across blocks. torch's kernel for sequences of any length takes
+longer on such windows (`benchmarks/kernels.py`).
 
 t: packed tokens, n: heads, d: head size, w: windows.
 """
@@ -56,70 +56,74 @@ def _tiles(size: int) -> dict[str, int]:
 
 
 @triton.jit
-def _scores(q, k, scale, exists):  # type: ignore[no-untyped-def]
-    """Return each query's probabilities, float32, before they are divided by their sums, and these."""
+def _window(
+    bounds: tl.tensor, heads: tl.tensor, SIZE: tl.constexpr, SIZE_TILE: tl.constexpr, LONGEST: tl.constexpr
+) -> Any:
+    """Return a window's number of tokens, the rows of a block that they fill, the block's offsets in memory, and which
+    of these belong to the window."""
+    start = tl.load(bounds + tl.program_id(0))
+    number = tl.load(bounds + tl.program_id(0) + 1) - start
+    tokens, dims = tl.arange(0, LONGEST), tl.arange(0, SIZE_TILE)
+    exists = tokens < number
+    places = ((start + tokens).to(tl.int64) * heads + tl.program_id(1))[:, None] * SIZE + dims[None, :]
+    return number, exists, places, exists[:, None] & (dims < SIZE)[None, :]
+
+
+@triton.jit
+def _exponentials(q: tl.tensor, k: tl.tensor, scale: tl.tensor, exists: tl.tensor) -> Any:
+    """Return the exponentials of each query's scores, float32, and their sums."""
     scores = tl.where(exists[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
     found = tl.exp(scores - tl.max(scores, 1)[:, None])
     return found, tl.sum(found, 1)
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
-    query,
-    key,
-    value,
-    out,
-    bounds,
-    scale,
-    heads,
+def _forward(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    out: tl.tensor,
+    bounds: tl.tensor,
+    scale: tl.tensor,
+    heads: tl.tensor,
     SIZE: tl.constexpr,
     SIZE_TILE: tl.constexpr,
     LONGEST: tl.constexpr,
-):
-    start = tl.load(bounds + tl.program_id(0))
-    number = tl.load(bounds + tl.program_id(0) + 1) - start
+) -> None:
+    number, exists, places, inside = _window(bounds, heads, SIZE, SIZE_TILE, LONGEST)
     if number == 0:
         return
-    tokens, dims = tl.arange(0, LONGEST), tl.arange(0, SIZE_TILE)
-    exists = tokens < number
-    inside = exists[:, None] & (dims < SIZE)[None, :]
-    places = ((start + tokens).to(tl.int64) * heads + tl.program_id(1))[:, None] * SIZE + dims[None, :]
     q = tl.load(query + places, mask=inside, other=0.0)
     k = tl.load(key + places, mask=inside, other=0.0)
     v = tl.load(value + places, mask=inside, other=0.0)
-    found, total = _scores(q, k, scale, exists)
+    found, total = _exponentials(q, k, scale, exists)
     tl.store(out + places, tl.dot(found.to(v.dtype), v) / total[:, None], mask=inside)
 
 
 @triton.jit
-def _backward(  # type: ignore[no-untyped-def]
-    query,
-    key,
-    value,
-    out_gradient,
-    query_gradient,
-    key_gradient,
-    value_gradient,
-    bounds,
-    scale,
-    heads,
+def _backward(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    out_gradient: tl.tensor,
+    query_gradient: tl.tensor,
+    key_gradient: tl.tensor,
+    value_gradient: tl.tensor,
+    bounds: tl.tensor,
+    scale: tl.tensor,
+    heads: tl.tensor,
     SIZE: tl.constexpr,
     SIZE_TILE: tl.constexpr,
     LONGEST: tl.constexpr,
-):
-    start = tl.load(bounds + tl.program_id(0))
-    number = tl.load(bounds + tl.program_id(0) + 1) - start
+) -> None:
+    number, exists, places, inside = _window(bounds, heads, SIZE, SIZE_TILE, LONGEST)
     if number == 0:
         return
-    tokens, dims = tl.arange(0, LONGEST), tl.arange(0, SIZE_TILE)
-    exists = tokens < number
-    inside = exists[:, None] & (dims < SIZE)[None, :]
-    places = ((start + tokens).to(tl.int64) * heads + tl.program_id(1))[:, None] * SIZE + dims[None, :]
     q = tl.load(query + places, mask=inside, other=0.0)
     k = tl.load(key + places, mask=inside, other=0.0)
     v = tl.load(value + places, mask=inside, other=0.0)
     g = tl.load(out_gradient + places, mask=inside, other=0.0)
-    found, total = _scores(q, k, scale, exists)
+    found, total = _exponentials(q, k, scale, exists)
     p = found / total[:, None]
     tl.store(value_gradient + places, tl.dot(tl.trans(p.to(g.dtype)), g), mask=inside)
     of_p = tl.dot(g, tl.trans(v))

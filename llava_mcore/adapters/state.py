@@ -10,10 +10,10 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 
 from llava_mcore.adapters.factors import is_adapter
-from llava_mcore.checkpoint.by_layer import each_layer_apart
 from llava_mcore.checkpoint.dist import fill_model, load_state, model_state
 from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE
 from llava_mcore.checkpoint.node_local import is_local, load_local
+from llava_mcore.checkpoint.sharded import each_layer_apart
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_name
 

@@ -23,10 +23,11 @@ from torch.distributed.checkpoint import CheckpointException
 
 from llava_mcore.checkpoint.checksums import of_files
 from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE, take_scales, with_plain_scales
+from llava_mcore.checkpoint.parallel_reader import ParallelReader
 from llava_mcore.checkpoint.save_plan import SavePlan
 from llava_mcore.checkpoint.sharded import sharded_tensors
 from llava_mcore.checkpoint.torch_dist_metadata import require_plain
-from llava_mcore.compat.megatron import LoadStrategy, keep_write_results_here
+from llava_mcore.compat.megatron import LoadStrategy, keep_write_results_here, read_with
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.torch_files import LOAD_ERRORS, load_tensors, why_refused, without_objects
 
@@ -145,6 +146,7 @@ def load_state(state: ShardedStateDict, folder: Path, replicas: dist.ProcessGrou
     _check_on_all_ranks(state, folder)
     if (folder / COMMON_STATE_FNAME).exists():  # older versions of megatron-core wrote it
         load_tensors(folder / COMMON_STATE_FNAME)
+    read_with(ParallelReader)
     try:
         stored = load_sharded_metadata(str(folder), LoadStrategy())
         divided = replicas is not None and replicas.size() > 1

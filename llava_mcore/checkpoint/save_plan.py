@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, is_main_replica
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-from llava_mcore.checkpoint.sharded import structure
+from llava_mcore.checkpoint.sharded import sharded_tensors, structure
 from llava_mcore.compat.megatron import SaveStrategy
 from llava_mcore.parallel.groups import Groups, sum_over_ranks
+
+type _Structure = list[tuple[object, ...]]
+
+MAX_FILES = 8
+FILE_BYTES = 1 << 30
+"""A rank with more writes several files, up to `MAX_FILES`: each is written by a thread, and read by one."""
 
 
 class SavePlan:
@@ -23,9 +29,23 @@ class SavePlan:
         """groups: of the run; its data-parallel ranks divide writing what they all hold. None: every tensor is written
         by its first replica."""
         self.groups = groups
-        self.strategy = self._new_strategy()
-        self._planned: list[tuple[object, ...]] | None = None
-        self._next: list[tuple[object, ...]] = []
+        self.strategy: SaveStrategy | FullyParallelSaveStrategyWrapper = SaveStrategy()
+        self._planned: _Structure | None = None
+        self._divided: _Structure | None = None
+        self._next: _Structure = []
+
+    def divide(self, state: ShardedStateDict) -> list[int]:
+        """Decide before the first save which rank writes what; a collective call. Changes `state`.
+
+        Returns:
+            Bytes of each tensor that this rank will write.
+        """
+        self._divided = structure(state)
+        self.strategy = self._new_strategy(state)
+        tensors = sharded_tensors(state)
+        if isinstance(self.strategy, FullyParallelSaveStrategyWrapper):
+            self.strategy.apply_saving_parallelization(dict(enumerate(tensors)))
+        return [x.data.nbytes for x in tensors if x.data is not None and is_main_replica(x.replica_id)]
 
     def begin(self, state: ShardedStateDict) -> bool:
         """Begin a save of `state`; a collective call.
@@ -34,19 +54,22 @@ class SavePlan:
             Whether it has to be planned: it is the first, or on some rank not what the last one was.
         """
         self._next = structure(state)
-        is_new = self._next != self._planned
+        is_new, is_undivided = self._next != self._planned, self._next != self._divided
         if self.groups is not None:
-            is_new = sum_over_ranks(self.groups, [is_new])[0] > 0
+            is_new, is_undivided = (n > 0 for n in sum_over_ranks(self.groups, [is_new, is_undivided]))
         if is_new:
-            self._planned, self.strategy = None, self._new_strategy()
+            self._planned = None
+            self.strategy = self._new_strategy(state) if is_undivided else self.strategy
         return is_new
 
     def done(self) -> None:
         """Keep the plan of the save that has begun: all ranks have planned it."""
         self._planned = self._next
 
-    def _new_strategy(self) -> SaveStrategy | FullyParallelSaveStrategyWrapper:
+    def _new_strategy(self, state: ShardedStateDict) -> SaveStrategy | FullyParallelSaveStrategyWrapper:
+        num_bytes = sum(x.data.nbytes for x in sharded_tensors(state) if x.data is not None)
+        strategy = SaveStrategy(num_files=min(MAX_FILES, 1 + num_bytes // FILE_BYTES))
         # A wrapper around one replica would have nothing to divide, and check the plan in every save.
         if self.groups is None or self.groups.data_parallel.size() == 1:
-            return SaveStrategy()
-        return FullyParallelSaveStrategyWrapper(SaveStrategy(), self.groups.data_parallel, do_cache_distribution=True)
+            return strategy
+        return FullyParallelSaveStrategyWrapper(strategy, self.groups.data_parallel, do_cache_distribution=True)

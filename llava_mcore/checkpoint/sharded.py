@@ -1,12 +1,13 @@
-"""The parts of a sharded state."""
+"""The parts of a sharded state, and keys of their own for layers of which only some are saved."""
 
 from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
+from dataclasses import replace
 from typing import Any
 
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -32,6 +33,33 @@ def _description(part: ShardedBase) -> tuple[object, ...]:
     if isinstance(part, ShardedObject):
         return place
     return (*place, part.dtype, part.local_shape, part.axis_fragmentations, part.prepend_axis_num)
+
+
+def each_layer_apart(model: ShardedStateDict) -> ShardedStateDict:
+    """Give every layer's tensor its own key; megatron-core stacks those of all layers under one.
+
+    It refuses to save a stack in which only some layers are trained, because the others are missing.
+    """
+
+    def apart(sharded: Any) -> Any:
+        if isinstance(sharded, ShardedTensorFactory):
+
+            def build(*args: Any) -> Any:
+                return dict_list_map_outplace(apart, sharded.build_fn(*args))
+
+            return replace(sharded, build_fn=build)
+        if not isinstance(sharded, ShardedTensor) or not sharded.prepend_axis_num:
+            return sharded
+        return replace(
+            sharded,
+            key=f"{sharded.key}.{sharded.global_offset[0]}",
+            global_shape=sharded.global_shape[1:],
+            global_offset=sharded.global_offset[1:],
+            axis_fragmentations=None if sharded.axis_fragmentations is None else sharded.axis_fragmentations[1:],
+            prepend_axis_num=0,
+        )
+
+    return dict_list_map_outplace(apart, model)
 
 
 def _sharded_parts(state: ShardedStateDict) -> list[ShardedBase]:

@@ -60,8 +60,9 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
     sent their plans to rank 0. Use one for saves of the same tensors only, with the same sharding on every rank.
     """
 
-    def __init__(self) -> None:
-        super().__init__(cached_metadata=True)
+    def __init__(self, num_files: int = 1) -> None:
+        """num_files: that each rank writes, in a thread each."""
+        super().__init__(cached_metadata=True, thread_count=num_files)
         required(TorchDistSaveShardedStrategy, "_get_save_and_finalize_callbacks")
         for name in ("validated_cache_reuse", "cached_global_metadata", "cached_central_plan", "cached_local_plan"):
             required(self, name)
@@ -81,6 +82,11 @@ def keep_write_results_here() -> None:
     megatron-core 0.19.2 would create the queue in a manager process, which imports the whole program once more.
     """
     replace_name(filesystem_async, "_results_queue", queue.Queue())
+
+
+def read_with(reader: type[FileSystemReader]) -> None:
+    """Let load strategies read checkpoints with another class; megatron-core 0.19.2 names torch's own."""
+    replace_name(strategies, "_get_filesystem_reader", lambda folder, *_, **__: reader(folder))
 
 
 def by_sharded_key(state: ShardedStateDict, *, keep_only_main_replica: bool) -> dict[str, Any]:

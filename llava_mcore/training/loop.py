@@ -115,6 +115,8 @@ class _Loop:
         if number == self.first:
             self.iteration.settle()
             keep_from_garbage_collection()
+            if self.run.checkpoint.saves and self.run.checkpoint.async_save:
+                self.saver.prepare(self.progress)
         if not self._is_anything_due(number):
             self._finish_save(number, writing=writing)
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from benchmarks.runs import read_lines
+from llava_mcore.checkpoint import parallel_reader, save_plan
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.checkpoint.save_plan import SavePlan
-from llava_mcore.parallel.groups import Groups, gather_to_all, wait_for_all
+from llava_mcore.parallel.groups import Groups, gather_to_all, sum_over_ranks, wait_for_all
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.saving.save import Saver
+from llava_mcore.training.saving.save_log import SAVES
 from llava_mcore.training.saving.state import Progress, resume, state_to_save
 from llava_mcore.training.setup import Trainer
 from tests.helpers.batches import FakeLoader
@@ -90,7 +94,43 @@ def saves(checkpoint: str, save_dir: str) -> dict[str, Any]:
     wait_for_all(groups)
     Saver(trainer, hf).save(Progress(12), place)
     found = {"calls": calls, "equal": before == _contents(run.run_dir, 12) != {}}
-    return found | _loads(groups, trainer, iteration_folder(run.run_dir, 12)) | {"new": _other_structure(trainer)}
+    found |= _loads(groups, trainer, iteration_folder(run.run_dir, 12)) | {"new": _other_structure(trainer)}
+    return found | {"divided": _divided(groups, trainer, hf)}
+
+
+def _divided(groups: Groups, trainer: Trainer, hf: Path) -> dict[str, Any]:
+    """Divide the tensors long before the first save, write several files per rank and read them with several threads.
+
+    Returns:
+        The calls of the division and of the save, both ranks' bytes as expected and as written, and `_loads`.
+    """
+    saver, calls = Saver(trainer, hf), [Counter[str]() for _ in range(2)]
+    sizes = SavePlan(groups).divide(state_to_save(trainer, Progress(1)))
+    threads: set[str] = set()
+    read_data = FileSystemReader.read_data
+
+    def watched(self: FileSystemReader, plan: LoadPlan, planner: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return read_data(self, plan, planner)
+
+    with (
+        mock.patch.object(save_plan, "FILE_BYTES", 20_000),
+        mock.patch.object(parallel_reader, "JOB_BYTES", 10_000),
+        mock.patch.object(parallel_reader, "cores_per_rank", lambda: 3),
+        mock.patch.object(FileSystemReader, "read_data", watched),
+    ):
+        with counted(calls[0]):
+            saver.prepare(Progress(1))
+        with counted(calls[1]):
+            saver.save(Progress(20), {"place": 1})
+        loads = _loads(groups, trainer, iteration_folder(trainer.run.run_dir, 20))
+    written = read_lines(trainer.run.run_dir / SAVES)[-1]["gigabytes"]
+    return loads | {
+        "calls": calls,
+        "bytes": (sum_over_ranks(groups, [sum(sizes)])[0], round(written * 1e9)),
+        "files": len(_contents(trainer.run.run_dir, 20)),
+        "threads": len(threads - {"MainThread"}),
+    }
 
 
 def _contents(run_dir: Path, iteration: int) -> dict[str, bytes]:

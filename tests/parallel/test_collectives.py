@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,3 +43,14 @@ def test_saves_are_planned_once_and_tensors_read_once(checkpoint: Path, tmp_path
         assert found["read"] and set(found["read"].values()) == {1}
         assert min(found["shares"]) > 0.2 * sum(found["shares"])
         assert found["new"] == [True, False, True, False]
+        _check_divided(found["divided"])
+
+
+def _check_divided(found: dict[str, Any]) -> None:
+    division, save = found["calls"]
+    assert division["all_gather_object"] == 2, "who holds what, and that every tensor is written once"
+    assert save["all_gather_object"] < 4, "the first save does not repeat it"
+    expected, written = found["bytes"]
+    assert expected == written > 0
+    assert found["files"] > 4 and found["threads"] > 1
+    assert found["resumed"] and set(found["read"].values()) == {1}

@@ -25,7 +25,7 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 
-from llava_mcore.checkpoint.by_layer import each_layer_apart
+from llava_mcore.checkpoint.sharded import each_layer_apart
 from llava_mcore.compat.megatron_optimizer import (
     hand_state_to_parts,
     own_part,
@@ -86,13 +86,19 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
     with torch.no_grad():
         for number, (param, _, _) in enumerate(own_ranges(distributed)):
             slices = loaded[PARAM_STATE][number]
-            tensors = {name: torch.cat([tensor_slice.flatten() for tensor_slice in slices[name]]) for name in slices}
+            tensors = {name: _joined(slices[name]) for name in slices}
             set_weights_and_moments(distributed, param, tensors)
     inner = distributed.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
         hand_state_to_parts(inner)
         for group in inner.param_groups:
             group.pop("step", None)  # otherwise every update would reset the count of its part on the GPU to this one
+
+
+def _joined(slices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return slices end to end in one dimension; a single one, which most parameters have, is not copied."""
+    flat = [tensor_slice.flatten() for tensor_slice in slices]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _restore_empty_groups(optimizer: Float16OptimizerWithFloat16Params, loaded: dict[str, Any]) -> None:

@@ -6,14 +6,12 @@ that is killed at any moment leaves the newest complete checkpoint as it was.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
-import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,11 @@ from llava_mcore.checkpoint.node_local import LocalWrite
 from llava_mcore.checkpoint.save_plan import SavePlan
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import move, sync_tree, write_synced
+from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import agree, gather_to_all, sum_over_ranks
 from llava_mcore.training.description import write_description
 from llava_mcore.training.logs.record import run_record
+from llava_mcore.training.saving.host_memory import allocate_in_background
 from llava_mcore.training.saving.save_log import SAVES, Saved
 from llava_mcore.training.saving.state import LOADER_FOLDER, Progress, loader_file, state_to_save
 from llava_mcore.training.setup import Trainer
@@ -80,6 +80,7 @@ class Saver:
         self.trainer, self.hf_source = trainer, hf_source
         self._pending: _Pending | None = None
         self._deletion: threading.Thread | None = None
+        self._allocation: threading.Thread | None = None
         self._plan = SavePlan(trainer.groups)
 
     @property
@@ -91,6 +92,13 @@ class Saver:
     def pending(self) -> bool:
         """Whether a save has to be finished; the same on all ranks."""
         return self._pending is not None
+
+    def prepare(self, progress: Progress) -> None:
+        """Begin to allocate the host memory that saves in the background copy tensors to; a collective call."""
+        device = self.trainer.groups.device
+        sizes = self._plan.divide(state_to_save(self.trainer, progress))
+        if device.type == "cuda":
+            self._allocation = allocate_in_background(sizes, device)
 
     def save(
         self, progress: Progress, loader_state: Any | None, *, background: bool = False, persistent: bool = True
@@ -189,6 +197,8 @@ class Saver:
         """Create the folder, plan the save and copy the tensors to the host."""
         start = time.perf_counter()
         run, groups = self.trainer.run, self.trainer.groups
+        if self._allocation is not None:
+            self._allocation.join()
         for chunk in self.trainer.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)  # the update's weights are gathered in the next forward pass
@@ -284,15 +294,3 @@ def _prepare_folder(final: Path) -> None:
     if final.exists():
         discard(final)
     (final.parent / f".{final.name}.partial" / LOADER_FOLDER).mkdir(parents=True)
-
-
-@contextlib.contextmanager
-def all_cores() -> Iterator[None]:
-    """Let torch use this rank's share of the cores. torchrun gives it one, which copies host memory slowly."""
-    before = torch.get_num_threads()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
-    torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // ranks))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

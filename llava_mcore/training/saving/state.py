@@ -18,6 +18,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.adapter import AdapterConfig
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.torch_files import load_tensors
+from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.random import random_state, set_random_state
 from llava_mcore.training.optimization.optimizer import follow_settings, own_rates
@@ -61,15 +62,15 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
     )
     progress = Progress()
     wanted = _state(trainer, progress, is_loading=True, with_random=same_layout)
-    local = is_local(checkpoint)
-    if local:
-        loaded = load_local(wanted, checkpoint, trainer.groups.rank)
-    else:
-        loaded = load_state(wanted, checkpoint, trainer.groups.data_parallel)
-    for i, model in enumerate(trainer.models):
-        fill_model(model, loaded.get(f"model{i}", {}), partial=trainer.adaptation is not None)
-    follow_settings(loaded["optimizer"], before.optimizer, trainer.run.optimizer)
-    load_optimizer_state(trainer.optimizer, loaded["optimizer"])
+    with all_cores():
+        if is_local(checkpoint):
+            loaded = load_local(wanted, checkpoint, trainer.groups.rank)
+        else:
+            loaded = load_state(wanted, checkpoint, trainer.groups.data_parallel)
+        for i, model in enumerate(trainer.models):
+            fill_model(model, loaded.get(f"model{i}", {}), partial=trainer.adaptation is not None)
+        follow_settings(loaded["optimizer"], before.optimizer, trainer.run.optimizer)
+        load_optimizer_state(trainer.optimizer, loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     if same_layout:
         set_random_state(loaded["random"])

@@ -3,8 +3,8 @@
     python -m benchmarks.async_save --shape llava-1.5-7b --gpus 2 --tp 2 --steps 40 --dir /fast/disk --json out.json
 
 After `--steps` steps a save begins in the background, and as many steps follow, during and after it, then a second one
-and as many again; the save of the last step is waited for. The first has to allocate host memory and pin it for the
-GPU; the second reuses it. "step" is the median wall time of a step without any save beside it, the data wait included;
+and as many again; the save of the last step is waited for. The host memory of the saves is allocated and pinned during
+the first steps, which do not count. "step" is the median wall time of a step without any save beside it, the data wait included;
 "step beside a save" are the steps that ended before the tracker moved. "waited" is how long training paused.
 With weights and optimizer, a checkpoint has 14 bytes per trained parameter (bf16, AdamW): LLaVA-1.5-7B about 98 GB. The
 disk holds one: each is deleted when it is complete. The host's memory holds one too, while it is written.
@@ -13,7 +13,7 @@ disk holds one: each is deleted when it is complete. The host's memory holds one
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import shutil
 import statistics
 import subprocess
@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.material import make_shards
-from benchmarks.record import ROOT, about
+from benchmarks.record import ROOT, write_record
 from benchmarks.runs import ending_with_us, read_lines, training_command
 from benchmarks.shapes import SHAPES, make_hf_folder
 from llava_mcore.checkpoint.layout import iteration_folder
@@ -51,7 +51,7 @@ def main() -> int:
     found = measured(steps, saves, args.warm_up)
     show(args, found)
     if args.json is not None:
-        args.json.write_text(json.dumps({"about": about(args.gpus), **found}, indent=1) + "\n", encoding="utf-8")
+        write_record(args.json, rows(args, found), gpus=args.gpus)
     return 0
 
 
@@ -139,6 +139,26 @@ def measured(steps: Sequence[dict[str, Any]], saves: Sequence[dict[str, Any]], w
         "mean ratio": statistics.mean(beside) / statistics.mean(alone),
         "saves": [save | {"gb_per_second": save["gigabytes"] / save["seconds"]} for save in saves],
     }
+
+
+def rows(args: argparse.Namespace, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each save: GB, GB/s, seconds, and seconds of steps beside saves and without any."""
+    layout = {"shape": args.shape, "tp": args.tp, "pp": args.pp, "dp": args.gpus // (args.tp * args.pp)}
+    number = itertools.count(1)
+    return [
+        layout
+        | {
+            "save": f"{next(number)}, in the background" if save["background"] else "last, waited for",
+            "GB": round(save["gigabytes"], 1),
+            "until complete s": round(save["seconds"], 2),
+            "GB/s": round(save["gb_per_second"], 2),
+            "waited at its start s": round(save["start_waited_seconds"], 2),
+            "waited at its end s": round(save["finish_waited_seconds"], 2),
+            "step without a save s": round(found["step"]["median"], 3),
+            "step beside a save s": round(found["step beside a save"]["median"], 3),
+        }
+        for save in found["saves"]
+    ]
 
 
 def show(args: argparse.Namespace, found: dict[str, Any]) -> None:

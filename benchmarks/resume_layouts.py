@@ -42,7 +42,14 @@ def main() -> None:
             show(rows, leave_out=("phases",))
             show([{"tp": x["tp"], "pp": x["pp"]} | x["phases"] for x in rows[1:]])
             if args.json is not None:  # what has been measured, in case the run is killed
-                write_record(args.json, rows, gpus=args.gpus)
+                write_record(args.json, [_flat(x) for x in rows], gpus=args.gpus)
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with a column for each phase of the start, and their sum."""
+    phases = row["phases"]
+    rest = {name: value for name, value in row.items() if name != "phases"}
+    return rest | phases | {"to the end of the first iteration": round(sum(phases.values()), 1)}
 
 
 def parse() -> argparse.Namespace:
@@ -88,7 +95,7 @@ def row_of(args: argparse.Namespace, folder: Path, what: str, layout: str) -> di
     command = training_command(options, "--init", "--dist-optim", *flags, *args.overrides)
     start = time.perf_counter()
     subprocess.run(ending_with_us(command), cwd=ROOT, check=True, stdout=sys.stderr)
-    found = {"what": what, "tp": int(tp), "pp": int(pp), "dp": args.gpus // (int(tp) * int(pp))}
+    found = {"run": what, "tp": int(tp), "pp": int(pp), "dp": args.gpus // (int(tp) * int(pp))}
     found |= {"seconds, start included": round(time.perf_counter() - start, 1)}
     steps = args.steps if what == "save" else args.more
     lines = read_lines(folder / "run" / "metrics.jsonl")[-steps:]

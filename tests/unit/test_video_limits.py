@@ -19,9 +19,10 @@ from transformers.video_utils import VideoMetadata
 
 from llava_mcore.cli import check as check_command
 from llava_mcore.cli import prepare as prepare_command
-from llava_mcore.config.sections.data import PixelRange
+from llava_mcore.config.sections.data import DataConfig, PixelRange
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.encoding.pixel_range import FRAMES, write_pixel_range
+from llava_mcore.data.loading.validation_data import ValidationData
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import VideoShape
 from tests.helpers.bad_data_makers import index, messages, write_tar
@@ -151,8 +152,28 @@ def test_the_loader_warns_once(
     with caplog.at_level(logging.WARNING):
         take(loader, 8)
     loader.close()
+    assert warnings_about_fps(caplog) == times
+
+
+def warnings_about_fps(caplog: pytest.LogCaptureFixture) -> int:
     found = [record.getMessage() for record in caplog.records if "has no fps" in record.getMessage()]
-    assert len(found) == times and all("count as 24 frames per second" in message for message in found)
+    assert all("count as 24 frames per second" in message for message in found)
+    return len(found)
+
+
+@pytest.mark.parametrize(("name", "times"), [("qwen2_vl", 0), ("qwen2_5_vl", 1)])
+def test_validation_warns_once(
+    folders: dict[str, Path], films: Path, name: str, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blend = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
+    blend += f"  train: {{path: {films}}}\n  val: {{path: {films}, split_part: train}}\n"
+    (tmp_path / "blend.yaml").write_text(blend)
+    data = DataConfig(path=tmp_path / "blend.yaml", num_workers=0, seq_length=512)
+    part = ValidationData(data, load_assets_once(folders[name]), micro_batch_size=1, seed=1)
+    with caplog.at_level(logging.WARNING):
+        passes = [len(list(part.open(0, 1))) for _ in range(2)]
+    assert passes[0] == passes[1] > 0
+    assert warnings_about_fps(caplog) == times
 
 
 @pytest.mark.parametrize(("name", "number"), [("qwen2_vl", 0), ("qwen3_vl", 8)])

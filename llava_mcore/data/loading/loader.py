@@ -13,6 +13,7 @@ from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.stored_tokens import log_origin
 from llava_mcore.data.loading.budgets import check_budgets, warnings_of_large_media
+from llava_mcore.data.loading.sample_warnings import SampleWarnings
 from llava_mcore.data.loading.source import LEAST_AHEAD, Source, reading
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import check_dataset, fingerprint
@@ -32,7 +33,6 @@ from llava_mcore.data.streams.streams import (
 )
 from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError, problems
-from llava_mcore.models.media import DEFAULT_FPS
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +106,7 @@ class TrainLoader:
         )
         self._sources = _serve(streams, num_batches, data, seed, buffer_bytes, num_micro_batches)
         self._closed = False
-        self._handling = assets.chat.special_tokens_in_text
-        self._told: set[str] = set()
-        self._needs_fps = assets.plan.timed
+        self._warnings = SampleWarnings(self.path, assets)
 
     @property
     def num_streams(self) -> int:
@@ -134,8 +132,7 @@ class TrainLoader:
             raise
         assert delivery.stream == stream
         self._positions[stream] = position_after(self._positions[stream], delivery)
-        self._tell_typed(delivery.batch.typed_tokens)
-        self._tell_without_fps(delivery.batch.without_fps)
+        self._warnings.look_at(delivery.batch)
         return delivery.batch
 
     def state(self) -> dict[str, Any]:
@@ -144,26 +141,6 @@ class TrainLoader:
         `torch.save` it, one for each data-parallel rank; `torch.load(…, weights_only=True)` reads it.
         """
         return {"format": FORMAT, "settings": self._settings, "streams": dict(self._positions)}
-
-    def _tell_typed(self, found: dict[str, str]) -> None:
-        """Warn once about every special token in the text of samples."""
-        for token, key in found.items():
-            if token not in self._told:
-                self._told.add(token)
-                what = "read as plain text" if self._handling == "text" else "read as the token"
-                logger.warning(
-                    "%s: the text of sample %s contains the special token %s; it is always %s "
-                    "(data.special_tokens_in_text)", self.path, key, token, what
-                )  # fmt: skip
-
-    def _tell_without_fps(self, key: str | None) -> None:
-        """Warn once about videos without fps, if the model's tokens or positions depend on it."""
-        if key is not None and self._needs_fps:
-            self._needs_fps = False
-            logger.warning(
-                "%s: a video of sample %s has no fps; such videos count as %g frames per second. Prepare the data with "
-                "--frames-fps", self.path, key, DEFAULT_FPS
-            )  # fmt: skip
 
     def close(self) -> None:
         """Stop the loader processes. A second call does nothing."""

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.loading.sample_warnings import SampleWarnings
 from llava_mcore.data.loading.source import Source, reading
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
@@ -59,6 +60,7 @@ class ValidationData:
             lengths = self._lengths(num_streams)
         wanted = sum(lengths) if most_samples is None else most_samples
         self._quotas = dict(enumerate(quotas(lengths, wanted)))
+        self._warnings = SampleWarnings(data.path, assets)
 
     @property
     def num_samples(self) -> int:
@@ -68,7 +70,7 @@ class ValidationData:
     def open(self, dp_rank: int, dp_size: int) -> ValidationPass:
         """Start a pass: the micro-batches of one data-parallel rank, always the same ones."""
         numbers = [n for n, quota in self._quotas.items() if n % dp_size == dp_rank and quota]
-        return ValidationPass(self._data, self._open_stream, numbers, self._seed)
+        return ValidationPass(self._data, self._open_stream, numbers, self._seed, self._warnings)
 
     def _lengths(self, num_streams: int) -> list[int]:
         """Return the number of samples of every stream; energon counts batches, so batches have one sample here."""
@@ -92,9 +94,17 @@ class ValidationData:
 class ValidationPass:
     """One rank's micro-batches of one pass; the last one of a stream may have fewer rows than the others."""
 
-    def __init__(self, data: DataConfig, open_one: Callable[[int], Stream], numbers: Sequence[int], seed: int) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        open_one: Callable[[int], Stream],
+        numbers: Sequence[int],
+        seed: int,
+        warnings: SampleWarnings,
+    ) -> None:
         """numbers: the streams of this rank."""
         assert data.path is not None
+        self._warnings = warnings
         self._path, self._timeout = data.path, data.timeout
         in_process = data.num_workers == 0
         shares = share(numbers, max(1, data.num_workers)) if numbers else []
@@ -120,6 +130,7 @@ class ValidationPass:
                 raise
             else:
                 self._sources.rotate(-1)
+                self._warnings.look_at(delivery.batch)
                 return delivery.batch
         raise StopIteration
 

@@ -42,6 +42,29 @@ def find_tasks(settings: TaskSettings) -> TaskManager:
     return manager
 
 
+def require_data(settings: TaskSettings) -> None:
+    """Read the data of tasks, and download what is missing, before a model is loaded or exported.
+
+    Raises:
+        ConfigError: lm-eval is not installed.
+        DataError: a folder or a task does not exist, or its data cannot be read.
+    """
+    manager = find_tasks(settings)
+    _only_errors()
+    try:
+        manager.load(list(settings.names))
+    except LOAD_ERRORS as error:
+        raise _unusable(settings, error) from error
+
+
+def _unusable(settings: TaskSettings, error: Exception) -> DataError:
+    return DataError(f"the tasks {', '.join(settings.names)} cannot be run: {type(error).__name__}: {error}")
+
+
+def _only_errors() -> None:
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+
 @cache
 def _index(folders: tuple[Path, ...]) -> TaskManager:
     """Read all task files, which takes seconds."""
@@ -80,7 +103,7 @@ def run_tasks(hf_dir: Path, max_length: int, dtype: str, settings: TaskSettings)
             finally:
                 self.processor = whole
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    _only_errors()
     model = TemplatedModel(
         str(hf_dir), batch_size=settings.batch_size, max_length=max_length, dtype=dtype,
         device="cuda" if torch.cuda.is_available() else "cpu",
@@ -92,8 +115,7 @@ def run_tasks(hf_dir: Path, max_length: int, dtype: str, settings: TaskSettings)
             apply_chat_template=True, bootstrap_iters=0,
         )  # fmt: skip
     except LOAD_ERRORS as error:
-        names = ", ".join(settings.names)
-        raise DataError(f"the tasks {names} cannot be run: {type(error).__name__}: {error}") from error
+        raise _unusable(settings, error) from error
     finally:
         gc.unfreeze()
     assert found is not None, "this process is rank 0"

@@ -188,9 +188,6 @@ def test_what_is_finished_stays(
 ) -> None:
     """A task that fails, and a model that fails: the scores before them are printed and in the file."""
     data = ["--data-path", root / "data", "--max-new-tokens", NUM_TOKENS, "--num-samples", 2]
-    task = yaml.safe_load((root / "tasks" / "digits.yaml").read_text())
-    task |= {"task": "lost", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "no.parquet")}}}
-    (tmp_path / "lost.yaml").write_text(yaml.safe_dump(task))
     out = tmp_path / "scores.json"
 
     def kept(*arguments: object) -> list[tuple[str, bool]]:
@@ -200,7 +197,13 @@ def test_what_is_finished_stays(
         return [(Path(x["model"]).name, x["data"] is not None) for x in json.loads(out.read_text())["models"]]
 
     model = ("--hf-dir", root / "hf")
-    assert kept(*model, "--tasks", "lost", "--include-path", tmp_path) == [("hf", True)]
+
+    def task_fails(*_: object) -> None:
+        raise DataError("the data cannot be read any more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate_command, "run_tasks", task_fails)
+        assert kept(*model, "--tasks", "digits", "--include-path", root / "tasks") == [("hf", True)]
     answer = evaluate_command.answer_folder
 
     def fails_later(folder: Path, job: Job) -> list[Record]:
@@ -244,7 +247,8 @@ def test_what_cannot_be_scored_is_one_message(root: Path, tmp_path: Path, capsys
     assert "cannot be run" in says(*lmms, tmp_path / "no-python")
     assert "has no lmms-eval" in says(*lmms, fake_python(tmp_path, has_lmms=False))
     (root / "tasks" / "digits.parquet").rename(tmp_path / "moved")
-    assert "the tasks digits cannot be run" in says(*model, "--tasks", "digits", "--include-path", root / "tasks")
+    both = says(*model, "--tasks", "digits", "--include-path", root / "tasks", "--json", tmp_path / "no" / "x.json")
+    assert "the tasks digits cannot be run" in both and "there is no folder" in both, "before a model is loaded"
     (tmp_path / "moved").rename(root / "tasks" / "digits.parquet")
 
 

@@ -16,7 +16,7 @@ from llava_mcore.cli.generate import reading_of, sampling_of
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import ConfigError, LlavaMcoreError, problems
 from llava_mcore.evaluation.libraries import require_libraries
-from llava_mcore.evaluation.lm_harness import find_tasks
+from llava_mcore.evaluation.lm_harness import require_data
 from llava_mcore.evaluation.tasks import TaskSettings
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.generation.settings import TokenSampling, read_settings, require_known
@@ -91,7 +91,7 @@ def _wrong_file(path: Path | None) -> Iterator[str]:
 
 def _tasks(args: argparse.Namespace) -> Iterator[str]:
     if args.tasks:
-        yield from _said(lambda: find_tasks(task_settings(args, args.tasks)))
+        yield from _said(lambda: require_data(task_settings(args, args.tasks)))
     elif args.include_path:
         yield from _said(task_settings(args, args.lmms_tasks).check_folders)
     if args.lmms_python is not None:

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 class SampleWarnings:
     """Looks at the batches of one dataset."""
 
-    def __init__(self, path: Path, assets: Assets) -> None:
-        """path: of the data, for the messages."""
+    def __init__(self, path: Path | str, assets: Assets) -> None:
+        """path: of the data, for the messages; a URL if it is remote."""
         self._path = path
         self._handling = assets.chat.special_tokens_in_text
         self._told: set[str] = set()

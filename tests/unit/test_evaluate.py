@@ -193,7 +193,7 @@ def test_what_is_finished_stays(
     def kept(*arguments: object) -> list[tuple[str, bool]]:
         assert main([*map(str, [*arguments, *data]), "--json", str(out)]) == 2
         said = capsys.readouterr()
-        assert re.search(r"│ data +│ exact_match +│", said.out) and said.err.startswith("error: ")
+        assert re.search(r"│ data +│ exact_match +│", said.out) and re.search(r"^error: ", said.err, re.M)
         return [(Path(x["model"]).name, x["data"] is not None) for x in json.loads(out.read_text())["models"]]
 
     model = ("--hf-dir", root / "hf")

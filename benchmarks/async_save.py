@@ -4,8 +4,8 @@
 
 After `--steps` steps a save begins in the background, and as many steps follow, during and after it, then a second one
 and as many again; the save of the last step is waited for. The host memory of the saves is allocated and pinned during
-the first steps, which do not count. "step" is the median wall time of a step without any save beside it, the data wait included;
-"step beside a save" are the steps that ended before the tracker moved. "waited" is how long training paused.
+the first steps, which do not count. "step" is the median wall time of a step without any save beside it, the data wait
+included; "step beside a save" are the steps that ended before the tracker moved. "waited" is how long training paused.
 With weights and optimizer, a checkpoint has 14 bytes per trained parameter (bf16, AdamW): LLaVA-1.5-7B about 98 GB. The
 disk holds one: each is deleted when it is complete. The host's memory holds one too, while it is written.
 """

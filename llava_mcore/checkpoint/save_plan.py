@@ -32,6 +32,7 @@ class SavePlan:
         self.strategy: SaveStrategy | FullyParallelSaveStrategyWrapper = SaveStrategy()
         self._planned: _Structure | None = None
         self._divided: _Structure | None = None
+        """What `strategy` was made for."""
         self._next: _Structure = []
 
     def divide(self, state: ShardedStateDict) -> list[int]:
@@ -59,7 +60,8 @@ class SavePlan:
             is_new, is_undivided = (n > 0 for n in sum_over_ranks(self.groups, [is_new, is_undivided]))
         if is_new:
             self._planned = None
-            self.strategy = self._new_strategy(state) if is_undivided else self.strategy
+            if is_undivided:
+                self._divided, self.strategy = self._next, self._new_strategy(state)
         return is_new
 
     def done(self) -> None:

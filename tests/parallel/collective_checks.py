@@ -167,13 +167,16 @@ def _loads(groups: Groups, trainer: Trainer, checkpoint: Path) -> dict[str, Any]
     }
 
 
-def _other_structure(trainer: Trainer) -> list[bool]:
-    """Return whether a save is planned: the first, the same, one without a part on rank 1, and that again."""
+def _other_structure(trainer: Trainer) -> list[tuple[bool, bool]]:
+    """Return whether a save is planned: the first, the same, one without a part on rank 1, that again, and the first
+    once more; and whether it gets a new strategy."""
     plan, found = SavePlan(trainer.groups), []
-    for number in range(4):
+    plan.divide(state_to_save(trainer, Progress(1)))
+    for number in range(5):
+        before = plan.strategy
         state = state_to_save(trainer, Progress(1))
-        if number >= 2 and trainer.groups.rank == 1:
+        if number in (2, 3) and trainer.groups.rank == 1:
             del state["optimizer"]
-        found.append(plan.begin(state))
+        found.append((plan.begin(state), plan.strategy is not before))
         plan.done()
     return found

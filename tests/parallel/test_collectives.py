@@ -42,7 +42,7 @@ def test_saves_are_planned_once_and_tensors_read_once(checkpoint: Path, tmp_path
         assert found["resumed"]
         assert found["read"] and set(found["read"].values()) == {1}
         assert min(found["shares"]) > 0.2 * sum(found["shares"])
-        assert found["new"] == [True, False, True, False]
+        assert found["new"] == [(True, False), (False, False), (True, True), (False, False), (True, True)]
         _check_divided(found["divided"])
 
 

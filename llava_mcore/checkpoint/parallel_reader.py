@@ -35,7 +35,7 @@ class ParallelReader(FileSystemReader):
         return done
 
     def _jobs(self, plan: LoadPlan) -> Iterator[list[ReadItem]]:
-        """Yield lists of items that lie in one file, in the order of the file, of about `JOB_BYTES` each."""
+        """Yield lists of items that are in one file, in the order of the file, of about `JOB_BYTES` each."""
         stored = self.storage_data
         job: list[ReadItem] = []
         num_bytes, path = 0, None

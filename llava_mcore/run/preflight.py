@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,8 +57,10 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection
     # These import transformers and energon, for which --help and errors in flags should not wait.
     from llava_mcore.adapters.adaptation import adaptation_of
     from llava_mcore.checkpoint.choose_start import resumes, start_point
+    from llava_mcore.data.loading.budgets import check_budgets
     from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
     from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
+    from llava_mcore.run.assets import run_assets
 
     found: list[str] = check_devices(run.launch.num_gpus, gpu_count)
     if run.logging.mlflow and importlib.util.find_spec("mlflow") is None:
@@ -83,6 +86,9 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection
             check_dataset(run.data.path, VALIDATION)
     with collecting(found):
         check_choice(run.data.chat_template)
+    if dims is not None and not found:
+        with collecting(found), _without_messages():
+            check_budgets(run.data, run_assets(run, start.hf_dir))
     return found + check_run(run, dims, world_size, gpu_count > 0, source, typed)
 
 
@@ -95,6 +101,18 @@ def collecting(found: list[str]) -> Iterator[None]:
         found.append(str(error))
     except OSError as error:
         found.append(os_error_text(error))
+
+
+@contextlib.contextmanager
+def _without_messages() -> Iterator[None]:
+    """Log no remarks and warnings in the block: the ranks will do so."""
+    logger = logging.getLogger("llava_mcore")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _too_far(run: RunConfig, start: StartPoint) -> list[str]:

@@ -17,7 +17,7 @@ from llava_mcore.config.rules.all_rules import loader_multiple, pad_multiple
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.data.doctor.show import in_words
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.pixel_range import FRAMES, PICTURES, write_pixel_range
 from llava_mcore.data.encoding.text.template_file import require_same_template
 from llava_mcore.data.loading.loader import TrainLoader
@@ -30,6 +30,7 @@ from llava_mcore.launch.process import StopSignals
 from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, together
+from llava_mcore.run.assets import run_assets
 from llava_mcore.run.carried_folder import write_carried_folder
 from llava_mcore.training.answers.answerer import AnswerData
 from llava_mcore.training.closing import attempt
@@ -169,18 +170,7 @@ def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bo
     """Load tokenizer, template and image processor on ranks that load data."""
     if not groups.loads_data:
         return None
-    assets = load_assets(
-        run.checkpoint.hf_dir or start.hf_dir,
-        checkpoint_hf_dir=start.hf_dir,
-        chat_template=run.data.chat_template,
-        lang=run.data.lang,
-        image_token_id=run.data.image_token_id,
-        pad_token_id=run.data.pad_token_id,
-        special_tokens_in_text=run.data.special_tokens_in_text,
-        limits=run.data.limits,
-        pixels=run.data.pixels,
-        video_pixels=run.data.video_pixels,
-    )
+    assets = run_assets(run, start.hf_dir)
     if resuming:
         require_same_template(start.hf_dir, assets.chat.template)
     return assets

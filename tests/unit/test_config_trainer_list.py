@@ -31,7 +31,7 @@ EXAMPLE: dict[str, Any] = {
         "processor_config": {
             "processor_name": "Qwen/Qwen2-VL-2B-Instruct",
             "processor_modality": "vision",
-            "processor_type": "qwen2_vl",
+            "processor_type": "blip",
         },
     },
     "model_config": {
@@ -81,10 +81,16 @@ def test_what_cannot_be_mapped_is_refused_key_by_key(tmp_path: Path) -> None:
 def test_mapped_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("0\n")
+    processor = {"processor_name": "/hf", "processor_modality": "vision", "processor_type": "qwen2_vl"}
+    kind = {"model_class": "Qwen2VLForConditionalGeneration"}
     config = {
         "trainer_type": "megatron",
-        "dataset_config": {"dataset_path": "/shards", "processor_config": {"processor_name": "/hf"}},
-        "model_config": {"model_name_or_path": str(tmp_path / "megatron"), "attn_implementation": "flash_attention_2"},
+        "dataset_config": {"dataset_type": "vision", "dataset_path": "/shards", "processor_config": processor},
+        "model_config": {
+            "model_name_or_path": str(tmp_path / "megatron"),
+            **kind,
+            "attn_implementation": "flash_attention_2",
+        },
         **{"per_device_train_batch_size": 3, "max_steps": 70, "learning_rate": 5e-5, "lr_scheduler_type": "linear"},
         **{"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6, "max_grad_norm": 2.0},
         **{"warmup_ratio": 0.1, "save_steps": 10, "save_total_limit": 2, "output_dir": "/out", "run_name": "n"},
@@ -149,4 +155,4 @@ def test_other_lists(tmp_path: Path, content: str) -> None:
 
 
 def test_the_classes_are_those_of_the_registry() -> None:
-    assert tuple(x.model_class.__name__ for x in ARCHITECTURES.values()) == MODEL_CLASSES
+    assert {kind: x.model_class.__name__ for kind, x in ARCHITECTURES.items()} == MODEL_CLASSES

@@ -16,9 +16,12 @@ from llava_mcore.config.load import load_run_config, run_config_yaml
 from llava_mcore.run import launch
 from llava_mcore.run.preflight import resolve
 from tests.helpers.shards import make_dataset
+from tests.helpers.tiny_hf import make_hf_llava
 
 HF_CONFIG: dict[str, Any] = {
     "model_type": "llava",
+    "image_token_index": 4,
+    "image_seq_length": 16,
     "text_config": {
         "model_type": "llama",
         "num_hidden_layers": 4,
@@ -26,11 +29,13 @@ HF_CONFIG: dict[str, Any] = {
         "intermediate_size": 128,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "vocab_size": 100,
+        "vocab_size": 401,
         "max_position_embeddings": 512,
     },
     "vision_config": {
         "model_type": "clip_vision_model",
+        "image_size": 56,
+        "patch_size": 14,
         "num_hidden_layers": 2,
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -42,16 +47,18 @@ HF_CONFIG: dict[str, Any] = {
 class Folders:
     """A Hugging Face folder, a Megatron folder at iteration 0, prepared shards, and a place for outputs."""
 
-    def __init__(self, root: Path, shards: Path) -> None:
+    def __init__(self, root: Path, shards: Path, hf_files: Path) -> None:
+        """hf_files: tokenizer and processor."""
         self.hf, self.megatron, self.data, self.save = (root / name for name in ("hf", "mega", "data", "save"))
-        self.hf.mkdir()
+        self.hf_files = hf_files
+        shutil.copytree(hf_files, self.hf)
         (self.hf / "config.json").write_text(json.dumps(HF_CONFIG))
         self.add_checkpoint(self.megatron, 0)
         shutil.copytree(shards, self.data)
 
     def add_checkpoint(self, folder: Path, iteration: int) -> None:
         inside = folder / f"iter_{iteration:07d}"
-        (inside / "hf").mkdir(parents=True)
+        shutil.copytree(self.hf_files, inside / "hf")
         (inside / "metadata.json").write_text("{}")
         (inside / "hf" / "config.json").write_text(json.dumps(HF_CONFIG))
         (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
@@ -66,9 +73,17 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("shards") / "data", num_samples=4)
 
 
+@pytest.fixture(scope="module")
+def hf_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files") / "hf"
+    make_hf_llava(folder)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
 @pytest.fixture
-def folders(tmp_path: Path, shards: Path) -> Folders:
-    return Folders(tmp_path, shards)
+def folders(tmp_path: Path, shards: Path, hf_files: Path) -> Folders:
+    return Folders(tmp_path, shards, hf_files)
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +94,20 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def refusal(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert train.main(flags) == 2
     return capsys.readouterr().err
+
+
+def test_what_the_model_cannot_read_is_said_before_ranks_start(
+    folders: Folders, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inside = folders.megatron / "iter_0000000" / "hf"
+    settings = json.loads((inside / "processor_config.json").read_text())
+    (inside / "processor_config.json").write_text(json.dumps(settings | {"patch_size": 16}))
+    text = refusal(folders.flags("--dry-run"), capsys)
+    assert "patch_size" in text and str(inside) in text
+    (inside / "processor_config.json").write_text(json.dumps(settings))
+    assert "alone has at least 16 tokens" in refusal(folders.flags("--dry-run", "--seq-length", "16"), capsys)
+    (inside / "tokenizer.json").unlink()
+    assert "tokenizer" in refusal(folders.flags("--dry-run"), capsys)
 
 
 def test_dry_run_shows_the_run_and_writes_nothing(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:

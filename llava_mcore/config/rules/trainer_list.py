@@ -42,20 +42,20 @@ def _unless_off(reason: str) -> Callable[[Any], Values]:
     return action
 
 
-MODEL_CLASSES = (
-    "LlavaForConditionalGeneration",
-    "LlavaNextForConditionalGeneration",
-    "LlavaOnevisionForConditionalGeneration",
-    "InternVLForConditionalGeneration",
-    "Idefics2ForConditionalGeneration",
-    "Idefics3ForConditionalGeneration",
-    "SmolVLMForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-    "Qwen2AudioForConditionalGeneration",
-)
-"""The classes of models.architectures.registry, which needs torch; a test compares the lists."""
+MODEL_CLASSES = {
+    "llava": "LlavaForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration",
+    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
+    "idefics2": "Idefics2ForConditionalGeneration",
+    "idefics3": "Idefics3ForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen2_audio": "Qwen2AudioForConditionalGeneration",
+}
+"""model_type -> class, as in models.architectures.registry, which needs torch; a test compares them."""
 
 
 def _only(*allowed: str, instead: str) -> Callable[[Any], Values]:
@@ -104,7 +104,7 @@ def _dataset(value: Any) -> Values:
 
 KEYS: dict[str, Callable[[Any], Values]] = {
     "trainer_type": _only("megatron", instead="there is one trainer, on megatron-core: omit the key"),
-    "dataset_config.dataset_type": _only("vision", instead="pictures and text only: use vision, or omit it"),
+    "dataset_config.dataset_type": _only("vision", instead="samples say which media they have: use vision, or omit it"),
     "dataset_config.dataset_format": _only(
         "energon", instead="convert it to shards first, with 'python -m llava_mcore prepare'"
     ),
@@ -112,9 +112,11 @@ KEYS: dict[str, Callable[[Any], Values]] = {
     "dataset_config.packing": _to("data.packing"),
     "dataset_config.processor_config.processor_name": _to("checkpoint.hf_dir"),
     "dataset_config.processor_config.processor_modality": _only("vision", instead="use vision, or omit it"),
-    "dataset_config.processor_config.processor_type": _only("llava", instead="LLaVA models only: use llava"),
+    "dataset_config.processor_config.processor_type": _only(
+        *MODEL_CLASSES, instead=f"known: {', '.join(MODEL_CLASSES)}; the checkpoint's own processor is used"
+    ),
     "model_config.model_name_or_path": _model,
-    "model_config.model_class": _only(*MODEL_CLASSES, instead=f"known: {', '.join(MODEL_CLASSES)}"),
+    "model_config.model_class": _only(*MODEL_CLASSES.values(), instead=f"known: {', '.join(MODEL_CLASSES.values())}"),
     "model_config.attn_implementation": _attention,
     "per_device_train_batch_size": _to("training.micro_batch_size"),
     "gradient_accumulation_steps": _refuse("depends on the number of GPUs: give training.global_batch_size instead"),

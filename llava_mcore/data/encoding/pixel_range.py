@@ -73,6 +73,22 @@ def set_pixel_range(
     return []
 
 
+def range_problems(
+    processor: BaseImageProcessor | BaseVideoProcessor, config: PretrainedConfig, of: Ranged = PICTURES
+) -> list[str]:
+    """Return what is wrong with a processor's own range."""
+    if not architecture_of(config).resizes_to_range:
+        return []
+    own = pixel_range_of(processor, config)
+    for value in (own.smallest, own.largest):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            return [
+                f"the {of.processor}'s size is {processor.size}, expected shortest_edge and longest_edge, whole "
+                f"numbers of pixels above 0: the minimum and maximum area of {of.name}"
+            ]
+    return []
+
+
 def pixel_range_of(processor: BaseImageProcessor | BaseVideoProcessor | None, config: PretrainedConfig) -> PixelRange:
     """Return the range that a processor resizes to; an empty one if its class does not resize to a range."""
     if processor is None or not architecture_of(config).resizes_to_range:

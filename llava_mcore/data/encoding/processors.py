@@ -10,21 +10,22 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import Limits, PixelRange
-from llava_mcore.data.encoding.pixel_range import FRAMES, set_pixel_range
+from llava_mcore.data.encoding.pixel_range import FRAMES, range_problems, set_pixel_range
 from llava_mcore.data.encoding.preprocess import ImagePreprocessor, MediaPreprocessor, load_image_processor
 from llava_mcore.data.encoding.sound.processor import Audios, SoundPreprocessor, choose_audios
 from llava_mcore.data.encoding.videos import Videos, choose_videos
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.torch_files import why_not_loaded
+from llava_mcore.models.architectures.hf_config import VALUE_ERRORS
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.audio.plan import AudioPlan
 from llava_mcore.models.media import MediaPlan, Processing
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 LOAD_ERRORS = (
-    *(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ImportError, RecursionError),
-    StrictDataclassError,
+    *VALUE_ERRORS,
+    *(OSError, RuntimeError, ImportError, StrictDataclassError),
 )
 """Errors that transformers raises for missing or invalid files."""
 
@@ -56,13 +57,15 @@ def load_processors(
     """
     images = _load_image_processor(folders, found) if config is None or architecture_of(config).takes_images else None
     if config is not None and images is not None:
-        found += set_pixel_range(images, pixels, config)
+        wrong = range_problems(images, config)
+        found += wrong or set_pixel_range(images, pixels, config)
     if config is None or tokenizer is None:
         return Processors(images)
     audios = choose_audios(folders, PROCESSOR_FILES, config, tokenizer, LOAD_ERRORS, found)
     videos = choose_videos(folders, config, tokenizer, LOAD_ERRORS)
     if videos.processor is not None:
-        found += set_pixel_range(videos.processor, video_pixels, config, FRAMES)
+        wrong = range_problems(videos.processor, config, FRAMES)
+        found += wrong or set_pixel_range(videos.processor, video_pixels, config, FRAMES)
     elif video_pixels != PixelRange():
         found.append(f"{FRAMES.given(video_pixels)} cannot be used: {videos.reason}")
     return Processors(images, videos, audios)
@@ -123,7 +126,9 @@ def media_plan(
         return architecture.media(config, how)
     except ConversionError as error:
         found.append(str(error))
-        return None
+    except LOAD_ERRORS as error:
+        found.append(f"values in config.json or of the processor cannot be used: {error!r}")
+    return None
 
 
 def _read_json(file: Path, found: list[str]) -> dict[str, Any] | None:

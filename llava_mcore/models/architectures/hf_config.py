@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from llava_mcore.files.hf_source import read_config
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of, tower_config
 from llava_mcore.models.language.registry import REASONS as LANGUAGE_REASONS
 from llava_mcore.models.language.registry import language_family, texts_of_any_class
+from llava_mcore.models.vision.family import PatchTower, TileTower
 from llava_mcore.models.vision.registry import REASONS as VISION_REASONS
 from llava_mcore.models.vision.registry import towers_of_any_class, vision_family
 
@@ -54,6 +55,10 @@ _LARGEST = {
 """Far beyond every existing model."""
 
 
+VALUE_ERRORS = (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, IndexError)
+"""Errors that a value of a strange type or size raises where it is used."""
+
+
 def load_hf_config(folder: Path) -> PretrainedConfig:
     """Read `folder`/config.json.
 
@@ -63,7 +68,7 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
     path = folder / "config.json"
     values = read_config(folder)
     kind = values.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         known = ", ".join(f"{name!r} ({x.model_class.__name__})" for name, x in ARCHITECTURES.items())
         raise ConversionError(
             f"{path}: model_type is {kind!r}, expected one of {known}; build one from a text model with "
@@ -71,7 +76,7 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
         )
     try:
         hf = ARCHITECTURES[kind].config_class.from_dict(deepcopy(values))  # it takes values out of them
-    except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+    except (*VALUE_ERRORS, StrictDataclassError) as error:
         raise ConversionError(f"{path}: transformers cannot read it ({error!r})") from error
     wrong = [x for section in hf.sub_configs for x in _wrong_sizes(section, getattr(hf, section))]
     wrong += _wrong_rope("text_config.rope_parameters", hf.text_config.to_dict().get("rope_parameters"))
@@ -80,7 +85,36 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
     unknown = _unknown_families(hf, values)
     if unknown:
         raise ConversionError(problems(str(path), unknown))
+    unusable = _unusable_parts(hf)
+    if unusable:
+        raise ConversionError(problems(f"{path}: values that cannot be used", unusable))
     return hf
+
+
+def _unusable_parts(hf: PretrainedConfig) -> list[str]:
+    """Return a line for each part that cannot be described, because a value has a strange type or size.
+
+    What is well formed but not supported is refused by whoever needs it: transformers may still run it.
+    """
+    architecture, text, tower = architecture_of(hf), hf.text_config, tower_config(hf)
+    family = vision_family(tower)
+    parts: dict[str, Callable[[], object]] = {
+        "text_config": lambda: (language_family(text).config_from_hf(text), language_family(text).shape(text)),
+        architecture.tower_section: lambda: (
+            family.config_from_hf(tower, family.num_layers(tower)),
+            family.shape(tower) if isinstance(family, TileTower | PatchTower) else None,
+        ),
+        "the connector": lambda: architecture.connector(hf).config_from_hf(hf),
+    }
+    found = []
+    for name, describe in parts.items():
+        try:
+            describe()
+        except ConversionError:
+            continue
+        except VALUE_ERRORS as error:
+            found.append(f"{name}: {error!r}")
+    return found
 
 
 def _unknown_families(hf: PretrainedConfig, values: dict[str, Any]) -> list[str]:
@@ -89,7 +123,7 @@ def _unknown_families(hf: PretrainedConfig, values: dict[str, Any]) -> list[str]
     architecture = architecture_of(hf)
     towers, texts = architecture.towers or towers_of_any_class(), architecture.texts or texts_of_any_class()
     for key, kind, known, reasons in (
-        ("text_config", hf.text_config.model_type, texts, LANGUAGE_REASONS),
+        ("text_config", str(hf.text_config.model_type), texts, LANGUAGE_REASONS),
         (architecture.tower_section, _tower_type(hf, values), towers, VISION_REASONS),
     ):
         if kind not in known:

@@ -191,7 +191,7 @@ def _check_settings(images: BaseImageProcessor, side: int) -> None:
             f"max_image_size.longest_edge = {images.max_image_size['longest_edge']} is the side of the tiles, but the "
             f"tower takes {side} x {side}; correct the image processor's settings"
         )
-    if not images.do_resize or not images.size.longest_edge:
+    if not images.do_resize or not images.size.longest_edge or images.size.longest_edge < 1:
         raise ConversionError(
             "the image processor must have do_resize = true and a size of longest_edge, by which pictures become a "
             "whole number of tiles"

@@ -33,6 +33,7 @@ from llava_mcore.batch_fields import (
     Fields,
     MediaWork,
 )
+from llava_mcore.errors import ConversionError
 from llava_mcore.mapping.layouts import Reshape
 from llava_mcore.mapping.sharding import REPLICATED
 from llava_mcore.mapping.table import Entry
@@ -172,8 +173,13 @@ class Qwen25VlTower(QwenTower):
         return int(hf.intermediate_size)
 
     def shape(self, hf: PretrainedConfig) -> PatchShape:
-        """Return what surrounds the layers."""
-        side = hf.window_size // patch_side(hf) // hf.spatial_merge_size * hf.spatial_merge_size
+        """Return what surrounds the layers. Raises ConversionError for windows that are smaller than a token."""
+        of_token = patch_side(hf) * hf.spatial_merge_size
+        if hf.window_size < of_token:
+            raise ConversionError(
+                f"vision_config.window_size is {hf.window_size}, expected at least {of_token}, a token's side in pixels"
+            )
+        side = hf.window_size // of_token * hf.spatial_merge_size
         return replace(
             super().shape(hf), full_attention=frozenset(hf.fullatt_block_indexes), window_patches=side * side
         )

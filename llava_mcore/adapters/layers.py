@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from llava_mcore.compat.transformers import model_without_weights
 from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, Layout, PadColumns, PadParts, Regroup
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
@@ -111,8 +111,7 @@ class ModelLayers:
 def model_layers(hf: PretrainedConfig) -> ModelLayers:
     """Return the layers of a model. transformers' own is built without memory, for its names."""
     architecture = architecture_of(hf)
-    with torch.device("meta"):
-        model = architecture.model_class._from_config(hf)
+    model = model_without_weights(architecture.model_class, hf)
     state = model.state_dict()
     names = detect_names(hf, state, source=architecture.model_class.__name__)
     here, usual = _entries(hf, names), _entries(hf, usual_names(hf))

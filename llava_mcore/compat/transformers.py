@@ -1,12 +1,14 @@
-"""Names of transformers' modules in checkpoint files, and which of its attentions to choose."""
+"""Names of transformers' modules in checkpoint files, which of its attentions to choose, and its private names."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
+
+from llava_mcore.compat.required import required
 
 if TYPE_CHECKING:
     from transformers import BaseVideoProcessor
@@ -29,6 +31,20 @@ def exact_attention(text: PretrainedConfig) -> str:
     Its default, "sdpa", ignores Gemma 2's cap of attention scores without a word.
     """
     return "eager" if "attn_logit_softcapping" in text.to_dict() else "sdpa"
+
+
+def model_without_weights(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """Return a model on the meta device, for the names of its modules."""
+    with torch.device("meta"):
+        model: PreTrainedModel = required(model_class, "_from_config")(config)
+    return model
+
+
+def encoded_lengths(encoder: type[PreTrainedModel], num_frames: int) -> tuple[int, int]:
+    """Return the lengths that a sound encoder's class computes for a clip: before and after pooling."""
+    nothing: Any = None  # the method does not use its model
+    hidden, features = required(encoder, "_get_feat_extract_output_lengths")(nothing, torch.tensor(num_frames))
+    return int(hidden), int(features)
 
 
 def video_processor_class(config: PretrainedConfig) -> type[BaseVideoProcessor]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from llava_mcore.compat.torch import is_view_of
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.mapping.layouts import Copy, Layout
 from llava_mcore.mapping.sharding import Shard
@@ -60,7 +61,7 @@ class Entry:
         slices = []
         for part in self.layout.to_hf(full):
             same_rows = part.shape[1:] == full.shape[1:] and part.stride() == full.stride()
-            if not same_rows or (part is not full and part._base is not full):
+            if not same_rows or not is_view_of(part, full):
                 return None
             first = part.storage_offset() // full.stride(0)
             slices.append(TensorSlice((first,) + (0,) * (full.ndim - 1), tuple(part.shape)))

@@ -37,8 +37,15 @@ from llava_mcore.compat.energon import repeat as energon_repeat
 from llava_mcore.compat.energon import storage_clients
 from llava_mcore.compat.megatron import FACTORY_OPTIONS, LoadStrategy
 from llava_mcore.compat.required import replace_name, required
-from llava_mcore.compat.torch import NUM_STATE, accept_newer_metadata, file_offset, storage_info
-from llava_mcore.compat.transformers import tower_names_in_files
+from llava_mcore.compat.torch import (
+    NUM_STATE,
+    accept_newer_metadata,
+    end_loader_processes,
+    file_offset,
+    is_view_of,
+    storage_info,
+)
+from llava_mcore.compat.transformers import encoded_lengths, model_without_weights, tower_names_in_files
 from llava_mcore.models.probes import Recorder, watch_hf
 from llava_mcore.models.table import detect_names, usual_names
 from tests.helpers.tiny_hf import make_hf_llava
@@ -88,7 +95,6 @@ class Changed:
         (megatron.keep_write_results_here, "filesystem_async"),
         (storage_clients.remember_clients_at_forks.__wrapped__, "shortcuts"),
         (functools.partial(megatron.by_sharded_key, {}, keep_only_main_replica=True), "strategies"),
-        (functools.partial(storage_info, "a", 0, 1), "filesystem"),
     ],
 )
 def test_each_patch_notices_that_its_name_is_gone(
@@ -99,6 +105,12 @@ def test_each_patch_notices_that_its_name_is_gone(
     monkeypatch.setitem(function.__globals__, owner, names)
     with pytest.raises(AttributeError, match="Changed"):
         patch()
+
+
+def test_the_place_of_a_tensor_in_another_torch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem", Changed)
+    with pytest.raises(AttributeError, match=r"Changed has no '_StorageInfo'"):
+        storage_info("a", 0, 1)
 
 
 def test_repetitions_notice_another_energon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +218,10 @@ def test_an_update_without_a_look_at_the_norm_is_noticed() -> None:
         lambda x: megatron_optimizer.set_weights_and_moments(x, x, {}),
         megatron_optimizer.hand_state_to_parts,
         lambda x: file_offset(SimpleNamespace(untyped_storage=Changed)),  # type: ignore[arg-type]
+        lambda x: is_view_of(x, torch.empty(1)),
+        end_loader_processes,
+        lambda x: model_without_weights(x, x),
+        lambda x: encoded_lengths(x, 7),
     ],
 )
 def test_private_names_that_are_used_are_noticed_too(use: Callable[[Any], object]) -> None:
@@ -215,7 +231,7 @@ def test_private_names_that_are_used_are_noticed_too(use: Callable[[Any], object
 
 def test_metadata_of_another_torch_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llava_mcore.compat.torch.fields", lambda of: ())
-    monkeypatch.setattr("llava_mcore.compat.torch.TensorProperties", Changed)
+    monkeypatch.setattr("torch.distributed.checkpoint.metadata.TensorProperties", Changed)
     with pytest.raises(AttributeError, match=r"Changed has no '__setstate__'"):
         accept_newer_metadata.__wrapped__()
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llava_mcore.compat.torch import file_offset
+from llava_mcore.compat.torch import file_offset, rebuild_tensor
 from llava_mcore.convert.io.torch_dist_index import StoredParameter
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.regular import require_regular
@@ -32,7 +32,7 @@ _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _LAYER = re.compile(r"(.*\.layers\.)(\d+)(\..*)")
 _ALLOWED = {
     ("collections", "OrderedDict"): collections.OrderedDict,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor(),
     ("torch._utils", "_rebuild_parameter"): lambda data, requires_grad, hooks: data,
 }
 

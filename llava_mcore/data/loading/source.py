@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from llava_mcore.compat.torch import end_loader_processes
 from llava_mcore.data.loading.loader_process import leave_out_of_collections, loader_process_init
 from llava_mcore.data.storage.remote import storage_message
 from llava_mcore.data.streams.streams import Delivery
@@ -61,9 +62,9 @@ class Source:
         return delivery
 
     def close(self) -> None:
-        """End the process at once. The garbage collector would wait five seconds for it."""
+        """End the process at once."""
         if self._loader.num_workers > 0 and self._iterator is not None:
-            self._iterator._shutdown_workers()
+            end_loader_processes(self._iterator)
         self._iterator = None
 
 

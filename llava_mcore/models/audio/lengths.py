@@ -9,11 +9,11 @@ Hidden frame j depends on the mel frames 2j - 2 to 2j + 2, so a clip needs its f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
+
+from llava_mcore.compat.transformers import encoded_lengths
 
 ROWS_BEFORE = 1
 """Zero rows before a clip's mel frames: the padding of the first convolution."""
@@ -35,9 +35,8 @@ class ClipLengths:
     @classmethod
     def of_mel(cls, num_frames: int) -> ClipLengths:
         """Ask transformers' encoder for the lengths of a clip of this many mel frames."""
-        nothing: Any = None  # the method does not use its model
-        hidden, features = Qwen2AudioEncoder._get_feat_extract_output_lengths(nothing, torch.tensor(num_frames))
-        return cls(num_frames, int(hidden), max(0, int(features)))
+        hidden, features = encoded_lengths(Qwen2AudioEncoder, num_frames)
+        return cls(num_frames, hidden, max(0, features))
 
 
 def frames_kept(hf: PretrainedConfig, hidden: int, features: int) -> dict[int, int]:

@@ -20,14 +20,11 @@ from megatron.energon import __version__ as energon_version
 from megatron.energon.bracecollapse import collapse
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.config import INDEX_BATCH_SIZE, INDEX_SQLITE_FILENAME, INFO_JSON_FILENAME
-from megatron.energon.flavors.webdataset.prepare import (
-    IndexShardInfo,
-    SqliteIndexWriterAggregator,
-    WebdatasetPreparator,
-)
+from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, SqliteIndexWriterAggregator
 from megatron.energon.flavors.webdataset.structs import WebdatasetInfo, WebdatasetSplits
 from megatron.energon.typed_converter import to_json_object
 
+from llava_mcore.compat.energon.index_rows import rows_of_shard
 from llava_mcore.data.encoding.stored_tokens import ORIGIN_FILE
 from llava_mcore.data.prepare.counts import ShardReport
 from llava_mcore.data.prepare.journal import META, SCRATCH
@@ -98,7 +95,7 @@ def _write_index(folder: Path, written: Sequence[ShardReport], sqlite: Path, on_
     index: Any = SqliteIndexWriterAggregator(EPath(sqlite), total_tasks=len(written))
     index.on_start(None)
     for report in written:
-        rows = WebdatasetPreparator._preprocess_tar(str(report.name), numbers, EPath(folder), MAX_PARTS)
+        rows = rows_of_shard(str(report.name), numbers, EPath(folder), MAX_PARTS)
         for batch in itertools.batched(_checked(rows, folder, report), INDEX_BATCH_SIZE):
             index.on_item(list(batch), None)
         on_shard()

@@ -45,7 +45,7 @@ ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,activations anyres_model au
 	families idefics2 import_export linear_cross_entropy llava_model qlora qwen rotary_factor vision_features)
 # Tokens: chat templates, tokenizers, processors of pictures, sounds and videos; the models that `build` makes of parts.
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,anyres build build_audio build_chat build_classes build_idefics2 \
-	chat_templates chat_travels data_assets data_chat older_folders sounds typed_tokens video_limits videos)
+	build_idefics3 chat_templates chat_travels data_assets data_chat older_folders sounds typed_tokens video_limits videos)
 # Files: checkpoints that others wrote, what torch.load refuses, streamed conversions, names for servers.
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,convert_streaming foreign_checkpoints interop serving_names)
 # Every patch and private name in llava_mcore/compat, what starts without CUDA, the table of versions.

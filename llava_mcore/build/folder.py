@@ -76,7 +76,7 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     vision_config = vision.resized(asked_config, side)
     plan = vision.plan_features(vision_config, options, kind.layers)
     tokenizer = language.load_tokenizer(sources.tokenizer, kind.named_tokens)
-    ids = language.add_special_tokens(tokenizer, [IMAGE_TOKEN, *kind.named_tokens.values()])
+    ids = language.add_special_tokens(tokenizer, [IMAGE_TOKEN, *kind.named_tokens.values(), *kind.marks])
     with features_for(kind.connector):
         sketch = kind.config(text_config, vision_config, plan, ids)
         kind.tokens_per_tile(sketch)

@@ -9,7 +9,7 @@ from typing import Literal
 
 DEFAULT_VISION_MODEL = "openai/clip-vit-large-patch14-336"
 CONNECTORS = ("mlp", "pixel_shuffle", "perceiver")
-ARCHITECTURES = ("llava", "llava_next", "llava_onevision", "internvl", "idefics2")
+ARCHITECTURES = ("llava", "llava_next", "llava_onevision", "internvl", "idefics2", "idefics3", "smolvlm")
 """A class is chosen by its connector, its model_type, or both."""
 VOCAB_MULTIPLE = 128
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")

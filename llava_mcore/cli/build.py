@@ -17,10 +17,10 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="build_llava_jp.py",
         allow_abbrev=False,
-        description="Compose a complete Hugging Face folder of LLaVA, InternVL, Idefics2 or Qwen2-Audio (config, "
-        "weights, tokenizer with placeholders and a pad token, processor, chat template) from a language model and a "
-        "vision tower or Whisper's encoder (see docs/build.md). Only the projector is new. Nothing is downloaded when "
-        "folders are given.",
+        description="Compose a complete Hugging Face folder of LLaVA, InternVL, Idefics2, Idefics3, SmolVLM or "
+        "Qwen2-Audio (config, weights, tokenizer with placeholders and a pad token, processor, chat template) from a "
+        "language model and a vision tower or Whisper's encoder (see docs/build.md). Only the projector is new. "
+        "Nothing is downloaded when folders are given.",
     )
     _add_parts(p.add_argument_group("parts"))
     _add_shape(p.add_argument_group("shape"))
@@ -71,15 +71,15 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         "--connector",
         choices=CONNECTORS,
         help="connects tower and language model, and determines the class of the folder: mlp for LLaVA, pixel_shuffle "
-        "for InternVL, which splits pictures into tiles, perceiver for Idefics2, which keeps their proportions "
-        "(default: that of the architecture)",
+        "for InternVL, Idefics3 and SmolVLM, which split pictures into tiles, perceiver for Idefics2, which keeps "
+        "their proportions (default: that of the architecture)",
     )
     group.add_argument(
         "--architecture",
         choices=ARCHITECTURES,
         help="Hugging Face class of the folder: llava (1.5) uses one tile per picture, llava_next (1.6) and "
-        "llava_onevision a base view and a grid of tiles (default: llava; internvl with pixel_shuffle, idefics2 with "
-        "perceiver)",
+        "llava_onevision a base view and a grid of tiles, idefics3 and smolvlm a grid of tiles and the whole picture "
+        "(default: llava; internvl with pixel_shuffle, idefics2 with perceiver)",
     )
     group.add_argument(
         "--vocab-size-padding",

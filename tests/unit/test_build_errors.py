@@ -118,7 +118,7 @@ OPTION_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"architecture": "llava_next", "connector": "pixel_shuffle"},
         "--architecture llava_next has the connector mlp; --connector pixel_shuffle does not fit it",
     ),
-    "no such class": ({"architecture": "idefics3"}, "--architecture idefics3: .* llava_onevision, internvl"),
+    "no such class": ({"architecture": "qwen2_vl"}, "--architecture qwen2_vl: .* llava_onevision, internvl"),
     "no template file": ({"chat_template": Path("/no/file")}, "--chat-template /no/file: cannot be read"),
     "shard size": ({"max_shard_size": "5 apples"}, "--max-shard-size 5 apples"),
 }

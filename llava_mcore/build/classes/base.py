@@ -43,6 +43,8 @@ class FolderClass(ABC):
     """Whether a picture becomes the same number of tokens whatever its size."""
     named_tokens: ClassVar[Mapping[str, str]] = {}
     """Special tokens by the names under which the class's processor asks the tokenizer for them."""
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Other special tokens that the class's processor writes."""
 
     @property
     def architecture(self) -> str:
@@ -85,7 +87,7 @@ class FolderClass(ABC):
         return [projector.get_submodule("linear_1").get_parameter("weight").shape[1], hidden_size, hidden_size]
 
     def pinpoints(self, vision: PretrainedConfig) -> list[list[int]]:
-        """Return height and width in pixels of the grids of tiles, if config.json lists them."""
+        """Return height and width in pixels of grids of tiles, the largest among them; empty if there are none."""
         return []
 
     def config(

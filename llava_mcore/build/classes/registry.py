@@ -5,6 +5,7 @@ from __future__ import annotations
 from llava_mcore.build.classes.base import FolderClass
 from llava_mcore.build.classes.grids import NextFolder, OnevisionFolder
 from llava_mcore.build.classes.idefics2 import Idefics2Folder
+from llava_mcore.build.classes.idefics3 import Idefics3Folder, SmolVlmFolder
 from llava_mcore.build.classes.internvl import InternVlFolder
 from llava_mcore.build.classes.llava import LlavaFolder
 from llava_mcore.build.options import CONNECTORS, BuildOptions
@@ -12,7 +13,7 @@ from llava_mcore.errors import ConfigError
 
 _CLASSES: tuple[FolderClass, ...] = (
     *(LlavaFolder(), NextFolder(), OnevisionFolder()),
-    *(InternVlFolder(), Idefics2Folder()),
+    *(InternVlFolder(), Idefics2Folder(), Idefics3Folder(), SmolVlmFolder()),
 )
 
 

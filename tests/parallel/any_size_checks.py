@@ -96,7 +96,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def open_loader(groups: Groups, case: Case, *, packing: bool = True, saved: Any = None) -> TrainLoader | None:
-    """Return the loader of a case's data on ranks that load data. `saved`: states of the loaders that it goes on from."""
+    """Return the loader of a case's data on ranks that load data. `saved`: the states that it goes on from."""
     if not groups.loads_data:
         return None
     config = DataConfig(

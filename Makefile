@@ -42,7 +42,7 @@ test-long: .venv/.installed-dev ## Run the tests that take long
 # Names and numbers: weights there and back, logits and gradients beside Hugging Face's, for every class and family.
 ACROSS_VERSIONS := 'tests/parallel/test_layouts.py::test_parity_and_round_trip[1-1]'
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,activations anyres_model audio check_model classes conversion \
-	families idefics2 import_export linear_cross_entropy llava_model qlora qwen rotary_factor vision_features)
+	families idefics2 import_export linear_cross_entropy llava_model qlora qwen qwen_sizes rotary_factor vision_features)
 # Tokens: chat templates, tokenizers, processors of pictures, sounds and videos; the models that `build` makes of parts.
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,anyres build build_audio build_chat build_classes build_idefics2 \
 	build_idefics3 chat_templates chat_travels data_assets data_chat older_folders sounds typed_tokens video_limits videos)

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.saving.save import save_checkpoint
+from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
 from tests.parallel.checks import join
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
 
 STEPS = 3
 SEQ_LENGTH = 192
+MICRO_BATCH = 4
+SAVED_AFTER, MORE_STEPS = 2, 2
+"""The first loss after a checkpoint shows its weights; the second, and the weights after it, moments and rates."""
+
+Case = dict[str, str]
+Curve = dict[str, list[float]]
 
 
-def train(tp: int, pp: int, cases: dict[str, dict[str, str]], save_dir: str) -> dict[str, Any]:
+def train(tp: int, pp: int, cases: dict[str, Case], save_dir: str) -> dict[str, Curve]:
     """Train on every case's checkpoint, packed; one process also trains padded.
 
     Returns losses, gradient norms and sizes of batches.
@@ -29,28 +43,86 @@ def train(tp: int, pp: int, cases: dict[str, dict[str, str]], save_dir: str) -> 
     for name, case in cases.items():
         for packing in (False, True) if tp * pp == 1 else (True,):
             flags = {"parallel.sequence_parallel": True} if tp > 1 and packing else {}
-            run = run_config(tp, pp, case["checkpoint"], save_dir, **flags)
-            found[f"{name}, packed" if packing else name] = _steps(groups, run, Path(case["hf"]), case["data"], packing)
+            trainer = make_trainer(groups, run_config(tp, pp, case["checkpoint"], save_dir, **flags))
+            loader = open_loader(groups, case, packing=packing)
+            found[f"{name}, packed" if packing else name] = train_steps(groups, trainer, loader, STEPS)
     return found
 
 
-def _steps(groups: Groups, run: Any, hf: Path, data: str, packing: bool) -> dict[str, list[float]]:
-    trainer, loader = make_trainer(groups, run), None
-    if groups.loads_data:
-        config = DataConfig(
-            path=Path(data), seq_length=SEQ_LENGTH, num_workers=0, num_streams=1, packing=packing, packing_buffer_size=6
-        )
-        loader = TrainLoader(
-            config, load_assets(hf), micro_batch_size=4, dp_rank=groups.dp_rank, dp_size=groups.dp_size, seed=3
-        )
-    losses, norms, tokens, tiles = [], [], [], []
-    for _ in range(STEPS):
-        batches, counts, _ = fetch_step(groups, loader, GLOBAL_BATCH // 4, SkipBudget(0.0), trainer.fields)
+def stop_and_resume(tp: int, pp: int, cases: dict[str, Case], save_dir: str) -> dict[str, dict[str, Any]]:
+    """Train every case without a stop, and again with a checkpoint from which a new trainer goes on.
+
+    Returns both curves, the parameters that differ after them, and those that the last steps left as they were.
+    """
+    groups = join(tp, pp)
+    return {name: _stopped(groups, name, case, save_dir) for name, case in cases.items()}
+
+
+def _stopped(groups: Groups, name: str, case: Case, save_dir: str) -> dict[str, Any]:
+    flags: dict[str, Any] = {
+        "name": name,
+        "checkpoint.save": True,
+        "checkpoint.save_optim": True,
+        "checkpoint.load_optim": True,
+        "parallel.use_distributed_optimizer": True,
+    }
+    run = run_config(groups.tp_size, groups.pp_size, case["checkpoint"], save_dir, **flags)
+    whole = make_trainer(groups, run)
+    expected = train_steps(groups, whole, open_loader(groups, case), SAVED_AFTER + MORE_STEPS)
+
+    first, loader = make_trainer(groups, run), open_loader(groups, case)
+    found = train_steps(groups, first, loader, SAVED_AFTER)
+    state = None if loader is None else loader.state()
+    save_checkpoint(first, Progress(SAVED_AFTER, SAVED_AFTER * GLOBAL_BATCH), Path(case["hf"]), state)
+    at_the_stop = {key: x.clone() for key, x in weights(first).items()}
+
+    second = make_trainer(groups, run)
+    progress, states = resume(second, latest_checkpoint(run.run_dir)[0])
+    assert progress.iteration == SAVED_AFTER
+    later = train_steps(groups, second, open_loader(groups, case, saved=states), MORE_STEPS)
+    resumed, uninterrupted = weights(second), weights(whole)
+    assert resumed.keys() == uninterrupted.keys()
+    return {
+        "expected": expected,
+        "found": {key: found[key] + later[key] for key in found},
+        "different": [key for key, x in uninterrupted.items() if not torch.equal(x, resumed[key])],
+        "unchanged": [key for key, x in at_the_stop.items() if torch.equal(x, resumed[key]) and x.any()],
+    }
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return this rank's parameters."""
+    return {f"{i}.{name}": x.detach() for i, model in enumerate(trainer.models) for name, x in model.named_parameters()}
+
+
+def open_loader(groups: Groups, case: Case, *, packing: bool = True, saved: Any = None) -> TrainLoader | None:
+    """Return the loader of a case's data on ranks that load data. `saved`: the states that it goes on from."""
+    if not groups.loads_data:
+        return None
+    config = DataConfig(
+        path=Path(case["data"]),
+        seq_length=SEQ_LENGTH,
+        num_workers=0,
+        num_streams=groups.dp_size,
+        packing=packing,
+        packing_buffer_size=6,
+    )
+    where = {"dp_rank": groups.dp_rank, "dp_size": groups.dp_size}
+    assets = load_assets(Path(case["hf"]))
+    return TrainLoader(config, assets, micro_batch_size=MICRO_BATCH, seed=3, saved=saved, **where)
+
+
+def train_steps(groups: Groups, trainer: Trainer, loader: TrainLoader | None, number: int) -> Curve:
+    """Train so many steps; return losses, gradient norms and sizes of batches."""
+    curve: Curve = {"loss": [], "grad_norm": [], "tokens": [], "tiles": []}
+    num_batches = GLOBAL_BATCH // (MICRO_BATCH * groups.dp_size)
+    for _ in range(number):
+        batches, counts, _ = fetch_step(groups, loader, num_batches, SkipBudget(0.0), trainer.fields)
         result = train_step(
             groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH
         ).result()
-        losses.append(result.loss)
-        norms.append(result.grad_norm)
-        tokens.append(counts.num_tokens)
-        tiles.append(counts.num_tiles + counts.num_patches)
-    return {"loss": losses, "grad_norm": norms, "tokens": tokens, "tiles": tiles}
+        curve["loss"].append(result.loss)
+        curve["grad_norm"].append(result.grad_norm)
+        curve["tokens"].append(counts.num_tokens)
+        curve["tiles"].append(counts.num_tiles + counts.num_patches)
+    return curve

@@ -42,8 +42,8 @@ def train(tp: int, pp: int, cases: dict[str, dict[str, Any]], save_dir: str) -> 
         found[name] = _steps(groups, run_config(tp, pp, case["checkpoint"], save_dir, **_flags(case, 1)), case, 1)
         flags = _flags(case, 2)
         if tp * pp > 1:
-            flags |= {"parallel.sequence_parallel": True} | RECOMPUTED
-            if case["chunk"]:
+            flags |= {"parallel.sequence_parallel": tp > 1} | RECOMPUTED
+            if case["chunk"] and pp > 1:
                 flags |= {"parallel.num_layers_per_virtual_pipeline_stage": case["chunk"]}
         found[f"{name}, options"] = _steps(groups, run_config(tp, pp, case["checkpoint"], save_dir, **flags), case, 2)
     return found

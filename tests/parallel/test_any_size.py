@@ -1,4 +1,4 @@
-"""Pictures of several sizes, videos, sounds and plain text are packed and train the same at every layout."""
+"""Pictures of several sizes, videos, sounds and plain text are packed, train the same at every layout, and resume."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from PIL import Image
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.models.architectures.registry import ARCHITECTURES
 from tests.helpers.bad_data_makers import index, messages, write_tar
-from tests.helpers.cases import CASES, SHORT_SOUNDS, make_case
+from tests.helpers.cases import CASES, EACH_CLASS, SHORT_SOUNDS, make_case
 from tests.helpers.shards import jpeg, make_dataset
 from tests.helpers.tiny_audio import encoded
 from tests.helpers.world import run_world
 
 NUM_SAMPLES = 24
+CONSTANT = {SHORT_SOUNDS.name: {"0.vision_model.position_embeddings.weight"}}
+"""What training leaves as it is: Whisper's positions are those of sines."""
 SIZES = ((56, 56), (140, 60), (50, 170), (200, 190), (30, 31))
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
 OF_ANY_SIZE = [x for x in CASES if x.architecture.startswith(("llava_", "qwen")) or x.options.get("splits")]
@@ -50,7 +52,7 @@ def with_sound(number: int) -> dict[str, Any]:
 def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root: Path = tmp_path_factory.mktemp("any_size")
     cases = {}
-    for case in OF_ANY_SIZE:
+    for case in {case.name: case for case in (*OF_ANY_SIZE, *EACH_CLASS)}.values():
         make_case(case, root / case.name / "hf")
         import_hf(root / case.name / "hf", root / case.name / "megatron")
         kind = ARCHITECTURES[case.architecture]
@@ -74,8 +76,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.long
 def test_every_layout_trains_alike(material: dict[str, Any]) -> None:
     found = {}
+    given = material | {"cases": {case.name: material["cases"][case.name] for case in OF_ANY_SIZE}}
     for tp, pp in LAYOUTS:
-        ranks = run_world(tp * pp, "tests.parallel.any_size_checks:train", tp=tp, pp=pp, **material)
+        ranks = run_world(tp * pp, "tests.parallel.any_size_checks:train", tp=tp, pp=pp, **given)
         found[tp, pp] = ranks[0]
     one = found[1, 1]
     assert len(one) == 2 * len(OF_ANY_SIZE) and all(len(found[x]) == len(OF_ANY_SIZE) for x in LAYOUTS[1:])
@@ -87,3 +90,21 @@ def test_every_layout_trains_alike(material: dict[str, Any]) -> None:
             assert here["tokens"] == one[run]["tokens"] and here["tiles"] == one[run]["tiles"]
             assert here["loss"] == pytest.approx(one[run]["loss"], rel=1e-5), (layout, run)
             assert here["grad_norm"] == pytest.approx(one[run]["grad_norm"], rel=1e-4), (layout, run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 2), (2, 2, 1)])
+def test_every_class_resumes_bit_for_bit(material: dict[str, Any], tp: int, pp: int, dp: int) -> None:
+    """A run with a stop has the losses, gradient norms and weights of one without, with the distributed optimizer."""
+    given = material | {
+        "cases": {case.name: material["cases"][case.name] for case in EACH_CLASS},
+        "save_dir": f"{material['save_dir']}-{tp}-{pp}-{dp}",
+    }
+    ranks = run_world(tp * pp * dp, "tests.parallel.any_size_checks:stop_and_resume", tp=tp, pp=pp, **given)
+    for rank, results in enumerate(ranks):
+        assert len(results) == len(ARCHITECTURES)
+        for name, run in results.items():
+            assert run["found"] == run["expected"], (rank, name)
+            assert not run["different"], (rank, name)
+            assert len(set(run["expected"]["loss"])) == len(run["expected"]["loss"])
+            assert set(run["unchanged"]) <= CONSTANT.get(name, set()), (rank, name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from tests.helpers.tiny_qwen import KINDS, make_hf_qwen
 from tests.helpers.world import run_world
 from tests.unit import test_idefics2, test_qwen
 
-LAYOUTS = [(1, 1), (2, 2)]
+LAYOUTS: list[Any] = [(1, 1), (2, 2), *(pytest.param(*layout, marks=pytest.mark.long) for layout in ((1, 2), (2, 1)))]
+Curve = dict[str, dict[str, list[float]]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ TRAINED = {
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The arguments of every layout's world: folders, checkpoints and steps."""
     root = tmp_path_factory.mktemp("curves")
     cases = {}
     for name, trained in TRAINED.items():
@@ -78,26 +81,47 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
             "steps": trained.steps(),
             "chunk": trained.chunk,
         }
-    arguments = {"cases": cases, "save_dir": str(root / "runs")}
-    found: dict[Any, Any] = {"root": root}
-    for tp, pp in LAYOUTS:
-        found[tp, pp] = run_world(tp * pp, "tests.parallel.class_curve_checks:train", tp=tp, pp=pp, **arguments)[0]
-    return found
+    return {"cases": cases, "save_dir": str(root / "runs")}
 
 
+@pytest.fixture(scope="module")
+def curve_of(material: dict[str, Any]) -> Callable[[int, int], Curve]:
+    """Returns every model's curve at a layout, from rank 0 of a world that is started once."""
+
+    @functools.cache
+    def train(tp: int, pp: int) -> Curve:
+        found: Curve = run_world(tp * pp, "tests.parallel.class_curve_checks:train", tp=tp, pp=pp, **material)[0]
+        return found
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def expected_of(material: dict[str, Any], curve_of: Callable[[int, int], Curve]) -> Callable[[str], Any]:
+    """Returns a model's losses and gradient norms of plain transformers."""
+    return functools.cache(
+        lambda name: their_curve(Path(material["cases"][name]["hf"]), TRAINED[name], curve_of(1, 1)[name]["lr"])
+    )
+
+
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 @pytest.mark.parametrize("name", TRAINED)
-def test_steps_are_those_of_transformers_and_adamw(curves: dict[Any, Any], name: str) -> None:
-    losses, norms = their_curve(curves["root"] / name, TRAINED[name], curves[1, 1][name]["lr"])
-    for layout in LAYOUTS:
-        ours = curves[layout][name]
-        assert ours["loss"] == pytest.approx(losses, rel=1e-5), layout
-        assert ours["grad_norm"][0] == pytest.approx(norms[0], rel=1e-5), layout
-        assert ours["grad_norm"] == pytest.approx(norms, rel=1e-3), layout
+def test_steps_are_those_of_transformers_and_adamw(
+    curve_of: Callable[[int, int], Curve], expected_of: Callable[[str], Any], name: str, tp: int, pp: int
+) -> None:
+    losses, norms = expected_of(name)
+    ours = curve_of(tp, pp)[name]
+    assert ours["loss"] == pytest.approx(losses, rel=1e-5)
+    assert ours["grad_norm"][0] == pytest.approx(norms[0], rel=1e-5)
+    assert ours["grad_norm"] == pytest.approx(norms, rel=1e-3)
 
 
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS[1:])
 @pytest.mark.parametrize("name", TRAINED)
-def test_recomputed_interleaved_and_sequence_parallel(curves: dict[Any, Any], name: str) -> None:
-    expected, found = (curves[layout][f"{name}, options"] for layout in LAYOUTS)
+def test_recomputed_interleaved_and_sequence_parallel(
+    curve_of: Callable[[int, int], Curve], name: str, tp: int, pp: int
+) -> None:
+    expected, found = (curve_of(*x)[f"{name}, options"] for x in ((1, 1), (tp, pp)))
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 

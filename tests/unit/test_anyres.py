@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,10 +36,14 @@ from llava_mcore.batch_fields import (
     RESIZED_ROWS,
     RESIZED_WEIGHTS,
 )
+from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.media import MediaTokens, Size
-from tests.helpers.cases import media_plan
+from tests.helpers import class_tokens
+from tests.helpers.cases import PICTURE_SIZES, media_plan
+from tests.helpers.class_tokens import assert_same_ids, assert_same_tiles
+from tests.helpers.tiny_hf import make_hf_llava, make_onevision
 
 NEWLINE = -1.0
 NUM_SIZES = [1_000, pytest.param(10_000, marks=pytest.mark.long)]
@@ -108,6 +113,32 @@ def test_features_are_where_hugging_faces_model_puts_them(config: Any, model: An
         resized += bool(len(tokens.values.get(RESIZED_ROWS, ())))
         np.testing.assert_allclose(sequence(tokens), theirs, rtol=1e-6, atol=1e-2, err_msg=str(size))
     assert bool(resized) == (model is LlavaOnevisionModel)
+
+
+PICTURES_OF = {"llava": 3, "llava_next": 1, "llava_onevision": 1}
+"""Pictures of a conversation: transformers fills up the tiles of several to one number, or leaves grids out."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("anyres")
+    make_onevision(root / "llava_onevision")
+    for name in ("llava", "llava_next"):
+        make_hf_llava(root / name, architecture=name)
+    return {name: root / name for name in PICTURES_OF}
+
+
+@pytest.mark.parametrize("number", NUM_SIZES)
+@pytest.mark.parametrize("name", PICTURES_OF)
+def test_the_whole_processor_makes_the_same_tokens(folders: dict[str, Path], name: str, number: int) -> None:
+    assert_same_ids(
+        folders[name], load_assets(folders[name]), class_tokens.random_sizes(number, 400), PICTURES_OF[name]
+    )
+
+
+@pytest.mark.parametrize("name", PICTURES_OF)
+def test_the_tiles_are_the_processors(folders: dict[str, Path], name: str) -> None:
+    assert_same_tiles(folders[name], load_assets(folders[name]), [*PICTURE_SIZES, *class_tokens.random_sizes(40, 400)])
 
 
 def expands(hf: PretrainedConfig) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoProcessor, Idefics3Config
+from transformers import Idefics3Config
 from transformers.image_utils import SizeDict
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
@@ -27,13 +26,11 @@ from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.idefics3 import Idefics3
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
-from llava_mcore.models.media import Processing, Size
+from llava_mcore.models.media import Processing
 from llava_mcore.models.vision.idefics import is_plain_grid
-from llava_mcore.pixels import normalize
 from tests.helpers.cases import PICTURE_SIZES, hf_pixels
 from tests.helpers.class_checks import assert_torch_counts_the_same, edited
-from tests.helpers.class_tokens import assert_same_ids
-from tests.helpers.encoding import tiles
+from tests.helpers.class_tokens import assert_same_ids, assert_same_tiles, random_sizes
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_classes import MAKERS, idefics3_processor
 
@@ -59,17 +56,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in MAKERS}
 
 
-def random_sizes(number: int, longest: int, seed: int = 0) -> list[Size]:
-    """Sizes of every proportion, small ones and equal sides among them."""
-    choose = random.Random(seed)
-    found = []
-    for _ in range(number):
-        height = round(longest ** choose.random())
-        width = choose.choice([height, round(longest ** choose.random()), choose.randint(1, longest)])
-        found.append((height, width))
-    return found
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_pictures_of_any_size_have_the_processors_tokens(folders: dict[str, Path], name: str) -> None:
     assert_same_ids(folders[name], load_assets(folders[name]), random_sizes(600, 400))
@@ -84,21 +70,7 @@ def test_ten_thousand_sizes(folders: dict[str, Path], name: str) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_tiles_are_the_processors(folders: dict[str, Path], name: str) -> None:
-    """Bit for bit; normalized on the device from bytes where torchvision makes them, not Pillow."""
-    assets, data, pictures = load_assets(folders[name]), [], []
-    for height, width in PICTURE_SIZES:
-        picture = Image.effect_noise((width, height), 200).convert("RGB")
-        path = folders[name] / "picture.png"
-        picture.save(path)
-        data.append(path.read_bytes())
-        pictures.append(picture)
-        path.unlink()
-    processor = AutoProcessor.from_pretrained(folders[name])
-    text = processor.image_token * len(pictures)
-    expected = processor(images=pictures, text=text, return_tensors="pt")["pixel_values"].flatten(0, -4)
-    found = tiles(assets.images, data)
-    assert found.dtype == (torch.uint8 if processor.image_processor.backend == "torchvision" else torch.float32)
-    assert torch.equal(normalize(found, assets.images.pixel_scale), expected)
+    assert_same_tiles(folders[name], load_assets(folders[name]), [*PICTURE_SIZES, *random_sizes(40, 400)])
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,6 @@ from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.language.shape import mrope_from_hf
 from llava_mcore.models.language.token_rope import TokenRope
-from llava_mcore.models.media import VideoShape
-from llava_mcore.models.patch_plan import PatchPlan
 from llava_mcore.models.rotary import rotate
 from llava_mcore.pixels import normalize
 from tests.helpers.class_checks import assert_logits_and_gradients, assert_torch_counts_the_same, batch_of, edited
@@ -44,8 +41,6 @@ from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import KINDS, ROPE, make_each_kind
 from tests.helpers.videos import as_arrays, noise, video
 
-NUM_SIZES = 10_000
-NUM_PROCESSED = 300
 PICTURE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 
 
@@ -115,39 +110,6 @@ def test_tokens_positions_and_pixels_are_the_processors(folders: dict[str, Path]
         assert torch.equal(pixels.sort(0).values, expected.sort(0).values)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_ten_thousand_sizes_have_the_processors_number_of_tokens(folders: dict[str, Path], name: str) -> None:
-    plan, choose = load_assets(folders[name]).plan, random.Random(0)
-    images = AutoProcessor.from_pretrained(folders[name]).image_processor
-    assert isinstance(plan, PatchPlan)
-    for _ in range(NUM_SIZES):
-        size = round(2000 ** choose.random()) + 9, round(2000 ** choose.random()) + 9
-        if max(size) / min(size) > 200:
-            continue
-        (item,) = plan.tokens([size])
-        assert item.num_patches == images.get_number_of_image_patches(*size)
-        assert len(item) == item.num_features == item.num_patches // 4
-    with pytest.raises(DataError, match="a picture of 2001 x 10 pixels: absolute aspect ratio must be smaller"):
-        plan.tokens([(10, 2001)])
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_the_processor_and_the_model_make_as_many_patches_and_features(folders: dict[str, Path], name: str) -> None:
-    """The processor and transformers' tower are run, because the 10,000 sizes above only ask the same function."""
-    plan, choose = load_assets(folders[name]).plan, random.Random(2)
-    assert isinstance(plan, PatchPlan)
-    sizes = [(choose.randint(1, 160), choose.randint(1, 160)) for _ in range(NUM_PROCESSED)]
-    pictures = [torch.zeros(3, *size, dtype=torch.uint8) for size in sizes]
-    made = AutoProcessor.from_pretrained(folders[name]).image_processor(pictures, return_tensors="pt")
-    items = plan.tokens(sizes)
-    assert made["image_grid_thw"].tolist() == [list(plan.grid_of(*size)) for size in sizes]
-    assert len(made["pixel_values"]) == sum(item.num_rows for item in items)
-    model: Any = architecture_of(load_hf_config(folders[name])).model_class.from_pretrained(folders[name])
-    with torch.inference_mode():
-        features = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"]).pooler_output
-    assert [len(x) for x in features] == [item.num_features for item in items] == [len(item) for item in items]
-
-
 RANGES = [PixelRange(2000, 4000), PixelRange(smallest=6000), PixelRange(largest=1000)]
 
 
@@ -209,30 +171,6 @@ def test_a_range_that_cannot_be_used_is_refused(folders: dict[str, Path], tmp_pa
         DataError, match="--max-pixels 4000 cannot be used: LlavaForConditionalGeneration does not resize"
     ):
         load_assets(tmp_path, pixels=PixelRange(largest=4000))
-
-
-def test_video_shapes_have_the_processors_tokens(folders: dict[str, Path]) -> None:
-    """The pixels are made, since the number of patches depends on the frames in ways that versions differ in."""
-    choose = random.Random(1)
-    for name in KINDS:
-        plan = load_assets(folders[name]).plan
-        processor = AutoProcessor.from_pretrained(folders[name])
-        for _ in range(60):
-            shape = VideoShape(choose.randint(2, 9), choose.randint(12, 120), choose.randint(12, 120), 4.0)
-            (item,) = plan.video_tokens([shape])
-            frames = torch.zeros(shape.num_frames, 3, shape.height, shape.width, dtype=torch.uint8)
-            about = VideoMetadata(shape.num_frames, fps=shape.fps, frames_indices=list(range(shape.num_frames)))
-            made = processor(
-                text="<|video_pad|>",
-                videos=[frames],
-                video_metadata=[about],
-                do_sample_frames=False,
-                return_tensors="pt",
-            )
-            assert item.ids.tolist() == made["input_ids"][0].tolist(), (name, shape)
-            assert item.num_rows == len(made["pixel_values_videos"])
-    with pytest.raises(DataError, match="a video has 1 frame, but Qwen3VLModel needs 2: prepare it with"):
-        plan.video_tokens([VideoShape(1, 23, 64)])
 
 
 @pytest.mark.parametrize("name", KINDS)

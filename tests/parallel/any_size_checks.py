@@ -50,7 +50,7 @@ def train(tp: int, pp: int, cases: dict[str, Case], save_dir: str) -> dict[str, 
 
 
 def stop_and_resume(tp: int, pp: int, cases: dict[str, Case], save_dir: str) -> dict[str, dict[str, Any]]:
-    """Train every case without a stop, and again with a checkpoint from which a new trainer goes on.
+    """Train every case without a stop, and again with a checkpoint from which a new trainer continues.
 
     Returns both curves, the parameters that differ after them, and those that the last steps left as they were.
     """
@@ -96,7 +96,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def open_loader(groups: Groups, case: Case, *, packing: bool = True, saved: Any = None) -> TrainLoader | None:
-    """Return the loader of a case's data on ranks that load data. `saved`: the states that it goes on from."""
+    """Return the loader of a case's data on ranks that load data. `saved`: the states that it continues from."""
     if not groups.loads_data:
         return None
     config = DataConfig(

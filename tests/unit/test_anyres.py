@@ -116,7 +116,7 @@ def test_features_are_where_hugging_faces_model_puts_them(config: Any, model: An
 
 
 PICTURES_OF = {"llava": 3, "llava_next": 1, "llava_onevision": 1}
-"""Pictures of a conversation: transformers fills up the tiles of several to one number, or leaves grids out."""
+"""Pictures of each conversation. Of several that are cut into grids, transformers fills up the tiles to one number."""
 
 
 @pytest.fixture(scope="module")

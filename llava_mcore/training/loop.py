@@ -115,7 +115,7 @@ class _Loop:
         if number == self.first:
             self.iteration.settle()
             keep_from_garbage_collection()
-            if self.run.checkpoint.saves and self.run.checkpoint.async_save:
+            if self._saves_in_background_after(number):
                 self.saver.prepare(self.progress)
         if not self._is_anything_due(number):
             self._finish_save(number, writing=writing)
@@ -139,6 +139,14 @@ class _Loop:
     def _saves(self, number: int) -> bool:
         checkpoint = self.run.checkpoint
         return checkpoint.saves and is_due(number, checkpoint.save_interval)
+
+    def _saves_in_background_after(self, number: int) -> bool:
+        """Return whether a save in the background is due after an iteration: the last one is waited for."""
+        checkpoint, last = self.run.checkpoint, self.run.training.num_iterations
+        interval = checkpoint.save_interval
+        if not checkpoint.saves or not checkpoint.async_save or interval is None:
+            return False
+        return (number // interval + 1) * interval < last
 
     def _do_what_is_due(self, number: int, stop: StopRules) -> bool:
         """Validate, answer questions and save after an iteration; returns whether to stop. What takes minutes is not

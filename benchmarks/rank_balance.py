@@ -72,14 +72,9 @@ def steps_of_rank(args: argparse.Namespace, path: Path, assets: Assets, rank: in
 def row_of(args: argparse.Namespace, hf: PretrainedConfig, ranks: list[list[Counts]]) -> dict[str, Any]:
     """Return the spread over ranks, and how full the packs are."""
     trained = TrainedParts(vision_model=not args.frozen_tower)
-    work = [
-        [model_flops(hf, Workload(x.num_tokens, x.num_pairs, x.media), trained).total for x in rank] for rank in ranks
-    ]
-    spread = [max(step) / statistics.mean(step) for step in zip(*work, strict=True)]
-    patches = [
-        max(step) / statistics.mean(step)
-        for step in zip(*[[x.num_patches or x.num_tiles for x in rank] for rank in ranks], strict=True)
-    ]
+    work = [[Workload(x.num_tokens, x.num_pairs, x.media) for x in rank] for rank in ranks]
+    spread = _spread([[model_flops(hf, x, trained).total for x in rank] for rank in work])
+    patches = _spread([[x.num_patches or x.num_tiles for x in rank] for rank in ranks])
     every = [x for rank in ranks for x in rank]
     return {
         "shape": args.shape,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -26,10 +27,17 @@ class ParallelReader(FileSystemReader):
         Raises:
             Exception: as torch's reader raises them, the first of any thread's.
         """
-        read = super().read_data
-        jobs = [replace(plan, items=items) for items in self._jobs(plan)]
-        for _ in run_jobs(lambda job: read(job, planner), jobs, workers=min(MAX_THREADS, cores_per_rank())):
+        read, before = super().read_data, torch.get_num_threads()
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def read_job(items: list[ReadItem]) -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # a thread starts with the first GPU
+            read(replace(plan, items=items), planner)
+
+        for _ in run_jobs(read_job, list(self._jobs(plan)), workers=min(MAX_THREADS, cores_per_rank())):
             pass
+        torch.set_num_threads(before)  # the jobs set a number that MKL applies to the whole process
         done: Future[None] = Future()
         done.set_result(None)
         return done

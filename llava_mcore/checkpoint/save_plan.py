@@ -6,6 +6,7 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, is_main_replica
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from torch import Tensor
 
 from llava_mcore.checkpoint.sharded import sharded_tensors, structure
 from llava_mcore.compat.megatron import SaveStrategy
@@ -15,7 +16,7 @@ type _Structure = list[tuple[object, ...]]
 
 MAX_FILES = 8
 FILE_BYTES = 1 << 30
-"""A rank with more writes several files, up to `MAX_FILES`: each is written by a thread, and read by one."""
+"""A rank that writes more writes several files, up to `MAX_FILES`: each in a thread of its own."""
 
 
 class SavePlan:
@@ -35,18 +36,14 @@ class SavePlan:
         """What `strategy` was made for."""
         self._next: _Structure = []
 
-    def divide(self, state: ShardedStateDict) -> list[int]:
+    def divide(self, state: ShardedStateDict) -> list[Tensor]:
         """Decide before the first save which rank writes what; a collective call. Changes `state`.
 
         Returns:
-            Bytes of each tensor that this rank will write.
+            The tensors that this rank will write.
         """
         self._divided = structure(state)
-        self.strategy = self._new_strategy(state)
-        tensors = sharded_tensors(state)
-        if isinstance(self.strategy, FullyParallelSaveStrategyWrapper):
-            self.strategy.apply_saving_parallelization(dict(enumerate(tensors)))
-        return [x.data.nbytes for x in tensors if x.data is not None and is_main_replica(x.replica_id)]
+        return self._new_strategy(state)
 
     def begin(self, state: ShardedStateDict) -> bool:
         """Begin a save of `state`; a collective call.
@@ -61,17 +58,23 @@ class SavePlan:
         if is_new:
             self._planned = None
             if is_undivided:
-                self._divided, self.strategy = self._next, self._new_strategy(state)
+                self._divided = self._next
+                self._new_strategy(state)
         return is_new
 
     def done(self) -> None:
         """Keep the plan of the save that has begun: all ranks have planned it."""
         self._planned = self._next
 
-    def _new_strategy(self, state: ShardedStateDict) -> SaveStrategy | FullyParallelSaveStrategyWrapper:
-        num_bytes = sum(x.data.nbytes for x in sharded_tensors(state) if x.data is not None)
-        strategy = SaveStrategy(num_files=min(MAX_FILES, 1 + num_bytes // FILE_BYTES))
+    def _new_strategy(self, state: ShardedStateDict) -> list[Tensor]:
+        """Choose a strategy; return the tensors that this rank writes. A collective call."""
+        self.strategy = own = SaveStrategy()
+        tensors = sharded_tensors(state)
         # A wrapper around one replica would have nothing to divide, and check the plan in every save.
-        if self.groups is None or self.groups.data_parallel.size() == 1:
-            return strategy
-        return FullyParallelSaveStrategyWrapper(strategy, self.groups.data_parallel, do_cache_distribution=True)
+        if self.groups is not None and self.groups.data_parallel.size() > 1:
+            wrapper = FullyParallelSaveStrategyWrapper(own, self.groups.data_parallel, do_cache_distribution=True)
+            wrapper.apply_saving_parallelization(dict(enumerate(tensors)))
+            self.strategy = wrapper
+        written = [x.data for x in tensors if x.data is not None and is_main_replica(x.replica_id)]
+        own.thread_count = min(MAX_FILES, 1 + sum(x.nbytes for x in written) // FILE_BYTES)
+        return written

@@ -60,11 +60,16 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
     sent their plans to rank 0. Use one for saves of the same tensors only, with the same sharding on every rank.
     """
 
-    def __init__(self, num_files: int = 1) -> None:
-        """num_files: that each rank writes, in a thread each."""
-        super().__init__(cached_metadata=True, thread_count=num_files)
+    def __init__(self) -> None:
+        super().__init__(cached_metadata=True)
         required(TorchDistSaveShardedStrategy, "_get_save_and_finalize_callbacks")
-        for name in ("validated_cache_reuse", "cached_global_metadata", "cached_central_plan", "cached_local_plan"):
+        for name in (
+            "validated_cache_reuse",
+            "cached_global_metadata",
+            "cached_central_plan",
+            "cached_local_plan",
+            "thread_count",
+        ):
             required(self, name)
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, async_strategy: str) -> Any:

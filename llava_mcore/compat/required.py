@@ -12,6 +12,7 @@ _PACKAGES = {
     "megatron.energon": "megatron-energon",
     "torch": "torch",
     "transformer_engine": "transformer-engine",
+    "transformers": "transformers",
 }
 
 

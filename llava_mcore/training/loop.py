@@ -143,10 +143,10 @@ class _Loop:
     def _saves_in_background_after(self, number: int) -> bool:
         """Return whether a save in the background is due after an iteration: the last one is waited for."""
         checkpoint, last = self.run.checkpoint, self.run.training.num_iterations
-        interval = checkpoint.save_interval
-        if not checkpoint.saves or not checkpoint.async_save or interval is None:
-            return False
-        return (number // interval + 1) * interval < last
+        temporary = checkpoint.non_persistent_save_interval
+        intervals = [checkpoint.save_interval, None if checkpoint.non_persistent_local_dir else temporary]
+        due = [(number // interval + 1) * interval for interval in intervals if interval is not None]
+        return checkpoint.async_save and min(due, default=last) < last
 
     def _do_what_is_due(self, number: int, stop: StopRules) -> bool:
         """Validate, answer questions and save after an iteration; returns whether to stop. What takes minutes is not

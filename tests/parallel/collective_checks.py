@@ -105,7 +105,7 @@ def _divided(groups: Groups, trainer: Trainer, hf: Path) -> dict[str, Any]:
         The calls of the division and of the save, both ranks' bytes as expected and as written, and `_loads`.
     """
     saver, calls = Saver(trainer, hf), [Counter[str]() for _ in range(2)]
-    sizes = SavePlan(groups).divide(state_to_save(trainer, Progress(1)))
+    sizes = [x.nbytes for x in SavePlan(groups).divide(state_to_save(trainer, Progress(1)))]
     threads: set[str] = set()
     read_data = FileSystemReader.read_data
 

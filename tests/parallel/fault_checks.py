@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import resource
 import shutil
 import threading
@@ -13,8 +15,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 from llava_mcore.batch_fields import PIXEL_VALUES
+from llava_mcore.checkpoint import save_plan
 from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.layout import latest_checkpoint, latest_iteration
 from llava_mcore.config.schema import RunConfig
@@ -123,20 +128,49 @@ def fails_to_close(self: Sinks) -> None:
 
 
 def save_to_a_full_disk(
-    groups: Groups, saver: Saver, iteration: int, *, full_on: int, num_bytes: int, persistent: bool = True
+    groups: Groups,
+    saver: Saver,
+    iteration: int,
+    *,
+    full_on: int,
+    num_bytes: int,
+    persistent: bool = True,
+    background: bool = True,
 ) -> str:
-    """Return the error of a background save of which one rank can only write the first bytes."""
+    """Return the error of a save of which one rank can only write the first bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if groups.rank == full_on:
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
-        saver.save(Progress(iteration), None, background=True, persistent=persistent)
+        saver.save(Progress(iteration), None, background=background, persistent=persistent)
         saver.finish(iteration)
     except CheckpointError as error:
         return str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return ""
+
+
+def fails_in_files_of(file_bytes: int, groups: Groups, saver: Saver, *, background: bool) -> tuple[int, str]:
+    """Return how many files a rank would write, and the error of `save_to_a_full_disk` for files of this size."""
+    write_item, num_bytes = filesystem_async._write_item, 1 << 18
+
+    @functools.wraps(write_item)  # megatron-core looks at its arguments
+    def write_not_into_the_first(*args: Any, **options: Any) -> Any:
+        if any(str(x) == "__0_0.distcp" for x in args):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_item(*args, **options)
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(save_plan, "FILE_BYTES", file_bytes))
+        if file_bytes < num_bytes:
+            # megatron-core writes the last file first, in this thread, and only then starts those of the others.
+            patches.enter_context(mock.patch.object(filesystem_async, "_write_item", write_not_into_the_first))
+            num_bytes = 1 << 30
+        message = save_to_a_full_disk(groups, saver, 10, full_on=0, num_bytes=num_bytes, background=background)
+    strategy = saver._plan.strategy
+    own = strategy.base_strategy if isinstance(strategy, FullyParallelSaveStrategyWrapper) else strategy
+    return own.thread_count, message
 
 
 def replaced_while_the_disk_is_slow(groups: Groups, saver: Saver) -> tuple[bool, bool]:
@@ -189,7 +223,11 @@ def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
     equal = all(torch.equal(x, expected[name]) for name, x in weights(fresh).items())
     moments = [x["exp_avg"] for one in fresh.optimizer.chained_optimizers for x in one.optimizer.state.values()]
     replaced = replaced_while_the_disk_is_slow(groups, saver)
-    message = save_to_a_full_disk(groups, saver, 10, full_on=0, num_bytes=1 << 18)
+    saved = [
+        fails_in_files_of(file_bytes, groups, Saver(trainer, saver.hf_source), background=background)
+        for file_bytes in (1 << 30, 1 << 19, 1 << 17)
+        for background in (True, False)
+    ]
     return {
         "replaced": replaced,
         "during": during,
@@ -198,6 +236,6 @@ def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
         "moments": all(bool((x.abs() < 7).all()) for x in moments),
         "progress": progress.iteration,
         "loader": states if groups.loads_data else None,
-        "message": message,
+        "failed": saved,
         "latest": latest_iteration(run.run_dir),
     }

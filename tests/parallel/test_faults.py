@@ -71,8 +71,10 @@ def test_a_background_save_holds_what_was_there_when_it_began(checkpoint: Path, 
         assert result["equal"] and result["moments"] and result["progress"] == 7
         if result["loader"] is not None:
             assert result["loader"] == [{"place": 1}] * (2 // tp)
-        assert "could not be written" in result["message"] and result["latest"] == 9
-        assert "is the disk full" in result["message"]
+        assert [number > 1 for number, _ in result["failed"]] == [False, False, True, True, True, True]
+        for _, message in result["failed"]:
+            assert "could not be written" in message and "is the disk full" in message
+        assert result["latest"] == 9
         assert result["replaced"] == (True, True)
     assert not (tmp_path / "async" / "iter_0000010").exists()
     assert not list((tmp_path / "async").glob(".*.partial")), "it would fill the disk"

@@ -83,7 +83,7 @@ def test_with_another_picture_size(build_tiny: Any, tiny_parts: Any) -> None:
             "llama",
             "clip",
             {},
-            r"whose tower is a SigLIP \(siglip_vision_model\); --vision-model .* 'clip_vision_model'",
+            r"is a SigLIP \(siglip_vision_model\), but --vision-model .* 'clip_vision_model'",
         ),
         ("gemma3", "siglip", {}, "--connector perceiver: text_config has no hidden_act"),
         ("llama", "siglip", {"vision_feature_layers": (-2,)}, "reads the tower's last layer: omit"),

@@ -164,7 +164,7 @@ ROUNDED = next(side for side in range(2, 41, 2) if not is_plain_grid(side))
 @pytest.mark.parametrize(
     ("tower", "options", "message"),
     [
-        ("clip", {}, r"whose tower is a SigLIP \(siglip_vision_model\); --vision-model .* 'clip_vision_model'"),
+        ("clip", {}, r"is a SigLIP \(siglip_vision_model\), but --vision-model .* 'clip_vision_model'"),
         ("siglip", {"vision_feature_layers": (-2,)}, "reads the tower's last layer: omit"),
         ("siglip", {"expand_projector": True}, "reads the tower's last layer: omit"),
         ("siglip", {"connector": "perceiver"}, "has the connector pixel_shuffle; --connector perceiver does not fit"),

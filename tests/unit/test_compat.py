@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.optimizer import ChainedOptimizer, distrib_optimizer
 from megatron.core.transformer import attention
 from safetensors import safe_open
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from llava_mcore.compat import (
@@ -30,11 +32,11 @@ from llava_mcore.compat import (
     megatron_layers,
     megatron_optimizer,
 )
+from llava_mcore.compat.energon import index_rows, storage_clients
 from llava_mcore.compat.energon import jsonl as energon_jsonl
 from llava_mcore.compat.energon import memory as energon_memory
 from llava_mcore.compat.energon import names as energon_names
 from llava_mcore.compat.energon import repeat as energon_repeat
-from llava_mcore.compat.energon import storage_clients
 from llava_mcore.compat.megatron import FACTORY_OPTIONS, LoadStrategy
 from llava_mcore.compat.required import replace_name, required
 from llava_mcore.compat.torch import (
@@ -43,6 +45,7 @@ from llava_mcore.compat.torch import (
     end_loader_processes,
     file_offset,
     is_view_of,
+    rebuild_tensor,
     storage_info,
 )
 from llava_mcore.compat.transformers import encoded_lengths, model_without_weights, tower_names_in_files
@@ -209,6 +212,11 @@ def test_an_update_without_a_look_at_the_norm_is_noticed() -> None:
         megatron_optimizer.update_unless(Optimizer(math.nan, asks=False), lambda norm: not math.isfinite(norm))
 
 
+def with_replaced(owner: object, name: str, value: object, use: Callable[[], object]) -> None:
+    with mock.patch.object(owner, name, value):
+        use()
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -222,6 +230,9 @@ def test_an_update_without_a_look_at_the_norm_is_noticed() -> None:
         end_loader_processes,
         lambda x: model_without_weights(x, x),
         lambda x: encoded_lengths(x, 7),
+        lambda x: with_replaced(index_rows, "WebdatasetPreparator", x, lambda: index_rows.rows_of_shard("", {}, x, 1)),
+        lambda x: with_replaced(torch, "_utils", x, rebuild_tensor),
+        lambda x: with_replaced(megatron, "strategies", x, lambda: megatron.read_with(FileSystemReader)),
     ],
 )
 def test_private_names_that_are_used_are_noticed_too(use: Callable[[Any], object]) -> None:

@@ -33,12 +33,12 @@ class IdeficsFolder(FolderClass):
         """Raise ConfigError for a tower other than SigLIP, and for settings that the class does not have."""
         if vision.model_type != _TOWER:
             raise ConfigError(
-                f"--architecture {self.architecture} builds {self.model_class.__name__}, whose tower is a SigLIP "
-                f"({_TOWER}); --vision-model {options.vision_model} is {vision.model_type!r}"
+                f"the tower of {self.model_class.__name__} is a SigLIP ({_TOWER}), but --vision-model "
+                f"{options.vision_model} is {vision.model_type!r}: give a SigLIP, or another --architecture"
             )
         if options.expand_projector or options.vision_feature_layers not in (None, self.layers):
             raise ConfigError(
-                f"--architecture {self.architecture} reads the tower's last layer: omit --expand-projector and "
+                f"{self.model_class.__name__} reads the tower's last layer: omit --expand-projector and "
                 "--vision-feature-layer"
             )
 

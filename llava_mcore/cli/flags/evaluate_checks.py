@@ -16,7 +16,7 @@ from llava_mcore.cli.generate import reading_of, sampling_of
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import ConfigError, LlavaMcoreError, problems
 from llava_mcore.evaluation.libraries import require_libraries
-from llava_mcore.evaluation.lm_harness import require_data
+from llava_mcore.evaluation.lm_harness import find_tasks, require_data
 from llava_mcore.evaluation.tasks import TaskSettings
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.generation.settings import TokenSampling, read_settings, require_known
@@ -33,6 +33,8 @@ def check(args: argparse.Namespace, given: argparse.Namespace) -> None:
     found = [*_missing(args), *_without_effect(given), *_wrong_file(args.json)]
     found += _said(require_libraries)
     found += [text for problem in (_tasks(args), _dataset(args), _models(args)) for text in problem]
+    if args.tasks and not found:  # it may download a lot
+        found += _said(lambda: require_data(task_settings(args, args.tasks)))
     if len(found) == 1:
         raise ConfigError(found[0])
     if found:
@@ -91,7 +93,7 @@ def _wrong_file(path: Path | None) -> Iterator[str]:
 
 def _tasks(args: argparse.Namespace) -> Iterator[str]:
     if args.tasks:
-        yield from _said(lambda: require_data(task_settings(args, args.tasks)))
+        yield from _said(lambda: find_tasks(task_settings(args, args.tasks)))
     elif args.include_path:
         yield from _said(task_settings(args, args.lmms_tasks).check_folders)
     if args.lmms_python is not None:

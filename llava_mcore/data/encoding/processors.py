@@ -127,7 +127,10 @@ def media_plan(
     except ConversionError as error:
         found.append(str(error))
     except LOAD_ERRORS as error:
-        found.append(f"values in config.json or of the processor cannot be used: {error!r}")
+        found.append(
+            f"config.json or the processor's settings in {folders[0]} have a value that cannot be used ({error!r}): "
+            "correct it, or take the files of the original model"
+        )
     return None
 
 

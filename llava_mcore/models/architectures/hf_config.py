@@ -87,7 +87,8 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
         raise ConversionError(problems(str(path), unknown))
     unusable = _unusable_parts(hf)
     if unusable:
-        raise ConversionError(problems(f"{path}: values that cannot be used", unusable))
+        title = f"{path} has values that cannot be used: correct them, or take config.json from the original model"
+        raise ConversionError(problems(title, unusable))
     return hf
 
 
@@ -113,7 +114,7 @@ def _unusable_parts(hf: PretrainedConfig) -> list[str]:
         except ConversionError:
             continue
         except VALUE_ERRORS as error:
-            found.append(f"{name}: {error!r}")
+            found.append(f"in {name}: {error!r}")
     return found
 
 

@@ -28,7 +28,10 @@ def allocate_in_background(sizes: Sequence[int], device: torch.device) -> thread
             _ = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
         except RuntimeError as error:
             gigabytes = sum(sizes) / 1e9
-            logger.warning("%.1f GB of host memory for background saves could not be pinned: %s", gigabytes, error)
+            logger.warning(
+                "%.1f GB of host memory for saves in the background could not be pinned: %s; the first save stops "
+                "training while it tries again: free host memory, or omit --async-save", gigabytes, error
+            )  # fmt: skip
 
     thread = threading.Thread(target=allocate, name="host memory", daemon=True)
     thread.start()

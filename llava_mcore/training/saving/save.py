@@ -94,11 +94,18 @@ class Saver:
         return self._pending is not None
 
     def prepare(self, progress: Progress) -> None:
-        """Begin to allocate the host memory that saves in the background copy tensors to; a collective call."""
-        device = self.trainer.groups.device
-        sizes = self._plan.divide(state_to_save(self.trainer, progress))
+        """Begin to allocate the host memory that saves in the background copy tensors to; a collective call.
+
+        Not with CUDA graphs: while one is captured, other threads must not allocate. Nor with an optimizer whose state
+        is on the host when it is saved: little else would be copied.
+        """
+        run, device = self.trainer.run, self.trainer.groups.device
+        on_host = run.optimizer.use_precision_aware_optimizer or run.optimizer.cpu_offload
+        if run.model.cuda_graphs or on_host:
+            return
+        written = self._plan.divide(state_to_save(self.trainer, progress))
         if device.type == "cuda":
-            self._allocation = allocate_in_background(sizes, device)
+            self._allocation = allocate_in_background([x.nbytes for x in written if x.is_cuda], device)
 
     def save(
         self, progress: Progress, loader_state: Any | None, *, background: bool = False, persistent: bool = True

@@ -111,7 +111,10 @@ def test_the_recipe_holds_a_clip() -> None:
     """examples/qwen2.5-vl-7b: 8 frames of 1920 x 1080, which have 10,764 tokens with the published limits."""
     data = yaml.safe_load(RECIPE.read_text())["data"]
     readme = (RECIPE.parent / "README.md").read_text()
-    assert readme.count(f"--video-max-pixels {data['video_max_pixels']}") == 2, "prepare and check get the same limit"
+    limit = data["video_max_pixels"]
+    assert readme.count(f"--video-max-pixels {limit}") == 3, "prepare, check and evaluate get the same limit"
+    full = yaml.safe_load((RECIPE.parent / "full.yaml").read_text())["data"]
+    assert full["video_max_pixels"] == limit, "and training of everything"
     numbers = []
     for largest in (12_845_056, data["video_max_pixels"]):
         videos = Qwen2VLVideoProcessor(size={"shortest_edge": 3136, "longest_edge": largest})

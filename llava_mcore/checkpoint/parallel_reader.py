@@ -35,9 +35,11 @@ class ParallelReader(FileSystemReader):
                 torch.cuda.set_device(device)  # a thread starts with the first GPU
             read(replace(plan, items=items), planner)
 
-        for _ in run_jobs(read_job, list(self._jobs(plan)), workers=min(MAX_THREADS, cores_per_rank())):
-            pass
-        torch.set_num_threads(before)  # the jobs set a number that MKL applies to the whole process
+        try:
+            for _ in run_jobs(read_job, list(self._jobs(plan)), workers=min(MAX_THREADS, cores_per_rank())):
+                pass
+        finally:
+            torch.set_num_threads(before)  # the jobs set a number that MKL applies to the whole process
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -38,7 +38,7 @@ from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import agree, gather_to_all, sum_over_ranks
 from llava_mcore.training.description import write_description
 from llava_mcore.training.logs.record import run_record
-from llava_mcore.training.saving.host_memory import allocate_in_background
+from llava_mcore.training.saving.host_memory import allocate_in_background, is_allocated_ahead
 from llava_mcore.training.saving.save_log import SAVES, Saved
 from llava_mcore.training.saving.state import LOADER_FOLDER, Progress, loader_file, state_to_save
 from llava_mcore.training.setup import Trainer
@@ -94,14 +94,9 @@ class Saver:
         return self._pending is not None
 
     def prepare(self, progress: Progress) -> None:
-        """Begin to allocate the host memory that saves in the background copy tensors to; a collective call.
-
-        Not with CUDA graphs: while one is captured, other threads must not allocate. Nor with an optimizer whose state
-        is on the host when it is saved: little else would be copied.
-        """
-        run, device = self.trainer.run, self.trainer.groups.device
-        on_host = run.optimizer.use_precision_aware_optimizer or run.optimizer.cpu_offload
-        if run.model.cuda_graphs or on_host:
+        """Begin to allocate the host memory that saves in the background copy tensors to; a collective call."""
+        device = self.trainer.groups.device
+        if not is_allocated_ahead(self.trainer.run):
             return
         written = self._plan.divide(state_to_save(self.trainer, progress))
         if device.type == "cuda":

@@ -6,7 +6,7 @@ Import `llava_mcore.parallel` first, as for megatron.core itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,40 +20,35 @@ Pool = tuple[int, int]
 """Memory that graphs share which never run at the same time."""
 
 
-def make_graphs(
-    parts: Sequence[nn.Module], samples: Sequence[tuple[Tensor, ...]], *, fp8: Sequence[bool], recipe: Any, pool: Pool
-) -> list[Callable[..., Tensor]]:
-    """Capture the forward and backward passes of parts that run one after the other; a collective call of the ranks
-    that exchange data in them.
+def make_graph(part: nn.Module, sample: tuple[Tensor, ...], *, recipe: Any, pool: Pool) -> Callable[..., Tensor]:
+    """Capture the forward and backward pass of a part; a collective call of the ranks that exchange data in it.
 
     Parameters get no gradients from this. What their gradients are added to must be reset afterwards.
 
     Args:
-        parts: modules in training mode that take and return tensors only.
-        samples: arguments of each part, whose memory later arguments are copied into.
-        fp8: whether a part multiplies in FP8.
-        recipe: Transformer Engine's FP8 recipe; None without FP8.
-        pool: see `torch.cuda.graph_pool_handle`.
+        part: a module in training mode that takes and returns tensors only.
+        sample: its arguments, whose memory later arguments are copied into.
+        recipe: Transformer Engine's FP8 recipe; None if the part does not multiply in FP8.
+        pool: see `torch.cuda.graph_pool_handle`. Graphs that may run between this one's passes need another.
 
     Returns:
-        For each part a function of its arguments and, with FP8, `is_first_microbatch`.
+        A function of its arguments and, with FP8, `is_first_microbatch`.
     """
     from transformer_engine.pytorch import make_graphed_callables  # on GPUs only
 
-    for part in parts:
-        _without_random_numbers(part)
+    _without_random_numbers(part)
     with _capturing():
-        found = make_graphed_callables(
-            tuple(parts),
-            tuple(samples),
+        found: tuple[Callable[..., Tensor]] = make_graphed_callables(
+            (part,),
+            (sample,),
             allow_unused_input=True,
-            enabled=tuple(fp8),
+            enabled=(recipe is not None,),
             recipe=recipe,
-            cache_quantized_params=any(fp8),
+            cache_quantized_params=recipe is not None,
             pool=pool,
             clone_param_grads_on_return=False,  # data parallelism adds them up before the next pass
         )
-    return list(found)
+    return found[0]
 
 
 def parameter_gathering(chunk: DistributedDataParallel) -> Callable[[nn.Module], None] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Calls:
-    """Stands for `make_graphs`: plain calls, which are counted."""
+    """Stands for `make_graph`: plain calls, which are counted."""
 
     def __init__(self) -> None:
-        self.captured: list[list[tuple[int, ...]]] = []
+        self.captured: list[tuple[int, ...]] = []
         self.calls = 0
 
-    def __call__(
-        self, parts: Sequence[nn.Module], samples: Sequence[tuple[Tensor, ...]], **_: Any
-    ) -> list[Callable[..., Tensor]]:
-        self.captured.append([tuple(x.shape[0] for x in sample) for sample in samples])
-        return [self._counted(part) for part in parts]
+    def __call__(self, part: nn.Module, sample: tuple[Tensor, ...], **_: Any) -> Callable[..., Tensor]:
+        self.captured.append(tuple(x.shape[0] for x in sample))
+        return self._counted(part)
 
     def _counted(self, part: nn.Module) -> Callable[..., Tensor]:
         def call(*given: Tensor, is_first_microbatch: bool) -> Tensor:
@@ -107,7 +105,7 @@ def test_segments_compute_what_layers_do(
     run = run_config(1, 1, str(checkpoint), str(tmp_path), **flags, **{"data.packing": True})
     expected = train(make_trainer(groups, run))
     calls = Calls()
-    monkeypatch.setattr(layer_graphs, "make_graphs", calls)
+    monkeypatch.setattr(layer_graphs, "make_graph", calls)
     monkeypatch.setattr(layer_graphs, "new_pool", lambda: (0, 0))
     monkeypatch.setattr(model_graphs, "LAYERS_PER_GRAPH", 3)
     trainer = make_trainer(groups, run)
@@ -123,7 +121,7 @@ def test_segments_compute_what_layers_do(
     # count as four.
     number = 1 if flags else 2  # graphs
     two, three = [(2 * LENGTH, 3, 2 * LENGTH)] * number, [(2 * LENGTH, 5, 2 * LENGTH)] * number
-    assert calls.captured in ([two, three], [three, two])
+    assert calls.captured in ([*two, *three], [*three, *two])
     assert calls.calls == 3 * (GLOBAL_BATCH // 2) * number
     before = calls.calls
     with torch.no_grad():
@@ -164,7 +162,7 @@ def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pyte
         return found
 
     expected, calls = steps(make_trainer(groups, run)), Calls()
-    monkeypatch.setattr(layer_graphs, "make_graphs", calls)
+    monkeypatch.setattr(layer_graphs, "make_graph", calls)
     monkeypatch.setattr(layer_graphs, "new_pool", lambda: (0, 0))
     monkeypatch.setattr(model_graphs, "SIZE_MULTIPLE", 8)
     monkeypatch.setattr(model_graphs, "TOWER_LAYERS_PER_GRAPH", 3)
@@ -175,7 +173,7 @@ def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pyte
         assert found == pytest.approx(wanted, rel=1e-6)
     segments = [[layer.layer_number for layer in layers] for layers in model_graphs.tower_segments(tower)]
     assert segments == SEGMENTS.get(name, [[1, 2, 3], [4]])
-    assert list(dict.fromkeys(captured[0][0] for captured in calls.captured)) == [
+    assert list(dict.fromkeys(captured[0] for captured in calls.captured)) == [
         1200,
         1128,
         1056,

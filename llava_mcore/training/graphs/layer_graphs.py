@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from llava_mcore.adapters.attach import adapters_of
-from llava_mcore.compat.graphs import make_graphs, new_pool, parameter_gathering
+from llava_mcore.compat.graphs import make_graph, new_pool, parameter_gathering
 from llava_mcore.training.graphs.packs import Packs, Sample
 
 logger = logging.getLogger(__name__)
@@ -44,16 +44,12 @@ class LayerGraphs:
         config: TransformerConfig,
         chunk: DistributedDataParallel,
         packs: Packs,
-        *,
-        separately: bool = False,
     ) -> None:
         """
         Args:
             segments: layers that follow each other, without recomputation and dropout, each list to be one graph.
             config: of the layers.
             chunk: the data-parallel wrapper of the whole model.
-            separately: capture one segment after the other. Before a capture Transformer Engine runs everything that it
-                captures together, which takes as much memory again as the graphs.
         """
         self._config, self._packs = config, packs
         self._gather = parameter_gathering(chunk)
@@ -64,9 +60,7 @@ class LayerGraphs:
         """Shapes that have no graphs and get none."""
         self._pass: tuple[PackedSeqParams, tuple[Tensor, ...]] | None = None
         """What all segments take in the current pass, after the hidden states."""
-        numbers = range(len(self._segments))
-        self._together = [[i] for i in numbers] if separately else [list(numbers)]
-        self._pools = [new_pool() for _ in self._together]
+        self._pools = [new_pool() for _ in self._segments]
         for number, segment in enumerate(self._segments):
             for layer in segment.layers:
                 vars(layer)["forward"] = partial(self._forward, number, layer)
@@ -84,20 +78,20 @@ class LayerGraphs:
         self._seen.clear()
 
     def _captured(self, samples: list[Sample]) -> list[Callable[..., Tensor]]:
-        """Return the graphs of all segments for arguments of these shapes."""
+        """Return the graphs of all segments for arguments of these shapes.
+
+        One segment after the other: before a capture Transformer Engine runs everything that it captures together,
+        which takes as much memory again.
+        """
         logger.info("capturing CUDA graphs for %s", self._packs.describe(samples[0]))
         self._mark_fused()
         gc.collect()
         torch.cuda.empty_cache()
+        recipe = get_fp8_recipe(self._config) if self._config.fp8 else None
         found: list[Callable[..., Tensor]] = []
-        for numbers, pool in zip(self._together, self._pools, strict=True):
-            found += make_graphs(
-                [Segment(self._segments[i].layers, self._packs) for i in numbers],
-                [samples[i] for i in numbers],
-                fp8=[self._segments[i].in_fp8 for i in numbers],
-                recipe=get_fp8_recipe(self._config) if self._config.fp8 else None,
-                pool=pool,
-            )
+        for segment, sample, pool in zip(self._segments, samples, self._pools, strict=True):
+            part = Segment(segment.layers, self._packs)
+            found.append(make_graph(part, sample, recipe=recipe if segment.in_fp8 else None, pool=pool))
         return found
 
     def _mark_fused(self) -> None:

@@ -88,7 +88,7 @@ def tower_graphs(tower: nn.Module, chunk: DistributedDataParallel, run: RunConfi
     if most is None:
         raise ConfigError(f"{flag} needs a largest number of patches: set data.max_media_tokens, or omit the flag")
     tower.sizes = sizes_up_to(run.training.micro_batch_size * most)
-    return LayerGraphs(tower_segments(tower), tower.config, chunk, PatchPacks(tower), separately=True)
+    return LayerGraphs(tower_segments(tower), tower.config, chunk, PatchPacks(tower))
 
 
 def decoder_segments(model: LanguageModel) -> Iterator[list[TransformerLayer]]:

@@ -38,6 +38,8 @@ from benchmarks.shapes import SHAPES, Size, make_hf_folder
 from benchmarks.train_step_peer import peer
 from benchmarks.train_step_rows import PEERS, Entry, row_of
 
+WITH_TOWER = "+vision"
+"""Behind a recipe: --fp8-vision."""
 LOADERS = 4
 """Loader processes per GPU. The rank that loads data for tp x pp ranks has those of all of them."""
 
@@ -101,7 +103,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--layouts", nargs="+", default=["1,1"], help="tp,pp or tp,pp,micro-batch size; data parallel over the rest"
     )
-    parser.add_argument("--fp8", nargs="+", default=["none"], choices=["none", *RECIPES])
+    parser.add_argument(
+        "--fp8",
+        nargs="+",
+        default=["none"],
+        choices=["none", *RECIPES, *(recipe + WITH_TOWER for recipe in RECIPES)],
+        help=f"recipes; {WITH_TOWER}: in a trained tower too",
+    )
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1, help="without any: CPU processes")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
     parser.add_argument("--global-batch-size", type=int, default=16, help="packs of one step")
@@ -198,7 +206,9 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     flags = ["--dist-optim", f"model.freeze_vision_model={not args.train_vision}"]
     flags += ["--megatron-load-dir", str(folder / f"{entry.shape}-megatron")] if args.weights else ["--init"]
     flags += ["--vision-data-parallel"] if entry.whole_towers else []
-    flags += ["--fp8", "--fp8-recipe", entry.what] if entry.what != "none" else []
+    if entry.what != "none":
+        flags += ["--fp8", "--fp8-recipe", entry.what.removesuffix(WITH_TOWER)]
+        flags += ["--fp8-vision"] if entry.what.endswith(WITH_TOWER) else []
     flags += ["--profile", f"{iters}:{iters}", "logging.profile_ranks=0"] if profiled else []
     held = ("optimizer.lr_warmup_fraction=0", f"data.num_streams={streams(args)}")  # all layouts read one order
     command = training_command(options, *flags, *held, *args.more)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,12 +65,18 @@ def parameter_gathering(chunk: DistributedDataParallel) -> Callable[[nn.Module],
 
 @contextlib.contextmanager
 def _capturing() -> Iterator[None]:
-    """Keep megatron-core's data parallelism from reacting to passes that are only captured."""
+    """Keep megatron-core's data parallelism from reacting to passes that are only captured, and let other threads
+    allocate meanwhile: the one that pins the next step's data does, and would end the capture with an error."""
+    from transformer_engine.pytorch import graph  # on GPUs only
+
+    context = required(graph, "_graph_context_wrapper")
+    replace_name(graph, "_graph_context_wrapper", partial(context, capture_error_mode="thread_local"))
     required(cuda_graphs, "_set_capture_start")()
     try:
         yield
     finally:
         required(cuda_graphs, "_set_capture_end")()
+        replace_name(graph, "_graph_context_wrapper", context)
 
 
 def _without_random_numbers(part: nn.Module) -> None:

@@ -109,6 +109,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("model.attention_backend", ("--fused-attn",), "fused"),
         Flag("model.attention_backend", ("--flash-attn",), "flash"),
         Flag("training.fp8", ("--fp8",)),
+        Flag("training.fp8_vision", ("--fp8-vision",)),
         Flag("training.fp8_recipe", ("--fp8-recipe",)),
         Flag("training.fp8_format", ("--fp8-format",)),
         Flag("model.recompute", ("--recompute",)),

@@ -93,6 +93,7 @@ NEEDS: dict[str, Condition] = {
     "optimizer.cpu_offload": _PRECISION_AWARE,
     "optimizer.cpu_offload_fraction": _given("optimizer.cpu_offload"),
     "training.loss_scale": _is("training.precision", "fp16"),
+    "training.fp8_vision": _FP8,
     "training.fp8_recipe": _FP8,
     "training.fp8_format": _FP8,
     "training.fp8_first_layers_bf16": _FP8,

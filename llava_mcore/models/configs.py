@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,12 +18,17 @@ from llava_mcore.models.vision.registry import vision_family
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """FP8 settings of the language model's layers. The tower and the projection stay in params_dtype."""
+    """FP8 settings of the language model's layers, and with `vision` of the tower's. Everything else stays in
+    params_dtype.
+
+    `num_bf16_layers_at_start`, `num_bf16_layers_at_end`: of the language model.
+    """
 
     recipe: Literal["delayed", "tensorwise", "blockwise"]
     format: Literal["hybrid", "e4m3"]
     num_bf16_layers_at_start: int = 0
     num_bf16_layers_at_end: int = 0
+    vision: bool = False
 
     def fields(self) -> dict[str, Any]:
         """Return TransformerConfig fields."""
@@ -152,6 +157,8 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     language = language_family(text).config_from_hf(text)
     if options.fp8 is not None:
         language |= options.fp8.fields()
+        if options.fp8.vision:
+            vision |= replace(options.fp8, num_bf16_layers_at_start=0, num_bf16_layers_at_end=0).fields()
     if options.recompute is not None:
         language |= options.recompute.fields()
     if options.recompute_vision is not None:

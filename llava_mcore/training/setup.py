@@ -248,6 +248,7 @@ def fp8_options(run: RunConfig) -> Fp8Options | None:
         format=training.fp8_format,
         num_bf16_layers_at_start=training.fp8_first_layers_bf16,
         num_bf16_layers_at_end=training.fp8_last_layers_bf16,
+        vision=training.fp8_vision,
     )
 
 
@@ -260,5 +261,7 @@ def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
     lines = [f"{part:<18} {total:>16,} {trained:>16,} {100 * trained / total:>6.1f} %" for part, total, trained in rows]
     logger.info("%s", "\n".join([f"{'part':<18} {'parameters':>16} {'trained':>16}", *lines]))
     config = models[0].config
-    logger.info("layers: %s%s", config.transformer_impl, ", FP8" if config.fp8 else "")
+    tower = models[0].vision_model.config.fp8 if models[0].pre_process else None
+    fp8 = ", FP8" + (", also of the tower" if tower else "") if config.fp8 else ""
+    logger.info("layers: %s%s", config.transformer_impl, fp8)
     logger.info("layout: tp %d x pp %d x dp %d on %s", groups.tp_size, groups.pp_size, groups.dp_size, groups.device)

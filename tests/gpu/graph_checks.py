@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import Loader, fetch_step
+from llava_mcore.training.graphs import model_graphs
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import Progress, resume
 from llava_mcore.training.setup import Trainer
@@ -41,8 +48,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora in FP8": LORA | FP8,
     "lora in FP8, no 16-bit copy": LORA | FP8 | {"training.fp8_recipe": "tensorwise", "adapter.quantize": "fp8"},
 }
+WHOLE = "distributed, whole towers"
+"""Of tensor-parallel ranks that divide the pictures."""
 TOWERS: dict[str, dict[str, Any]] = {
     "all trained": {},
+    WHOLE: {"parallel.use_distributed_optimizer": True, "parallel.vision_data_parallel": True},
     "distributed": {"parallel.use_distributed_optimizer": True},
     "adapters": {"adapter.r": 8, "adapter.vision_r": 8, "adapter.projection_r": 4, "model.freeze_vision_model": True},
 }
@@ -52,15 +62,39 @@ Curve = list[tuple[float, float]]
 
 
 def curves(tp: int, kind: str, checkpoint: str, save_dir: str) -> dict[str, Curve]:
-    """Train without and with graphs."""
+    """Train without and with graphs, while another thread pins memory as the one that loads data does."""
     groups = join(tp, 1)
+    model_graphs.LAYERS_PER_GRAPH = 2  # more than one graph in a model of four layers
     given = BF16 | TE | PACKED | KINDS[kind] | {"parallel.sequence_parallel": tp > 1}
     found = {}
     for name, on in (("without", False), ("with", True)):
         flags = given | {"model.cuda_graphs": on}
         trainer = make_trainer(groups, run_config(tp, 1, checkpoint, save_dir, **flags))
-        found[name] = train(groups, trainer, loader_of(groups, trainer), STEPS)
+        with pinning(groups.device):
+            found[name] = train(groups, trainer, loader_of(groups, trainer), STEPS)
     return found
+
+
+@contextlib.contextmanager
+def pinning(device: torch.device) -> Iterator[None]:
+    """Let a thread pin more and more memory, so that torch's cache never has it."""
+    ended = threading.Event()
+
+    def pin() -> None:
+        torch.cuda.set_device(device)
+        kept: list[torch.Tensor] = []
+        while not ended.wait(0.001):
+            kept.append(torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True))
+            if len(kept) == 100:
+                kept.clear()
+
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(pin)
+        try:
+            yield
+        finally:
+            ended.set()
+        work.result()
 
 
 def tower_curves(tp: int, checkpoint: str, save_dir: str, hf: str, kind: str) -> dict[str, Curve]:
@@ -77,6 +111,34 @@ def tower_curves(tp: int, checkpoint: str, save_dir: str, hf: str, kind: str) ->
         assert len(trainer.graphs) == 2 * on
         loader = GivenLoader(batches * STEPS) if groups.loads_data else None
         found[name] = train(groups, trainer, loader, STEPS, len(PACKS))
+    return found
+
+
+def fp8_curves(checkpoint: str, save_dir: str, hf: str) -> dict[str, Curve]:
+    """Train Qwen2.5-VL with graphs, in BF16 and with tower and decoder in FP8; what follows a save comes twice, with
+    and without it."""
+    groups = join(1, 1)
+    given = BF16 | TE | {"data.packing": True, "data.seq_length": 512, "model.cuda_graphs": True}
+    given |= {"model.cuda_graphs_vision": True, "checkpoint.save": True, "checkpoint.save_optim": True}
+    batches = [batch_of(load_assets(Path(hf)), pack, packed=True) for pack in PACKS]
+    given |= {"training.micro_batch_size": 1, "training.global_batch_size": len(PACKS)}
+    both = {"training.fp8": True, "training.fp8_vision": True}
+    recipes = {recipe: both | {"training.fp8_recipe": recipe} for recipe in ("delayed", "tensorwise", "blockwise")}
+
+    def begin(flags: dict[str, Any]) -> Trainer:
+        return make_trainer(groups, run_config(1, 1, checkpoint, save_dir, **given | flags))
+
+    found = {}
+    for name, flags in ({"bf16": {}} | recipes).items():
+        trainer = begin(flags | {"name": name})
+        found[name] = train(groups, trainer, GivenLoader(batches * STEPS), STEPS, len(PACKS))
+        Saver(trainer, Path(hf)).save(Progress(STEPS, STEPS * len(PACKS)), None)
+        found[f"{name}, on"] = train(groups, trainer, GivenLoader(batches), 1, len(PACKS))
+        trainer = begin(flags | {"name": name, "checkpoint.load_optim": True})
+        start = start_point(trainer.run)
+        assert start.kind == "resume" and start.checkpoint is not None
+        resume(trainer, start.checkpoint)
+        found[f"{name}, resumed"] = train(groups, trainer, GivenLoader(batches), 1, len(PACKS))
     return found
 
 

@@ -115,3 +115,16 @@ def step_without_waiting(checkpoint: str, save_dir: str) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert step.result().finite
+
+
+def whole_towers_at_random(hf: str, save_dir: str) -> list[bool]:
+    """Return for each tensor of a tower drawn at random whether both tensor-parallel ranks have the same one."""
+    groups = join(2, 1)
+    flags = BF16 | {"checkpoint.init": True, "checkpoint.hf_dir": hf, "parallel.vision_data_parallel": True}
+    trainer = make_trainer(groups, run_config(2, 1, None, save_dir, **flags))
+    found = []
+    for tensor in trainer.models[0].vision_model.parameters():
+        both = [torch.empty_like(tensor) for _ in range(2)]
+        torch.distributed.all_gather(both, tensor.detach().contiguous(), group=groups.tensor_parallel)
+        found.append(torch.equal(*both))
+    return found

@@ -10,9 +10,9 @@ import torch
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.convert.import_hf import import_hf
-from tests.gpu.graph_checks import KINDS, TOWERS, Curve
+from tests.gpu.graph_checks import KINDS, TOWERS, WHOLE, Curve
 from tests.helpers.tiny_hf import make_hf_llava
-from tests.helpers.tiny_qwen import make_hf_qwen
+from tests.helpers.tiny_qwen import ROPE, make_hf_qwen
 from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.gpu
@@ -42,8 +42,10 @@ def assert_same(runs: dict[str, Curve]) -> None:
     assert off < 2e-3
 
 
-@pytest.mark.parametrize("kind", TOWERS)
-@pytest.mark.parametrize("tp", (1, 2)[: torch.cuda.device_count()])
+@pytest.mark.parametrize(
+    ("tp", "kind"),
+    [(tp, kind) for tp in (1, 2)[: torch.cuda.device_count()] for kind in TOWERS if tp > 1 or kind != WHOLE],
+)
 def test_graphs_of_a_tower_change_no_number(tmp_path: Path, tp: int, kind: str) -> None:
     """On pictures of several sizes: their patches are filled up to the size of a graph, and so are their windows."""
     hf = tmp_path / "hf"
@@ -51,6 +53,23 @@ def test_graphs_of_a_tower_change_no_number(tmp_path: Path, tp: int, kind: str) 
     import_hf(hf, tmp_path / "megatron")
     arguments = {"tp": tp, "kind": kind, "checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path)}
     assert_same(run_world(tp, "tests.gpu.graph_checks:tower_curves", hf=str(hf), **arguments)[0])
+
+
+def test_a_tower_in_fp8(tmp_path: Path) -> None:
+    """Near BF16's losses, on pictures of several sizes, and the first loss after a resume, bit for bit."""
+    hf = tmp_path / "hf"
+    text = {"hidden_size": 128, "intermediate_size": 256, "rope_parameters": ROPE | {"mrope_section": [2, 2, 4]}}
+    vision = {"hidden_size": 128, "intermediate_size": 200, "out_hidden_size": 128}
+    make_hf_qwen(hf, "qwen2_5_vl", text_overrides=text, vision_overrides=vision)
+    import_hf(hf, tmp_path / "megatron")
+    arguments = {"checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path), "hf": str(hf)}
+    found = run_world(1, "tests.gpu.graph_checks:fp8_curves", **arguments)[0]
+    print(json.dumps(found))
+    for recipe in ("delayed", "tensorwise", "blockwise"):
+        pairs = zip(found[recipe], found["bf16"], strict=True)
+        assert max(abs(a[0] - b[0]) / b[0] for a, b in pairs) < 0.05, recipe
+    for recipe in ("bf16", "delayed", "tensorwise", "blockwise"):
+        assert found[f"{recipe}, resumed"][0][0] == found[f"{recipe}, on"][0][0], recipe
 
 
 @pytest.mark.parametrize("kind", ["distributed", "lora", "delayed"])

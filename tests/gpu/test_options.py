@@ -66,3 +66,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 def test_the_host_does_not_wait_in_forward_and_backward(checkpoint: Path, tmp_path: Path) -> None:
     arguments = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
     run_world(1, "tests.gpu.option_checks:step_without_waiting", **arguments)
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="two GPUs")
+def test_ranks_begin_with_the_same_whole_tower(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = {"hf": str(hf_folder(iteration_folder(checkpoint, 0))), "save_dir": str(tmp_path)}
+    found = run_world(2, "tests.gpu.option_checks:whole_towers_at_random", **arguments)[0]
+    assert found and all(found)

@@ -22,7 +22,7 @@ from tests.parallel.checks import join
 GLOBAL_BATCH = 8
 
 
-def run_config(tp: int, pp: int, checkpoint: str, save_dir: str, **flags: Any) -> RunConfig:
+def run_config(tp: int, pp: int, checkpoint: str | None, save_dir: str, **flags: Any) -> RunConfig:
     base = {
         "checkpoint.load": checkpoint,
         "checkpoint.save_dir": save_dir,

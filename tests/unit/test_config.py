@@ -116,6 +116,7 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--lora-quantize nf4", "adapter.quantize", "nf4"),
     ("--cuda-graphs", "model.cuda_graphs", True),
     ("--cuda-graphs-vision", "model.cuda_graphs_vision", True),
+    ("--fp8-vision", "training.fp8_vision", True),
     ("--deterministic", "training.deterministic", True),
     ("--train-samples 900", "training.train_samples", 900),
     ("--rampup-batch-size 2,2,100", "training.rampup_batch_size", "2,2,100"),

@@ -230,6 +230,9 @@ def test_rules(tmp_path: Path) -> None:
     words = ("on GPUs", "--pp 1 only", "--recompute full", "--lora-dropout", "recompute_vision", "a trained tower")
     assert len(found) == len(words) and all(any(word in x for x in found) for word in words)
     assert loader_multiple(run) == 1024
+    run = load_run_config(None, [*base, "training.fp8=true", "training.fp8_vision=true"])
+    found = check_run(run, None, world_size=1, device_available=True)
+    assert any("--fp8-vision needs --cuda-graphs-vision" in x for x in found)
 
 
 def test_adapters_are_gathered_before_the_forward_pass() -> None:

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ["optimizer.cpu_offload=true", "optimizer.use_precision_aware_optimizer=true"],
     ),
     "training.loss_scale": ("8", ["training.precision=fp16"]),
+    "training.fp8_vision": ("true", ["training.fp8=true"]),
     "training.fp8_recipe": ("blockwise", ["training.fp8=true"]),
     "training.fp8_format": ("e4m3", ["training.fp8=true"]),
     "training.fp8_first_layers_bf16": ("1", ["training.fp8=true"]),

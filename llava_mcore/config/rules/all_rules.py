@@ -157,6 +157,11 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
     training = run.training
     if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):
         yield "--fp8 needs Transformer Engine and half precision: omit --precision fp32 and local layers"
+    if training.fp8_vision and not model.cuda_graphs_vision:
+        yield (
+            "--fp8-vision needs --cuda-graphs-vision: FP8's products need multiples of patches, to which it fills up "
+            "packs, and the host would take longer to start its kernels than they run: add that, or omit --fp8-vision"
+        )
     if (
         training.fp8
         and training.fp8_recipe == "delayed"

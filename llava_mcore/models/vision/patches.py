@@ -117,7 +117,8 @@ class PatchTransformer(VisionModule):
         super().__init__(config=config)
         self.shape, self.features, self.inv_freq = shape, features, shape.inv_freq
         self.sizes: tuple[int, ...] = ()
-        """In ascending order. Blank patches fill up the layers' arguments to the next of these, if there is one."""
+        """In ascending order. If there are any, blank patches fill up the layers' arguments to the next of them, beyond
+        the largest to a multiple of 128, which FP8's products need."""
         hidden, dtype = config.hidden_size, config.params_dtype
         self.conv1 = nn.Linear(shape.patch_numbers, hidden, bias=shape.conv_bias, dtype=dtype)
         if shape.num_positions:
@@ -187,13 +188,19 @@ class PatchTransformer(VisionModule):
             x = self._by_window(x, media[WINDOW_ORDER])
             angles = None if angles is None else self._by_window(angles, media[WINDOW_ORDER])
         angles = None if angles is None else angles[:, None, None]
-        missing = next((size for size in self.sizes if size >= len(x)), len(x)) - len(x)
+        missing = self._filled_up(len(x)) - len(x)
         if missing:
             x, angles = _with_rows(x, missing), None if angles is None else _with_rows(angles, missing)
             media, max_seqlen = self._with_blank(media, missing), max(max_seqlen, missing)
         taken = self._hidden_states(x[:, None], angles, self._packed(media, max_seqlen))
         out = torch.cat([state.squeeze(1)[: len(patches)] for state in taken], dim=-1)
         return self.ln_post(out) if self.shape.post_norm else out
+
+    def _filled_up(self, patches: int) -> int:
+        """Return the size that a number of patches is filled up to."""
+        if not self.sizes:
+            return patches
+        return next((size for size in self.sizes if size >= patches), -(-patches // 128) * 128)
 
     def _with_blank(self, media: Mapping[str, Tensor], patches: int) -> dict[str, Tensor]:
         """Return the lengths of pictures and windows, one blank picture of so many patches included."""

@@ -77,9 +77,8 @@ def mark_replicated(tower: nn.Module) -> None:
 def copy_from_first_rank(tower: nn.Module) -> None:
     """Give all ranks the first one's initial weights, as each draws its own on a GPU; a collective call."""
     group = tensor_parallel_group()
-    for tensor in tower.state_dict().values():
-        if isinstance(tensor, torch.Tensor):
-            dist.broadcast(tensor, dist.get_process_group_ranks(group)[0], group=group)
+    for tensor in (*tower.parameters(), *tower.buffers()):
+        dist.broadcast(tensor, dist.get_process_group_ranks(group)[0], group=group)
 
 
 def as_replicas(state: ShardedStateDict, prefix: str) -> ShardedStateDict:

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 def is_allocated_ahead(run: RunConfig) -> bool:
     """Return whether a run's saves in the background get their memory before the first one.
 
-    Not with CUDA graphs: while one is captured, other threads must not allocate. Nor with an optimizer whose state is
-    on the host when it is saved: little else is copied.
+    Not with CUDA graphs: torch gives all unused host memory back when it captures one. Nor with an optimizer whose
+    state is on the host when it is saved: little else is copied.
     """
     is_state_on_host = run.optimizer.use_precision_aware_optimizer or run.optimizer.cpu_offload
     return not (run.model.cuda_graphs or is_state_on_host)

@@ -18,6 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- /measured -->)", re.DOTALL)
 CHAOS_ROW = re.compile(r"^\| ([\w -]+) \| (\d+) \| (\d+) \| [\d.]+ s \|$", re.MULTILINE)
 """What happened, rounds, rounds that ended as they should."""
+QWEN_FROZEN = "train_step_qwen2_5_vl_2_frozen"
 Row = dict[str, Any]
 Cells = tuple[str, str, str]
 
@@ -151,7 +152,7 @@ def _steps(rows: list[tuple[str, Row]]) -> str:
     for name, row in rows:
         layout = f"tp {row['tp']} x pp {row['pp']} x dp {row['dp']}"
         precision = "BF16" if row["what"] == "none" else f"FP8, {row['what']}"
-        precision += ", older" if name == "train_step_7b_4_gbs192" else ""
+        precision += {"train_step_7b_4_gbs192": ", older", QWEN_FROZEN: ", tower frozen"}.get(name, "")
         sizes = f"{row['mbs']}, {row['gbs']}"
         speed = f"{row['tok/s/GPU']:,} | {row['GiB']}"
         lines.append(f"| {_gpu(name)} | {layout} | {sizes} | {precision} | {speed} |")
@@ -197,7 +198,10 @@ TABLES: dict[str, Callable[[], str]] = {
         [(name, _rows(name)[0]) for name in ("train_step_onevision_2", "train_step_siglip_qwen_4")]
     ),
     "examples/qwen2.5-vl-7b/README.md": lambda: _steps(
-        [("train_step_qwen2_5_vl_2", row) for row in _rows("train_step_qwen2_5_vl_2")[:2]]
+        [
+            ("train_step_qwen2_5_vl_2", _rows("train_step_qwen2_5_vl_2")[0]),
+            *((QWEN_FROZEN, row) for row in _rows(QWEN_FROZEN)),
+        ]
     ),
     "examples/lora-one-gpu/README.md": adapters,
 }

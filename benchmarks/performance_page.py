@@ -38,6 +38,8 @@ Each row comes from one benchmark run that measured both. All tables, including 
   during training. The vision tower is frozen unless the heading says otherwise. The language model and the projection
   are trained with AdamW, fp32 master weights and gradients, distributed optimizer, no recomputation. For LoRA,
   AdamW trains adapters of the language model only. "none" is BF16.
+- GiB is the peak of allocated memory. In tables with CUDA graphs it leaves out what the graphs keep free for their next
+  pass.
 - The peer is the best Hugging Face stack that we could build (`benchmarks/hf_peer.py`), on the same shards through the
   same loader, in the same packs: transformers' class for the architecture, FSDP2 that keeps gathered weights until the
   backward pass where memory allows, Liger's kernels with its fused linear cross-entropy on the trained tokens alone,
@@ -46,8 +48,9 @@ Each row comes from one benchmark run that measured both. All tables, including 
   peer consists of. The other tables have a weaker peer: weights freed after each layer's forward pass, attention across
   the samples of a pack, and the output layer on all tokens. `÷ hf` is our tokens per second divided by the peer's.
 - Rows of two and four GPUs with a data wait of more than 1 % are older: the loader did not yet prepare a step's
-  micro-batches during the previous step. Today's data wait is 0.3 to 0.6 % there. Only the table by layout is newer;
-  its note says what causes the wait. Steps on one GPU are shorter, so the data wait is a larger part of each step.
+  micro-batches during the previous step. Today's data wait is 0.0 to 0.6 % there. Only two tables
+  are newer: by layout, and at tp 2. There the host has no lead over the GPU, which therefore waits while the host reads
+  a step's micro-batches. Steps on one GPU are shorter, so the data wait is a larger part of each step.
 """
 
 

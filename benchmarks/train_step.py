@@ -39,7 +39,7 @@ from benchmarks.train_step_peer import peer
 from benchmarks.train_step_rows import PEERS, Entry, row_of
 
 WITH_TOWER = "+vision"
-"""Behind a recipe: --fp8-vision."""
+"""After a recipe: --fp8-vision."""
 LOADERS = 4
 """Loader processes per GPU. The rank that loads data for tp x pp ranks has those of all of them."""
 

@@ -120,7 +120,7 @@ def fp8_curves(checkpoint: str, save_dir: str, hf: str) -> dict[str, Curve]:
     groups = join(1, 1)
     given = BF16 | TE | {"data.packing": True, "data.seq_length": 512, "model.cuda_graphs": True}
     given |= {"model.cuda_graphs_vision": True, "checkpoint.save": True, "checkpoint.save_optim": True}
-    batches = [batch_of(load_assets(Path(hf)), pack, packed=True) for pack in PACKS]
+    batches = [batch_of(load_assets(Path(hf)), pack, packed=True, multiple=512) for pack in PACKS]
     given |= {"training.micro_batch_size": 1, "training.global_batch_size": len(PACKS)}
     both = {"training.fp8": True, "training.fp8_vision": True}
     recipes = {recipe: both | {"training.fp8_recipe": recipe} for recipe in ("delayed", "tensorwise", "blockwise")}

@@ -37,7 +37,7 @@ TheirInputs = Callable[[Path, Conversation], Any]
 """What a folder's own processor makes of a conversation."""
 
 
-def batch_of(assets: Assets, conversations: Sequence[Conversation], *, packed: bool) -> Batch:
+def batch_of(assets: Assets, conversations: Sequence[Conversation], *, packed: bool, multiple: int = 8) -> Batch:
     """Return what the loader makes of conversations."""
     samples = []
     for number, conversation in enumerate(conversations):
@@ -54,6 +54,7 @@ def batch_of(assets: Assets, conversations: Sequence[Conversation], *, packed: b
         pixel_scale=assets.images.pixel_scale,
         fields=assets.plan.fields,
         num_axes=assets.plan.num_axes,
+        multiple=multiple,
     )
 
 

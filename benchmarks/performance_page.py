@@ -38,8 +38,8 @@ Each row comes from one benchmark run that measured both. All tables, including 
   during training. The vision tower is frozen unless the heading says otherwise. The language model and the projection
   are trained with AdamW, fp32 master weights and gradients, distributed optimizer, no recomputation. For LoRA,
   AdamW trains adapters of the language model only. "none" is BF16.
-- GiB is the peak of allocated memory. In tables with CUDA graphs it leaves out what the graphs keep free for their next
-  pass.
+- GiB is the peak of allocated memory. In these tables, with CUDA graphs, it leaves out what the graphs keep free for
+  their next pass.
 - The peer is the best Hugging Face stack that we could build (`benchmarks/hf_peer.py`), on the same shards through the
   same loader, in the same packs: transformers' class for the architecture, FSDP2 that keeps gathered weights until the
   backward pass where memory allows, Liger's kernels with its fused linear cross-entropy on the trained tokens alone,

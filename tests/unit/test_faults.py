@@ -82,6 +82,14 @@ def test_out_of_memory_error_lists_settings() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
     text = str(raised.value)
     assert [line for line in ("another process", *advice) if line in text] == ["--tp (now 2)"], "is done already"
+    for more, flags in (
+        ((), "omit --cuda-graphs:"),
+        (("model.cuda_graphs_vision=true",), "omit --cuda-graphs-vision or --cuda-graphs:"),
+    ):
+        run = load_run_config(None, ["model.cuda_graphs=true", *more])
+        with pytest.raises(TrainingError) as raised, explain_out_of_memory(run, groups, 17):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        assert flags in str(raised.value) and "--recompute" not in str(raised.value), "does not work with graphs"
 
 
 def test_run_record() -> None:

@@ -11,6 +11,7 @@ import torch
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import TrainingError
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.logs.peak_memory import peak_memory_gib
 
 
 @contextlib.contextmanager
@@ -19,7 +20,7 @@ def explain_out_of_memory(run: RunConfig, groups: Groups, iteration: int) -> Ite
     try:
         yield
     except torch.OutOfMemoryError as error:
-        used = torch.cuda.max_memory_allocated() / 2**30
+        used = peak_memory_gib(run)
         title = f"rank {groups.rank}: out of GPU memory in iteration {iteration}, at {used:.1f} GiB; to reduce memory:"
         advice = [f"  - {line}" for line in _memory_advice(run, groups, str(error))]
         raise TrainingError("\n".join([title, *advice, str(error)])) from error
@@ -39,5 +40,8 @@ def _memory_advice(run: RunConfig, groups: Groups, message: str) -> Iterator[str
         yield "shard the optimizer over the data-parallel ranks: --dist-optim"
     if run.optimizer.exp_avg_dtype == "fp32":
         yield "keep AdamW's moments in bf16, with optimizer.use_precision_aware_optimizer (docs/parallel.md, Optimizer)"
-    if run.model.recompute != "full":
+    if run.model.cuda_graphs:
+        flags = " --cuda-graphs-vision" * run.model.cuda_graphs_vision + " or --cuda-graphs"
+        yield f"omit{flags.removeprefix(' or')}: what graphs keep is not free for anything else (docs/parallel.md)"
+    elif run.model.recompute != "full":
         yield f"recompute activations in the backward pass: --recompute full (now {run.model.recompute})"

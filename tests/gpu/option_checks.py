@@ -8,20 +8,26 @@ from typing import Any
 import torch
 
 from llava_mcore.checkpoint.choose_start import start_point
+from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.share import share_step
 from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import Loader, fetch_step
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
 from tests.gpu import te_checks
 from tests.gpu.te_checks import FP8, TE
 from tests.helpers.batches import FakeLoader, PackedLoader
+from tests.helpers.class_checks import batch_of
 from tests.parallel.checks import join
+from tests.parallel.class_curve_checks import GivenLoader
 from tests.parallel.frozen_checks import AWARE, DISTRIBUTED, OFFLOAD, OFFLOAD_HALF
 from tests.parallel.option_checks import FIRST, MIXED, SEQUENCE
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
+from tests.unit.test_layer_graphs import PACKS
 
 BF16 = te_checks.BF16 | TE
 HALF_MOMENTS = AWARE | {"optimizer.exp_avg_dtype": "bf16", "optimizer.exp_avg_sq_dtype": "bf16"}
@@ -103,18 +109,37 @@ def step_without_waiting(checkpoint: str, save_dir: str) -> None:
     for kind in (FakeLoader, PackedLoader):
         trainer = make_trainer(groups, run)
         loader = kind(trainer.hf, micro_batch_size=2, dp_rank=0, dp_size=1, text_only=MIXED)
-        batches, *_ = fetch_step(
-            groups, loader, number, SkipBudget(0.0), trainer.fields
-        )  # the first step chooses kernels and allocates
-        train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
-        on_host = [next(loader) for _ in range(number)]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            batches = share_step(groups, on_host, number, trainer.fields)
-            step = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert step.result().finite
+        _step_without_waiting(groups, trainer, loader, number, steps_before=1)
+
+
+def qwen_step_without_waiting(checkpoint: str, save_dir: str, hf: str) -> None:
+    """The same of Qwen2.5-VL on packs of pictures of several sizes, also with the graphs of decoder and tower."""
+    groups = join(1, 1)
+    batches = [batch_of(load_assets(Path(hf)), pack, packed=True, multiple=512) for pack in PACKS]
+    given = BF16 | {"data.packing": True, "data.seq_length": 512}
+    given |= {"training.micro_batch_size": 1, "training.global_batch_size": len(PACKS)}
+    for on in (False, True):
+        flags = given | {"model.cuda_graphs": on, "model.cuda_graphs_vision": on}
+        trainer = make_trainer(groups, run_config(1, 1, checkpoint, save_dir, **flags))
+        loader = GivenLoader(batches * 4)
+        _step_without_waiting(groups, trainer, loader, len(PACKS), steps_before=3)  # the second one captures
+
+
+def _step_without_waiting(groups: Groups, trainer: Trainer, loader: Loader, number: int, *, steps_before: int) -> None:
+    """Train a step without waiting, after some that choose kernels, allocate and capture."""
+    parts = groups, trainer.chunks, trainer.optimizer, trainer.scheduler
+    size = trainer.run.training.global_batch_size
+    for _ in range(steps_before):
+        batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
+        train_step(*parts, batches, size, trainer.graphs)
+    on_host = [next(loader) for _ in range(number)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = share_step(groups, on_host, number, trainer.fields)
+        step = train_step(*parts, batches, size, trainer.graphs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert step.result().finite
 
 
 def whole_towers_at_random(hf: str, save_dir: str) -> list[bool]:

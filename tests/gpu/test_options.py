@@ -12,6 +12,7 @@ import torch
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.helpers.world import LAYOUTS, run_world
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +67,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 def test_the_host_does_not_wait_in_forward_and_backward(checkpoint: Path, tmp_path: Path) -> None:
     arguments = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
     run_world(1, "tests.gpu.option_checks:step_without_waiting", **arguments)
+
+
+def test_the_host_does_not_wait_with_pictures_of_any_size(tmp_path: Path) -> None:
+    make_hf_qwen(tmp_path / "hf", "qwen2_5_vl")
+    import_hf(tmp_path / "hf", tmp_path / "megatron")
+    arguments = {"checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path), "hf": str(tmp_path / "hf")}
+    run_world(1, "tests.gpu.option_checks:qwen_step_without_waiting", **arguments)
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="two GPUs")

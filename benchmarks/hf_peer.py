@@ -174,7 +174,7 @@ def to_hugging_face(
 def report(seconds: float, counts: Counter[str], loss: torch.Tensor, device: torch.device) -> dict[str, Any]:
     """Add up what the ranks counted; the loss is their mean, memory is that of the rank with the most."""
     sums = torch.tensor(list(counts.values()), device=device)
-    memory = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0, device=device)
+    memory = torch.tensor(torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0, device=device)
     dist.all_reduce(sums)
     dist.all_reduce(loss)
     dist.all_reduce(memory, dist.ReduceOp.MAX)

@@ -68,7 +68,7 @@ def speed() -> list[Cells]:
             page,
         ),
         (
-            f"Qwen2.5-VL-7B, tower trained, {_gpu('train_step_qwen2_5_vl_2')}, BF16",
+            f"Qwen2.5-VL-7B, tower trained, CUDA graphs, {_gpu('train_step_qwen2_5_vl_2')}, BF16",
             f"{qwen['tok/s/GPU']:,} tokens/s per GPU: {qwen['÷ hf']:.2f} times Hugging Face, packed",
             page,
         ),

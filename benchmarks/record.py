@@ -16,13 +16,15 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-energon", "transformers")
+TAKEN = "taken"
+"""How the memory of runs is counted: what torch had taken from the GPU; in older files, what was allocated."""
 PEER_PACKAGES = ("liger-kernel", "torchao")
 """Only of the peers: named where they are installed."""
 
 
-def write_record(file: Path, rows: Sequence[dict[str, Any]], *, gpus: int) -> None:
-    """Write rows with the command, the devices and the versions; the heading and the notes are added by hand."""
-    file.write_text(json.dumps({"about": about(gpus), "rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
+def write_record(file: Path, rows: Sequence[dict[str, Any]], *, gpus: int, **more: str) -> None:
+    """Write rows with the command, the devices, the versions and more; heading and notes are added by hand."""
+    file.write_text(json.dumps({"about": about(gpus) | more, "rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
 
 
 def about(gpus: int) -> dict[str, Any]:

@@ -37,12 +37,24 @@ class ScaledModule(Protocol):
 
 
 def scaled_modules(model: MegatronModule) -> dict[str, ScaledModule]:
-    """Return the modules that may have scales, by name: none unless the model uses delayed scaling."""
-    if not model.config.fp8 or model.config.fp8_recipe != "delayed":
+    """Return the modules that may have scales, by name: those of the parts that use delayed scaling."""
+    parts = parts_with_scales(model)
+    if not parts:
         return {}
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule  # on GPUs only
 
-    return {name: x for name, x in model.named_modules() if isinstance(x, TransformerEngineBaseModule)}
+    return {
+        f"{name}.{inner}": x
+        for name, part in parts.items()
+        for inner, x in part.named_modules()
+        if isinstance(x, TransformerEngineBaseModule)
+    }
+
+
+def parts_with_scales(model: MegatronModule) -> dict[str, MegatronModule]:
+    """Return the parts of a model that use delayed scaling, by name."""
+    parts = {name: part for name, part in model.named_children() if isinstance(part, MegatronModule)}
+    return {name: x for name, x in parts.items() if x.config.fp8 and x.config.fp8_recipe == "delayed"}
 
 
 def with_plain_scales(model: MegatronModule, state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:

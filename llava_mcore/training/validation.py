@@ -178,6 +178,7 @@ def without_side_effects(trainer: Trainer) -> Iterator[None]:
     for chunk in trainer.chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
+        chunk.set_is_first_microbatch()  # with FP8: convert the weights again, which the last step has changed
         chunk.eval()
     try:
         with torch.no_grad(), kept_random_state():

@@ -48,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora in FP8": LORA | FP8,
     "lora in FP8, no 16-bit copy": LORA | FP8 | {"training.fp8_recipe": "tensorwise", "adapter.quantize": "fp8"},
 }
+RECIPES = ("delayed", "tensorwise", "blockwise")
 WHOLE = "distributed, whole towers"
 """Of tensor-parallel ranks that divide the pictures."""
 TOWERS: dict[str, dict[str, Any]] = {
@@ -77,7 +78,7 @@ def curves(tp: int, kind: str, checkpoint: str, save_dir: str) -> dict[str, Curv
 
 @contextlib.contextmanager
 def pinning(device: torch.device) -> Iterator[None]:
-    """Let a thread pin more and more memory, so that torch's cache never has it."""
+    """Let a thread pin memory that torch's cache does not have."""
     ended = threading.Event()
 
     def pin() -> None:
@@ -85,8 +86,9 @@ def pinning(device: torch.device) -> Iterator[None]:
         kept: list[torch.Tensor] = []
         while not ended.wait(0.001):
             kept.append(torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True))
-            if len(kept) == 100:
+            if len(kept) == 2000:
                 kept.clear()
+                torch._C._host_emptyCache()
 
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(pin)
@@ -115,22 +117,27 @@ def tower_curves(tp: int, checkpoint: str, save_dir: str, hf: str, kind: str) ->
 
 
 def fp8_curves(checkpoint: str, save_dir: str, hf: str) -> dict[str, Curve]:
-    """Train Qwen2.5-VL with graphs, in BF16 and with tower and decoder in FP8; what follows a save comes twice, with
-    and without it."""
+    """Train Qwen2.5-VL with graphs: in BF16, with the decoder in FP8, and with the tower in FP8 too.
+
+    Of the first and the last also the step after a save, continued and resumed from the checkpoint.
+    """
     groups = join(1, 1)
     given = BF16 | TE | {"data.packing": True, "data.seq_length": 512, "model.cuda_graphs": True}
     given |= {"model.cuda_graphs_vision": True, "checkpoint.save": True, "checkpoint.save_optim": True}
     batches = [batch_of(load_assets(Path(hf)), pack, packed=True, multiple=512) for pack in PACKS]
     given |= {"training.micro_batch_size": 1, "training.global_batch_size": len(PACKS)}
-    both = {"training.fp8": True, "training.fp8_vision": True}
-    recipes = {recipe: both | {"training.fp8_recipe": recipe} for recipe in ("delayed", "tensorwise", "blockwise")}
+    recipes = {recipe: {"training.fp8": True, "training.fp8_recipe": recipe} for recipe in RECIPES}
 
     def begin(flags: dict[str, Any]) -> Trainer:
         return make_trainer(groups, run_config(1, 1, checkpoint, save_dir, **given | flags))
 
     found = {}
     for name, flags in ({"bf16": {}} | recipes).items():
+        trainer = begin(flags | {"name": f"{name} decoder"})
+        found[f"{name}, decoder"] = train(groups, trainer, GivenLoader(batches * STEPS), STEPS, len(PACKS))
+        flags = flags | {"training.fp8_vision": name in RECIPES}
         trainer = begin(flags | {"name": name})
+        assert bool(trainer.models[0].vision_model.config.fp8) == (name in RECIPES)
         found[name] = train(groups, trainer, GivenLoader(batches * STEPS), STEPS, len(PACKS))
         Saver(trainer, Path(hf)).save(Progress(STEPS, STEPS * len(PACKS)), None)
         found[f"{name}, on"] = train(groups, trainer, GivenLoader(batches), 1, len(PACKS))

@@ -10,7 +10,7 @@ import torch
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.convert.import_hf import import_hf
-from tests.gpu.graph_checks import KINDS, TOWERS, WHOLE, Curve
+from tests.gpu.graph_checks import KINDS, RECIPES, TOWERS, WHOLE, Curve
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import ROPE, make_hf_qwen
 from tests.helpers.world import run_world
@@ -65,10 +65,11 @@ def test_a_tower_in_fp8(tmp_path: Path) -> None:
     arguments = {"checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path), "hf": str(hf)}
     found = run_world(1, "tests.gpu.graph_checks:fp8_curves", **arguments)[0]
     print(json.dumps(found))
-    for recipe in ("delayed", "tensorwise", "blockwise"):
+    for recipe in RECIPES:
         pairs = zip(found[recipe], found["bf16"], strict=True)
         assert max(abs(a[0] - b[0]) / b[0] for a, b in pairs) < 0.05, recipe
-    for recipe in ("bf16", "delayed", "tensorwise", "blockwise"):
+        assert found[recipe][0][0] != found[f"{recipe}, decoder"][0][0], "the tower multiplies in FP8"
+    for recipe in ("bf16", *RECIPES):
         assert found[f"{recipe}, resumed"][0][0] == found[f"{recipe}, on"][0][0], recipe
 
 

@@ -186,6 +186,7 @@ def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pyte
         304,
     ]
     assert calls.calls == 2 * len(packs) * len(segments)
+    assert [tower._filled_up(number) for number in (1, 304, 305, 1200, 1201)] == [304, 304, 600, 1200, 1280]
 
 
 def test_sizes_end_with_the_largest_pack() -> None:

@@ -119,6 +119,19 @@ def test_a_tower_that_does_not_divide_needs_the_option_that_the_message_names(go
     assert "width inside the projection, which is 102" in check_layout(narrow, 4, 1, "M", vision_data_parallel=True)[0]
 
 
+def test_widths_of_a_tower_in_fp8(good: list[str]) -> None:
+    dims = dataclasses.replace(DIMS, vision_hidden_size=64, vision_ffn_hidden_size=96)
+    flags = ["training.fp8=true", "training.fp8_vision=true", "parallel.tensor_model_parallel_size=4"]
+    found = check_run(load_run_config(None, [*good, *flags]), dims, world_size=8, device_available=True)
+    (told,) = [x for x in found if "multiple of 64" in x]
+    assert "MLP width of the vision tower, which is 96" in told and "--vision-data-parallel" in told
+    whole = load_run_config(None, [*good, *flags, "parallel.vision_data_parallel=true"])
+    assert not any("multiple of" in x for x in check_run(whole, dims, world_size=8, device_available=True))
+    narrow = dataclasses.replace(dims, vision_hidden_size=72)
+    found = check_run(whole, narrow, world_size=8, device_available=True)
+    assert any("which is 72" in x and "multiple of 16: omit --fp8-vision" in x for x in found)
+
+
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
 def test_layout_is_accepted_exactly_when_everything_divides(
     heads: int, groups: int, layers: int, tp: int, pp: int

@@ -16,6 +16,9 @@ from llava_mcore.config.rules.parallel import check_options, check_stages, has_u
 from llava_mcore.config.rules.schedule import check_schedule
 from llava_mcore.config.schema import RunConfig
 
+FP8_MULTIPLE = 16
+"""The sizes of what FP8 multiplies are multiples of this."""
+
 
 def check_layout(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_parallel: bool = False) -> list[str]:
     """Return why the model cannot be split into `tp` x `pp` parts.
@@ -99,12 +102,29 @@ def check_run(
         even_pp = 1 if has_uneven_stages(parallel) else pp
         found += check_layout(dims, tp, even_pp, source, vision_data_parallel=divides)
         found += [*check_stages(run, dims, world_size, source), *check_length(run.data.seq_length, dims, source)]
+        if run.training.fp8_vision:
+            found += check_fp8_tower(dims, 1 if divides else tp, source)
         if run.model.drop_class_token and dims.keeps_class_token:
             found.append(
                 f"--no-add-class-token, but {source} keeps the class token (vision_feature_select_strategy full): "
                 "omit the flag, or build the model with vision_feature_select_strategy default"
             )
     return found
+
+
+def check_fp8_tower(dims: ModelDims, tp: int, source: str) -> list[str]:
+    """Return which widths of a tower's layers FP8 cannot multiply.
+
+    Args:
+        tp: ranks that divide the layers.
+    """
+    sizes = {"width": dims.vision_hidden_size, "MLP width": dims.vision_ffn_hidden_size}
+    return [
+        f"--fp8-vision: the {what} of the vision tower, which is {size} in {source}, is not a multiple of "
+        f"{FP8_MULTIPLE * tp}: {'lower --tp, add --vision-data-parallel, or ' if tp > 1 else ''}omit --fp8-vision"
+        for what, size in sizes.items()
+        if size % (FP8_MULTIPLE * tp)
+    ]
 
 
 def check_devices(num_gpus: int, gpu_count: int) -> list[str]:
@@ -159,8 +179,9 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         yield "--fp8 needs Transformer Engine and half precision: omit --precision fp32 and local layers"
     if training.fp8_vision and not model.cuda_graphs_vision:
         yield (
-            "--fp8-vision needs --cuda-graphs-vision: FP8's products need multiples of patches, to which it fills up "
-            "packs, and the host would take longer to start its kernels than they run: add that, or omit --fp8-vision"
+            "--fp8-vision needs --cuda-graphs-vision, which fills up packs of patches to sizes that FP8 can multiply; "
+            "without graphs the host would also take longer to start the tower's kernels than the GPU to run them: add "
+            "--cuda-graphs-vision, or omit --fp8-vision"
         )
     if (
         training.fp8
@@ -188,7 +209,7 @@ def pad_multiple(run: RunConfig) -> int:
     """
     multiple = 8
     if run.training.fp8:
-        multiple = 128 if run.training.fp8_recipe == "blockwise" else 16
+        multiple = 128 if run.training.fp8_recipe == "blockwise" else FP8_MULTIPLE
     return multiple * (run.parallel.tensor_model_parallel_size if run.parallel.sequence_parallel else 1)
 
 

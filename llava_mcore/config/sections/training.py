@@ -38,7 +38,7 @@ class TrainingConfig(Section):
     """Use FP8 matrix products in the language model's layers (Transformer Engine on Hopper or newer), together with
     bf16."""
     fp8_vision: bool = False
-    """Use FP8 matrix products in the layers of a trained tower too, which --cuda-graphs-vision captures."""
+    """Also use FP8 matrix products in the layers of a trained tower. Needs --cuda-graphs-vision."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
     """How FP8 values are scaled: by the maximum of earlier steps, of this tensor, or of its blocks."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"

@@ -118,7 +118,7 @@ class PatchTransformer(VisionModule):
         self.shape, self.features, self.inv_freq = shape, features, shape.inv_freq
         self.sizes: tuple[int, ...] = ()
         """In ascending order. If there are any, blank patches fill up the layers' arguments to the next of them, beyond
-        the largest to a multiple of 128, which FP8's products need."""
+        the largest to a multiple of 128, which suits every FP8 recipe."""
         hidden, dtype = config.hidden_size, config.params_dtype
         self.conv1 = nn.Linear(shape.patch_numbers, hidden, bias=shape.conv_bias, dtype=dtype)
         if shape.num_positions:

@@ -11,7 +11,6 @@ import torch
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import TrainingError
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.logs.peak_memory import peak_memory_gib
 
 
 @contextlib.contextmanager
@@ -20,7 +19,7 @@ def explain_out_of_memory(run: RunConfig, groups: Groups, iteration: int) -> Ite
     try:
         yield
     except torch.OutOfMemoryError as error:
-        used = peak_memory_gib(run)
+        used = torch.cuda.max_memory_reserved() / 2**30
         title = f"rank {groups.rank}: out of GPU memory in iteration {iteration}, at {used:.1f} GiB; to reduce memory:"
         advice = [f"  - {line}" for line in _memory_advice(run, groups, str(error))]
         raise TrainingError("\n".join([title, *advice, str(error)])) from error
@@ -33,7 +32,8 @@ def _memory_advice(run: RunConfig, groups: Groups, message: str) -> Iterator[str
     if run.training.micro_batch_size > 1:
         yield f"lower --micro-batch-size (now {run.training.micro_batch_size})"
     yield f"lower --seq-length (now {run.data.seq_length})"
-    yield f"raise --tp (now {groups.tp_size}) or --pp (now {groups.pp_size})"
+    pipeline = "" if run.model.cuda_graphs else f" or --pp (now {groups.pp_size})"
+    yield f"raise --tp (now {groups.tp_size}){pipeline}"
     if groups.tp_size > 1 and not run.parallel.sequence_parallel:
         yield "split norms and residuals over the tensor-parallel ranks as well: --sequence-parallel"
     if not run.parallel.use_distributed_optimizer and groups.dp_size > 1:
@@ -42,6 +42,6 @@ def _memory_advice(run: RunConfig, groups: Groups, message: str) -> Iterator[str
         yield "keep AdamW's moments in bf16, with optimizer.use_precision_aware_optimizer (docs/parallel.md, Optimizer)"
     if run.model.cuda_graphs:
         flags = " --cuda-graphs-vision" * run.model.cuda_graphs_vision + " or --cuda-graphs"
-        yield f"omit{flags.removeprefix(' or')}: what graphs keep is not free for anything else (docs/parallel.md)"
+        yield f"omit{flags.removeprefix(' or')}: nothing else can use the memory that graphs reserve (docs/parallel.md)"
     elif run.model.recompute != "full":
         yield f"recompute activations in the backward pass: --recompute full (now {run.model.recompute})"

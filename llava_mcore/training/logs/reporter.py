@@ -18,7 +18,6 @@ from llava_mcore.training.batch_counts import Counts
 from llava_mcore.training.closing import attempt
 from llava_mcore.training.faults.spikes import SpikeAlert
 from llava_mcore.training.logs.metrics import ANSWERS_FILE, VALIDATION_FILE, JsonLines, Metrics, MetricsFile
-from llava_mcore.training.logs.peak_memory import peak_memory_gib
 from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.saving.state import Progress
@@ -169,7 +168,7 @@ class Reporter:
             failed_updates=progress.failed_updates,
             tflops_per_device=flops / seconds / groups.world_size / 1e12,
             mfu=None if self.peak is None else mfu(flops, seconds, groups.world_size, self.peak),
-            memory_gib=peak_memory_gib(self.trainer.run) if on_gpu else None,
+            memory_gib=torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
             time_to_first_iteration_seconds=None if start is None else sum(start.values()),
             start_seconds=start,
         )

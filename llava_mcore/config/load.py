@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import Repr
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -34,6 +34,8 @@ MAX_PROBLEMS = 50
 """Maximum number of problems in one message."""
 _LONGEST = 120
 _SHORT = Repr(maxstring=_LONGEST, maxother=_LONGEST, maxlist=6, maxdict=6)
+_CHOICE_NONE = {key for key, field in config_fields() if "none" in get_args(field.annotation)}
+"""Keys of which "none" is one of the choices."""
 SECTIONS = {key.split(".")[0] for key, _ in config_fields() if "." in key}
 
 
@@ -66,7 +68,7 @@ def load_run_config(
         if not equals or not dotted:
             found.append(f"{shown(text)}: expected key=value, such as training.seed=7{suggest_key(text)}")
             continue
-        _put(values, origin, dotted.strip(), _parse(value), f"from {shown(text)}")
+        _put(values, origin, dotted.strip(), _parse(dotted.strip(), value), f"from {shown(text)}")
     for dotted, value in (flags or {}).items():
         _put(values, origin, dotted, value, f"from {(flag_names or {}).get(dotted, 'a flag')}")
     try:
@@ -161,9 +163,12 @@ def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
             yield dotted, value
 
 
-def _parse(text: str) -> object:
+def _parse(dotted: str, text: str) -> object:
     """Return the value of an override: None for null, else the string, which the schema converts to its type."""
-    return None if text.strip().lower() in ("null", "none", "~", "") else text.strip()
+    text = text.strip()
+    if text == "none" and dotted in _CHOICE_NONE:
+        return text
+    return None if text.lower() in ("null", "none", "~", "") else text
 
 
 def _put(values: dict[str, Any], origin: dict[str, str], dotted: str, value: object, source: str) -> None:

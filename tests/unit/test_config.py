@@ -327,6 +327,14 @@ def test_empty_file_and_null_override_mean_defaults(tmp_path: Path) -> None:
     assert load_run_config(tmp_path / "a.yaml", ["launch.sif_path=null", "data.path="]) == load_run_config()
 
 
+def test_none_is_a_choice_where_it_is_one(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "model: {recompute: full, recompute_vision: full}\nadapter: {quantize: nf4, bias: all}"
+    )
+    names = ("model.recompute", "model.recompute_vision", "adapter.quantize", "adapter.bias")
+    assert load_run_config(tmp_path / "a.yaml", [f"{name}=none" for name in names]) == load_run_config()
+
+
 def test_configuration_cannot_be_changed() -> None:
     run = load_run_config()
     with pytest.raises(ValueError, match="frozen"):

@@ -177,7 +177,7 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
     training = run.training
     if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):
         yield "--fp8 needs Transformer Engine and half precision: omit --precision fp32 and local layers"
-    if training.fp8_vision and not model.cuda_graphs_vision:
+    if training.fp8 and training.fp8_vision and not model.cuda_graphs_vision:
         yield (
             "--fp8-vision needs --cuda-graphs-vision, which fills up packs of patches to sizes that FP8 can multiply; "
             "without graphs the host would also take longer to start the tower's kernels than the GPU to run them: add "

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.material import make_shards, make_weights
-from benchmarks.record import ROOT, TAKEN, show, write_record
+from benchmarks.record import RESERVED, ROOT, show, write_record
 from benchmarks.runs import run_command, training_command
 from benchmarks.shapes import SHAPES, make_hf_folder
 from benchmarks.train_step_peer import ENVIRONMENT
@@ -95,7 +95,7 @@ def write(args: argparse.Namespace, entries: list[Entry]) -> None:
     """Write what has been measured so far, so that a run that is killed leaves its first rows."""
     if args.json is not None:
         rows = [row_of(args, entry, entries) for entry in entries if entry.seconds or entry.error]
-        write_record(args.json, rows, gpus=1, memory=TAKEN)
+        write_record(args.json, rows, gpus=1, memory=RESERVED)
 
 
 def parse() -> argparse.Namespace:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import TAKEN
+from benchmarks.record import RESERVED
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
@@ -23,7 +23,7 @@ PEERS = {
 }
 """Columns of ratios to a peer that was measured in the same run."""
 TRAINING = ("benchmarks/train_step.py", "benchmarks/adapters.py")
-"""Their memory is that of runs."""
+"""Scripts whose GiB are the `memory_gib` of runs."""
 HEADINGS = {"what": "FP8 recipe or peer", "wait %": "data wait %"}
 INTRODUCTION = """# Performance
 
@@ -42,8 +42,8 @@ Each row comes from one benchmark run that measured both. All tables, including 
   during training. The vision tower is frozen unless the heading says otherwise. The language model and the projection
   are trained with AdamW, fp32 master weights and gradients, distributed optimizer, no recomputation. For LoRA,
   AdamW trains adapters of the language model only. "none" is BF16.
-- GiB is the most GPU memory that torch had taken. "GiB allocated", in older tables, is less: it leaves out the memory
-  that CUDA graphs reserve between their passes, and gaps between tensors.
+- GiB is the peak of the GPU memory that torch has reserved. "GiB allocated", in older tables, is less: it leaves out
+  the memory that CUDA graphs reserve between their passes, and gaps between tensors.
 - The peer is the best Hugging Face stack that we could build (`benchmarks/hf_peer.py`), on the same shards through the
   same loader, in the same packs: transformers' class for the architecture, FSDP2 that keeps gathered weights until the
   backward pass where memory allows, Liger's kernels with its fused linear cross-entropy on the trained tokens alone,
@@ -52,10 +52,10 @@ Each row comes from one benchmark run that measured both. All tables, including 
   peer consists of. The other tables have a weaker peer: weights freed after each layer's forward pass, attention across
   the samples of a pack, and the output layer on all tokens. `÷ hf` is our tokens per second divided by the peer's.
 - Rows of two and four GPUs with a data wait of more than 1 % are older: the loader did not yet prepare a step's
-  micro-batches during the previous step. Today's data wait is 0.0 to 0.6 % there. Two tables
-  are newer: LLaVA-1.5-7B on two H200s by layout, and Qwen2.5-VL-7B at tp 2. In their rows at tp 2 or pp 2 the host is
-  not ahead of the GPU, so the GPU waits while the host reads a step's micro-batches. Steps on one GPU are shorter, so
-  the data wait is a larger part of each step.
+  micro-batches during the previous step. Today's data wait is 0.0 to 0.6 % there. Two tables are newer: LLaVA-1.5-7B
+  on two H200s by layout, and Qwen2.5-VL-7B at tp 2. In their rows at tp 2 or pp 2 the host is not ahead of the GPU, so
+  the GPU waits while the host reads a step's micro-batches. Steps on one GPU are shorter, so the data wait is a larger
+  part of each step.
 """
 
 
@@ -121,7 +121,7 @@ def section(result: dict[str, Any]) -> str:
 
 
 def _heading(name: str, about: dict[str, Any]) -> str:
-    older = "" if about.get("memory") == TAKEN or about["script"] not in TRAINING else " allocated"
+    older = "" if about.get("memory") == RESERVED or about["script"] not in TRAINING else " allocated"
     return HEADINGS.get(name, name) + (older if name in ("GiB", "peak GiB") else "")
 
 

@@ -16,8 +16,8 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-energon", "transformers")
-TAKEN = "taken"
-"""How the memory of runs is counted: what torch had taken from the GPU; in older files, what was allocated."""
+RESERVED = "reserved"
+"""How the memory of runs is counted: what torch has reserved; in older files, what it has allocated."""
 PEER_PACKAGES = ("liger-kernel", "torchao")
 """Only of the peers: named where they are installed."""
 

@@ -32,7 +32,7 @@ import torch
 from benchmarks import read_trace
 from benchmarks.material import make_shards, make_sound_shards, make_weights
 from benchmarks.peer_model import Reshard
-from benchmarks.record import ROOT, TAKEN, show, write_record
+from benchmarks.record import RESERVED, ROOT, show, write_record
 from benchmarks.runs import RECIPES, run_command, training_command
 from benchmarks.shapes import SHAPES, Size, make_hf_folder
 from benchmarks.train_step_peer import peer
@@ -93,7 +93,7 @@ def write(args: argparse.Namespace, entries: Sequence[Entry]) -> None:
     """Write what has been measured so far, so that a run that is killed leaves its first rows."""
     if args.json is not None:
         rows = [row_of(args, entry, entries) for entry in entries if entry.steps or entry.error]
-        write_record(args.json, rows, gpus=args.gpus, memory=TAKEN)
+        write_record(args.json, rows, gpus=args.gpus, memory=RESERVED)
 
 
 def parse() -> argparse.Namespace:

@@ -34,7 +34,7 @@ MAX_PROBLEMS = 50
 """Maximum number of problems in one message."""
 _LONGEST = 120
 _SHORT = Repr(maxstring=_LONGEST, maxother=_LONGEST, maxlist=6, maxdict=6)
-_CHOICE_NONE = {key for key, field in config_fields() if "none" in get_args(field.annotation)}
+_NONE_IS_A_CHOICE = {key for key, field in config_fields() if "none" in get_args(field.annotation)}
 """Keys of which "none" is one of the choices."""
 SECTIONS = {key.split(".")[0] for key, _ in config_fields() if "." in key}
 
@@ -68,7 +68,8 @@ def load_run_config(
         if not equals or not dotted:
             found.append(f"{shown(text)}: expected key=value, such as training.seed=7{suggest_key(text)}")
             continue
-        _put(values, origin, dotted.strip(), _parse(dotted.strip(), value), f"from {shown(text)}")
+        dotted = dotted.strip()
+        _put(values, origin, dotted, _parse(dotted, value), f"from {shown(text)}")
     for dotted, value in (flags or {}).items():
         _put(values, origin, dotted, value, f"from {(flag_names or {}).get(dotted, 'a flag')}")
     try:
@@ -166,7 +167,7 @@ def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 def _parse(dotted: str, text: str) -> object:
     """Return the value of an override: None for null, else the string, which the schema converts to its type."""
     text = text.strip()
-    if text == "none" and dotted in _CHOICE_NONE:
+    if text == "none" and dotted in _NONE_IS_A_CHOICE:
         return text
     return None if text.lower() in ("null", "none", "~", "") else text
 

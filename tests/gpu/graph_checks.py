@@ -21,7 +21,7 @@ from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import Progress, resume
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
-from tests.gpu.te_checks import BF16, FP8, TE
+from tests.gpu.te_checks import BF16, FP8, RECIPES, TE
 from tests.helpers.batches import LENGTH, FullPackLoader
 from tests.helpers.class_checks import batch_of
 from tests.parallel.checks import join
@@ -48,7 +48,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora in FP8": LORA | FP8,
     "lora in FP8, no 16-bit copy": LORA | FP8 | {"training.fp8_recipe": "tensorwise", "adapter.quantize": "fp8"},
 }
-RECIPES = ("delayed", "tensorwise", "blockwise")
 WHOLE = "distributed, whole towers"
 """Of tensor-parallel ranks that divide the pictures."""
 TOWERS: dict[str, dict[str, Any]] = {
@@ -119,7 +118,7 @@ def tower_curves(tp: int, checkpoint: str, save_dir: str, hf: str, kind: str) ->
 def fp8_curves(checkpoint: str, save_dir: str, hf: str) -> dict[str, Curve]:
     """Train Qwen2.5-VL with graphs: in BF16, with the decoder in FP8, and with the tower in FP8 too.
 
-    Of the first and the last also the step after a save, continued and resumed from the checkpoint.
+    In BF16 and with both in FP8 also the step after a save, continued and resumed from the checkpoint.
     """
     groups = join(1, 1)
     given = BF16 | TE | {"data.packing": True, "data.seq_length": 512, "model.cuda_graphs": True}
@@ -132,10 +131,11 @@ def fp8_curves(checkpoint: str, save_dir: str, hf: str) -> dict[str, Curve]:
         return make_trainer(groups, run_config(1, 1, checkpoint, save_dir, **given | flags))
 
     found = {}
-    for name, flags in ({"bf16": {}} | recipes).items():
+    for name, flags in recipes.items():
         trainer = begin(flags | {"name": f"{name} decoder"})
         found[f"{name}, decoder"] = train(groups, trainer, GivenLoader(batches * STEPS), STEPS, len(PACKS))
-        flags = flags | {"training.fp8_vision": name in RECIPES}
+    both = {name: flags | {"training.fp8_vision": True} for name, flags in recipes.items()}
+    for name, flags in ({"bf16": {}} | both).items():
         trainer = begin(flags | {"name": name})
         assert bool(trainer.models[0].vision_model.config.fp8) == (name in RECIPES)
         found[name] = train(groups, trainer, GivenLoader(batches * STEPS), STEPS, len(PACKS))

@@ -27,6 +27,7 @@ from tests.parallel.validation_checks import train_and_validate
 BF16 = {"training.precision": "bf16", "training.train_iters": 8}
 TE = {"model.transformer_impl": "transformer_engine"}
 FP8 = {"training.fp8": True, "training.micro_batch_size": 8, **TE}  # 8 x 48 tokens: a multiple of 128
+RECIPES = ("delayed", "tensorwise", "blockwise")
 
 
 def bf16_logits(cases: list[dict[str, Any]]) -> list[dict[str, dict[str, torch.Tensor | None]]]:
@@ -89,7 +90,7 @@ def with_and_without_validation(material: dict[str, str], save_dir: str) -> dict
     bf16 = {"training.precision": "bf16", **TE, "data.path": material["data"], "data.num_workers": 0}
     distributed = {"parallel.use_distributed_optimizer": True}
     kinds: dict[str, dict[str, Any]] = {"bf16": distributed, "packed": {"data.packing": True}}
-    kinds |= {recipe: FP8 | {"training.fp8_recipe": recipe} for recipe in ("delayed", "tensorwise", "blockwise")}
+    kinds |= {recipe: FP8 | {"training.fp8_recipe": recipe} for recipe in RECIPES}
     found = {}
     for name, flags in kinds.items():
         given = bf16 | flags | {"data.seq_length": 128}
@@ -139,7 +140,7 @@ def curves(tp: int, pp: int, checkpoint: str, save_dir: str, fp8: bool = True) -
         "fp16": (checkpoint, MIXED, BF16 | TE | {"training.precision": "fp16", "training.loss_scale": 128.0}),
     }
     if fp8:
-        for recipe in ("delayed", "tensorwise", "blockwise"):
+        for recipe in RECIPES:
             runs[recipe] = (checkpoint, MIXED, BF16 | FP8 | {"training.fp8_recipe": recipe})
         runs["delayed, e4m3"] = (checkpoint, MIXED, BF16 | FP8 | {"training.fp8_format": "e4m3"})
         ends = {"training.fp8_first_layers_bf16": 1, "training.fp8_last_layers_bf16": 1}
@@ -171,7 +172,7 @@ def adapters(tp: int, checkpoint: str, save_dir: str) -> dict[str, dict[str, lis
     }
     if tp == 1:  # of two ranks each would hold half of one of the blocks of 128 values
         runs["te fp8 weights"] = (checkpoint, MIXED, lora | TE | {"adapter.quantize": "fp8"})
-    for recipe in ("delayed", "tensorwise", "blockwise"):
+    for recipe in RECIPES:
         runs[recipe] = (checkpoint, MIXED, lora | FP8 | {"training.fp8_recipe": recipe})
     for recipe in ("delayed", "tensorwise"):
         only_fp8 = {"training.fp8_recipe": recipe, "adapter.quantize": "fp8"}

@@ -10,7 +10,8 @@ import torch
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.convert.import_hf import import_hf
-from tests.gpu.graph_checks import KINDS, RECIPES, TOWERS, WHOLE, Curve
+from tests.gpu.graph_checks import KINDS, TOWERS, WHOLE, Curve
+from tests.gpu.te_checks import RECIPES
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import ROPE, make_hf_qwen
 from tests.helpers.world import run_world

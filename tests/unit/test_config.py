@@ -327,7 +327,7 @@ def test_empty_file_and_null_override_mean_defaults(tmp_path: Path) -> None:
     assert load_run_config(tmp_path / "a.yaml", ["launch.sif_path=null", "data.path="]) == load_run_config()
 
 
-def test_none_is_a_choice_where_it_is_one(tmp_path: Path) -> None:
+def test_none_may_be_a_choice(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
         "model: {recompute: full, recompute_vision: full}\nadapter: {quantize: nf4, bias: all}"
     )

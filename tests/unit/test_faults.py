@@ -90,9 +90,8 @@ def test_out_of_memory_error_lists_settings() -> None:
         run = load_run_config(None, ["model.cuda_graphs=true", *more])
         with pytest.raises(TrainingError) as raised, explain_out_of_memory(run, groups, 17):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        assert flags in str(raised.value) and not re.search("--recompute|--pp", str(raised.value)), (
-            "they do not work with graphs"
-        )
+        text = str(raised.value)
+        assert flags in text and not re.search("--recompute|--pp", text), "they do not work with graphs"
 
 
 def test_run_record() -> None:

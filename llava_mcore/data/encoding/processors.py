@@ -23,10 +23,7 @@ from llava_mcore.models.audio.plan import AudioPlan
 from llava_mcore.models.media import MediaPlan, Processing
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-LOAD_ERRORS = (
-    *VALUE_ERRORS,
-    *(OSError, RuntimeError, ImportError, StrictDataclassError),
-)
+LOAD_ERRORS = (*VALUE_ERRORS, OSError, RuntimeError, ImportError, StrictDataclassError)
 """Errors that transformers raises for missing or invalid files."""
 
 

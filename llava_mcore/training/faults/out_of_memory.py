@@ -41,7 +41,7 @@ def _memory_advice(run: RunConfig, groups: Groups, message: str) -> Iterator[str
     if run.optimizer.exp_avg_dtype == "fp32":
         yield "keep AdamW's moments in bf16, with optimizer.use_precision_aware_optimizer (docs/parallel.md, Optimizer)"
     if run.model.cuda_graphs:
-        flags = " --cuda-graphs-vision" * run.model.cuda_graphs_vision + " or --cuda-graphs"
-        yield f"omit{flags.removeprefix(' or')}: nothing else can use the memory that graphs reserve (docs/parallel.md)"
+        flags = "--cuda-graphs-vision or --cuda-graphs" if run.model.cuda_graphs_vision else "--cuda-graphs"
+        yield f"omit {flags}: nothing else can use the memory that graphs reserve (docs/parallel.md)"
     elif run.model.recompute != "full":
         yield f"recompute activations in the backward pass: --recompute full (now {run.model.recompute})"

@@ -65,11 +65,6 @@ class LayerGraphs:
             for layer in segment.layers:
                 vars(layer)["forward"] = partial(self._forward, number, layer)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every shape that the last step had runs as graphs, and there are some."""
-        return bool(self._graphs) and not self._seen
-
     def capture(self) -> None:
         """Capture graphs of the shapes that have been seen without one; a collective call of tensor-parallel ranks.
 

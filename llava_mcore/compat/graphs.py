@@ -6,7 +6,7 @@ Import `llava_mcore.parallel` first, as for megatron.core itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,35 +21,70 @@ Pool = tuple[int, int]
 """Memory that graphs share which never run at the same time."""
 
 
-def make_graph(part: nn.Module, sample: tuple[Tensor, ...], *, recipe: Any, pool: Pool) -> Callable[..., Tensor]:
-    """Capture the forward and backward pass of a part; a collective call of the ranks that exchange data in it.
+def make_graphs(
+    parts: Sequence[nn.Module], samples: Sequence[tuple[Tensor, ...]], *, fp8: Sequence[bool], recipe: Any, pool: Pool
+) -> list[Callable[..., Tensor]]:
+    """Capture the forward and backward passes of parts that run one after the other; a collective call of the ranks
+    that exchange data in them.
 
     Parameters get no gradients from this. What their gradients are added to must be reset afterwards.
 
     Args:
-        part: a module in training mode that takes and returns tensors only.
-        sample: its arguments, whose memory later arguments are copied into.
-        recipe: Transformer Engine's FP8 recipe; None if the part does not multiply in FP8.
-        pool: see `torch.cuda.graph_pool_handle`. Graphs that may run between this one's passes need another.
+        parts: modules in training mode that take and return tensors only.
+        samples: arguments of each part, whose memory later arguments are copied into.
+        fp8: whether a part multiplies in FP8.
+        recipe: Transformer Engine's FP8 recipe; None without FP8.
+        pool: see `torch.cuda.graph_pool_handle`.
 
     Returns:
-        A function of its arguments and, with FP8, `is_first_microbatch`.
+        For each part a function of its arguments and, with FP8, `is_first_microbatch`.
     """
     from transformer_engine.pytorch import make_graphed_callables  # on GPUs only
 
-    _without_random_numbers(part)
+    for part in parts:
+        _without_random_numbers(part)
+    forgetting = Forgetting(parameter for part in parts for parameter in part.parameters())
     with _capturing():
-        found: tuple[Callable[..., Tensor]] = make_graphed_callables(
-            (part,),
-            (sample,),
+        found = make_graphed_callables(
+            tuple(parts),
+            tuple(samples),
             allow_unused_input=True,
-            enabled=(recipe is not None,),
+            enabled=tuple(fp8),
             recipe=recipe,
-            cache_quantized_params=recipe is not None,
+            cache_quantized_params=any(fp8),
             pool=pool,
             clone_param_grads_on_return=False,  # data parallelism adds them up before the next pass
+            pre_warmup_hook=forgetting.__enter__,
+            post_warmup_hook=lambda: forgetting.__exit__(),
         )
-    return found[0]
+    return list(found)
+
+
+class Forgetting(torch.autograd.graph.saved_tensors_hooks):
+    """Keeps the shapes of large tensors instead of the tensors for backward passes whose results nobody uses.
+
+    Before a capture Transformer Engine runs the forward passes of all parts, then their backward passes, for what
+    libraries do in their first calls. With all activations in memory that would take as much again as the graphs.
+    """
+
+    LARGE = 2**20
+    """Bytes. Smaller tensors are kept, among them all that kernels compute addresses from."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        kept = {parameter.data_ptr() for parameter in parameters}
+
+        def pack(x: Tensor) -> Tensor | tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+            if x.numel() * x.itemsize < self.LARGE or x.data_ptr() in kept:
+                return x.detach()
+            return x.size(), x.stride(), x.dtype, x.device
+
+        def unpack(x: Tensor | tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]) -> Tensor:
+            if isinstance(x, Tensor):
+                return x
+            size, stride, dtype, device = x
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+        super().__init__(pack, unpack)
 
 
 def parameter_gathering(chunk: DistributedDataParallel) -> Callable[[nn.Module], None] | None:

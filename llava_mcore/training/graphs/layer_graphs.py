@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from llava_mcore.adapters.attach import adapters_of
-from llava_mcore.compat.graphs import make_graph, new_pool, parameter_gathering
+from llava_mcore.compat.graphs import make_graphs, new_pool, parameter_gathering
 from llava_mcore.training.graphs.packs import Packs, Sample
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class LayerGraphs:
         """Shapes that have no graphs and get none."""
         self._pass: tuple[PackedSeqParams, tuple[Tensor, ...]] | None = None
         """What all segments take in the current pass, after the hidden states."""
-        self._pools = [new_pool() for _ in self._segments]
+        self._pool = new_pool()
         for number, segment in enumerate(self._segments):
             for layer in segment.layers:
                 vars(layer)["forward"] = partial(self._forward, number, layer)
@@ -78,21 +78,18 @@ class LayerGraphs:
         self._seen.clear()
 
     def _captured(self, samples: list[Sample]) -> list[Callable[..., Tensor]]:
-        """Return the graphs of all segments for arguments of these shapes.
-
-        One segment after the other: before a capture Transformer Engine runs everything that it captures together,
-        which takes as much memory again.
-        """
+        """Return the graphs of all segments for arguments of these shapes."""
         logger.info("capturing CUDA graphs for %s", self._packs.describe(samples[0]))
         self._mark_fused()
         gc.collect()
         torch.cuda.empty_cache()
-        recipe = get_fp8_recipe(self._config) if self._config.fp8 else None
-        found: list[Callable[..., Tensor]] = []
-        for segment, sample, pool in zip(self._segments, samples, self._pools, strict=True):
-            part = Segment(segment.layers, self._packs)
-            found.append(make_graph(part, sample, recipe=recipe if segment.in_fp8 else None, pool=pool))
-        return found
+        return make_graphs(
+            [Segment(segment.layers, self._packs) for segment in self._segments],
+            samples,
+            fp8=[segment.in_fp8 for segment in self._segments],
+            recipe=get_fp8_recipe(self._config) if self._config.fp8 else None,
+            pool=self._pool,
+        )
 
     def _mark_fused(self) -> None:
         """Remember whose gradients Transformer Engine adds up itself; it has told so in passes without a graph."""

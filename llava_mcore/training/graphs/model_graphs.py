@@ -23,9 +23,8 @@ from llava_mcore.training.graphs.packs import PatchPacks, TokenPacks
 LAYERS_PER_GRAPH = 4
 """Larger graphs copy and keep less between them; smaller ones let gradients be reduced earlier, which is of no use for
 the small gradients of adapters: all their layers are one graph."""
-TOWER_LAYERS_PER_GRAPH = 8
-"""The same for a tower. Larger graphs need more memory for the passes before their capture; smaller ones keep more
-results and gradients, for each size."""
+TOWER_LAYERS_PER_GRAPH = 16
+"""The same for a tower. Smaller graphs keep more results and gradients, for each size."""
 SIZE_MULTIPLE = 256
 """Sizes of packs of patches are multiples of this."""
 

@@ -151,7 +151,7 @@ def _steps(rows: list[tuple[str, Row]]) -> str:
     ]
     for name, row in rows:
         layout = f"tp {row['tp']} x pp {row['pp']} x dp {row['dp']}"
-        precision = "BF16" if row["what"] == "none" else f"FP8, {row['what']}"
+        precision = "BF16" if row["what"] == "none" else f"FP8, {row['what'].replace('+vision', ', tower too')}"
         precision += {"train_step_7b_4_gbs192": ", older", QWEN_FROZEN: ", tower frozen"}.get(name, "")
         sizes = f"{row['mbs']}, {row['gbs']}"
         speed = f"{row['tok/s/GPU']:,} | {row['GiB']}"
@@ -199,8 +199,10 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "examples/qwen2.5-vl-7b/README.md": lambda: _steps(
         [
-            ("train_step_qwen2_5_vl_2", _rows("train_step_qwen2_5_vl_2")[0]),
-            *((QWEN_FROZEN, row) for row in _rows(QWEN_FROZEN)),
+            (name, row)
+            for name in ("train_step_qwen2_5_vl_2_fp8", QWEN_FROZEN)
+            for row in _rows(name)
+            if "Hugging" not in row["what"]
         ]
     ),
     "examples/lora-one-gpu/README.md": adapters,

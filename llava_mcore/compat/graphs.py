@@ -60,6 +60,10 @@ def make_graphs(
     return list(found)
 
 
+_Like = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+"""What a tensor of undefined values is made from."""
+
+
 class Forgetting(torch.autograd.graph.saved_tensors_hooks):
     """Keeps the shapes of large tensors instead of the tensors for backward passes whose results nobody uses.
 
@@ -68,17 +72,20 @@ class Forgetting(torch.autograd.graph.saved_tensors_hooks):
     """
 
     LARGE = 2**20
-    """Bytes. Smaller tensors are kept, among them all that kernels compute addresses from."""
+    """Bytes. Smaller tensors are kept."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         kept = {parameter.data_ptr() for parameter in parameters}
 
-        def pack(x: Tensor) -> Tensor | tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
-            if x.numel() * x.itemsize < self.LARGE or x.data_ptr() in kept:
+        def pack(x: Tensor) -> Tensor | _Like:
+            # Integers may be indices, except those of one byte, which hold FP8 values. Quantized weights are of classes
+            # of their own and kept between passes anyway.
+            values = type(x) is Tensor and (x.is_floating_point() or x.dtype == torch.uint8)
+            if not values or x.numel() * x.itemsize < self.LARGE or x.data_ptr() in kept:
                 return x.detach()
             return x.size(), x.stride(), x.dtype, x.device
 
-        def unpack(x: Tensor | tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]) -> Tensor:
+        def unpack(x: Tensor | _Like) -> Tensor:
             if isinstance(x, Tensor):
                 return x
             size, stride, dtype, device = x

@@ -47,6 +47,9 @@ than twice as long."""
 LAUNCH_QUEUES = ("CUDA_SCALE_LAUNCH_QUEUES", "4x")
 """CUDA lets the host queue about a thousand kernels. The backward pass of a vision tower alone has as many short ones,
 after which the host would be late with the next forward pass."""
+GRAPH_REGISTER = ("NCCL_GRAPH_REGISTER", "0")
+"""Otherwise NCCL registers the memory of messages that CUDA graphs capture. megatron-core 0.19.2 refuses graphs with
+that and expandable segments, because of illegal memory accesses."""
 
 
 def worker_env(
@@ -69,6 +72,7 @@ def worker_env(
     env = {"OMP_NUM_THREADS": str(threads), **environ, "PYTHONPATH": python_path}
     if device_available:
         env.setdefault(*LAUNCH_QUEUES)
+        env.setdefault(*GRAPH_REGISTER)
         if not any(name in environ for name in ALLOCATOR_NAMES):
             env[ALLOCATOR_NAMES[0]] = ALLOCATOR
     if interface is not None:

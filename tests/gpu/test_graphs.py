@@ -57,7 +57,10 @@ def test_graphs_of_a_tower_change_no_number(tmp_path: Path, tp: int, kind: str) 
 
 
 def test_a_tower_in_fp8(tmp_path: Path) -> None:
-    """Near BF16's losses, on pictures of several sizes, and the first loss after a resume, bit for bit."""
+    """Near BF16's losses, on pictures of several sizes, and the first loss after a resume, bit for bit.
+
+    Losses fall to a fourth in five steps, so that later ones show what rounding has grown to.
+    """
     hf = tmp_path / "hf"
     text = {"hidden_size": 128, "intermediate_size": 256, "rope_parameters": ROPE | {"mrope_section": [2, 2, 4]}}
     vision = {"hidden_size": 128, "intermediate_size": 200, "out_hidden_size": 128}
@@ -67,8 +70,9 @@ def test_a_tower_in_fp8(tmp_path: Path) -> None:
     found = run_world(1, "tests.gpu.graph_checks:fp8_curves", **arguments)[0]
     print(json.dumps(found))
     for recipe in RECIPES:
-        pairs = zip(found[recipe], found["bf16"], strict=True)
-        assert max(abs(a[0] - b[0]) / b[0] for a, b in pairs) < 0.05, recipe
+        assert found[recipe][0] == pytest.approx(found["bf16"][0], rel=0.02), recipe
+        losses, expected = ([loss for loss, _ in found[name]] for name in (recipe, "bf16"))
+        assert losses == pytest.approx(expected, rel=0.1), recipe
         assert found[recipe][0][0] != found[f"{recipe}, decoder"][0][0], "the tower multiplies in FP8"
     for recipe in ("bf16", *RECIPES):
         assert found[f"{recipe}, resumed"][0][0] == found[f"{recipe}, on"][0][0], recipe

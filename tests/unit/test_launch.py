@@ -51,14 +51,15 @@ def test_worker_threads(processes: int, device: bool, given: dict[str, str], thr
     env = worker_env({"PATH": "/bin", **given}, processes, cpu_cores=8, device_available=device)
     assert env.pop("PYTORCH_ALLOC_CONF", None) == (ALLOCATOR if device else None)
     assert env.pop("CUDA_SCALE_LAUNCH_QUEUES", None) == ("4x" if device else None)
+    assert env.pop("NCCL_GRAPH_REGISTER", None) == ("0" if device else None)
     assert env == {"PATH": "/bin", "OMP_NUM_THREADS": threads, "PYTHONPATH": str(REPOSITORY)}
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_settings_of_the_user_stay(name: str) -> None:
-    given = {name: "backend:cudaMallocAsync", "CUDA_SCALE_LAUNCH_QUEUES": "2x"}
+    given = {name: "backend:cudaMallocAsync", "CUDA_SCALE_LAUNCH_QUEUES": "2x", "NCCL_GRAPH_REGISTER": "1"}
     env = worker_env(given, 1, cpu_cores=1, device_available=True)
-    assert {key: value for key, value in env.items() if "ALLOC" in key or "CUDA" in key} == given
+    assert {key: value for key, value in env.items() if any(word in key for word in ("ALLOC", "CUDA", "NCCL"))} == given
 
 
 def test_workers_find_the_package_before_anything_else_on_the_path() -> None:

@@ -43,7 +43,7 @@ def make_graphs(
 
     for part in parts:
         _without_random_numbers(part)
-    forgetting = Forgetting(parameter for part in parts for parameter in part.parameters())
+    dropping = DropActivations(parameter for part in parts for parameter in part.parameters())
     with _capturing():
         found = make_graphed_callables(
             tuple(parts),
@@ -54,17 +54,17 @@ def make_graphs(
             cache_quantized_params=any(fp8),
             pool=pool,
             clone_param_grads_on_return=False,  # data parallelism adds them up before the next pass
-            pre_warmup_hook=forgetting.__enter__,
-            post_warmup_hook=lambda: forgetting.__exit__(),
+            pre_warmup_hook=dropping.__enter__,
+            post_warmup_hook=lambda: dropping.__exit__(),
         )
     return list(found)
 
 
-_Like = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 """What a tensor of undefined values is made from."""
 
 
-class Forgetting(torch.autograd.graph.saved_tensors_hooks):
+class DropActivations(torch.autograd.graph.saved_tensors_hooks):
     """Keeps the shapes of large tensors instead of the tensors for backward passes whose results nobody uses.
 
     Before a capture Transformer Engine runs the forward passes of all parts, then their backward passes, for what
@@ -77,7 +77,7 @@ class Forgetting(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         kept = {parameter.data_ptr() for parameter in parameters}
 
-        def pack(x: Tensor) -> Tensor | _Like:
+        def pack(x: Tensor) -> Tensor | _Layout:
             # Integers may be indices, except those of one byte, which hold FP8 values. Quantized weights are of classes
             # of their own and kept between passes anyway.
             values = type(x) is Tensor and (x.is_floating_point() or x.dtype == torch.uint8)
@@ -85,7 +85,7 @@ class Forgetting(torch.autograd.graph.saved_tensors_hooks):
                 return x.detach()
             return x.size(), x.stride(), x.dtype, x.device
 
-        def unpack(x: Tensor | _Like) -> Tensor:
+        def unpack(x: Tensor | _Layout) -> Tensor:
             if isinstance(x, Tensor):
                 return x
             size, stride, dtype, device = x

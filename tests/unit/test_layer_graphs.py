@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llava_mcore.compat.graphs import Forgetting
+from llava_mcore.compat.graphs import DropActivations
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_run, loader_multiple
 from llava_mcore.convert.import_hf import import_hf
@@ -138,7 +138,7 @@ def test_large_activations_are_not_kept_before_a_capture() -> None:
     """Weights, indices and small tensors are."""
     layer, small, order = nn.Linear(1024, 1024), torch.arange(1024.0), torch.arange(512 * 1024).flip(0)
     x = torch.randn(512, 1024, requires_grad=True)
-    with Forgetting(layer.parameters()):
+    with DropActivations(layer.parameters()):
         hidden = x * small
         alive = weakref.ref(hidden)
         y = layer(hidden).flatten()[order]

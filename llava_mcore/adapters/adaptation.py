@@ -8,10 +8,10 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from llava_mcore.adapters.layers import ModelLayers, model_layers
+from llava_mcore.adapters.adapter_record import Base, holds_adapters, read_base, read_plans
+from llava_mcore.adapters.linear_layers import ModelLayers, model_layers
 from llava_mcore.adapters.peft_config import plan_of_folder
-from llava_mcore.adapters.plan import LoraPlan, own_parameters, plan_from_config, trained_parameters
-from llava_mcore.adapters.record import Base, holds_adapters, read_base, read_plans
+from llava_mcore.adapters.targets import LoraPlan, own_parameters, plan_from_config, trained_parameters
 from llava_mcore.checkpoint.layout import RUN_FILE
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.sections.adapter import AdapterConfig

@@ -13,10 +13,10 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
 from llava_mcore.adapters.factors import new_factors, part_adapters
-from llava_mcore.adapters.layers import WEIGHT, Linear, ModelLayers
+from llava_mcore.adapters.linear_layers import WEIGHT, Linear, ModelLayers
 from llava_mcore.adapters.lora import Division, Factors, LinearAdapter
-from llava_mcore.adapters.plan import LoraPlan
 from llava_mcore.adapters.products import SharedMatrices
+from llava_mcore.adapters.targets import LoraPlan
 from llava_mcore.compat.frozen_linears import FrozenProduct, is_in_fp8
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.language.layers import NormedRowParallelLinear

@@ -28,9 +28,9 @@ from megatron.core import tensor_parallel
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from llava_mcore.adapters.layers import Linear
-from llava_mcore.adapters.plan import LoraPlan
+from llava_mcore.adapters.linear_layers import Linear
 from llava_mcore.adapters.products import AddUp, BaseRows, BlockMatrix, Down, SharedMatrices, block_matrix
+from llava_mcore.adapters.targets import LoraPlan
 
 
 class Factors(nn.Module):

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.adapters.layers import ModelLayers
+from llava_mcore.adapters.linear_layers import ModelLayers
 from llava_mcore.adapters.peft_tensors import LORA_A, WEIGHTS, misfits, names_in_folder, open_weights
-from llava_mcore.adapters.plan import LoraPlan
+from llava_mcore.adapters.targets import LoraPlan
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.json_files import read_object
 

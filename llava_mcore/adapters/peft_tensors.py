@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from llava_mcore.adapters.layers import WEIGHT, ModelLayers
-from llava_mcore.adapters.plan import LoraPlan, trained_parameters
+from llava_mcore.adapters.linear_layers import WEIGHT, ModelLayers
+from llava_mcore.adapters.targets import LoraPlan, trained_parameters
 from llava_mcore.errors import ConversionError
 from llava_mcore.files.hf_folder import HfFolder
 

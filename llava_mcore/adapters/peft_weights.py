@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from llava_mcore.adapters.factors import CHILD
-from llava_mcore.adapters.layers import ModelLayers
+from llava_mcore.adapters.linear_layers import ModelLayers
 from llava_mcore.adapters.lora import Factors
 from llava_mcore.adapters.peft_tensors import LORA_A, LORA_B, MAGNITUDE, names_in_folder, open_weights
-from llava_mcore.adapters.plan import LoraPlan, trained_parameters
+from llava_mcore.adapters.targets import LoraPlan, trained_parameters
 from llava_mcore.mapping.layouts import PadRows
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_names

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llava_mcore.adapters.attach import linear_modules
-from llava_mcore.adapters.layers import Linear, ModelLayers
+from llava_mcore.adapters.linear_layers import Linear, ModelLayers
 from llava_mcore.adapters.quantized import QUANTIZERS, Quantized
 from llava_mcore.compat.frozen_linears import freeze_with, keep_in_fp8
 from llava_mcore.errors import ConfigError

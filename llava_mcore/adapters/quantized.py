@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llava_mcore.adapters.layers import Linear
+from llava_mcore.adapters.linear_layers import Linear
 from llava_mcore.errors import ConfigError
 
 NF4_BLOCK, SCALE_BLOCK, FP8_BLOCK = 64, 256, 128

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from llava_mcore.answering.files import asked_turn, read_picture, read_sound, read_video
 from llava_mcore.answering.hf_model import HfModel
+from llava_mcore.answering.user_files import asked_turn, read_picture, read_sound, read_video
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn, Video
 from llava_mcore.errors import DataError, LlavaMcoreError

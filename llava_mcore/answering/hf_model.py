@@ -33,7 +33,7 @@ from llava_mcore.data.encoding.encode import check_length, check_media, expanded
 from llava_mcore.data.encoding.images import decode_image, decode_pixels
 from llava_mcore.data.encoding.preprocess import ImagePreprocessor
 from llava_mcore.data.encoding.processors import LOAD_ERRORS
-from llava_mcore.data.encoding.sound.files import decode_sound
+from llava_mcore.data.encoding.sound.sound_files import decode_sound
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Video
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.files.hf_folder import HfFolder

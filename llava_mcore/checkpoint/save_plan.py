@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from torch import Tensor
 
 from llava_mcore.checkpoint.sharded import sharded_tensors, structure
-from llava_mcore.compat.megatron import SaveStrategy
+from llava_mcore.compat.megatron_checkpoints import SaveStrategy
 from llava_mcore.parallel.groups import Groups, sum_over_ranks
 
 type _Structure = list[tuple[object, ...]]

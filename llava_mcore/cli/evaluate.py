@@ -12,10 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 from llava_mcore.answering.evaluation import DataResult, ModelResult, as_json, score_records, table
-from llava_mcore.answering.hf_folder import answer_folder
 from llava_mcore.answering.job import DataJob, Job
 from llava_mcore.answering.lmms_harness import run_lmms_tasks
-from llava_mcore.answering.megatron import answer_checkpoint
+from llava_mcore.answering.megatron_answers import answer_checkpoint
+from llava_mcore.answering.transformers_answers import answer_folder
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.evaluate import parser, with_defaults
 from llava_mcore.cli.flags.evaluate_checks import check, data_of, layout_of, task_settings

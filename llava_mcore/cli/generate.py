@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llava_mcore.answering.answer_file import finish, partial_of
-from llava_mcore.answering.files import MediaFiles, conversation_of_files
-from llava_mcore.answering.hf_folder import answer_folder
 from llava_mcore.answering.hf_model import Quantization
 from llava_mcore.answering.job import DataJob, Job, Reading
-from llava_mcore.answering.megatron import Layout, answer_checkpoint
+from llava_mcore.answering.megatron_answers import Layout, answer_checkpoint
+from llava_mcore.answering.transformers_answers import answer_folder
+from llava_mcore.answering.user_files import MediaFiles, conversation_of_files
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.generate import parser
 from llava_mcore.cli.flags.samples import limits_of, pixels_of

@@ -23,10 +23,10 @@ from llava_mcore.cli.flags.prepare import parser
 from llava_mcore.cli.flags.samples import limits_of, pixels_of, video_pixels_of
 from llava_mcore.data.prepare.journal import Journal
 from llava_mcore.data.prepare.listing import BLEND, is_listing, read_listing, write_blend
-from llava_mcore.data.prepare.plan import Counting, Options, Source
+from llava_mcore.data.prepare.prepare_source import Result, prepare
 from llava_mcore.data.prepare.record_layouts import Keys
-from llava_mcore.data.prepare.run import Result, prepare
 from llava_mcore.data.prepare.sampling import Sampling
+from llava_mcore.data.prepare.shard_plan import Counting, Options, Source
 from llava_mcore.data.prepare.sources.detect import Opening
 from llava_mcore.data.prepare.summary import draw, failures, show
 from llava_mcore.errors import DataError, problems

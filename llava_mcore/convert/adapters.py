@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PretrainedConfig
 
+from llava_mcore.adapters.adapter_record import Base, read_base, read_plans
+from llava_mcore.adapters.adapter_state import load_adapters
 from llava_mcore.adapters.attach import attach_adapters
 from llava_mcore.adapters.factors import CHILD, is_adapter
-from llava_mcore.adapters.layers import WEIGHT, ModelLayers, model_layers
+from llava_mcore.adapters.linear_layers import WEIGHT, ModelLayers, model_layers
 from llava_mcore.adapters.lora import Factors
 from llava_mcore.adapters.merge import Matrices, merged
 from llava_mcore.adapters.peft_tensors import BASE_LAYER, LORA_A, LORA_B, MAGNITUDE, PREFIX
-from llava_mcore.adapters.plan import LoraPlan, own_parameters
-from llava_mcore.adapters.record import Base, read_base, read_plans
-from llava_mcore.adapters.state import load_adapters
+from llava_mcore.adapters.targets import LoraPlan, own_parameters
 from llava_mcore.checkpoint.dist import stored_tensors
 from llava_mcore.checkpoint.layout import hf_folder
 from llava_mcore.convert.megatron_weights import EMBEDDING, OUTPUT

@@ -30,17 +30,17 @@ from llava_mcore.compat.transformers import exact_attention, tower_names_in_file
 from llava_mcore.config.rules.all_rules import check_layout
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
-from llava_mcore.data.encoding.sound.files import decode_sound, require_libraries, sound_length
+from llava_mcore.data.encoding.sound.sound_files import decode_sound, require_libraries, sound_length
 from llava_mcore.errors import ConversionError, DataError, problems
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
+from llava_mcore.models.audio.clip_plan import AudioPlan
 from llava_mcore.models.audio.lengths import frames_kept
-from llava_mcore.models.audio.plan import AudioPlan
+from llava_mcore.models.model_table import detect_names
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_hf
-from llava_mcore.models.table import detect_names
 from llava_mcore.parallel.local_world import run_world
 
 TOLERANCE = 1e-4

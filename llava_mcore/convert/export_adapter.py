@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from llava_mcore.adapters.adapter_record import Base, holds_adapters
 from llava_mcore.adapters.peft_config import write_config
 from llava_mcore.adapters.peft_tensors import WEIGHTS
-from llava_mcore.adapters.record import Base, holds_adapters
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.convert.adapters import CheckpointAdapters

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from llava_mcore.adapters.record import holds_adapters
+from llava_mcore.adapters.adapter_record import holds_adapters
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.checkpoint.verify import require_undamaged

@@ -27,8 +27,8 @@ from llava_mcore.mapping.table import MappingTable, check_coverage
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.language.decoder import padded_vocab_size
 from llava_mcore.models.meta import meta_model
+from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.table import detect_names, mapping_table
 from llava_mcore.parallel.groups import single_process
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from llava_mcore.models.architectures.registry import (
     classes_that_take_audios,
     classes_that_take_videos,
 )
-from llava_mcore.models.audio.plan import AudioPlan
+from llava_mcore.models.audio.clip_plan import AudioPlan
 from llava_mcore.models.media import (
     MediaPlan,
     MediaTokens,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from llava_mcore.adapters.record import holds_adapters, read_base
+from llava_mcore.adapters.adapter_record import holds_adapters, read_base
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.config.load import load_run_config
@@ -25,8 +25,8 @@ from llava_mcore.files.safetensors_writer import DTYPES
 from llava_mcore.mapping.table import MappingTable
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
+from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.names import HfNames
-from llava_mcore.models.table import detect_names, mapping_table
 from llava_mcore.models.vision.registry import vision_family
 
 VISION, PROJECTION, LANGUAGE, OTHER = "vision tower", "projection", "language model", "optimizer and others"

@@ -24,8 +24,8 @@ from llava_mcore.mapping.slices import Scratch, Shape
 from llava_mcore.mapping.table import MappingTable
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.meta import meta_model
+from llava_mcore.models.model_table import detect_names, mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.table import detect_names, mapping_table, usual_names
 from llava_mcore.parallel.groups import single_process
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"

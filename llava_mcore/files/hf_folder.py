@@ -17,8 +17,8 @@ from torch import Tensor
 
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.atomic import sync, sync_tree
+from llava_mcore.files.folder_lock import FolderLock
 from llava_mcore.files.json_files import read_object
-from llava_mcore.files.lock import FolderLock
 from llava_mcore.files.regular import plain_name, require_regular
 from llava_mcore.files.safetensors_writer import DTYPES, read_offsets
 from llava_mcore.files.tensor_bytes import TensorAt

@@ -17,7 +17,7 @@ from llava_mcore.data.encoding.text.template_file import write_chat_template
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
-from llava_mcore.models.table import detect_names, mapping_table
+from llava_mcore.models.model_table import detect_names, mapping_table
 
 _DTYPE = "F32"
 

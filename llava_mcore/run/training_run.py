@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.adapters.adaptation import base_of
-from llava_mcore.adapters.record import holds_adapters
+from llava_mcore.adapters.adapter_record import holds_adapters
 from llava_mcore.checkpoint.choose_start import StartPoint, resumes, start_point
 from llava_mcore.checkpoint.node_local import is_local, unusable_here
 from llava_mcore.checkpoint.verify import damage_found_together

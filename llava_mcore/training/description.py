@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from llava_mcore.adapters.record import write_record
+from llava_mcore.adapters.adapter_record import write_record
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import of_folder
 from llava_mcore.checkpoint.layout import RUN_FILE

@@ -17,7 +17,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration, PreTraine
 from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.encoding.media import media_tokens
+from llava_mcore.data.encoding.placeholders import media_tokens
 from llava_mcore.data.samples import EncodedSample, MediaSpan, TokenConversation, Video
 from llava_mcore.data.streams.collate import collate
 from llava_mcore.models.architectures.hf_config import load_hf_config

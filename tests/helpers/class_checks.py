@@ -27,8 +27,8 @@ from llava_mcore.data.streams.collate import collate
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.flops import TrainedParts, Workload, model_flops
+from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.table import detect_names, mapping_table
 from llava_mcore.parallel.batch import MicroBatch, longest, longest_media
 from llava_mcore.parallel.groups import single_process
 from tests.parallel.checks import load_model

@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.encoding.media import expand
+from llava_mcore.data.encoding.placeholders import expand
 from llava_mcore.data.samples import Turn
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import features_per_tile

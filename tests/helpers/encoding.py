@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llava_mcore.data.encoding.chat import ChatFormat
-from llava_mcore.data.encoding.media import expand, media_tokens
+from llava_mcore.data.encoding.chat_format import ChatFormat
+from llava_mcore.data.encoding.placeholders import expand, media_tokens
 from llava_mcore.data.encoding.preprocess import ImagePreprocessor
 from llava_mcore.data.encoding.text.tokens import ChatTokens
 from llava_mcore.data.samples import MediaSpan, Turn

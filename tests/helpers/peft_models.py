@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.save_and_load import load_peft_weights, set_peft_model_state_dict
 from transformers import BitsAndBytesConfig
 
-from llava_mcore.adapters.layers import model_layers
+from llava_mcore.adapters.linear_layers import model_layers
 from llava_mcore.adapters.peft_tensors import BASE_LAYER, PREFIX
 from llava_mcore.adapters.quantize import PART
 from llava_mcore.models.architectures.hf_config import load_hf_config

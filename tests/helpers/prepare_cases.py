@@ -17,8 +17,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from llava_mcore.data.encoding.conversation import TextDecoder, cook_chat
-from llava_mcore.data.prepare.plan import Options, Source
-from llava_mcore.data.prepare.run import Result, prepare
+from llava_mcore.data.prepare.prepare_source import Result, prepare
+from llava_mcore.data.prepare.shard_plan import Options, Source
 from llava_mcore.data.prepare.sources.detect import Opening
 
 DIGITS = load_digits()

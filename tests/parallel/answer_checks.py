@@ -12,7 +12,7 @@ from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.generation.questions import Questions
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.answers.answerer import AnswerData, Answerer
-from llava_mcore.training.answers.table import write_answers
+from llava_mcore.training.answers.example_table import write_answers
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.fetch import fetch_step

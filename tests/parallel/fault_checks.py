@@ -27,7 +27,7 @@ from llava_mcore.errors import CheckpointError, FileError, TrainingError
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.closing import attempt
 from llava_mcore.training.faults.watchdog import Watchdog
-from llava_mcore.training.logs.metrics import FILE, JsonLines
+from llava_mcore.training.logs.metrics_file import FILE, JsonLines
 from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.loop import train

@@ -13,8 +13,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from llava_mcore.adapters.layers import model_layers
-from llava_mcore.adapters.record import Base
+from llava_mcore.adapters.adapter_record import Base
+from llava_mcore.adapters.linear_layers import model_layers
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf

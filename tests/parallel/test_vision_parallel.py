@@ -14,7 +14,7 @@ from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.table import mapping_table, usual_names
+from llava_mcore.models.model_table import mapping_table, usual_names
 from tests.helpers.tiny_audio import make_hf_audio
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_idefics2 import make_hf_idefics2

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llava_mcore.adapters.adaptation import adaptation_of
 from llava_mcore.adapters.factors import CHILD
-from llava_mcore.adapters.layers import BIAS, ModelLayers, model_layers
+from llava_mcore.adapters.linear_layers import BIAS, ModelLayers, model_layers
 from llava_mcore.adapters.peft_tensors import BASE_LAYER, PREFIX
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.sections.adapter import AdapterConfig

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from llava_mcore.adapters.adaptation import adaptation_of
-from llava_mcore.adapters.layers import ModelLayers, model_layers
+from llava_mcore.adapters.adapter_record import Base, write_record
+from llava_mcore.adapters.linear_layers import ModelLayers, model_layers
 from llava_mcore.adapters.peft_config import plan_of_folder
 from llava_mcore.adapters.peft_tensors import PREFIX, WEIGHTS
-from llava_mcore.adapters.plan import plan_from_config, trained_parameters
-from llava_mcore.adapters.record import Base, write_record
+from llava_mcore.adapters.targets import plan_from_config, trained_parameters
 from llava_mcore.config.load import load_run_config, save_run_config
 from llava_mcore.config.rules.all_rules import check_run
 from llava_mcore.config.sections.adapter import AdapterConfig

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from llava_mcore.answering.chat import Chat
-from llava_mcore.answering.files import asked_turn
 from llava_mcore.answering.hf_model import HfModel
+from llava_mcore.answering.user_files import asked_turn
 from llava_mcore.cli import chat as chat_command
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.assets import Assets, load_assets

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
 
-from llava_mcore.adapters.layers import model_layers
+from llava_mcore.adapters.linear_layers import model_layers
 from llava_mcore.batch_fields import PIXEL_VALUES, media_work
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.cli import check, inspect_folder
@@ -35,10 +35,10 @@ from llava_mcore.data.samples import Batch, Conversation, EncodedSample, Sound, 
 from llava_mcore.data.streams.collate import collate
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.audio.clip_plan import AudioPlan
 from llava_mcore.models.audio.lengths import ClipLengths
-from llava_mcore.models.audio.plan import AudioPlan
 from llava_mcore.models.flops import TrainedParts, Workload, model_flops
-from llava_mcore.models.table import detect_names, mapping_table
+from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.parallel.batch import MicroBatch, longest, longest_media
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.tiny_audio import RATE, encoded, make_hf_audio, wave

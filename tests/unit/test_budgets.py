@@ -15,7 +15,7 @@ from llava_mcore.config.sections.data import DataConfig, PixelRange
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.loading.budgets import check_budgets, extents, warnings_of_large_media
 from llava_mcore.errors import ConfigError
-from llava_mcore.models.audio.plan import AudioPlan
+from llava_mcore.models.audio.clip_plan import AudioPlan
 from llava_mcore.models.media import Extent
 from tests.helpers.bad_data_makers import good
 from tests.helpers.tiny_audio import make_hf_audio

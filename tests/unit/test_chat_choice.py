@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llava_mcore.build.chat import choose_template as build_template
+from llava_mcore.build.chat_template import choose_template as build_template
 from llava_mcore.config.flags import parse_command_line
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.encoding.prompts import POOLS, choose_prompt

@@ -28,16 +28,15 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from llava_mcore.compat import (
     cpu,
     frozen_linears,
-    megatron,
+    megatron_checkpoints,
     megatron_layers,
     megatron_optimizer,
 )
-from llava_mcore.compat.energon import index_rows, storage_clients
+from llava_mcore.compat.energon import index_rows, named_code, storage_clients
 from llava_mcore.compat.energon import jsonl as energon_jsonl
 from llava_mcore.compat.energon import memory as energon_memory
-from llava_mcore.compat.energon import names as energon_names
 from llava_mcore.compat.energon import repeat as energon_repeat
-from llava_mcore.compat.megatron import FACTORY_OPTIONS, LoadStrategy
+from llava_mcore.compat.megatron_checkpoints import FACTORY_OPTIONS, LoadStrategy
 from llava_mcore.compat.required import replace_name, required
 from llava_mcore.compat.torch import (
     NUM_STATE,
@@ -49,8 +48,8 @@ from llava_mcore.compat.torch import (
     storage_info,
 )
 from llava_mcore.compat.transformers import encoded_lengths, model_without_weights, tower_names_in_files
+from llava_mcore.models.model_table import detect_names, usual_names
 from llava_mcore.models.probes import Recorder, watch_hf
-from llava_mcore.models.table import detect_names, usual_names
 from tests.helpers.tiny_hf import make_hf_llava
 
 
@@ -94,10 +93,10 @@ class Changed:
     [
         (energon_jsonl.skip_nested_lines, "DefaultCrudeJsonlDatasetFactory"),
         (energon_memory.forget_read_members, "ITarFile"),
-        (energon_names.refuse_named_code, "REPLACED"),
-        (megatron.keep_write_results_here, "filesystem_async"),
+        (named_code.refuse_named_code, "REPLACED"),
+        (megatron_checkpoints.keep_write_results_here, "filesystem_async"),
         (storage_clients.remember_clients_at_forks.__wrapped__, "shortcuts"),
-        (functools.partial(megatron.by_sharded_key, {}, keep_only_main_replica=True), "strategies"),
+        (functools.partial(megatron_checkpoints.by_sharded_key, {}, keep_only_main_replica=True), "strategies"),
     ],
 )
 def test_each_patch_notices_that_its_name_is_gone(
@@ -232,7 +231,9 @@ def with_replaced(owner: object, name: str, value: object, use: Callable[[], obj
         lambda x: encoded_lengths(x, 7),
         lambda x: with_replaced(index_rows, "WebdatasetPreparator", x, lambda: index_rows.rows_of_shard("", {}, x, 1)),
         lambda x: with_replaced(torch, "_utils", x, rebuild_tensor),
-        lambda x: with_replaced(megatron, "strategies", x, lambda: megatron.read_with(FileSystemReader)),
+        lambda x: with_replaced(
+            megatron_checkpoints, "strategies", x, lambda: megatron_checkpoints.read_with(FileSystemReader)
+        ),
     ],
 )
 def test_private_names_that_are_used_are_noticed_too(use: Callable[[Any], object]) -> None:

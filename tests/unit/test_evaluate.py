@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from llava_mcore.answering.evaluation import score_records
-from llava_mcore.answering.hf_folder import answer_folder
 from llava_mcore.answering.job import DataJob, Job, Reading
+from llava_mcore.answering.transformers_answers import answer_folder
 from llava_mcore.cli import evaluate as evaluate_command
 from llava_mcore.cli.evaluate import main
 from llava_mcore.convert.import_hf import import_hf

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from llava_mcore.files import lock
-from llava_mcore.files.lock import FolderInUse, FolderLock, Holder
+from llava_mcore.files import folder_lock
+from llava_mcore.files.folder_lock import FolderInUse, FolderLock, Holder
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from llava_mcore.files.lock import FolderInUse, FolderLock
+from llava_mcore.files.folder_lock import FolderInUse, FolderLock
 try:
     with FolderLock(Path(sys.argv[1]), what="the folder", advice="wait", say=lambda line: print(line, flush=True)):
         print("held", flush=True)
@@ -63,8 +63,8 @@ def path(tmp_path: Path) -> Path:
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let it take a second, not ninety."""
     for name in ("_SECONDS_BETWEEN_LOOKS", "SECONDS_BETWEEN_BEATS", "_SECONDS_TO_SETTLE"):
-        monkeypatch.setattr(lock, name, 0.1)
-    monkeypatch.setattr(lock, "SECONDS_UNTIL_STALE", 1.0)
+        monkeypatch.setattr(folder_lock, name, 0.1)
+    monkeypatch.setattr(folder_lock, "SECONDS_UNTIL_STALE", 1.0)
 
 
 def test_a_second_process_is_told_who_holds_it(path: Path) -> None:

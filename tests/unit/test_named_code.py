@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from megatron.energon.typed_converter import JsonParser
 
-from llava_mcore.compat.energon import names as energon_names
-from llava_mcore.compat.energon.names import refuse_named_code
+from llava_mcore.compat.energon import named_code
+from llava_mcore.compat.energon.named_code import refuse_named_code
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.doctor.examiner import Examiner
 from llava_mcore.data.encoding.assets import Assets
@@ -93,6 +93,6 @@ def test_blend_that_names_code(text: str, assets: Assets, tmp_path: Path, write:
 
 
 def test_another_energon_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energon_names, "REPLACED", {JsonParser: "resolve_object"})
+    monkeypatch.setattr(named_code, "REPLACED", {JsonParser: "resolve_object"})
     with pytest.raises(AttributeError):
         refuse_named_code()

@@ -19,7 +19,7 @@ from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.conversation import TextDecoder, cook_chat
 from llava_mcore.data.prepare.listing import read_listing
 from llava_mcore.data.prepare.output.finish import split_shards
-from llava_mcore.data.prepare.plan import Counting, Options
+from llava_mcore.data.prepare.shard_plan import Counting, Options
 from llava_mcore.data.samples import IMAGE_MARK, ChatSample, Turn
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from llava_mcore.__main__ import main
-from llava_mcore.data.prepare.plan import Options
-from llava_mcore.data.prepare.records import Reason
+from llava_mcore.data.prepare.row_types import Reason
+from llava_mcore.data.prepare.shard_plan import Options
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from tests.helpers import prepare_cases as cases

@@ -16,9 +16,9 @@ from PIL import Image
 
 from llava_mcore.data.encoding.images import decode_image
 from llava_mcore.data.prepare.media.pictures import inspect, read_picture
-from llava_mcore.data.prepare.plan import Options
 from llava_mcore.data.prepare.record_layouts import Keys, parse
-from llava_mcore.data.prepare.records import BadSample
+from llava_mcore.data.prepare.row_types import BadSample
+from llava_mcore.data.prepare.shard_plan import Options
 from llava_mcore.data.prepare.sources.base import Cuts
 from llava_mcore.data.prepare.sources.detect import Format, Opening, find_files
 from llava_mcore.errors import DataError

@@ -21,8 +21,8 @@ import pytest
 from llava_mcore.data.prepare.journal import Journal
 from llava_mcore.data.prepare.output import finish
 from llava_mcore.data.prepare.output.shard import ShardMaker
-from llava_mcore.data.prepare.output.write import ShardWriter
-from llava_mcore.data.prepare.plan import Options
+from llava_mcore.data.prepare.output.tar_file import ShardWriter
+from llava_mcore.data.prepare.shard_plan import Options
 from llava_mcore.data.prepare.sources.base import Cuts
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
 from llava_mcore.data.storage.dataset_path import check_dataset

@@ -24,9 +24,9 @@ from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.encoding.conversation import TextDecoder, cook_chat
 from llava_mcore.data.encoding.encode import tokenize
 from llava_mcore.data.prepare.media.video_files import NO_PYAV, decode_video, select_frames
-from llava_mcore.data.prepare.plan import Counting, Options
-from llava_mcore.data.prepare.records import BadSample, Reason
+from llava_mcore.data.prepare.row_types import BadSample, Reason
 from llava_mcore.data.prepare.sampling import Sampling
+from llava_mcore.data.prepare.shard_plan import Counting, Options
 from llava_mcore.data.samples import ChatSample
 from llava_mcore.errors import DataError
 from tests.helpers.prepare_cases import make, shard_bytes

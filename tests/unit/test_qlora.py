@@ -10,7 +10,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from llava_mcore.adapters.attach import linear_modules
-from llava_mcore.adapters.layers import Linear, ModelLayers, model_layers
+from llava_mcore.adapters.linear_layers import Linear, ModelLayers, model_layers
 from llava_mcore.adapters.quantize import quantize_model
 from llava_mcore.adapters.quantized import NF4_BLOCK, SCALE_BLOCK, Nf4, to_fp8, to_nf4
 from llava_mcore.checkpoint.layout import latest_checkpoint

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, FileError
-from llava_mcore.training.logs.metrics import Metrics, MetricsFile, read_lines
+from llava_mcore.training.logs.metrics_file import Metrics, MetricsFile, read_lines
 from llava_mcore.training.logs.sinks import PLOT, Sinks, draw_losses
 from llava_mcore.training.run_ids import KEY, adopt_ids, read_ids, write_id
 from tests.helpers.mlflow_server import RUN_ID, MLflowServer

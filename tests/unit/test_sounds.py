@@ -21,9 +21,9 @@ from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VAL
 from llava_mcore.cli.check import main as check
 from llava_mcore.cli.prepare import main as prepare
 from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.sound import files
-from llava_mcore.data.encoding.sound.files import decode_sound, sound_format, sound_length
-from llava_mcore.data.prepare.records import Reason
+from llava_mcore.data.encoding.sound import sound_files
+from llava_mcore.data.encoding.sound.sound_files import decode_sound, sound_format, sound_length
+from llava_mcore.data.prepare.row_types import Reason
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import ConfigError, DataError
 from tests.helpers.bad_data_makers import Parts, index, messages, write_tar
@@ -168,7 +168,7 @@ def test_a_long_sound_is_refused_by_its_header(
     def decode(*_: Any) -> None:
         raise AssertionError("it was decoded")
 
-    monkeypatch.setattr(files, "_mono", decode)
+    monkeypatch.setattr(sound_files, "_mono", decode)
     with pytest.raises(DataError, match="takes at most 30"):
         assets.plan.audio_tokens([sound_length(bad_sounds["three hours"], RATE)])
 

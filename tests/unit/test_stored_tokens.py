@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from llava_mcore.cli.check import main as check
 from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.chat import ChatFormat
+from llava_mcore.data.encoding.chat_format import ChatFormat
 from llava_mcore.data.encoding.encode import stored_tokens, tokenize
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, from_json, is_by, to_json
 from llava_mcore.data.encoding.text.tokens import TextTokens
-from llava_mcore.data.prepare.plan import Counting, Options
+from llava_mcore.data.prepare.shard_plan import Counting, Options
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import DataError
 from tests.helpers.bad_data_makers import index, write_tar

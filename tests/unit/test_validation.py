@@ -20,7 +20,7 @@ from llava_mcore.data.loading.validation_data import ValidationData, quotas
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from llava_mcore.parallel.batch import fill_rows, without_loss
-from llava_mcore.training.logs.metrics import FILE, VALIDATION_FILE, JsonLines
+from llava_mcore.training.logs.metrics_file import FILE, VALIDATION_FILE, JsonLines
 from llava_mcore.training.logs.sinks import draw_losses
 from llava_mcore.training.validation import ValidationResult
 from tests.unit.test_data_shards import make_vqa

@@ -23,7 +23,7 @@ from llava_mcore.batch_fields import NEWLINE_POSITIONS, RESIZED_POSITIONS, RESIZ
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.encoding.encode import tokenize
-from llava_mcore.data.encoding.media import video_shape
+from llava_mcore.data.encoding.placeholders import video_shape
 from llava_mcore.data.samples import Conversation, TokenConversation, Turn, Video
 from llava_mcore.errors import DataError
 from llava_mcore.models.architectures.registry import architecture_of

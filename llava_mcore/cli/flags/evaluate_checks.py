@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llava_mcore.answering.job import Reading
 from llava_mcore.answering.lmms_harness import require_lmms
-from llava_mcore.answering.megatron import Layout, usable_checkpoint
+from llava_mcore.answering.megatron_answers import Layout, usable_checkpoint
 from llava_mcore.checkpoint.layout import hf_folder
 from llava_mcore.cli.flags.evaluate import answer_defaults
 from llava_mcore.cli.generate import reading_of, sampling_of

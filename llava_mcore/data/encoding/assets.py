@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
-from llava_mcore.data.encoding.chat import ChatFormat
+from llava_mcore.data.encoding.chat_format import ChatFormat
 from llava_mcore.data.encoding.pixel_range import pixel_range_of
 from llava_mcore.data.encoding.preprocess import ImagePreprocessor, MediaPreprocessor
 from llava_mcore.data.encoding.processors import (
@@ -24,7 +24,7 @@ from llava_mcore.data.encoding.processors import (
 )
 from llava_mcore.data.encoding.special_tokens import check_tokenizer, choose_tokens
 from llava_mcore.data.encoding.text.template_choice import Lang, TemplateChoice, choose_template
-from llava_mcore.data.encoding.videos import VIDEO_FILE
+from llava_mcore.data.encoding.video_processor import VIDEO_FILE
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
 from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError, problems
 from llava_mcore.files.regular import kind_of

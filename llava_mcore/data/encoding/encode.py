@@ -11,7 +11,7 @@ import numpy as np
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.marks import NAMES
-from llava_mcore.data.encoding.media import audio_tokens, expand, in_order, media_tokens, video_tokens
+from llava_mcore.data.encoding.placeholders import audio_tokens, expand, in_order, media_tokens, video_tokens
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, from_json, is_by
 from llava_mcore.data.encoding.text.tokens import TextTokens
 from llava_mcore.data.samples import Conversation, MediaSpan, Sound, TokenConversation, Turn, Video

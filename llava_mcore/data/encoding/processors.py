@@ -13,13 +13,13 @@ from llava_mcore.config.sections.data import Limits, PixelRange
 from llava_mcore.data.encoding.pixel_range import FRAMES, range_problems, set_pixel_range
 from llava_mcore.data.encoding.preprocess import ImagePreprocessor, MediaPreprocessor, load_image_processor
 from llava_mcore.data.encoding.sound.processor import Audios, SoundPreprocessor, choose_audios
-from llava_mcore.data.encoding.videos import Videos, choose_videos
+from llava_mcore.data.encoding.video_processor import Videos, choose_videos
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.hf_config import VALUE_ERRORS
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.audio.plan import AudioPlan
+from llava_mcore.models.audio.clip_plan import AudioPlan
 from llava_mcore.models.media import MediaPlan, Processing
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")

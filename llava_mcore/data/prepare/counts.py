@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from llava_mcore.data.prepare.records import Conversation, Skipped
+from llava_mcore.data.prepare.row_types import Conversation, Skipped
 
 BINS_PER_OCTAVE = 8
 """Histograms have bins of equal width on a logarithmic axis, so that they stay small for any data."""

@@ -10,8 +10,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llava_mcore.data.prepare.journal import write_whole
-from llava_mcore.data.prepare.plan import Source
 from llava_mcore.data.prepare.record_layouts import Keys
+from llava_mcore.data.prepare.shard_plan import Source
 from llava_mcore.data.prepare.sources.detect import Format, Opening
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.regular import RefusedFileError, read_regular_file

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from llava_mcore.data.encoding.marks import NAMES, count_marks
 from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY
-from llava_mcore.data.prepare.records import BadSample, Draft, Reason
+from llava_mcore.data.prepare.row_types import BadSample, Draft, Reason
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 
 Role = Literal["system", "user", "assistant"]

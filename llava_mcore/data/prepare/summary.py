@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llava_mcore.data.prepare.counts import BINS_PER_OCTAVE, Histogram, add_up
-from llava_mcore.data.prepare.run import SKIPPED, Result
+from llava_mcore.data.prepare.prepare_source import SKIPPED, Result
 from llava_mcore.models.media import DEFAULT_FPS
 
 BAR_WIDTH = 40

@@ -14,7 +14,7 @@ import yaml
 from megatron.energon import traverse_metadataset
 from megatron.energon.epathlib import EPath
 
-from llava_mcore.compat.energon.names import NamedCodeError, refuse_named_code
+from llava_mcore.compat.energon.named_code import NamedCodeError, refuse_named_code
 from llava_mcore.data.storage.remote import check_profile, check_remote_shards, locate, reading
 from llava_mcore.data.storage.shard_files import check_shards
 from llava_mcore.errors import DataError, problems

@@ -12,7 +12,7 @@ from megatron.energon.epathlib import EPath
 
 from llava_mcore.compat.energon.jsonl import skip_nested_lines
 from llava_mcore.compat.energon.memory import forget_read_members
-from llava_mcore.compat.energon.names import NamedCodeError, refuse_named_code
+from llava_mcore.compat.energon.named_code import NamedCodeError, refuse_named_code
 from llava_mcore.compat.energon.repeat import repeat_parts_exactly
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.samples import Batch

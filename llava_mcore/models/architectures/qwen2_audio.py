@@ -13,7 +13,7 @@ from transformers import (
 
 from llava_mcore.batch_fields import SOUND_FIELDS, Fields, MediaWork
 from llava_mcore.models.architectures.base import Architecture
-from llava_mcore.models.audio.plan import AudioPlan
+from llava_mcore.models.audio.clip_plan import AudioPlan
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.linear import Linear
 from llava_mcore.models.media import MediaPlan, Processing

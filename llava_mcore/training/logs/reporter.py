@@ -12,12 +12,12 @@ import torch
 from llava_mcore.errors import os_error_text
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
 from llava_mcore.models.trainable import PARTS
+from llava_mcore.training.answers.example_table import write_answers
 from llava_mcore.training.answers.result import AnswersResult
-from llava_mcore.training.answers.table import write_answers
 from llava_mcore.training.batch_counts import Counts
 from llava_mcore.training.closing import attempt
 from llava_mcore.training.faults.spikes import SpikeAlert
-from llava_mcore.training.logs.metrics import ANSWERS_FILE, VALIDATION_FILE, JsonLines, Metrics, MetricsFile
+from llava_mcore.training.logs.metrics_file import ANSWERS_FILE, VALIDATION_FILE, JsonLines, Metrics, MetricsFile
 from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.saving.state import Progress

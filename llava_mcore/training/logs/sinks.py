@@ -15,7 +15,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.files.text_files import naming
 from llava_mcore.training.answers.result import Example
 from llava_mcore.training.closing import attempt
-from llava_mcore.training.logs.metrics import FILE, VALIDATION_FILE, Metrics, read_lines
+from llava_mcore.training.logs.metrics_file import FILE, VALIDATION_FILE, Metrics, read_lines
 from llava_mcore.training.logs.mlflow_sink import MLflow
 from llava_mcore.training.logs.wandb_sink import Wandb
 

@@ -37,7 +37,7 @@ from llava_mcore.files.atomic import move, sync_tree, write_synced
 from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import agree, gather_to_all, sum_over_ranks
 from llava_mcore.training.description import write_description
-from llava_mcore.training.logs.record import run_record
+from llava_mcore.training.logs.run_record import run_record
 from llava_mcore.training.saving.host_memory import allocate_in_background, is_allocated_ahead
 from llava_mcore.training.saving.save_log import SAVES, Saved
 from llava_mcore.training.saving.state import LOADER_FOLDER, Progress, loader_file, state_to_save

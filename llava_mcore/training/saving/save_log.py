@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llava_mcore.training.closing import attempt
-from llava_mcore.training.logs.metrics import append_line
+from llava_mcore.training.logs.metrics_file import append_line
 
 SAVES = "saves.jsonl"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from llava_mcore.adapters.state import adapter_state
+from llava_mcore.adapters.adapter_state import adapter_state
 from llava_mcore.checkpoint.dist import fill_model, load_state, model_state
 from llava_mcore.checkpoint.layout import RUN_FILE
 from llava_mcore.checkpoint.node_local import is_local, load_local

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import AutoFeatureExtractor, PretrainedConfig, PreTrainedTokenizerBase, WhisperFeatureExtractor
 
-from llava_mcore.data.encoding.sound.files import decode_sound, require_libraries
+from llava_mcore.data.encoding.sound.sound_files import decode_sound, require_libraries
 from llava_mcore.data.samples import MediaSpan, Sound
 from llava_mcore.errors import DataError
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.registry import architecture_of, classes_that_take_audios
-from llava_mcore.models.audio.plan import AudioPlan
+from llava_mcore.models.audio.clip_plan import AudioPlan
 from llava_mcore.pixels import NO_SCALE
 
 

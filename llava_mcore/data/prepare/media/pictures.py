@@ -11,7 +11,7 @@ from PIL import Image, UnidentifiedImageError
 from llava_mcore.config.sections.data import LIMITS, Limits
 from llava_mcore.data.encoding.images import DAMAGED, SIDEWAYS, decode_image, orientation_of
 from llava_mcore.data.prepare.media.references import PICTURE, read_reference
-from llava_mcore.data.prepare.records import BadSample, Picture, Reason
+from llava_mcore.data.prepare.row_types import BadSample, Picture, Reason
 from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.errors import DataError
 

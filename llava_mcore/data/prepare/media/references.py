@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from llava_mcore.data.prepare.records import BadSample, Reason
+from llava_mcore.data.prepare.row_types import BadSample, Reason
 from llava_mcore.files.regular import RefusedFileError, read_regular_file
 
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.sections.data import Limits
-from llava_mcore.data.encoding.sound.files import decode_sound, require_libraries, sound_format
+from llava_mcore.data.encoding.sound.sound_files import decode_sound, require_libraries, sound_format
 from llava_mcore.data.prepare.media.references import SOUND, read_reference
-from llava_mcore.data.prepare.records import BadSample, Reason, Recording
+from llava_mcore.data.prepare.row_types import BadSample, Reason, Recording
 from llava_mcore.errors import DataError
 
 RATE = 16_000

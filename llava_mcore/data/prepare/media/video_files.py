@@ -13,7 +13,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, BinaryIO
 
 from llava_mcore.config.sections.data import Limits
-from llava_mcore.data.prepare.records import BadSample, Reason
+from llava_mcore.data.prepare.row_types import BadSample, Reason
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.errors import DataError
 

@@ -13,7 +13,7 @@ from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY, check_fp
 from llava_mcore.data.prepare.media.pictures import inspect, read_picture
 from llava_mcore.data.prepare.media.references import REMOTE
 from llava_mcore.data.prepare.media.video_files import decode_video
-from llava_mcore.data.prepare.records import BadSample, Clip, Picture, Reason
+from llava_mcore.data.prepare.row_types import BadSample, Clip, Picture, Reason
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.errors import DataError

@@ -12,17 +12,16 @@ from llava_mcore.config.sections.data import Limits
 from llava_mcore.data import samples
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.encode import check_length
-from llava_mcore.data.encoding.media import audio_tokens, media_tokens, video_tokens
+from llava_mcore.data.encoding.placeholders import audio_tokens, media_tokens, video_tokens
 from llava_mcore.data.encoding.stored_tokens import to_json
 from llava_mcore.data.packing.best_fit import best_fit
 from llava_mcore.data.prepare.counts import Counts, ShardReport
 from llava_mcore.data.prepare.media.pictures import read_picture
 from llava_mcore.data.prepare.media.sounds import read_sound
 from llava_mcore.data.prepare.media.videos import read_video
-from llava_mcore.data.prepare.output.write import ShardWriter
-from llava_mcore.data.prepare.plan import Options
+from llava_mcore.data.prepare.output.tar_file import ShardWriter
 from llava_mcore.data.prepare.record_layouts import check_turns, parse, place_marks
-from llava_mcore.data.prepare.records import (
+from llava_mcore.data.prepare.row_types import (
     BadSample,
     Clip,
     Conversation,
@@ -34,6 +33,7 @@ from llava_mcore.data.prepare.records import (
     Segment,
     Skipped,
 )
+from llava_mcore.data.prepare.shard_plan import Options
 from llava_mcore.data.prepare.sources.base import SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening
 from llava_mcore.data.prepare.sources.lines import too_large

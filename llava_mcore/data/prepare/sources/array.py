@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.prepare.records import Row, Segment
+from llava_mcore.data.prepare.row_types import Row, Segment
 from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
 from llava_mcore.data.prepare.sources.lines import BOM, decode_row, too_large
 from llava_mcore.errors import DataError

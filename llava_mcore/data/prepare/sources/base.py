@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from llava_mcore.data.prepare.records import Row, Segment
+from llava_mcore.data.prepare.row_types import Row, Segment
 
 BLOCK = 1 << 20
 """Bytes to read at a time."""

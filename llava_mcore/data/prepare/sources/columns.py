@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.prepare.records import BadSample, Row, Segment
+from llava_mcore.data.prepare.row_types import BadSample, Row, Segment
 from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
 from llava_mcore.data.prepare.sources.lines import too_large
 from llava_mcore.errors import DataError

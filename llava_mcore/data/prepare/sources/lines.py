@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.prepare.records import BadSample, Reason, Row, Segment
+from llava_mcore.data.prepare.row_types import BadSample, Reason, Row, Segment
 from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
 
 BOM = b"\xef\xbb\xbf"

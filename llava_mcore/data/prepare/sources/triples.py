@@ -21,7 +21,7 @@ from llava_mcore.data.encoding.sample_media import (
     is_sound_part,
     listed_videos,
 )
-from llava_mcore.data.prepare.records import BadSample, Reason, Row, Segment
+from llava_mcore.data.prepare.row_types import BadSample, Reason, Row, Segment
 from llava_mcore.data.prepare.sources.base import Cuts, Scan
 from llava_mcore.data.prepare.sources.lines import decode_row
 from llava_mcore.data.samples import AUDIO_PARTS, IMAGE_PARTS

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.images import decode_image
-from llava_mcore.data.encoding.sound.files import require_libraries, sound_format
+from llava_mcore.data.encoding.sound.sound_files import require_libraries, sound_format
 from llava_mcore.data.prepare.media.video_files import decode_video
-from llava_mcore.data.prepare.records import BadSample
+from llava_mcore.data.prepare.row_types import BadSample
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn, Video
 from llava_mcore.errors import DataError, problems

@@ -23,8 +23,8 @@ from llava_mcore.data.prepare.counts import Counts, ShardReport, add_up
 from llava_mcore.data.prepare.journal import META, Journal, write_whole
 from llava_mcore.data.prepare.output.finish import write_meta
 from llava_mcore.data.prepare.output.shard import ShardMaker, ShardSetup
-from llava_mcore.data.prepare.plan import Options, Plan, Source, make_plan
-from llava_mcore.data.prepare.records import Segment, Skipped
+from llava_mcore.data.prepare.row_types import Segment, Skipped
+from llava_mcore.data.prepare.shard_plan import Options, Plan, Source, make_plan
 from llava_mcore.errors import DataError
 
 MANIFEST = "manifest.json"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.adapters.layers import ModelLayers
-from llava_mcore.adapters.plan import LoraPlan
+from llava_mcore.adapters.linear_layers import ModelLayers
+from llava_mcore.adapters.targets import LoraPlan
 from llava_mcore.checkpoint.identity import is_of_import, weights_identity
 from llava_mcore.checkpoint.layout import is_iteration, latest_checkpoint
 from llava_mcore.errors import CheckpointError

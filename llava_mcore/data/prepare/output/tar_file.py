@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from llava_mcore.data.encoding.sample_media import AUDIOS_KEY, FPS_KEY, FRAMES_KEY, VIDEOS_KEY
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
-from llava_mcore.data.prepare.records import Conversation, Picture, Recording
+from llava_mcore.data.prepare.row_types import Conversation, Picture, Recording
 
 
 class ShardWriter:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.encoding.images import picture_size
-from llava_mcore.data.encoding.sound.files import sound_length
+from llava_mcore.data.encoding.sound.sound_files import sound_length
 from llava_mcore.data.encoding.text.tokens import ChatTokens, TextTokens
 from llava_mcore.data.samples import Sound, Video
 from llava_mcore.errors import DataError

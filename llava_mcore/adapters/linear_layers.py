@@ -15,8 +15,8 @@ from llava_mcore.compat.transformers import model_without_weights
 from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, Layout, PadColumns, PadParts, Regroup
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
+from llava_mcore.models.model_table import detect_names, mapping_table, usual_names
 from llava_mcore.models.names import HfNames
-from llava_mcore.models.table import detect_names, mapping_table, usual_names
 
 WEIGHT, BIAS = ".weight", ".bias"
 

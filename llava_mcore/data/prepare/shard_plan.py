@@ -11,7 +11,7 @@ from typing import Any
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.encoding.assets import ASSET_FILES, Assets, load_assets
 from llava_mcore.data.encoding.text.template_choice import Lang
-from llava_mcore.data.prepare.records import Segment
+from llava_mcore.data.prepare.row_types import Segment
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.prepare.sources.base import Cuts, SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening, find_files

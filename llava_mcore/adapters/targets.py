@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from llava_mcore.adapters.layers import BIAS, ModelLayers
+from llava_mcore.adapters.linear_layers import BIAS, ModelLayers
 from llava_mcore.config.sections.adapter import ALL_LINEAR, AdapterConfig
 from llava_mcore.errors import ConfigError, problems
 

@@ -70,12 +70,12 @@ class LocalWrite:
             vision_data_parallel: every rank has a whole tower.
         """
         self._own = _layout(groups, vision_data_parallel)
-        box = [uuid.uuid4().hex[:8]]  # an abandoned attempt may have left a file of the same iteration
-        dist.broadcast_object_list(box, src=0, group=groups.control)
+        suffix = [uuid.uuid4().hex[:8]]  # an abandoned attempt may have left a file of the same iteration
+        dist.broadcast_object_list(suffix, src=0, group=groups.control)
         self._folder, self._groups = folder, groups
         self.checksums: dict[str, str] = {}  # none: this rank writes no files into the iteration's folder
         self._checksum = ""
-        self._path = root / f"{folder.name.strip('.').partition('.')[0]}.{box[0]}.rank_{groups.rank:05d}.pt"
+        self._path = root / f"{folder.name.strip('.').partition('.')[0]}.{suffix[0]}.rank_{groups.rank:05d}.pt"
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         parts = {_name(value): value.data for value in nested_values(sharded)}
         tensors = {name: _on_host(x, copy=copy) for name, x in parts.items() if isinstance(x, torch.Tensor)}

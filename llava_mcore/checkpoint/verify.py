@@ -41,15 +41,15 @@ def damage_found_together(groups: Groups, checkpoint: Path) -> str | None:
     """
     start = time.perf_counter()
     problem: str | None = None
-    box: list[dict[str, str] | None] = [None]
+    sent: list[dict[str, str] | None] = [None]
     if groups.rank == 0:
         try:
             expected = recorded(checkpoint)
-            box = [expected and {name: expected[name] for name in by_size(checkpoint, expected)}]
+            sent = [expected and {name: expected[name] for name in by_size(checkpoint, expected)}]
         except CheckpointError as error:
             problem = str(error)
-    dist.broadcast_object_list(box, src=0, group=groups.control)
-    (files,) = box
+    dist.broadcast_object_list(sent, src=0, group=groups.control)
+    (files,) = sent
     if files is not None:
         mine = list(files)[groups.rank :: groups.world_size]
         problem = "; ".join(damaged_files(checkpoint, {name: files[name] for name in mine})) or None

@@ -42,6 +42,7 @@ LLAMA3_ROPE = {
 }
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}
+INTERLEAVED = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
 PARTIAL = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
 TWO_ROPES = {
     "full_attention": {"rope_theta": 1000000.0, "rope_type": "linear", "factor": 8.0},
@@ -51,18 +52,22 @@ TWO_ROPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny model of the class `architecture` (model_type), at the (tp, pp) of `layouts` (None: all)."""
+    """One tiny model of the class `architecture` (model_type), at the (tp, pp) of `layouts` (None: all).
+
+    `variant`: what it has of its own, beside another case of the same families.
+    """
 
     vision: str
     text: str
     options: dict[str, Any] = field(default_factory=dict)
     layouts: tuple[tuple[int, int], ...] | None = None
     architecture: str = "llava"
+    variant: str = ""
 
     @property
     def name(self) -> str:
         of_class = "" if self.architecture == "llava" else f"{self.architecture}-"
-        return f"{of_class}{self.vision}-{self.text}"
+        return f"{of_class}{self.vision}-{self.text}{self.variant and '-'}{self.variant}"
 
 
 ONE_AXIS, BOTH_AXES, ONE_PROCESS = ((1, 2), (2, 1)), ((2, 2),), ((1, 1),)
@@ -89,12 +94,12 @@ CASES = [
     Case("dinov2_with_registers", "gemma2", {"tie": True}, ONE_AXIS + BOTH_AXES),
     Case("internvit", "gemma3", {"tie": True, "feature_layer": -1}, ONE_AXIS),
     Case("siglip", "gemma3", {"text_overrides": {"rope_parameters": TWO_ROPES}}, BOTH_AXES),
-    Case("clip", "mistral", {}, ONE_AXIS + BOTH_AXES, "llava_next"),
+    Case("clip", "mistral", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "llava_next"),
     Case("siglip", "qwen2", {"feature_layer": -1, "tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "llava_onevision"),
     Case("internvit", "qwen2", {"tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "internvl"),
     Case("internvit", "llama", {"vision_feature_layer": -2}, ONE_PROCESS + BOTH_AXES, "internvl"),
     Case("siglip", "llama", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "idefics3"),
-    Case("siglip", "llama", {"tie": True, "marks": False}, ONE_PROCESS + BOTH_AXES, "smolvlm"),
+    Case("siglip", "llama", {"tie": True, "marks": False}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "smolvlm"),
     Case("siglip", "mistral", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "idefics2"),
     Case("siglip", "llama", {"tie": True, "splits": True}, ONE_PROCESS + BOTH_AXES, "idefics2"),
     Case("qwen2_vl", "qwen2", {"tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen2_vl"),
@@ -105,7 +110,23 @@ CASES = [
         ONE_PROCESS + ONE_AXIS + BOTH_AXES,
         "qwen2_5_vl",
     ),
+    Case(
+        "qwen2_5_vl",
+        "qwen2",
+        {"tie": True, "text_overrides": {"rope_parameters": LINEAR | {"mrope_section": [1, 2, 1]}}},
+        BOTH_AXES,
+        "qwen2_5_vl",
+        "tied",
+    ),
     Case("qwen3_vl", "qwen3", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen3_vl"),
+    Case(
+        "qwen3_vl",
+        "qwen3",
+        {"tie": True, "text_overrides": {"rope_parameters": YARN | INTERLEAVED}},
+        ONE_PROCESS + BOTH_AXES,
+        "qwen3_vl",
+        "yarn",
+    ),
     Case("qwen2_audio_encoder", "qwen2", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen2_audio"),
 ]
 

@@ -34,40 +34,53 @@ RECOMPUTED = {"model.recompute": "full", "model.recompute_vision": "full"}
 def train(tp: int, pp: int, cases: dict[str, dict[str, Any]], save_dir: str) -> dict[str, dict[str, list[float]]]:
     """Train each case's checkpoint on its steps, one pack each, and a few steps of two packs with other options.
 
+    The latter also padded, where each conversation is a row. With data parallelism each rank has one of the two.
+
     Returns losses, gradient norms and learning rates.
     """
     groups = join(tp, pp)
     found = {}
     for name, case in cases.items():
-        found[name] = _steps(groups, run_config(tp, pp, case["checkpoint"], save_dir, **_flags(case, 1)), case, 1)
-        flags = _flags(case, 2)
+        options: dict[str, Any] = {}
         if tp * pp > 1:
-            flags |= {"parallel.sequence_parallel": tp > 1} | RECOMPUTED
+            options = {"parallel.sequence_parallel": tp > 1} | RECOMPUTED
             if case["chunk"] and pp > 1:
-                flags |= {"parallel.num_layers_per_virtual_pipeline_stage": case["chunk"]}
-        found[f"{name}, options"] = _steps(groups, run_config(tp, pp, case["checkpoint"], save_dir, **flags), case, 2)
+                options |= {"parallel.num_layers_per_virtual_pipeline_stage": case["chunk"]}
+        ways: dict[str, tuple[dict[str, Any], int, bool]] = {
+            f"{name}, options": (options, 2, True),
+            f"{name}, padded": (options | {"model.recompute": "selective"}, 2, False),
+        }
+        if groups.dp_size == 1:
+            ways[name] = ({}, 1, True)
+        for way, (flags, batches, packed) in ways.items():
+            run = run_config(tp, pp, case["checkpoint"], save_dir, **_flags(case, batches, packed=packed) | flags)
+            found[way] = _steps(groups, run, case, batches, packed=packed)
     return found
 
 
-def _flags(case: dict[str, Any], packs: int) -> dict[str, Any]:
+def _flags(case: dict[str, Any], batches: int, *, packed: bool) -> dict[str, Any]:
+    size = 1 if packed else len(case["steps"][0])
     return {
-        "training.micro_batch_size": 1,
-        "training.global_batch_size": packs,
-        "training.train_iters": len(case["steps"]) // packs,
+        "training.micro_batch_size": size,
+        "training.global_batch_size": batches * size,
+        "training.train_iters": len(case["steps"]) // batches,
     }
 
 
-def _steps(groups: Groups, run: RunConfig, case: dict[str, Any], packs: int) -> dict[str, list[float]]:
+def _steps(groups: Groups, run: RunConfig, case: dict[str, Any], num: int, *, packed: bool) -> dict[str, list[float]]:
+    """Train on steps of `num` micro-batches."""
     steps: Sequence[Sequence[Conversation]] = case["steps"]
     trainer = make_trainer(groups, run)
     loader = None
     if groups.loads_data:
         assets = load_assets(Path(case["hf"]))
-        loader = GivenLoader([batch_of(assets, conversations, packed=True) for conversations in steps])
+        own = steps[groups.dp_rank :: groups.dp_size]
+        loader = GivenLoader([batch_of(assets, conversations, packed=packed) for conversations in own])
     losses, norms, rates = [], [], []
-    for _ in range(min(run.training.train_iters, len(steps) if packs == 1 else 4)):
-        batches, *_ = fetch_step(groups, loader, packs, SkipBudget(0.0), trainer.fields)
-        result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, packs).result()
+    size = run.training.global_batch_size
+    for _ in range(min(run.training.train_iters, len(steps) if num == 1 else 4)):
+        batches, *_ = fetch_step(groups, loader, num // groups.dp_size, SkipBudget(0.0), trainer.fields)
+        result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, size).result()
         losses.append(result.loss)
         norms.append(result.grad_norm)
         rates.append(result.lr)

@@ -23,7 +23,7 @@ CONSTANT = {SHORT_SOUNDS.name: {"0.vision_model.position_embeddings.weight"}}
 """What training leaves as it is: Whisper's positions are those of sines."""
 SIZES = ((56, 56), (140, 60), (50, 170), (200, 190), (30, 31))
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
-OF_ANY_SIZE = [x for x in CASES if x.architecture.startswith(("llava_", "qwen")) or x.options.get("splits")]
+OF_ANY_SIZE = [x for x in CASES if x.architecture != "llava"]
 OF_ANY_SIZE = [SHORT_SOUNDS if x.architecture == SHORT_SOUNDS.architecture else x for x in OF_ANY_SIZE]
 
 

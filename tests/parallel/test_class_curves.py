@@ -23,6 +23,8 @@ from tests.helpers.world import run_world
 from tests.unit import test_idefics2, test_qwen
 
 LAYOUTS: list[Any] = [(1, 1), (2, 2), *(pytest.param(*layout, marks=pytest.mark.long) for layout in ((1, 2), (2, 1)))]
+LONG = ((1, 2), (2, 1), (1, 1, 2), (2, 1, 2))
+"""tp, pp and dp, which is 1 if not given."""
 Curve = dict[str, dict[str, list[float]]]
 
 
@@ -85,19 +87,19 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def curve_of(material: dict[str, Any]) -> Callable[[int, int], Curve]:
+def curve_of(material: dict[str, Any]) -> Callable[..., Curve]:
     """Returns every model's curve at a layout, from rank 0 of a world that is started once."""
 
     @functools.cache
-    def train(tp: int, pp: int) -> Curve:
-        found: Curve = run_world(tp * pp, "tests.parallel.class_curve_checks:train", tp=tp, pp=pp, **material)[0]
+    def train(tp: int, pp: int, dp: int = 1) -> Curve:
+        found: Curve = run_world(tp * pp * dp, "tests.parallel.class_curve_checks:train", tp=tp, pp=pp, **material)[0]
         return found
 
     return train
 
 
 @pytest.fixture(scope="module")
-def expected_of(material: dict[str, Any], curve_of: Callable[[int, int], Curve]) -> Callable[[str], Any]:
+def expected_of(material: dict[str, Any], curve_of: Callable[..., Curve]) -> Callable[[str], Any]:
     """Returns a model's losses and gradient norms of plain transformers."""
     return functools.cache(
         lambda name: their_curve(Path(material["cases"][name]["hf"]), TRAINED[name], curve_of(1, 1)[name]["lr"])
@@ -107,7 +109,7 @@ def expected_of(material: dict[str, Any], curve_of: Callable[[int, int], Curve])
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 @pytest.mark.parametrize("name", TRAINED)
 def test_steps_are_those_of_transformers_and_adamw(
-    curve_of: Callable[[int, int], Curve], expected_of: Callable[[str], Any], name: str, tp: int, pp: int
+    curve_of: Callable[..., Curve], expected_of: Callable[[str], Any], name: str, tp: int, pp: int
 ) -> None:
     losses, norms = expected_of(name)
     ours = curve_of(tp, pp)[name]
@@ -116,12 +118,14 @@ def test_steps_are_those_of_transformers_and_adamw(
     assert ours["grad_norm"] == pytest.approx(norms, rel=1e-3)
 
 
-@pytest.mark.parametrize(("tp", "pp"), LAYOUTS[1:])
+@pytest.mark.parametrize("layout", [(2, 2), *(pytest.param(x, marks=pytest.mark.long) for x in LONG)], ids=str)
+@pytest.mark.parametrize("way", ["options", "padded"])
 @pytest.mark.parametrize("name", TRAINED)
-def test_recomputed_interleaved_and_sequence_parallel(
-    curve_of: Callable[[int, int], Curve], name: str, tp: int, pp: int
+def test_recomputed_interleaved_sequence_and_data_parallel(
+    curve_of: Callable[..., Curve], name: str, way: str, layout: tuple[int, ...]
 ) -> None:
-    expected, found = (curve_of(*x)[f"{name}, options"] for x in ((1, 1), (tp, pp)))
+    """Packed and everything recomputed, or padded and parts recomputed: the losses of one process, packed."""
+    expected, found = curve_of(1, 1)[f"{name}, options"], curve_of(*layout)[f"{name}, {way}"]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 

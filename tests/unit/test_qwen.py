@@ -14,14 +14,13 @@ import pytest
 import torch
 from transformers import AutoProcessor, AutoVideoProcessor
 from transformers.image_utils import SizeDict
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
-from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 from transformers.video_utils import VideoMetadata
 
 from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.cli import import_hf as import_command
+from llava_mcore.cli import inspect_folder
+from llava_mcore.config.rules.parallel import check_stages
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.assets import load_assets
@@ -29,17 +28,15 @@ from llava_mcore.data.encoding.images import decode_image
 from llava_mcore.data.encoding.pixel_range import write_pixel_range
 from llava_mcore.data.samples import Conversation, Turn, Video
 from llava_mcore.errors import ConversionError, DataError
-from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.language.shape import mrope_from_hf
-from llava_mcore.models.language.token_rope import TokenRope
-from llava_mcore.models.rotary import rotate
 from llava_mcore.pixels import normalize
 from tests.helpers.class_checks import assert_logits_and_gradients, assert_torch_counts_the_same, batch_of, edited
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import make_hf_llava
-from tests.helpers.tiny_qwen import KINDS, ROPE, make_each_kind
+from tests.helpers.tiny_qwen import KINDS, make_each_kind, make_hf_qwen
 from tests.helpers.videos import as_arrays, noise, video
+from tests.parallel.training_checks import run_config
 
 PICTURE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 
@@ -188,9 +185,11 @@ def test_torch_counts_the_same_flops_over_hugging_face(folders: dict[str, Path],
 
 @pytest.mark.parametrize("name", KINDS)
 def test_check_compares_the_output_of_every_module(
-    folders: dict[str, Path], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--hf-dir", str(folders[name]), "--megatron-dir", str(tmp_path / "m"), "--tp", "2", "--pp", "2"]
+    """With an output layer that is the embedding; that of the first test is not."""
+    make_hf_qwen(tmp_path / "hf", name, tie=True)
+    flags = ["--hf-dir", str(tmp_path / "hf"), "--megatron-dir", str(tmp_path / "m"), "--tp", "2", "--pp", "2"]
     assert import_command.main([*flags, "--workers", "1", "--verify", "--logits", str(CHINA)]) == 0
     # Of the mergers, the ends of tower and decoder, and the layers of both.
     modules = {
@@ -201,31 +200,24 @@ def test_check_compares_the_output_of_every_module(
     assert f"outputs of {modules[name]} modules compared" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("rotary", "config"),
-    [
-        (Qwen2_5_VLRotaryEmbedding, ROPE | {"mrope_section": [1, 1, 2]}),
-        (Qwen2_5_VLRotaryEmbedding, ROPE | {"mrope_section": [2, 1, 1], "rope_type": "yarn", "factor": 4.0}),
-        (Qwen3VLTextRotaryEmbedding, ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}),
-    ],
-)
-def test_angles_are_hugging_faces(rotary: Any, config: dict[str, Any]) -> None:
-    kind = "qwen3_vl" if rotary is Qwen3VLTextRotaryEmbedding else "qwen2_5_vl"
-    hf = KINDS[kind][0]().text_config.__class__(
-        hidden_size=64,
-        num_attention_heads=8,
-        head_dim=8,
-        rope_parameters=config | {"original_max_position_embeddings": 64} if config["rope_type"] == "yarn" else config,
-    )
-    rope = mrope_from_hf(hf, rotary)
-    assert rope.axes is not None
-    positions = torch.randint(0, 90, (3, 2, 17))
-    cos, sin = rotary(hf)(torch.zeros(1), positions)
-    q, k = torch.randn(17, 2, 4, 8), torch.randn(17, 2, 4, 8)
-    theirs = apply_rotary_pos_emb(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), cos, sin)
-    angles = TokenRope(rope.inv_freq, rope.axes)(positions)
-    for x, expected in zip((q, k), theirs, strict=True):
-        assert torch.allclose(rotate(x, angles, factor=rope.scaling), expected.permute(2, 0, 1, 3), atol=1e-6)
+@pytest.mark.parametrize("name", KINDS)
+def test_inspect_shows_the_class_and_its_layers(
+    folders: dict[str, Path], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect_folder.main([str(folders[name])]) == 0
+    said = capsys.readouterr().out
+    assert architecture_of(load_hf_config(folders[name])).model_class.__name__ in said
+    assert "pictures of any size in patches of 6" in said
+
+
+def test_layers_that_take_inner_features_stay_on_the_first_stage(folders: dict[str, Path], tmp_path: Path) -> None:
+    dims = model_dims(load_hf_config(folders["qwen3_vl"]))
+    given = {"parallel.num_layers_per_virtual_pipeline_stage": 1}
+    run = run_config(1, 2, None, str(tmp_path), **given)
+    (said,) = check_stages(run, dims, 2, "hf")
+    assert "features of the vision tower are added after the first 2 layers of hf" in said
+    assert "must be on the first stage, which has 1 (--pp 2" in said
+    assert not list(check_stages(run_config(1, 2, None, str(tmp_path)), dims, 2, "hf"))
 
 
 def test_a_plan_can_be_pickled(folders: dict[str, Path]) -> None:

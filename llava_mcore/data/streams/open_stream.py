@@ -93,6 +93,5 @@ def check_streams(streams: dict[int, Stream], num_streams: int, leaves: Sequence
     if any(stream.dataset.len_worker(0) == 0 for stream in streams.values()):
         raise DataError(
             f"{', '.join(map(str, leaves))}: fewer samples than the {num_streams} streams that the data is divided "
-            "into;  "
-            "lower data.num_streams"
+            "into; lower data.num_streams"
         )

@@ -1,6 +1,6 @@
 """The interface of an architecture: one Hugging Face class, one file in this folder.
 
-Shared code is in `models.multimodal` and `models.table`; this interface has what differs between architectures.
+Shared code is in `models.multimodal` and `models.model_table`; this interface has what differs between architectures.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class InternVl(TileArchitecture):
         if served == wanted:
             return []
         return [
-            f"image_seq_length gives {served} tokens per tile, but the model's config.json gives {wanted} features;  "
+            f"image_seq_length gives {served} tokens per tile, but the model's config.json gives {wanted} features; "
             "correct the processor's settings"
         ]
 

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 
 from llava_mcore.compat.megatron_layers import split_gradients_without_copy
+from llava_mcore.compat.required import replace_name
 from llava_mcore.models.activations import StatelessActivation, quick_gelu
 
 
@@ -46,7 +47,7 @@ def use_fewer_kernels(encoder: TransformerBlock) -> None:
     for layer in encoder.layers:
         for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
             # Set for every row-parallel layer, but only a sum over ranks must come between product and bias.
-            linear.gemm_bias_unfused_add = linear.tp_size > 1
+            replace_name(linear, "gemm_bias_unfused_add", linear.tp_size > 1)
         if config.activation_func is quick_gelu:
             layer.mlp.activation_func = StatelessActivation(QGELU())
         elif config.use_te_activation_func:

@@ -110,6 +110,18 @@ def bubble(trace: Trace) -> float:
     return alone(trace.kernels, MESSAGES, trace.begin, end) / (end - trace.begin)
 
 
+def computing(trace: Trace) -> float:
+    """Return for how long kernels ran that are not messages between ranks, which wait for the other ranks."""
+    kernels = [kernel for kernel in trace.kernels if kind_of(kernel.name) != "communication"]
+    return trace.end - trace.begin - sum(took for took, *_ in gaps(kernels, trace.begin, trace.end))
+
+
+def spread(traces: Sequence[Trace]) -> float:
+    """Return how much longer the slowest rank computes than the mean of all."""
+    times = [computing(trace) for trace in traces]
+    return max(times) * len(times) / sum(times)
+
+
 def predicted_bubble(stages: int, micro_batches: int) -> float:
     """Return the bubble's part of the time of all passes if all stages take equally long and messages no time.
 

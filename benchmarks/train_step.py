@@ -9,10 +9,11 @@ Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real to
 ones differ by layout), and "loss off %" is how far the losses of the steps are at most from the first configuration's,
 which reads the same samples. With --bubble one more step of each pipelined layout is profiled: "bubble %" is what the
 first stage waited for the others, "predicted %" what it should be (`benchmarks/read_trace.py`), of the time of all
-passes. With --traces one more step of every layout is profiled, and its trace copied to a folder. With --peer also
-Hugging Face stacks (`benchmarks/hf_peer.py`) on the same shards, their components, and the ratios to them; one that
-runs out of memory is run again in a form that needs less. Configurations take turns, as many rounds as asked for;
-medians over the steps of all rounds.
+passes. With --spread one more step of every layout is profiled on all ranks: "slowest ÷ mean" compares for how long
+their GPUs compute, without messages. With --traces one more step of every layout is profiled, and its trace copied to a
+folder. With --peer also Hugging Face stacks (`benchmarks/hf_peer.py`) on the same shards, their components, and the
+ratios to them; one that runs out of memory is run again in a form that needs less. Configurations take turns, as many
+rounds as asked for; medians over the steps of all rounds.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ def parse() -> argparse.Namespace:
         "--weights", action="store_true", help="all layouts begin with the same weights, imported first"
     )
     parser.add_argument("--bubble", action="store_true", help="profile one step more where pp > 1")
+    parser.add_argument("--spread", action="store_true", help="profile one step more of ours on all ranks")
     parser.add_argument("--traces", type=Path, help="profile one step more of ours, and keep the trace in this folder")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="compare with Hugging Face stacks")
@@ -186,7 +188,7 @@ def streams(args: argparse.Namespace) -> int:
 
 def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: Path) -> None:
     """Train with run.py and add what its metrics.jsonl says."""
-    profiled = args.traces is not None or (args.bubble and entry.pp > 1)
+    profiled = args.traces is not None or args.spread or (args.bubble and entry.pp > 1)
     iters = args.iters + profiled
     options = {
         "-g": args.gpus,
@@ -209,7 +211,8 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     if entry.what != "none":
         flags += ["--fp8", "--fp8-recipe", entry.what.removesuffix(WITH_TOWER)]
         flags += ["--fp8-vision"] if entry.what.endswith(WITH_TOWER) else []
-    flags += ["--profile", f"{iters}:{iters}", "logging.profile_ranks=0"] if profiled else []
+    if profiled:
+        flags += ["--profile", f"{iters}:{iters}", *([] if args.spread else ["logging.profile_ranks=0"])]
     held = ("optimizer.lr_warmup_fraction=0", f"data.num_streams={streams(args)}")  # all layouts read one order
     command = training_command(options, *flags, *held, *args.more)
     lines, entry.error = run_command(command, out / "run" / "metrics.jsonl")
@@ -217,7 +220,9 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     if entry.error:
         return
     if profiled:
-        file = next((out / "run" / "profile").glob("*.trace.json.gz"))
+        file, *others = sorted((out / "run" / "profile").glob("*.trace.json.gz"))
+        if args.spread:
+            entry.spreads.append(read_trace.spread([read_trace.read(x) for x in (file, *others)]))
         if args.traces is not None:
             args.traces.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, args.traces / f"{entry.shape}.{entry.what}.tp{entry.tp}.pp{entry.pp}.trace.json.gz")

@@ -34,6 +34,8 @@ class Entry:
     losses: list[float] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
     """Measured, as a fraction of the time of all passes."""
+    spreads: list[float] = field(default_factory=list)
+    """Of the time for which ranks compute in a step: the slowest ÷ the mean."""
     error: str = ""
     stack: str = ""
     """Of a peer: its components."""
@@ -77,6 +79,8 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
         micro_batches = entry.global_batch_size * entry.tp * entry.pp // (entry.micro_batch_size * gpus)
         row |= {"bubble %": round(100 * statistics.median(entry.bubbles), 1)}
         row |= {"predicted %": round(100 * read_trace.predicted_bubble(entry.pp, micro_batches), 1)}
+    if entry.spreads:
+        row |= {"slowest ÷ mean": round(statistics.median(entry.spreads), 3)}
     for other in entries:
         if other.is_peer and other.steps and other.shape == entry.shape and not entry.is_peer:
             unit = "samples" if other.what == "hf-padded" else "tokens"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.read_trace import alone, bubble, gaps, predicted_bubble, read, show
+from benchmarks.read_trace import alone, bubble, computing, gaps, predicted_bubble, read, show, spread
 
 
 def event(name: str, start: float, took: float, cat: str = "kernel") -> dict[str, object]:
@@ -43,6 +43,22 @@ def test_a_bubble_is_what_messages_take_alone(tmp_path: Path, capsys: pytest.Cap
         "15.0 % of the time of all passes" in printed
         and "cudaStreamSynchronize: 1; at ms (took ms): 0 (0.0)" in printed
     )
+
+
+def test_spread_leaves_out_what_waits_for_other_ranks(tmp_path: Path) -> None:
+    """One rank computes for 300 of 500 microseconds, the other for 400, one kernel beside a message."""
+    slower = [event("nvjet_a", 0, 400), event("ncclDevKernel_AllReduce", 380, 120)]
+    faster = [
+        event("nvjet_a", 0, 200),
+        event("ncclDevKernel_AllReduce", 150, 300),
+        event("multi_tensor_adam", 400, 100),
+    ]
+    traces = []
+    for number, events in enumerate((slower, faster)):
+        (tmp_path / str(number)).mkdir()
+        traces.append(read(write(tmp_path / str(number), events)))
+    assert [computing(trace) for trace in traces] == [400, 300]
+    assert spread(traces) == 400 / 350
 
 
 def test_predicted_bubble() -> None:

@@ -220,14 +220,14 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     if entry.error:
         return
     if profiled:
-        file, *others = sorted((out / "run" / "profile").glob("*.trace.json.gz"))
+        files = sorted((out / "run" / "profile").glob("*.trace.json.gz"))  # of rank 0 first
         if args.spread:
-            entry.spreads.append(read_trace.spread([read_trace.read(x) for x in (file, *others)]))
+            entry.spreads.append(read_trace.spread([read_trace.read(file) for file in files]))
         if args.traces is not None:
             args.traces.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, args.traces / f"{entry.shape}.{entry.what}.tp{entry.tp}.pp{entry.pp}.trace.json.gz")
+            shutil.copy(files[0], args.traces / f"{entry.shape}.{entry.what}.tp{entry.tp}.pp{entry.pp}.trace.json.gz")
         if args.bubble and entry.pp > 1:
-            entry.bubbles.append(read_trace.bubble(read_trace.read(file)))
+            entry.bubbles.append(read_trace.bubble(read_trace.read(files[0])))
     entry.losses = [round(line["loss"], 4) for line in lines]
     for line in lines[args.warm_up :]:
         seconds = line["step_seconds"]

@@ -67,8 +67,9 @@ _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 class DropActivations(torch.autograd.graph.saved_tensors_hooks):
     """Keeps the shapes of large tensors instead of the tensors for backward passes whose results nobody uses.
 
-    Before a capture Transformer Engine runs the forward passes of all parts, then their backward passes, for what
-    libraries do in their first calls. With all activations in memory that would take as much again as the graphs.
+    Before a capture Transformer Engine runs the forward passes of all parts, then their backward passes, so that
+    libraries do the work of their first calls. Keeping all activations meanwhile would take as much memory again as the
+    graphs do.
     """
 
     LARGE = 2**20

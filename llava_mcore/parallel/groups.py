@@ -70,8 +70,8 @@ def initialize(
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    # Without `device_id`, with which NCCL would open a communicator for every group at once: several GiB of each GPU
-    # for groups that exchange nothing.
+    # No `device_id`: with it, NCCL opens a communicator for every group at once, which takes several GiB of each GPU,
+    # most of them for groups that exchange nothing.
     dist.init_process_group(backend, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,

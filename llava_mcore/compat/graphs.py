@@ -60,6 +60,13 @@ def make_graphs(
     return list(found)
 
 
+def destroy_graphs(graphs: Iterable[Callable[..., Tensor]]) -> None:
+    """Destroy what `make_graphs` returned. NCCL waits for this before it ends a communicator whose messages they
+    hold."""
+    for graph in graphs:
+        required(graph, "reset")()
+
+
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 """What a tensor of undefined values is made from."""
 

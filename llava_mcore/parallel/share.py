@@ -190,11 +190,17 @@ def _broadcast(
     ]
     if tensors is not None:
         for part, x in zip(parts, (x for each in tensors for x in each), strict=True):
-            part.copy_(x, non_blocking=True)  # the loader's tensors are pinned: the host need not wait
+            part.copy_(_pinned(x, groups.device), non_blocking=True)
     if message.numel():
         dist.broadcast(message, groups.model_parallel_source, group=group)
     rest = iter(parts)
     return [[next(rest) for _ in part] for part in shapes]
+
+
+def _pinned(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host for whose copy to the device the host need not wait. The loader's are pinned, those
+    that are built of them are not."""
+    return x.pin_memory() if device.type == "cuda" and not x.is_pinned() else x
 
 
 def _unpack(tokens: list[Tensor], media: dict[str, Tensor], media_lengths: MediaLengths, layout: _Layout) -> MicroBatch:

@@ -106,6 +106,8 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     wait_for_all(groups)  # torchrun ends all ranks soon after the first: none may exit while another closes its logs
     if loader is not None:
         attempt("ending the loader processes", loader.close)
+    for graphs in trainer.graphs:
+        graphs.close()
     shut_down()
     return finished
 

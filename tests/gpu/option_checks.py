@@ -11,6 +11,7 @@ from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.share import share_step
+from llava_mcore.training.batch_counts import LoadedBatch
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import Loader, fetch_step
 from llava_mcore.training.saving.save import Saver
@@ -101,15 +102,15 @@ def save_and_resume(
     return found
 
 
-def step_without_waiting(checkpoint: str, save_dir: str) -> None:
+def step_without_waiting(tp: int, pp: int, checkpoint: str, save_dir: str) -> None:
     """Raise if the host waits for the device between a batch on the host and the updated weights."""
-    groups = join(1, 1)
-    run = run_config(1, 1, checkpoint, save_dir, **BF16)
+    groups = join(tp, pp)
+    run = run_config(tp, pp, checkpoint, save_dir, **BF16)
     number = GLOBAL_BATCH // run.training.micro_batch_size
     for kind in (FakeLoader, PackedLoader):
         trainer = make_trainer(groups, run)
         loader = kind(trainer.hf, micro_batch_size=2, dp_rank=0, dp_size=1, text_only=MIXED)
-        _step_without_waiting(groups, trainer, loader, number, steps_before=1)
+        _step_without_waiting(groups, trainer, loader if groups.loads_data else None, number, steps_before=1)
 
 
 def qwen_step_without_waiting(checkpoint: str, save_dir: str, hf: str) -> None:
@@ -125,7 +126,9 @@ def qwen_step_without_waiting(checkpoint: str, save_dir: str, hf: str) -> None:
         _step_without_waiting(groups, trainer, loader, len(PACKS), steps_before=3)  # the second one captures
 
 
-def _step_without_waiting(groups: Groups, trainer: Trainer, loader: Loader, number: int, *, steps_before: int) -> None:
+def _step_without_waiting(
+    groups: Groups, trainer: Trainer, loader: Loader | None, number: int, *, steps_before: int
+) -> None:
     """Train a step without waiting, after some that choose kernels, allocate and capture."""
     parts = groups, trainer.chunks, trainer.optimizer, trainer.scheduler
     size = trainer.run.training.global_batch_size
@@ -133,14 +136,33 @@ def _step_without_waiting(groups: Groups, trainer: Trainer, loader: Loader, numb
         batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
         train_step(*parts, batches, size, trainer.graphs)
     assert all(part._graphs and not part._seen for part in trainer.graphs), "everything runs as graphs"
-    on_host = [next(loader) for _ in range(number)]
-    torch.cuda.set_sync_debug_mode("error")
+    on_host = None if loader is None else [_pinned(next(loader)) for _ in range(number)]
+    busy = _busy()
+    torch.cuda.set_sync_debug_mode("error")  # which does not notice copies that wait because memory is not pinned
     try:
         batches = share_step(groups, on_host, number, trainer.fields)
+        assert not busy.query(), "the batch is sent while the device works"
         step = train_step(*parts, batches, size, trainer.graphs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert step.result().finite
+
+
+def _pinned(batch: LoadedBatch) -> LoadedBatch:
+    """Pin a batch, as torch's thread does."""
+    for fields in (vars(batch), batch.media):
+        fields.update({name: x.pin_memory() for name, x in fields.items() if isinstance(x, torch.Tensor)})
+    return batch
+
+
+def _busy() -> torch.cuda.Event:
+    """Let the device work for about half a second. Return the end of it."""
+    matrix = torch.zeros(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(300):
+        matrix @ matrix
+    end = torch.cuda.Event()
+    end.record()
+    return end
 
 
 def whole_towers_at_random(hf: str, save_dir: str) -> list[bool]:

@@ -64,9 +64,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(
         assert resumed == uninterrupted, (name, "bitwise")
 
 
-def test_the_host_does_not_wait_in_forward_and_backward(checkpoint: Path, tmp_path: Path) -> None:
-    arguments = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
-    run_world(1, "tests.gpu.option_checks:step_without_waiting", **arguments)
+@pytest.mark.parametrize(("tp", "pp"), [(tp, pp) for tp, pp in ((1, 1), (2, 1), (1, 2)) if tp * pp <= NUM_GPUS])
+def test_the_host_does_not_wait_in_forward_and_backward(checkpoint: Path, tmp_path: Path, tp: int, pp: int) -> None:
+    arguments = {"tp": tp, "pp": pp, "checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
+    run_world(tp * pp, "tests.gpu.option_checks:step_without_waiting", **arguments)
 
 
 def test_the_host_does_not_wait_with_pictures_of_any_size(tmp_path: Path) -> None:

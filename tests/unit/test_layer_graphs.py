@@ -71,21 +71,28 @@ class Calls:
 
     def __init__(self) -> None:
         self.captured: list[list[tuple[int, ...]]] = []
-        self.calls = 0
+        self.calls = self.destroyed = 0
 
     def __call__(
         self, parts: Sequence[nn.Module], samples: Sequence[tuple[Tensor, ...]], **_: Any
     ) -> list[Callable[..., Tensor]]:
         self.captured.append([tuple(x.shape[0] for x in sample) for sample in samples])
-        return [self._counted(part) for part in parts]
+        return [Call(self, part) for part in parts]
 
-    def _counted(self, part: nn.Module) -> Callable[..., Tensor]:
-        def call(*given: Tensor, is_first_microbatch: bool) -> Tensor:
-            self.calls += 1
-            result: Tensor = part(*given)
-            return result
 
-        return call
+class Call:
+    """Stands for a graph."""
+
+    def __init__(self, calls: Calls, part: nn.Module) -> None:
+        self._calls, self._part = calls, part
+
+    def __call__(self, *given: Tensor, is_first_microbatch: bool) -> Tensor:
+        self._calls.calls += 1
+        result: Tensor = self._part(*given)
+        return result
+
+    def reset(self) -> None:
+        self._calls.destroyed += 1
 
 
 def train(trainer: Trainer, steps: int = 4) -> list[tuple[float, float]]:
@@ -131,6 +138,11 @@ def test_segments_compute_what_layers_do(
     with torch.no_grad():
         trainer.models[0].eval()
         model(torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)[None], None)
+    assert calls.calls == before
+    graphs.close()
+    assert calls.destroyed == 2 * number
+    trainer.models[0].train()
+    train(trainer, 1)
     assert calls.calls == before
 
 

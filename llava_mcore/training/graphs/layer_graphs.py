@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from llava_mcore.adapters.attach import adapters_of
-from llava_mcore.compat.graphs import make_graphs, new_pool, parameter_gathering
+from llava_mcore.compat.graphs import destroy_graphs, make_graphs, new_pool, parameter_gathering
 from llava_mcore.training.graphs.packs import Packs, Sample
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,12 @@ class LayerGraphs:
                     self._graphs[_shape(samples[0])] = self._captured(samples)
         self._without |= self._seen.keys() - self._graphs.keys()
         self._seen.clear()
+
+    def close(self) -> None:
+        """Destroy the graphs; call before the process groups end, which NCCL would otherwise wait for forever."""
+        for graphs in self._graphs.values():
+            destroy_graphs(graphs)
+        self._graphs.clear()
 
     def _captured(self, samples: list[Sample]) -> list[Callable[..., Tensor]]:
         """Return the graphs of all segments for arguments of these shapes."""

@@ -99,7 +99,7 @@ def pinning(device: torch.device) -> Iterator[None]:
 
 
 def tower_curves(tp: int, checkpoint: str, save_dir: str, hf: str, kind: str) -> dict[str, Curve]:
-    """Train all of Qwen2.5-VL without and with graphs, of the tower too; each step has packs of several sizes."""
+    """Train Qwen-VL without and with graphs, of the tower too; each step has packs of several sizes."""
     groups = join(tp, 1)
     given = BF16 | TE | TOWERS[kind] | {"parallel.sequence_parallel": tp > 1, "data.packing": True}
     given |= {"data.seq_length": 512}

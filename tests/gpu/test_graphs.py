@@ -44,13 +44,20 @@ def assert_same(runs: dict[str, Curve]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "kind"),
-    [(tp, kind) for tp in (1, 2)[: torch.cuda.device_count()] for kind in TOWERS if tp > 1 or kind != WHOLE],
+    ("tp", "name", "kind"),
+    [
+        (tp, name, kind)
+        for tp in (1, 2)[: torch.cuda.device_count()]
+        for name, kinds in {"qwen2_5_vl": TOWERS, "qwen3_vl": ["all trained"]}.items()
+        for kind in kinds
+        if tp > 1 or kind != WHOLE
+    ],
 )
-def test_graphs_of_a_tower_change_no_number(tmp_path: Path, tp: int, kind: str) -> None:
-    """On pictures of several sizes: their patches are filled up to the size of a graph, and so are their windows."""
+def test_graphs_of_a_tower_change_no_number(tmp_path: Path, tp: int, name: str, kind: str) -> None:
+    """On pictures of several sizes: their patches are filled up to the size of a graph, and so are their windows.
+    Qwen3-VL's language model adds features between graphs."""
     hf = tmp_path / "hf"
-    make_hf_qwen(hf, "qwen2_5_vl")
+    make_hf_qwen(hf, name)
     import_hf(hf, tmp_path / "megatron")
     arguments = {"tp": tp, "kind": kind, "checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path)}
     assert_same(run_world(tp, "tests.gpu.graph_checks:tower_curves", hf=str(hf), **arguments)[0])

@@ -16,6 +16,7 @@ from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.model_table import mapping_table, usual_names
 from tests.helpers.tiny_audio import make_hf_audio
+from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_idefics2 import make_hf_idefics2
 from tests.helpers.tiny_qwen import make_hf_qwen
@@ -36,7 +37,12 @@ OF_PICTURES = [
 OF_SOUND = [conversation("<audio> <audio>", 0.3, 2.0), conversation("Is it even?"), conversation("<audio>", 1.005)]
 GIVEN = {
     "llava": OF_PICTURES,
+    "llava_next": OF_PICTURES,
     "llava_onevision": OF_PICTURES,
+    "internvl": OF_PICTURES,
+    "idefics3": OF_PICTURES,
+    "smolvlm": OF_PICTURES,
+    "qwen2_vl": OF_QWEN,
     "qwen2_5_vl": OF_QWEN,
     "qwen3_vl": OF_QWEN,
     "idefics2": OF_IDEFICS,
@@ -47,13 +53,18 @@ UNDIVIDED = {"qwen2_5_vl": {"intermediate_size": 51, "num_heads": 1}, "qwen3_vl"
 """Heads that do not divide by two, and an MLP that is padded."""
 
 
+SIGLIP = {"vision": "siglip", "text": "qwen2"}
+
+
 def make(name: str, folder: Path) -> None:
     if name == "audio":
         make_hf_audio(folder, seconds=4)
     elif name == "idefics2":
         make_hf_idefics2(folder)
+    elif name in MAKERS:
+        MAKERS[name](folder)
     elif name.startswith("llava"):
-        make_hf_llava(folder, architecture=name, **({} if name == "llava" else {"vision": "siglip", "text": "qwen2"}))
+        make_hf_llava(folder, architecture=name, **(SIGLIP if name == "llava_onevision" else {}))
     else:
         make_hf_qwen(folder, name, vision_overrides=UNDIVIDED.get(name))
 

@@ -95,6 +95,14 @@ class Call:
         self._calls.destroyed += 1
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    calls = Calls()
+    monkeypatch.setattr(layer_graphs, "make_graphs", calls)
+    monkeypatch.setattr(layer_graphs, "new_pool", lambda: (0, 0))
+    return calls
+
+
 def train(trainer: Trainer, steps: int = 4) -> list[tuple[float, float]]:
     groups = trainer.groups
     loader = FullPackLoader(trainer.hf, micro_batch_size=2, dp_rank=0, dp_size=1, text_only=MIXED)
@@ -109,15 +117,12 @@ def train(trainer: Trainer, steps: int = 4) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("flags", [{}, LORA], ids=["all", "lora"])
 def test_segments_compute_what_layers_do(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any]
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Calls, flags: dict[str, Any]
 ) -> None:
     """Also a segment's parameters are all that its layers use, adapters among them: graphs need to know them."""
     groups = join_alone()
     run = run_config(1, 1, str(checkpoint), str(tmp_path), **flags, **{"data.packing": True})
     expected = train(make_trainer(groups, run))
-    calls = Calls()
-    monkeypatch.setattr(layer_graphs, "make_graphs", calls)
-    monkeypatch.setattr(layer_graphs, "new_pool", lambda: (0, 0))
     monkeypatch.setattr(model_graphs, "LAYERS_PER_GRAPH", 3)
     trainer = make_trainer(groups, run)
     model = trainer.models[0].language_model
@@ -169,38 +174,48 @@ SEGMENTS = {"qwen3_vl": [[1], [2, 3], [4]]}
 """Layers of graphs where features are taken between layers."""
 
 
-@pytest.mark.parametrize("name", [*KINDS, "idefics2"])
-def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """With blank patches, whose windows and pictures see nothing else."""
-    groups, hf, packs = join_alone(), tmp_path / "hf", PACKS
-    if name == "idefics2":
-        packs = IDEFICS2_PACKS
-        make_hf_idefics2(hf)
-    else:
-        make_hf_qwen(hf, name)
-    import_hf(hf, tmp_path / "megatron")
-    lengths = {"training.micro_batch_size": 1, "data.seq_length": 2000, "data.max_media_tokens": 1200}
-    run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **lengths)
-    batches = [batch_of(load_assets(hf), pack, packed=True) for pack in packs] * 3
+class PictureRun:
+    """A run of a class whose pictures have any size: three packs per step."""
 
-    def steps(trainer: Trainer) -> list[tuple[float, float]]:
-        loader, parts = GivenLoader(batches), (groups, trainer.chunks, trainer.optimizer, trainer.scheduler)
+    def __init__(self, folder: Path, name: str) -> None:
+        hf, self.packs = folder / "hf", PACKS
+        if name == "idefics2":
+            self.packs = IDEFICS2_PACKS
+            make_hf_idefics2(hf)
+        else:
+            make_hf_qwen(hf, name)
+        import_hf(hf, folder / "megatron")
+        lengths = {"training.micro_batch_size": 1, "data.seq_length": 2000, "data.max_media_tokens": 1200}
+        self.run = run_config(1, 1, str(folder / "megatron"), str(folder), **lengths)
+        self._batches = [batch_of(load_assets(hf), pack, packed=True) for pack in self.packs] * 3
+
+    def trainer(self) -> Trainer:
+        return make_trainer(join_alone(), self.run)
+
+    def train(self, trainer: Trainer) -> list[tuple[float, float]]:
+        loader, groups = GivenLoader(self._batches), trainer.groups
         found = []
         for _ in range(3):
-            given, *_ = fetch_step(groups, loader, len(packs), SkipBudget(0.0), trainer.fields)
-            result = train_step(*parts, given, len(packs), trainer.graphs).result()
+            given, *_ = fetch_step(groups, loader, len(self.packs), SkipBudget(0.0), trainer.fields)
+            parts = groups, trainer.chunks, trainer.optimizer, trainer.scheduler
+            result = train_step(*parts, given, len(self.packs), trainer.graphs).result()
             found.append((result.loss, result.grad_norm))
         return found
 
-    expected, calls = steps(make_trainer(groups, run)), Calls()
-    monkeypatch.setattr(layer_graphs, "make_graphs", calls)
-    monkeypatch.setattr(layer_graphs, "new_pool", lambda: (0, 0))
+
+@pytest.mark.parametrize("name", [*KINDS, "idefics2"])
+def test_a_tower_with_graphs_computes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Calls, name: str
+) -> None:
+    """With blank patches, whose windows and pictures see nothing else."""
+    case = PictureRun(tmp_path, name)
+    expected = case.train(case.trainer())
     monkeypatch.setattr(model_graphs, "SIZE_MULTIPLE", 8)
     monkeypatch.setattr(model_graphs, "TOWER_LAYERS_PER_GRAPH", 3)
-    trainer = make_trainer(groups, run)
+    trainer = case.trainer()
     tower = trainer.models[0].vision_model
-    object.__setattr__(trainer, "graphs", [model_graphs.tower_graphs(tower, trainer.chunks[0], run)])
-    for found, wanted in zip(steps(trainer), expected, strict=True):
+    object.__setattr__(trainer, "graphs", [model_graphs.tower_graphs(tower, trainer.chunks[0], case.run)])
+    for found, wanted in zip(case.train(trainer), expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-6)
     segments = [[layer.layer_number for layer in layers] for layers in model_graphs.tower_segments(tower)]
     assert segments == SEGMENTS.get(name, [[1, 2, 3], [4]])
@@ -216,8 +231,22 @@ def test_a_tower_with_graphs_computes_the_same(tmp_path: Path, monkeypatch: pyte
         600,
         304,
     ]
-    assert calls.calls == 2 * len(packs) * len(segments)
+    assert calls.calls == 2 * len(case.packs) * len(segments)
     assert [tower._filled_up(number) for number in (1, 304, 305, 1200, 1201)] == [304, 304, 600, 1200, 1280]
+
+
+def test_features_are_added_between_graphs(tmp_path: Path, calls: Calls) -> None:
+    """DeepStack's, after the first layers of Qwen3-VL's language model."""
+    case = PictureRun(tmp_path, "qwen3_vl")
+    expected, trainer = case.train(case.trainer()), case.trainer()
+    model = trainer.models[0]
+    segments = list(model_graphs.decoder_segments(model.language_model, model.num_deepstack))
+    assert [[layer.layer_number for layer in layers] for layers in segments] == [[1], [2], [3, 4]]
+    config = model.language_model.config
+    graphs = LayerGraphs(segments, config, trainer.chunks[0], TokenPacks(case.run.data.seq_length))
+    object.__setattr__(trainer, "graphs", [graphs])
+    assert case.train(trainer) == expected
+    assert calls.calls == 2 * len(case.packs) * len(segments)
 
 
 def test_sizes_end_with_the_largest_pack() -> None:

@@ -48,8 +48,8 @@ class ModelConfig(Section):
     """Run the language model's layers as CUDA graphs, captured in the second step: faster where the host starts kernels
     more slowly than the GPU runs them, such as for small models, adapters, and few tokens per GPU."""
     cuda_graphs_vision: bool = False
-    """Also run the layers of a trained tower as CUDA graphs (Qwen2-VL, Qwen2.5-VL, and with data.max_media_tokens
-    Idefics2). This takes more memory; see docs/parallel.md."""
+    """Also run the layers of a trained tower as CUDA graphs (Qwen-VL, and with data.max_media_tokens Idefics2).
+    This takes more memory; see docs/parallel.md."""
     attention_backend: Literal["fused", "flash"] | None = None
     """Transformer Engine's attention: cuDNN's fused kernels, or those of the package flash-attn; not given: its own
     choice."""

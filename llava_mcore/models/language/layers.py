@@ -63,6 +63,10 @@ class DeepstackLayer(TransformerLayer):
             context: [k, s, b, h], zero for tokens of text; None beyond the first stage.
         """
         hidden_states, _ = super().forward(*given, context=None, **named)
-        if context is not None and self.layer_number <= len(context):
-            hidden_states = hidden_states + context[self.layer_number - 1]
-        return hidden_states, context
+        return self.add_features(hidden_states, context), context
+
+    def add_features(self, hidden_states: Tensor, context: Tensor | None) -> Tensor:
+        """Return the layer's own output with its features, arguments as for `forward`."""
+        if context is None or self.layer_number > len(context):
+            return hidden_states
+        return hidden_states + context[self.layer_number - 1]

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 
 from llava_mcore.adapters.attach import adapters_of
 from llava_mcore.compat.graphs import destroy_graphs, make_graphs, new_pool, parameter_gathering
+from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.training.graphs.packs import Packs, Sample
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ class LayerGraphs:
     ) -> None:
         """
         Args:
-            segments: layers that follow each other, without recomputation and dropout, each list to be one graph.
+            segments: layers that follow each other, without recomputation and dropout, each list to be one graph. Only
+                after the last of a list may features be added.
             config: of the layers.
             chunk: the data-parallel wrapper of the whole model.
         """
@@ -123,7 +125,8 @@ class LayerGraphs:
                 shape = _shape(given)
                 if shape in self._graphs:
                     segment.is_done = True
-                    return self._replay(segment, self._graphs[shape][number], given), context
+                    hidden_states = self._replay(segment, self._graphs[shape][number], given)
+                    return segment.add_features(hidden_states, context), context
                 if shape not in self._without:
                     kept = tuple(x.detach().requires_grad_(x.requires_grad) for x in given)
                     self._seen.setdefault(shape, [()] * len(self._segments))[number] = kept
@@ -194,6 +197,11 @@ class Segment(nn.Module):
         for marks in marked:
             marks[_FIRST] = False
         return is_first
+
+    def add_features(self, hidden_states: Tensor, context: Tensor | None) -> Tensor:
+        """Return what `forward` returned with the features of the last layer, if it adds some."""
+        last = self.layers[-1]
+        return last.add_features(hidden_states, context) if isinstance(last, DeepstackLayer) else hidden_states
 
     def forward(self, *sample: Tensor) -> Tensor:
         """Return hidden states [t, 1, h], [t / tp, 1, h] with sequence parallelism, of a `Sample`."""

@@ -39,7 +39,7 @@ def model_graphs(model: VisionLanguageModel, chunk: DistributedDataParallel, run
     Raises:
         ConfigError: the model cannot have them.
     """
-    found = [decoder_graphs(model.language_model, chunk, run.data.seq_length)]
+    found = [decoder_graphs(model.language_model, chunk, run.data.seq_length, num_deepstack=model.num_deepstack)]
     if run.model.cuda_graphs_vision:
         found.append(tower_graphs(model.vision_model, chunk, run))
     return found
@@ -53,8 +53,14 @@ def most_patches(tower: PatchTransformer, data: DataConfig) -> int | None:
     return min(limits, default=None)
 
 
-def decoder_graphs(model: LanguageModel, chunk: DistributedDataParallel, longest: int) -> LayerGraphs:
+def decoder_graphs(
+    model: LanguageModel, chunk: DistributedDataParallel, longest: int, num_deepstack: int = 0
+) -> LayerGraphs:
     """Return the graphs of a decoder's layers.
+
+    Args:
+        longest: largest length of a sample.
+        num_deepstack: layers after which features are added.
 
     Raises:
         ConfigError: the model cannot have them.
@@ -62,13 +68,12 @@ def decoder_graphs(model: LanguageModel, chunk: DistributedDataParallel, longest
     config = model.config
     reasons = {
         "needs Transformer Engine's layers, which this run does not have": config.transformer_impl == "local",
-        "does not work with DeepStack, whose features are added between layers": model.shape.deepstack,
         "does not work with dropout, which config.json asks for": config.attention_dropout or config.hidden_dropout,
     }
     found = [f"--cuda-graphs {reason}: omit the flag" for reason, holds in reasons.items() if holds]
     if found:
         raise ConfigError("\n".join(found))
-    return LayerGraphs(decoder_segments(model), config, chunk, TokenPacks(longest))
+    return LayerGraphs(decoder_segments(model, num_deepstack), config, chunk, TokenPacks(longest))
 
 
 def tower_graphs(tower: nn.Module, chunk: DistributedDataParallel, run: RunConfig) -> LayerGraphs:
@@ -90,12 +95,16 @@ def tower_graphs(tower: nn.Module, chunk: DistributedDataParallel, run: RunConfi
     return LayerGraphs(tower_segments(tower), tower.config, chunk, PatchPacks(tower))
 
 
-def decoder_segments(model: LanguageModel) -> Iterator[list[TransformerLayer]]:
-    """Yield layers that become one graph: neighbors, all in FP8 or none."""
+def decoder_segments(model: LanguageModel, num_deepstack: int = 0) -> Iterator[list[TransformerLayer]]:
+    """Yield layers that become one graph: neighbors, all in FP8 or none. Features are added between two graphs."""
     is_adapted = any(adapters_of(module) for module in model.decoder.modules())
     number = len(model.decoder.layers) if is_adapted else LAYERS_PER_GRAPH
     for _, found in groupby(
-        model.decoder.layers, lambda layer: is_first_last_bf16_layer(model.config, layer.layer_number - 1)
+        model.decoder.layers,
+        lambda layer: (
+            min(layer.layer_number, num_deepstack + 1),
+            is_first_last_bf16_layer(model.config, layer.layer_number - 1),
+        ),
     ):
         layers = list(found)
         for start in range(0, len(layers), number):

@@ -26,6 +26,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     import_hf(root / "hf-llava", root / "llava", tensor_parallel=2)
     make_hf_qwen(root / "hf-qwen", "qwen2_5_vl", text_overrides={"attention_dropout": 0.1})
     import_hf(root / "hf-qwen", root / "qwen", tensor_parallel=2)
+    make_hf_qwen(root / "hf-qwen3", "qwen3_vl", text_overrides={"attention_dropout": 0.1})
+    import_hf(root / "hf-qwen3", root / "qwen3", pipeline_parallel=2)
     sizes = {i: {"jpg": None, "png": resized(i)} | (filmed(i) if i % 3 == 0 else {}) for i in range(60)}
     make_dataset(root / "films", num_samples=60, replace=sizes, sample_type="CrudeWebdataset")
     data = make_dataset(root / "data", num_samples=60, num_shards=3)
@@ -58,21 +60,23 @@ WSD = ("--lr-decay-style", "WSD", "--lr-wsd-decay-style", "linear", "--lr-wsd-de
 ASKS = ("--eval-generate", 4, "--eval-generate-samples", 5, "--eval-generate-max-new-tokens", 4)
 PIXELS = ("--min-pixels", 700, "--max-pixels", 5000, "--video-max-pixels", 6000)
 VALIDATES = ("--eval-interval", 4)
+QWEN = ("--train-iters", ITERATIONS, "--global-batch-size", 4, "--packing")
 CASES: dict[str, tuple[tuple[int, int, int], list[object]]] = {
     "llava": ((1, 1, 2), [*RAMP, *WSD, *ASKS, *VALIDATES, "--dist-optim", "optimizer.vision_lr=2e-3"]),
-    "qwen": ((2, 1, 1), ["--train-iters", ITERATIONS, "--global-batch-size", 4, "--packing", *PIXELS]),
+    "qwen": ((2, 1, 1), [*QWEN, *PIXELS]),
+    "qwen3": ((1, 2, 1), [*QWEN, "--max-pixels", 5000]),
 }
-"""Model -> layout (tp, pp, dp) and flags. Qwen's has dropout."""
+"""Model -> layout (tp, pp, dp) and flags. Qwen's have dropout."""
 
 
 def flags_of(material: dict[str, Path], case: str, name: str) -> list[Any]:
     """Return the command of a case."""
     layout, more = CASES[case]
-    films = ("--data-path", material["root"] / "films", "--seq-length", 192) if case == "qwen" else ()
+    films = ("--data-path", material["root"] / "films", "--seq-length", 192) if case != "llava" else ()
     return flags(material, name, case, *layout, *films, *more)
 
 
-@pytest.mark.parametrize("case", ["llava", pytest.param("qwen", marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", ["llava", *(pytest.param(case, marks=pytest.mark.long) for case in ("qwen", "qwen3"))])
 def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], case: str) -> None:
     save = material["root"] / "save"
     run("train/run.py", *flags_of(material, case, f"{case}-whole"))
@@ -95,7 +99,7 @@ def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], case: str
         assets = load_assets(save / "qwen-broken" / f"iter_{ITERATIONS:07}" / "hf")
         assert (assets.pixels.smallest, assets.pixels.largest) == (700, 5000)
         assert assets.video_pixels.largest == 6000
-    else:
+    elif case == "llava":
         found = validations(save / f"{case}-whole")
         assert [line["iteration"] for line in found] == [4, 8, 12] and found[0]["loss"] > found[-1]["loss"]
         assert [line["iteration"] for line in answers[0]] == [4, 8, 12]

@@ -67,7 +67,8 @@ class IterationProfiler:
 
     def _begin(self) -> None:
         if self.on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+            # Writing C++ stacks as well takes more than a minute.
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=MEMORY_EVENTS)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()

@@ -24,8 +24,9 @@ def adapter_state(models: Sequence[VisionLanguageModel], own: Collection[str], *
     for (key, state), model in zip(model_state(models, is_loading=is_loading).items(), models, strict=True):
         names = (name for name, _ in model.named_parameters())
         kept = {name for name in names if is_adapter(name) or whole_name(model, name) in own}
-        own = {name: x for name, x in state.items() if name in kept or name.endswith(EXTRA_STATE)}
-        found[key] = each_layer_apart(own)
+        found[key] = each_layer_apart(
+            {name: x for name, x in state.items() if name in kept or name.endswith(EXTRA_STATE)}
+        )
     return found
 
 

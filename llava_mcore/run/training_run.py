@@ -91,7 +91,7 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     if resuming:
         checkpoint = start.checkpoint
         assert checkpoint is not None
-        progress, loader_states = together(groups, lambda: resume(trainer, checkpoint))
+        progress, loader_states = together(groups, lambda: resume(trainer))
         on_first_rank(groups, lambda: adopt_ids(run.run_dir, checkpoint))
         logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
     begin("opening the data")

@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """The model with its optimizer and schedule.
 
-    chunks: this rank's model, wrapped. trained_parts: parts with trained parameters, on any rank.
+    chunks: this rank's model, wrapped. trained_parts: parts with trained parameters, on any rank. loaded_from: the
+    checkpoint whose weights it has begun with.
     """
 
     run: RunConfig
@@ -56,6 +57,7 @@ class Trainer:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     trained_parts: frozenset[str]
+    loaded_from: Path | None = None
     adaptation: Adaptation | None = None
     graphs: Sequence[LayerGraphs] = ()
 
@@ -92,7 +94,6 @@ def build_trainer(
     trained = trained_parameters(hf, run.model) if adaptation is None else adaptation.trained
     models = build_models(run, groups, hf, trained, initialize=start.checkpoint is None)
     begin("loading the weights")
-    # Also before a resume: the optimizer's fp32 copies come from these.
     if adaptation is not None:
         quantize, seed = run.adapter.quantize, run.training.seed
         load_adapted(models, adaptation, groups, quantize=quantize, multiplies_in_fp8=run.training.fp8, seed=seed)
@@ -115,7 +116,7 @@ def build_trainer(
     if adaptation is not None:
         trained_parts = adaptation.trained_parts
     graphs = model_graphs(models[0], chunks[0], run) if run.model.cuda_graphs else []
-    return Trainer(run, groups, hf, chunks, optimizer, scheduler, trained_parts, adaptation, graphs)
+    return Trainer(run, groups, hf, chunks, optimizer, scheduler, trained_parts, start.checkpoint, adaptation, graphs)
 
 
 def load_checkpoint(models: Sequence[VisionLanguageModel], checkpoint: Path, groups: Groups) -> None:

@@ -144,7 +144,7 @@ def fp8_curves(checkpoint: str, save_dir: str, hf: str) -> dict[str, Curve]:
         trainer = begin(flags | {"name": name, "checkpoint.load_optim": True})
         start = start_point(trainer.run)
         assert start.kind == "resume" and start.checkpoint is not None
-        resume(trainer, start.checkpoint)
+        resume(trainer)
         found[f"{name}, resumed"] = train(groups, trainer, GivenLoader(batches), 1, len(PACKS))
     return found
 
@@ -163,7 +163,7 @@ def resumed(kind: str, checkpoint: str, save_dir: str, hf: str) -> tuple[Curve, 
     again = run_config(1, 1, checkpoint, save_dir, **flags, **saving, **{"checkpoint.load_optim": True})
     trainer, start = make_trainer(groups, again), start_point(again)
     assert start.kind == "resume" and start.checkpoint is not None
-    resume(trainer, start.checkpoint)
+    resume(trainer)
     loader = loader_of(groups, trainer)
     if loader is not None:
         loader.restore(state)

@@ -94,7 +94,7 @@ def save_and_resume(
         again = run_config(tp, pp, checkpoint, save_dir, **common, **{"checkpoint.load_optim": True})
         trainer, start = make_trainer(groups, again), start_point(again)
         assert start.kind == "resume" and start.checkpoint is not None
-        resume(trainer, start.checkpoint)
+        resume(trainer)
         found[name] = (
             uninterrupted,
             train_steps(groups, trainer, again, open_fake_loader(groups, trainer, again, STEPS)),

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from llava_mcore.adapters.lora import LinearAdapter
-from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.convert.logits_worker import forward
 from llava_mcore.parallel.groups import Groups
@@ -181,7 +180,7 @@ def resumed(groups: Groups, checkpoint: str, save_dir: str) -> list[float]:
     """Resume what was saved and return the losses of the next steps."""
     run = _resumable(groups, checkpoint, save_dir, **{"checkpoint.load_optim": True})
     trainer = make_trainer(groups, run)
-    progress, _ = resume(trainer, latest_checkpoint(run.run_dir)[0])
+    progress, _ = resume(trainer)
     assert progress.iteration == STEPS
     losses = train_steps(groups, trainer, run, open_fake_loader(groups, trainer, run, STEPS))
     torch.distributed.barrier()

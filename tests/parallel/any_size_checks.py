@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.loading.loader import TrainLoader
@@ -77,7 +76,7 @@ def _stopped(groups: Groups, name: str, case: Case, save_dir: str) -> dict[str, 
     at_the_stop = {key: x.clone() for key, x in weights(first).items()}
 
     second = make_trainer(groups, run)
-    progress, states = resume(second, latest_checkpoint(run.run_dir)[0])
+    progress, states = resume(second)
     assert progress.iteration == SAVED_AFTER
     later = train_steps(groups, second, open_loader(groups, case, saved=states), MORE_STEPS)
     resumed, uninterrupted = weights(second), weights(whole)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.loading.loader import TrainLoader
@@ -38,7 +37,7 @@ def save_and_resume(tp: int, pp: int, checkpoint: str, hf: str, data: str, save_
     save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
     uninterrupted = train(groups, trainer, loader)
     again = make_trainer(groups, run_config(tp, pp, checkpoint, save_dir, **flags, **{"checkpoint.load_optim": True}))
-    _, states = resume(again, latest_checkpoint(run.run_dir)[0])
+    _, states = resume(again)
     resumed = train(groups, again, open_loader(groups, hf, data, states))
     pairs = zip(parameters(trainer), parameters(again), strict=True)
     same = all(torch.equal(x, y) for (_, x), (_, y) in pairs)

@@ -139,7 +139,7 @@ def _contents(run_dir: Path, iteration: int) -> dict[str, bytes]:
 
 
 def _loads(groups: Groups, trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
-    """Resume; return what all ranks have read, and whether weights and moments are those that were saved."""
+    """Begin and resume; return what all ranks have read, and whether weights and moments are those that were saved."""
     read: list[tuple[str, tuple[int, ...]]] = []
     read_data = FileSystemReader.read_data
 
@@ -148,9 +148,10 @@ def _loads(groups: Groups, trainer: Trainer, checkpoint: Path) -> dict[str, Any]
         read.extend((x.fqn, tuple(x.offset)) for x in items if x.offset is not None)
         return read_data(self, plan, planner)
 
-    fresh = make_trainer(groups, trainer.run)
     with mock.patch.object(FileSystemReader, "read_data", recorded):
-        resume(fresh, checkpoint)
+        fresh = make_trainer(groups, trainer.run)
+        resume(fresh)
+    assert fresh.loaded_from == checkpoint
     everyone = Counter(item for items in gather_to_all(groups, read) for item in items)
     mine, theirs = weights(trainer), weights(fresh)
     moments = [

@@ -219,7 +219,7 @@ def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
     saver.finish(8)
     after = (saver.pending, latest_iteration(run.run_dir))
     fresh = make_trainer(groups, run)
-    progress, states = resume(fresh, latest_checkpoint(run.run_dir)[0])
+    progress, states = resume(fresh)
     equal = all(torch.equal(x, expected[name]) for name, x in weights(fresh).items())
     moments = [x["exp_avg"] for one in fresh.optimizer.chained_optimizers for x in one.optimizer.state.values()]
     replaced = replaced_while_the_disk_is_slow(groups, saver)

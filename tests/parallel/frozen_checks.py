@@ -82,7 +82,7 @@ def _resumed(
     save_checkpoint(trainer, progress, Path(hf), None if loader is None else loader.state())
     uninterrupted = train_steps(groups, trainer, run, loader)
     again = make_trainer(groups, run)
-    resume(again, latest_checkpoint(run.run_dir)[0])
+    resume(again)
     loader = open_fake_loader(groups, again, run, steps_before)
     return uninterrupted, train_steps(groups, again, run, loader)
 

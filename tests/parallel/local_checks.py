@@ -59,7 +59,7 @@ def saved_on_own_disks(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str
         start = find_start(again, groups)
         assert start.checkpoint is not None
         fresh = build_trainer(again, groups, start)
-        resume(fresh, start.checkpoint)
+        resume(fresh)
         resumed = train_steps(groups, fresh, again, open_fake_loader(groups, fresh, again, start.iteration))
         whole = run.parallel.vision_data_parallel
         wider = dataclasses.replace(groups, tp_size=tp + 1)

@@ -139,7 +139,7 @@ def resume_elsewhere(checkpoint: str, save_dir: str, hf: str) -> dict[str, tuple
         }.items():
             run = run_config(1, 2, checkpoint, save_dir, **common, **more)
             trainer = make_trainer(groups, run)
-            taken = 0 if name != "resumed" else resume(trainer, latest_checkpoint(run.run_dir)[0])[0].iteration
+            taken = 0 if name != "resumed" else resume(trainer)[0].iteration
             loader = open_fake_loader(groups, trainer, run, taken)
             losses[name] = train_steps(groups, trainer, run, loader)
             if name == "saved":

@@ -130,7 +130,7 @@ def check_changed_rates(groups: Groups, run: RunConfig) -> None:
     changed = run.optimizer.model_copy(update={"lr": 5e-4, "vision_lr": 7e-3, "min_lr": 0.0, "lr_warmup_fraction": 0.0})
     again = run.model_copy(update={"optimizer": changed.model_copy(update={"lr_decay_style": "constant"})})
     trainer = make_trainer(groups, again)
-    resume(trainer, latest_checkpoint(again.run_dir)[0])
+    resume(trainer)
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {5e-4, 7e-3}
 
 
@@ -141,7 +141,7 @@ def resume_and_train(tp: int, pp: int, checkpoint: str, save_dir: str, impl: str
     for name in OPTIMIZERS:
         run = configure(name, tp, pp, checkpoint, save_dir, impl, resumes=True)
         trainer = make_trainer(groups, run)
-        progress, states = resume(trainer, latest_checkpoint(run.run_dir)[0])
+        progress, states = resume(trainer)
         assert progress.iteration == STEPS and (states is not None) == groups.loads_data
         loader = open_fake_loader(groups, trainer, run, STEPS)
         found[name] = train_steps(groups, trainer, run, loader)

@@ -157,7 +157,7 @@ def switch(tp: int, pp: int, checkpoint: str, save_dir: str) -> dict[str, tuple[
             flags = saving | after | {"checkpoint.load_optim": True}
             second = run_config(tp, pp, checkpoint, save_dir, name=name, **flags)
             again = make_trainer(groups, second)
-            resume(again, latest_checkpoint(second.run_dir)[0])
+            resume(again)
             found[name] = (
                 train_steps(groups, again, second, open_fake_loader(groups, again, second, STEPS)),
                 uninterrupted,

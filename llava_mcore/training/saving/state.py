@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from llava_mcore.adapters.adapter_state import adapter_state
-from llava_mcore.checkpoint.dist import fill_model, load_state, model_state
+from llava_mcore.checkpoint.dist import load_state, model_state
 from llava_mcore.checkpoint.layout import RUN_FILE
 from llava_mcore.checkpoint.node_local import is_local, load_local
 from llava_mcore.config.load import load_run_config
@@ -46,8 +46,8 @@ class Progress:
     """Iterations without an update, because loss or gradients were not finite or fp16's loss scaler skipped it."""
 
 
-def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | None]:
-    """Load what `save_checkpoint` wrote; a collective call.
+def resume(trainer: Trainer) -> tuple[Progress, list[Any] | None]:
+    """Load what `save_checkpoint` wrote into a trainer that has begun with its weights; a collective call.
 
     Returns:
         The progress and, on ranks that load data, the loader states of all ranks that had saved one.
@@ -55,6 +55,8 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
     Raises:
         CheckpointError: saved without an optimizer, or with settings that do not fit this run.
     """
+    checkpoint = trainer.loaded_from
+    assert checkpoint is not None
     before = load_run_config(checkpoint / RUN_FILE, [], {})
     _check_resumable(trainer.run, before, checkpoint)
     same_layout = before.parallel.tensor_model_parallel_size == trainer.groups.tp_size and (
@@ -67,8 +69,6 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[Progress, list[Any] | No
             loaded = load_local(wanted, checkpoint, trainer.groups.rank)
         else:
             loaded = load_state(wanted, checkpoint, trainer.groups.data_parallel)
-        for i, model in enumerate(trainer.models):
-            fill_model(model, loaded.get(f"model{i}", {}), partial=trainer.adaptation is not None)
         follow_settings(loaded["optimizer"], before.optimizer, trainer.run.optimizer)
         load_optimizer_state(trainer.optimizer, loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
@@ -123,14 +123,14 @@ def state_to_save(trainer: Trainer, progress: Progress) -> dict[str, Any]:
 
 
 def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
-    """Return everything that is saved, or the empty state to load into."""
+    """Return everything that is saved, or what to load into: all but the weights, which the trainer has begun with."""
     run, groups = trainer.run, trainer.groups
     adaptation = trainer.adaptation
     if adaptation is None:
         model = model_state(trainer.models, is_loading=is_loading)
     else:
         model = adapter_state(trainer.models, adaptation.own, is_loading=is_loading)
-    state: dict[str, Any] = {**asdict(progress), **model}
+    state: dict[str, Any] = asdict(progress) | ({} if is_loading else model)
     if not run.checkpoint.save_optim and not is_loading:
         return state
     by_layer = adaptation is not None or bool(run.model.freeze or run.model.unfreeze)

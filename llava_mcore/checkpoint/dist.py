@@ -25,7 +25,7 @@ from llava_mcore.checkpoint.checksums import of_files
 from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE, take_scales, with_plain_scales
 from llava_mcore.checkpoint.parallel_reader import ParallelReader
 from llava_mcore.checkpoint.save_plan import SavePlan
-from llava_mcore.checkpoint.sharded import sharded_tensors
+from llava_mcore.checkpoint.sharded import convert_data, sharded_tensors
 from llava_mcore.checkpoint.torch_dist_metadata import require_plain
 from llava_mcore.compat.megatron_checkpoints import LoadStrategy, keep_write_results_here, read_with
 from llava_mcore.errors import CheckpointError, problems
@@ -55,9 +55,10 @@ class StateWrite:
             plan: of the run's earlier saves; None: this save is planned alone, and every tensor written by its first
                 replica.
         """
-        plan = SavePlan() if plan is None else plan
+        plan, tensors = SavePlan() if plan is None else plan, sharded_tensors(state)
+        live = {x.data.untyped_storage().data_ptr() for x in tensors if x.data is not None}
+        convert_data(tensors)
         is_new = plan.begin(state)
-        live = {x.data.untyped_storage().data_ptr() for x in sharded_tensors(state) if x.data is not None}
         keep_write_results_here()
         self._request = dist_checkpointing.save(
             {"checkpoint_version": CHECKPOINT_VERSION, **state},

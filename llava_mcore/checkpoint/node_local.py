@@ -34,6 +34,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from llava_mcore.checkpoint.checksums import KEY, damage, of_file
 from llava_mcore.checkpoint.dist import fill_model, model_state, without_absent_extra_state
+from llava_mcore.checkpoint.sharded import convert_data, sharded_tensors
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import sync
 from llava_mcore.files.json_files import read_object
@@ -76,6 +77,7 @@ class LocalWrite:
         self.checksums: dict[str, str] = {}  # none: this rank writes no files into the iteration's folder
         self._checksum = ""
         self._path = root / f"{folder.name.strip('.').partition('.')[0]}.{suffix[0]}.rank_{groups.rank:05d}.pt"
+        convert_data(sharded_tensors(state))
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         parts = {_name(value): value.data for value in nested_values(sharded)}
         tensors = {name: _on_host(x, copy=copy) for name, x in parts.items() if isinstance(x, torch.Tensor)}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from torch import Tensor
 
-from llava_mcore.checkpoint.sharded import sharded_tensors, structure
+from llava_mcore.checkpoint.sharded import num_bytes, sharded_tensors, structure
 from llava_mcore.compat.megatron_checkpoints import SaveStrategy
 from llava_mcore.parallel.groups import Groups, sum_over_ranks
 
@@ -36,7 +35,7 @@ class SavePlan:
         """What `strategy` was made for."""
         self._next: _Structure = []
 
-    def divide(self, state: ShardedStateDict) -> list[Tensor]:
+    def divide(self, state: ShardedStateDict) -> list[ShardedTensor]:
         """Decide before the first save which rank writes what; a collective call. Changes `state`.
 
         Returns:
@@ -66,7 +65,7 @@ class SavePlan:
         """Keep the plan of the save that has begun: all ranks have planned it."""
         self._planned = self._next
 
-    def _new_strategy(self, state: ShardedStateDict) -> list[Tensor]:
+    def _new_strategy(self, state: ShardedStateDict) -> list[ShardedTensor]:
         """Choose a strategy; return the tensors that this rank writes. A collective call."""
         self.strategy = own = SaveStrategy()
         tensors = sharded_tensors(state)
@@ -75,6 +74,6 @@ class SavePlan:
             wrapper = FullyParallelSaveStrategyWrapper(own, self.groups.data_parallel, do_cache_distribution=True)
             wrapper.apply_saving_parallelization(dict(enumerate(tensors)))
             self.strategy = wrapper
-        written = [x.data for x in tensors if x.data is not None and is_main_replica(x.replica_id)]
-        own.thread_count = min(MAX_FILES, 1 + sum(x.nbytes for x in written) // FILE_BYTES)
+        written = [x for x in tensors if x.data is not None and is_main_replica(x.replica_id)]
+        own.thread_count = min(MAX_FILES, 1 + sum(map(num_bytes, written)) // FILE_BYTES)
         return written

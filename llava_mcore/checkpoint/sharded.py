@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,19 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 def sharded_tensors(state: ShardedStateDict) -> list[ShardedTensor]:
     """Return the sharded tensors of a state, with factories expanded."""
     return [x for x in _sharded_parts(state) if isinstance(x, ShardedTensor)]
+
+
+def num_bytes(tensor: ShardedTensor) -> int:
+    """Return the bytes of a tensor as it is saved."""
+    return 0 if tensor.data is None else tensor.data.numel() * tensor.dtype.itemsize
+
+
+def convert_data(tensors: Iterable[ShardedTensor]) -> None:
+    """Convert data of another type to the type that it is saved as: moments in bf16 to fp32. The results are in host
+    memory, since a GPU has no room for all of them; the host does not wait for the copies."""
+    for tensor in tensors:
+        if tensor.data is not None and tensor.data.dtype != tensor.dtype:
+            tensor.data = tensor.data.detach().to(tensor.dtype).to("cpu", non_blocking=True)
 
 
 def structure(state: ShardedStateDict) -> list[tuple[object, ...]]:

@@ -20,6 +20,7 @@ from benchmarks.runs import read_lines
 from llava_mcore.checkpoint import parallel_reader, save_plan
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.checkpoint.save_plan import SavePlan
+from llava_mcore.checkpoint.sharded import num_bytes
 from llava_mcore.parallel.groups import Groups, gather_to_all, sum_over_ranks, wait_for_all
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.saving.save import Saver
@@ -105,7 +106,7 @@ def _divided(groups: Groups, trainer: Trainer, hf: Path) -> dict[str, Any]:
         The calls of the division and of the save, both ranks' bytes as expected and as written, and `_loads`.
     """
     saver, calls = Saver(trainer, hf), [Counter[str]() for _ in range(2)]
-    sizes = [x.nbytes for x in SavePlan(groups).divide(state_to_save(trainer, Progress(1)))]
+    sizes = [num_bytes(x) for x in SavePlan(groups).divide(state_to_save(trainer, Progress(1)))]
     threads: set[str] = set()
     read_data = FileSystemReader.read_data
 

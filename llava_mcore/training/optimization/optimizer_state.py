@@ -189,17 +189,25 @@ def _make_moments(optimizer: MegatronOptimizer) -> None:
 
 
 def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return this rank's part of a parameter's fp32 weights and moments, flattened; moments start at zero."""
+    """Return this rank's part of a parameter's fp32 weights and moments, flattened; moments start at zero, and may be
+    in bf16."""
     own = own_part(distributed, param)
-    if distributed.config.use_precision_aware_optimizer and not distributed.optimizer.state.get(own):
-        tensors = {"param": own.float()}  # it creates its fp32 weights at its first update
-    else:
+    if not distributed.config.use_precision_aware_optimizer:
         tensors = weights_and_moments(distributed, param)
+    elif distributed.optimizer.state.get(own):
+        tensors = _not_all_on_gpu(weights_and_moments(distributed, param), distributed.optimizer.state[own])
+    else:  # it creates its state at its first update; until then there may be no room for it
+        tensors = {"param": own.detach().float().cpu()}
     weights = tensors["param"]
-    tensors = {name: tensors[name] if name in tensors else torch.zeros_like(weights) for name in _names(distributed)}
-    if distributed.config.use_precision_aware_optimizer:  # its moments may be created by this call: not all on the GPU
-        return {name: x.detach().float().cpu() for name, x in tensors.items()}
-    return {name: x.detach() for name, x in tensors.items()}
+    return {
+        name: tensors[name].detach() if name in tensors else torch.zeros_like(weights) for name in _names(distributed)
+    }
+
+
+def _not_all_on_gpu(tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Move to the host what was computed from the state: moments in fp16, which have a scale."""
+    kept = {x.data_ptr() for x in state.values() if isinstance(x, torch.Tensor)}
+    return {name: x if x.data_ptr() in kept else x.to("cpu", non_blocking=True) for name, x in tensors.items()}
 
 
 def _slices(
@@ -218,21 +226,21 @@ def _slices(
         done = first
         for tensor_slice in slices_of_range(shape, first - offset, last - offset):
             lead = tensor.prepend_axis_num
-            values = None if data is None else data[done - start : done - start + tensor_slice.numel]
-            done += tensor_slice.numel
-            found.append(
-                replace(
-                    tensor,
-                    key=f"{prefix}.{tensor.key}",
-                    data=None if values is None else values.view((1,) * lead + tensor_slice.size),
-                    dtype=torch.float32,
-                    local_shape=(1,) * lead + tensor_slice.size,
-                    global_offset=_shifted(tensor.global_offset, tensor_slice.start),
-                    axis_fragmentations=None,
-                    prepend_axis_num=0,
-                    replica_id=(*tensor.replica_id[:2], 0),  # no other data-parallel rank holds it
-                )
+            piece = replace(
+                tensor,
+                key=f"{prefix}.{tensor.key}",
+                dtype=torch.float32,
+                local_shape=(1,) * lead + tensor_slice.size,
+                global_offset=_shifted(tensor.global_offset, tensor_slice.start),
+                axis_fragmentations=None,
+                prepend_axis_num=0,
+                replica_id=(*tensor.replica_id[:2], 0),  # no other data-parallel rank holds it
             )
+            if data is not None:  # of its own type, which megatron-core would refuse: a save converts it
+                values = data[done - start : done - start + tensor_slice.numel]
+                piece.data = values.view((1,) * lead + tensor_slice.size)
+            done += tensor_slice.numel
+            found.append(piece)
     return found
 
 

@@ -20,10 +20,9 @@ def is_allocated_ahead(run: RunConfig) -> bool:
     """Return whether a run's saves in the background get their memory before the first one.
 
     Not with CUDA graphs: torch gives all unused host memory back when it captures one. Nor with an optimizer whose
-    state is on the host when it is saved: little else is copied.
+    state is on the host: little else is copied from the GPU.
     """
-    is_state_on_host = run.optimizer.use_precision_aware_optimizer or run.optimizer.cpu_offload
-    return not (run.model.cuda_graphs or is_state_on_host)
+    return not (run.model.cuda_graphs or run.optimizer.cpu_offload)
 
 
 def allocate_in_background(sizes: Sequence[int], device: torch.device) -> threading.Thread:

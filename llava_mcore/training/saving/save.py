@@ -32,6 +32,7 @@ from llava_mcore.checkpoint.deletion import delete_in_background
 from llava_mcore.checkpoint.dist import StateWrite
 from llava_mcore.checkpoint.node_local import LocalWrite
 from llava_mcore.checkpoint.save_plan import SavePlan
+from llava_mcore.checkpoint.sharded import num_bytes
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import move, sync_tree, write_synced
 from llava_mcore.parallel.cores import all_cores
@@ -100,7 +101,9 @@ class Saver:
             return
         written = self._plan.divide(state_to_save(self.trainer, progress))
         if device.type == "cuda":
-            self._allocation = allocate_in_background([x.nbytes for x in written if x.is_cuda], device)
+            self._allocation = allocate_in_background(
+                [num_bytes(x) for x in written if x.data is not None and x.data.is_cuda], device
+            )
 
     def save(
         self, progress: Progress, loader_state: Any | None, *, background: bool = False, persistent: bool = True

@@ -39,7 +39,7 @@ from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import sync
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.torch_files import load_tensors
-from llava_mcore.parallel.groups import Groups, agree
+from llava_mcore.parallel.groups import Groups, agree, gather_to_first
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +118,7 @@ class LocalWrite:
             CheckpointError: on all ranks, if it could not be written.
         """
         groups = self._groups
-        files: list[Any] = [None] * groups.world_size
-        mine = [str(self._path), self._path.stat().st_size, self._checksum]
-        dist.all_gather_object(files, mine, group=groups.control)
+        files = gather_to_first(groups, (str(self._path), self._path.stat().st_size, self._checksum))
         problem = None
         if groups.rank == 0:
             content: dict[str, Any] = self._own | {

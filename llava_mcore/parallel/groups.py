@@ -199,6 +199,14 @@ def gather_to_all[T](groups: Groups, value: T) -> list[T]:
     return gathered
 
 
+def gather_to_first[T](groups: Groups, value: T) -> list[T]:
+    """Return every rank's value, in the order of the ranks, on rank 0, and nothing on others; a collective call on the
+    host."""
+    gathered: list[T] | None = [value] * groups.world_size if groups.rank == 0 else None
+    dist.gather_object(value, gathered, dst=0, group=groups.control)
+    return gathered or []
+
+
 def wait_for_all(groups: Groups) -> None:
     """Wait until every rank is here; a collective call on the host."""
     dist.barrier(group=groups.control)

@@ -60,7 +60,7 @@ def fetch_step(
     fields: Fields,
     flags: Sequence[bool] = (),
 ) -> Fetched:
-    """Read one step's micro-batches; a collective call, the only one per step in which all hosts take part.
+    """Read one step's micro-batches; a collective call, the only one of all hosts in a step after which nothing is due.
 
     Args:
         flags: what else the ranks have to agree on; as many on every rank.

@@ -85,7 +85,9 @@ def test_a_tower_in_fp8(tmp_path: Path) -> None:
         assert found[f"{recipe}, resumed"][0][0] == found[f"{recipe}, on"][0][0], recipe
 
 
-@pytest.mark.parametrize("kind", ["distributed", "lora", "delayed"])
+@pytest.mark.parametrize(
+    "kind", ["all trained", "distributed", "lora", "nf4", "delayed", "tensorwise", "blockwise", "lora in FP8"]
+)
 def test_a_run_with_graphs_resumes_bit_for_bit(checkpoint: Path, tmp_path: Path, kind: str) -> None:
     hf = str(hf_folder(iteration_folder(checkpoint, 0)))
     arguments = {"kind": kind, "checkpoint": str(checkpoint), "save_dir": str(tmp_path), "hf": hf}

@@ -36,7 +36,7 @@ from llava_mcore.checkpoint.sharded import num_bytes
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import move, sync_tree, write_synced
 from llava_mcore.parallel.cores import all_cores
-from llava_mcore.parallel.groups import agree, gather_to_all, sum_over_ranks
+from llava_mcore.parallel.groups import agree, gather_to_first, sum_over_ranks
 from llava_mcore.training.description import write_description
 from llava_mcore.training.logs.run_record import run_record
 from llava_mcore.training.saving.host_memory import allocate_in_background, is_allocated_ahead
@@ -182,7 +182,7 @@ class Saver:
             pending.write.finish()
         except CheckpointError as error:
             raise CheckpointError(f"{pending.partial}: {error}", on_all_ranks=True) from error
-        checksums = gather_to_all(groups, pending.checksums)
+        checksums = gather_to_first(groups, pending.checksums)
         problem = None
         if groups.rank == 0:
             try:

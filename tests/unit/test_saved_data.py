@@ -1,4 +1,4 @@
-"""What a checkpoint contains, if training goes on while it is written."""
+"""What a checkpoint contains, if training continues while it is written."""
 
 from __future__ import annotations
 

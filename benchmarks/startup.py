@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from safetensors.numpy import save_file
 
+from benchmarks.record import show, write_record
 from benchmarks.startup_child import RESULT
 from llava_mcore.__main__ import COMMANDS
 
@@ -105,8 +104,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=5, help="processes per row (default 5)")
     parser.add_argument("--only", default="", help="measure rows whose name contains this")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    table = Table("command", "wall s", "CPU s", "imported", box=None)
+    found = []
     with tempfile.TemporaryDirectory() as temporary:
         chosen = [row for row in rows(Path(temporary)) if options.only in row[0]]
         for name, command, watched in chosen:
@@ -114,8 +114,10 @@ def main() -> None:
             runs = [start(command, watched) for _ in range(options.runs)]
             wall, cpu = (statistics.median(values) for values in ([x.wall for x in runs], [x.cpu for x in runs]))
             imported = ", ".join(x for x in SHOWN if x in runs[0].modules)
-            table.add_row(name, f"{wall:.2f}", f"{cpu:.2f}", imported or "-")
-    Console(width=120).print(table)
+            found.append({"command": name, "wall s": f"{wall:.2f}", "CPU s": f"{cpu:.2f}", "imported": imported or "-"})
+    show(found)
+    if options.json is not None:
+        write_record(options.json, found, gpus=0)
 
 
 if __name__ == "__main__":

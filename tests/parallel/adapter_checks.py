@@ -177,8 +177,9 @@ def save_and_resume(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str, f
 
 
 def resumed(groups: Groups, checkpoint: str, save_dir: str) -> list[float]:
-    """Resume what was saved and return the losses of the next steps."""
-    run = _resumable(groups, checkpoint, save_dir, **{"checkpoint.load_optim": True})
+    """Resume what was saved, in several chunks per stage if there are stages; return the losses of the next steps."""
+    chunks = {"parallel.num_layers_per_virtual_pipeline_stage": 1} if groups.pp_size > 1 else {}
+    run = _resumable(groups, checkpoint, save_dir, **{"checkpoint.load_optim": True}, **chunks)
     trainer = make_trainer(groups, run)
     progress, _ = resume(trainer)
     assert progress.iteration == STEPS

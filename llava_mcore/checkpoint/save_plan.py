@@ -35,6 +35,11 @@ class SavePlan:
         """What `strategy` was made for."""
         self._next: _Structure = []
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether there has been a save; the same on all ranks."""
+        return self._planned is not None
+
     def divide(self, state: ShardedStateDict) -> list[ShardedTensor]:
         """Decide before the first save which rank writes what; a collective call. Changes `state`.
 

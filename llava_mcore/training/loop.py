@@ -18,6 +18,7 @@ from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.reporter import Reporter
 from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.profiling import IterationProfiler
+from llava_mcore.training.saving.host_memory import steps_before_allocation
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import Progress
 from llava_mcore.training.setup import Trainer
@@ -90,6 +91,7 @@ class _Loop:
         self.answerer = together(self.groups, lambda: Answerer(trainer, answers, hf, watchdog))
         self.profiler = IterationProfiler(self.run, self.groups)
         self.first = progress.iteration + 1
+        self.allocates_after = steps_before_allocation(self.run)
         self.saved: int | None = None
         """The iteration of the last checkpoint that is kept, if this process has saved one."""
 
@@ -115,8 +117,9 @@ class _Loop:
         if number == self.first:
             self.iteration.settle()
             keep_from_garbage_collection()
-            if self._saves_in_background_after(number):
-                self.saver.prepare(self.progress)
+        if number - self.first + 1 == self.allocates_after and self._saves_in_background_after(number):
+            self.iteration.settle()
+            self.saver.prepare(self.progress)
         if not self._is_anything_due(number):
             self._finish_save(number, writing=writing)
             return False

@@ -91,10 +91,13 @@ def saves(checkpoint: str, save_dir: str) -> dict[str, Any]:
         with counted(counter):
             saver.save(Progress(10 + number), place, background=number == 1)
             saver.finish(10 + number)
+    nothing: Counter[str] = Counter()
+    with counted(nothing):
+        saver.prepare(Progress(13))
     before = _contents(run.run_dir, 12)
     wait_for_all(groups)
     Saver(trainer, hf).save(Progress(12), place)
-    found = {"calls": calls, "equal": before == _contents(run.run_dir, 12) != {}}
+    found = {"calls": calls, "prepared after a save": nothing, "equal": before == _contents(run.run_dir, 12) != {}}
     found |= _loads(groups, trainer, iteration_folder(run.run_dir, 12)) | {"new": _other_structure(trainer)}
     return found | {"divided": _divided(groups, trainer, hf)}
 

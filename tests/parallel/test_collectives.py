@@ -38,6 +38,7 @@ def test_saves_are_planned_once_and_tensors_read_once(checkpoint: Path, tmp_path
             # Of files that have been written: their contents' places and their checksums, new in each save.
             assert (calls["gather_object"], calls["all_gather_object"]) == (2, 0)
             assert calls["broadcast_object_list"] == calls["scatter_object_list"] == 0
+        assert not found["prepared after a save"]
         assert found["equal"], "a reused plan writes the same files"
         assert found["resumed"]
         assert found["read"] and set(found["read"].values()) == {1}

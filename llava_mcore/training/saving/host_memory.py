@@ -16,13 +16,18 @@ from llava_mcore.config.schema import RunConfig
 logger = logging.getLogger(__name__)
 
 
-def is_allocated_ahead(run: RunConfig) -> bool:
-    """Return whether a run's saves in the background get their memory before the first one.
+STEPS_WITH_GRAPHS = 4
+"""Most shapes of CUDA graphs occur in these steps. When torch captures one, it gives all unused host memory back."""
 
-    Not with CUDA graphs: torch gives all unused host memory back when it captures one. Nor with an optimizer whose
-    state is on the host: little else is copied from the GPU.
+
+def steps_before_allocation(run: RunConfig) -> int | None:
+    """Return after how many steps the memory for saves in the background is allocated.
+
+    None: not before the first save. With an optimizer whose state is on the host, little else is copied from the GPU.
     """
-    return not (run.model.cuda_graphs or run.optimizer.cpu_offload)
+    if run.optimizer.cpu_offload:
+        return None
+    return STEPS_WITH_GRAPHS if run.model.cuda_graphs else 1
 
 
 def allocate_in_background(sizes: Sequence[int], device: torch.device) -> threading.Thread:

@@ -39,7 +39,7 @@ from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import agree, gather_to_first, sum_over_ranks
 from llava_mcore.training.description import write_description
 from llava_mcore.training.logs.run_record import run_record
-from llava_mcore.training.saving.host_memory import allocate_in_background, is_allocated_ahead
+from llava_mcore.training.saving.host_memory import allocate_in_background
 from llava_mcore.training.saving.save_log import SAVES, Saved
 from llava_mcore.training.saving.state import LOADER_FOLDER, Progress, loader_file, state_to_save
 from llava_mcore.training.setup import Trainer
@@ -95,15 +95,13 @@ class Saver:
         return self._pending is not None
 
     def prepare(self, progress: Progress) -> None:
-        """Begin to allocate the host memory that saves in the background copy tensors to; a collective call."""
+        """Begin to allocate the host memory that saves in the background copy tensors to, unless there has been a save;
+        a collective call."""
         device = self.trainer.groups.device
-        if not is_allocated_ahead(self.trainer.run):
-            return
-        written = self._plan.divide(state_to_save(self.trainer, progress))
-        if device.type == "cuda":
-            self._allocation = allocate_in_background(
-                [num_bytes(x) for x in written if x.data is not None and x.data.is_cuda], device
-            )
+        if not self._plan.is_planned:
+            written = self._plan.divide(state_to_save(self.trainer, progress))
+            sizes = [num_bytes(x) for x in written if x.data is not None and x.data.is_cuda]
+            self._allocation = allocate_in_background(sizes, device) if sizes else None
 
     def save(
         self, progress: Progress, loader_state: Any | None, *, background: bool = False, persistent: bool = True

@@ -6,7 +6,7 @@ python -m benchmarks.performance_page
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +89,18 @@ def main() -> None:
 
 def page(results: Sequence[Path]) -> str:
     """Return the text of the page."""
-    read = [json.loads(path.read_text(encoding="utf-8")) for path in results]
-    return "\n".join([INTRODUCTION.replace("{summary}", summary()), *map(section, read)])
+    read = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in results}
+    return "\n".join([INTRODUCTION.replace("{summary}", summary(read)), *map(section, read.values())])
 
 
-def summary() -> str:
+def summary(results: Mapping[str, dict[str, Any]]) -> str:
     """Return the table on top: ours, and the best peer in the same run, in the same precision if there is one."""
     lines = [
         "| what | GPUs | precision | tokens/s per GPU | MFU % | the best peer | its tokens/s per GPU | ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, what in SUMMARY.items():
-        result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        result = results[name]
         for row in result["rows"]:
             if row["what"] in PRECISIONS:
                 lines.append(_line([what, result["about"]["gpu"], *_compared(row)]))

@@ -55,9 +55,8 @@ class StateWrite:
             plan: of the run's earlier saves; None: this save is planned alone, and every tensor written by its first
                 replica.
         """
-        plan, tensors = SavePlan() if plan is None else plan, sharded_tensors(state)
-        live = {x.data.untyped_storage().data_ptr() for x in tensors if x.data is not None}
-        convert_data(tensors)
+        plan = SavePlan() if plan is None else plan
+        live = convert_data(sharded_tensors(state))
         is_new = plan.begin(state)
         keep_write_results_here()
         self._request = dist_checkpointing.save(

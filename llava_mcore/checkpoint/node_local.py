@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,10 @@ class LocalWrite:
         self.checksums: dict[str, str] = {}  # none: this rank writes no files into the iteration's folder
         self._checksum = ""
         self._path = root / f"{folder.name.strip('.').partition('.')[0]}.{suffix[0]}.rank_{groups.rank:05d}.pt"
-        convert_data(sharded_tensors(state))
+        live = convert_data(sharded_tensors(state))
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         parts = {_name(value): value.data for value in nested_values(sharded)}
-        tensors = {name: _on_host(x, copy=copy) for name, x in parts.items() if isinstance(x, torch.Tensor)}
+        tensors = {name: _on_host(x, live if copy else ()) for name, x in parts.items() if isinstance(x, torch.Tensor)}
         rest = {name: x for name, x in parts.items() if name not in tensors}
         self._content = {"common": deepcopy(common), "parts": tensors | deepcopy(rest)}
         if groups.device.type == "cuda":
@@ -228,9 +228,14 @@ def _name(value: ShardedTensor | ShardedObject) -> str:
     return f"{value.key} {tuple(value.global_offset)} {tuple(value.local_shape)}"
 
 
-def _on_host(tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    """Return a tensor in host memory, without the rest of its storage."""
+def _on_host(tensor: torch.Tensor, live: Container[int]) -> torch.Tensor:
+    """Return a tensor in host memory, without the rest of its storage.
+
+    Args:
+        live: addresses of the storages that have to be copied.
+    """
     x = tensor.detach()
     if x.device.type != "cpu":
         return x.to("cpu", non_blocking=True)
-    return x.clone() if copy or x.untyped_storage().nbytes() != x.nbytes else x
+    storage = x.untyped_storage()
+    return x.clone() if storage.data_ptr() in live or storage.nbytes() != x.nbytes else x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,12 +29,18 @@ def num_bytes(tensor: ShardedTensor) -> int:
     return 0 if tensor.data is None else tensor.data.numel() * tensor.dtype.itemsize
 
 
-def convert_data(tensors: Iterable[ShardedTensor]) -> None:
+def convert_data(tensors: Sequence[ShardedTensor]) -> set[int]:
     """Convert data of another type to the type that it is saved as: moments in bf16 to fp32. The results are in host
-    memory, since a GPU has no room for all of them; the host does not wait for the copies."""
+    memory, since a GPU has no room for all of them. The host does not wait for the copies: synchronize before reading.
+
+    Returns:
+        Addresses of the storages that training may change: those of the data as it was.
+    """
+    live = {x.data.untyped_storage().data_ptr() for x in tensors if x.data is not None}
     for tensor in tensors:
         if tensor.data is not None and tensor.data.dtype != tensor.dtype:
             tensor.data = tensor.data.detach().to(tensor.dtype).to("cpu", non_blocking=True)
+    return live
 
 
 def structure(state: ShardedStateDict) -> list[tuple[object, ...]]:

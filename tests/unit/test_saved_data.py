@@ -11,7 +11,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from llava_mcore.checkpoint.dist import StateWrite, load_state
-from llava_mcore.checkpoint.sharded import num_bytes
+from llava_mcore.checkpoint.node_local import _on_host
+from llava_mcore.checkpoint.sharded import convert_data, num_bytes
 from llava_mcore.config.load import load_run_config
 from llava_mcore.parallel.groups import single_process
 from llava_mcore.training.saving.host_memory import steps_before_allocation
@@ -26,6 +27,17 @@ def sharded(name: str) -> ShardedTensor:
 )
 def test_memory_is_allocated_before_the_first_save(flags: list[str], steps: int | None) -> None:
     assert steps_before_allocation(load_run_config(None, flags)) == steps
+
+
+def test_only_what_training_changes_is_live() -> None:
+    """The copies of a conversion are nobody else's: copying them again would take as much host memory again."""
+    weights, moments = sharded("weights"), sharded("moments")
+    moments.data = torch.zeros(3, 4).bfloat16()
+    live = convert_data([weights, moments])
+    converted, kept = ((x.data.untyped_storage().data_ptr(), x.data) for x in (moments, weights))
+    assert converted[0] not in live and kept[0] in live
+    assert _on_host(converted[1], live).data_ptr() == converted[1].data_ptr()
+    assert _on_host(kept[1], live).data_ptr() != kept[1].data_ptr() == _on_host(kept[1], ()).data_ptr()
 
 
 def test_moments_in_bf16_are_saved_in_fp32_as_they_were(tmp_path: Path) -> None:

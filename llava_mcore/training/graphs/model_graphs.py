@@ -39,7 +39,7 @@ def model_graphs(model: VisionLanguageModel, chunk: DistributedDataParallel, run
     Raises:
         ConfigError: the model cannot have them.
     """
-    found = [decoder_graphs(model.language_model, chunk, run.data.seq_length, num_deepstack=model.num_deepstack)]
+    found = [decoder_graphs(model.language_model, chunk, run.data.seq_length, model.num_deepstack)]
     if run.model.cuda_graphs_vision:
         found.append(tower_graphs(model.vision_model, chunk, run))
     return found
@@ -54,7 +54,7 @@ def most_patches(tower: PatchTransformer, data: DataConfig) -> int | None:
 
 
 def decoder_graphs(
-    model: LanguageModel, chunk: DistributedDataParallel, longest: int, num_deepstack: int = 0
+    model: LanguageModel, chunk: DistributedDataParallel, longest: int, num_deepstack: int
 ) -> LayerGraphs:
     """Return the graphs of a decoder's layers.
 

@@ -207,7 +207,7 @@ def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -
 def _not_all_on_gpu(tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Move to the host what was computed from the state: moments in fp16, which have a scale."""
     kept = {x.data_ptr() for x in state.values() if isinstance(x, torch.Tensor)}
-    return {name: x if x.data_ptr() in kept else x.to("cpu", non_blocking=True) for name, x in tensors.items()}
+    return {name: x if x.data_ptr() in kept else x.cpu() for name, x in tensors.items()}
 
 
 def _slices(

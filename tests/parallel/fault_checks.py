@@ -26,6 +26,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, FileError, TrainingError
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.closing import attempt
+from llava_mcore.training.determinism import make_deterministic
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.logs.metrics_file import FILE, JsonLines
 from llava_mcore.training.logs.sinks import Sinks
@@ -75,6 +76,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def faults(checkpoint: str, save_dir: str) -> dict[str, Any]:
     """Stop at, skip over and leave out a step that is not finite; stop early; at dp 2."""
+    make_deterministic()  # on GPUs, equal steps would otherwise differ by rounding
     groups = join(1, 1)
     found: dict[str, Any] = {}
 

@@ -93,6 +93,14 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
         hand_state_to_parts(inner)
         for group in inner.param_groups:
             group.pop("step", None)  # otherwise every update would reset the count of its part on the GPU to this one
+        _undo_update_of_weights(distributed)
+
+
+def _undo_update_of_weights(distributed: DistributedOptimizer) -> None:
+    """Set the model's own weights to the loaded fp32 ones: the update that allocated the state has changed them."""
+    with torch.no_grad():
+        for param, _, _ in own_ranges(distributed):
+            own_part(distributed, param).copy_(weights_and_moments(distributed, param)["param"])
 
 
 def _joined(slices: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -205,9 +213,14 @@ def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -
 
 
 def _not_all_on_gpu(tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Move to the host what was computed from the state: moments in fp16, which have a scale."""
-    kept = {x.data_ptr() for x in state.values() if isinstance(x, torch.Tensor)}
-    return {name: x if x.data_ptr() in kept else x.cpu() for name, x in tensors.items()}
+    """Return moments in bf16 as they are stored, since a save converts them without waiting, and move to the host what
+    was computed from the state: moments in fp16, which have a scale."""
+    found = {}
+    for name, tensor in tensors.items():
+        stored = state["master_param" if name == "param" else name]
+        is_kept = stored.dtype == torch.bfloat16 or stored.data_ptr() == tensor.data_ptr()
+        found[name] = stored if is_kept else tensor.cpu()
+    return found
 
 
 def _slices(

@@ -79,6 +79,7 @@ def save_and_resume(
         "offload": OFFLOAD,
         "offload half": OFFLOAD_HALF,
         "own disk": DISTRIBUTED | disk,
+        "own disk, half": HALF_MOMENTS | disk,
     }
     if groups.dp_size == 1:  # else too few tokens for FP8 at a time
         kinds |= {"FP8": FP8, "own disk, FP8": FP8 | DISTRIBUTED | disk}

@@ -12,7 +12,7 @@ from llava_mcore.adapters.adapter_record import Base, holds_adapters, read_base,
 from llava_mcore.adapters.linear_layers import ModelLayers, model_layers
 from llava_mcore.adapters.peft_config import plan_of_folder
 from llava_mcore.adapters.targets import LoraPlan, own_parameters, plan_from_config, trained_parameters
-from llava_mcore.checkpoint.layout import RUN_FILE
+from llava_mcore.checkpoint.layout import RUN_FILE, latest_checkpoint
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.sections.adapter import AdapterConfig
 from llava_mcore.errors import ConfigError, problems
@@ -132,4 +132,5 @@ def base_of(checkpoint: Path, load: Path | None) -> Base:
         CheckpointError: they are not there, or other weights are.
     """
     base = read_base(checkpoint)
-    return Base(base.found_at(None if load is None or load == checkpoint.parent else load), base.identity)
+    is_model = load is not None and load != checkpoint.parent and not holds_adapters(latest_checkpoint(load)[0])
+    return Base(base.found_at(load if is_model else None), base.identity)

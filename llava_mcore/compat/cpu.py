@@ -8,6 +8,7 @@ must use its own generator. Packages that only work on GPUs count as not install
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable
@@ -50,15 +51,21 @@ class _NoStream:
     def synchronize(self) -> None: ...
 
 
+_OPTIMIZERS = ("transformer_engine", "apex")
+"""Packages whose optimizers megatron-core uses in place of torch's."""
+
+
 @functools.cache
 def install() -> None:
     """Prepare torch and megatron-core for this machine. Call before anything imports megatron.core."""
     if torch.cuda.is_available():
+        if not any(importlib.util.find_spec(package) for package in _OPTIMIZERS):
+            _patch_distributed_optimizer()
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("llava_mcore.parallel must be imported before megatron.core on a machine without CUDA")
     # megatron-core uses their optimizers and norms whenever it can import them, as in a container on a login node.
-    for package in ("transformer_engine", "apex"):
+    for package in _OPTIMIZERS:
         sys.modules[package] = None  # type: ignore[assignment]
     _patch_torch()
     _patch_distributed_optimizer()

@@ -15,7 +15,7 @@ from llava_mcore.checkpoint.dist import load_state
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.saving.save import save_checkpoint
+from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import Progress, resume
 from tests.helpers.fused_adam import in_place_of_torch
 from tests.parallel.checks import join
@@ -44,6 +44,14 @@ AWARE: dict[str, Any] = DISTRIBUTED | BF16 | {"optimizer.use_precision_aware_opt
 OFFLOAD: dict[str, Any] = AWARE | {"optimizer.cpu_offload": True}
 OFFLOAD_HALF: dict[str, Any] = OFFLOAD | {"optimizer.cpu_offload_fraction": 0.5}
 GPU_KINDS = {"aware": AWARE, "offload": OFFLOAD, "offload half": OFFLOAD_HALF}
+FIRST_MLP = {"model.unfreeze": ("language_model.model.layers.0.mlp.*", "language_model.model.norm.weight")}
+ADAPTERS: dict[str, Any] = {"adapter.r": 4, "adapter.vision_r": 2, "adapter.targets": "q_proj,v_proj,fc1"}
+EMPTY_GROUPS: dict[str, dict[str, Any]] = {
+    "no norms on the first stage": BF16 | FROZEN_MODELS | FIRST_MLP,
+    "no tower on the last stage, own disk": BF16 | {"optimizer.vision_lr": 2e-3},
+    "dropout": BF16 | FROZEN_MODELS | ADAPTERS | {"adapter.dropout": 0.3},
+}
+"""Stages have parameter groups without parameters; with dropout, data-parallel ranks draw unequally, as pictures need."""
 NO_UPDATE = "no update yet"  # as when the first steps overflow: the optimizer has no moments
 
 
@@ -59,6 +67,7 @@ def save_and_resume(
     cases = {f"{part}, {kind}": FROZEN[part] | kinds[kind] for part in FROZEN for kind in kinds}
     kinds["fp16"] = {"training.precision": "fp16"}
     cases |= {f"{NO_UPDATE}, first stage, {kind}": FIRST_STAGE | kinds[kind] for kind in kinds}
+    cases |= EMPTY_GROUPS
     groups = join(tp, pp)
     with in_place_of_torch() if fused else contextlib.nullcontext():
         found = {name: _resumed(groups, checkpoint, save_dir, hf, name, flags) for name, flags in cases.items()}
@@ -71,7 +80,11 @@ def _resumed(
     groups: Groups, checkpoint: str, save_dir: str, hf: str, name: str, flags: dict[str, Any]
 ) -> tuple[list[float], list[float]]:
     """Return the losses after a checkpoint, of the run that saved it and of one that resumed."""
-    saving = {"checkpoint.save": True, "checkpoint.save_optim": True, "checkpoint.load_optim": True}
+    saving: dict[str, Any] = {"checkpoint.save": True, "checkpoint.save_optim": True, "checkpoint.load_optim": True}
+    is_kept = "own disk" not in name
+    if not is_kept:
+        saving |= {"checkpoint.non_persistent_save_interval": 1}
+        saving |= {"checkpoint.non_persistent_local_dir": f"{save_dir}/disk"}
     run = run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, name=name, **saving, **flags)
     trainer = make_trainer(groups, run)
     steps_before = 0 if NO_UPDATE in name else STEPS
@@ -79,7 +92,8 @@ def _resumed(
     if steps_before:
         train_steps(groups, trainer, run, loader)
     progress = Progress(steps_before, steps_before * GLOBAL_BATCH)
-    save_checkpoint(trainer, progress, Path(hf), None if loader is None else loader.state())
+    state = None if loader is None else loader.state()
+    Saver(trainer, Path(hf)).save(progress, state, persistent=is_kept)
     uninterrupted = train_steps(groups, trainer, run, loader)
     again = make_trainer(groups, run)
     resume(again)

@@ -125,7 +125,8 @@ class VisionTransformer(VisionModule):
         x = self.conv1(pixel_values).flatten(2).transpose(1, 2)  # [b, p, h]; a remainder of the picture is ignored
         if self.shape.class_token:
             x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
-        x = x + self.position_embeddings.weight
+        # Called as a module, before which data parallelism waits for the weight.
+        x = x + self.position_embeddings(torch.arange(x.shape[1], device=x.device))
         if self.shape.num_registers:
             x = torch.cat([x[:, :1], self.registers.expand(x.shape[0], -1, -1), x[:, 1:]], dim=1)
         if self.shape.pre_norm:

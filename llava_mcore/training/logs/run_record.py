@@ -14,6 +14,9 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.run_ids import KEY, read_ids
 
+RANDOM_STATES = "random_states"
+"""Key of run.json: which ranks' random states the checkpoint holds. Older ones lack it: of data-parallel rank 0."""
+OF_EVERY_RANK = "of every rank"
 PACKAGES = (
     *("llava-mcore", "torch", "megatron-core", "megatron-energon", "transformers", "tokenizers"),
     *("safetensors", "numpy", "Pillow", "transformer-engine"),
@@ -30,6 +33,7 @@ def run_record(run: RunConfig, groups: Groups, counters: dict[str, int]) -> dict
             "data_parallel_size": groups.dp_size,
             "world_size": groups.world_size,
         },
+        RANDOM_STATES: OF_EVERY_RANK,
         KEY: read_ids(run.run_dir),
         "git_revision": git_revision(),
         "versions": versions(),

@@ -37,6 +37,8 @@ from llava_mcore.mapping.slices import slices_of_range
 from llava_mcore.parallel.groups import Groups
 
 PARAM_STATE = "param_state"
+CLASSES = ("cpu_optimizer_cls", "gpu_optimizer_cls")
+"""In the parameter groups of an optimizer on the host. A machine without Transformer Engine could not read them."""
 SHARDING = {"param_state_sharding_type": "fully_reshardable"}  # what megatron-core reads these files as
 
 
@@ -66,7 +68,8 @@ def optimizer_state(
             name: _slices(f"optimizer.state.{name}", sharded_by_tensor[param], start, stop, tensors.get(name))
             for name in _names(distributed)
         }
-    return _common_state(distributed, num_updates) | SHARDING | ({PARAM_STATE: parts} if parts else {})
+    common = _without_classes(_common_state(distributed, num_updates))
+    return common | SHARDING | ({PARAM_STATE: parts} if parts else {})
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
@@ -82,6 +85,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
     if isinstance(distributed.optimizer, HybridDeviceOptimizer):
         for group in loaded["optimizer"]["param_groups"]:
             group.setdefault("step", 0)  # otherwise the update that allocated its state would count
+            group |= {key: distributed.optimizer.defaults[key] for key in CLASSES}
     distributed.load_state_dict({name: value for name, value in loaded.items() if name != PARAM_STATE})
     with torch.no_grad():
         for number, (param, _, _) in enumerate(own_ranges(distributed)):
@@ -156,8 +160,9 @@ def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, num_upda
     """Return the state of an optimizer that is not distributed."""
     # is_loading: creates missing moments, which a save before the first update needs as well.
     state = optimizer.sharded_state_dict(model, is_loading=True)
-    if not any(state.get("fp32_from_fp16_params", [])):  # empty lists would not fit those of other ranks
-        state.pop("fp32_from_fp16_params", None)
+    weights = [group for group in state.pop("fp32_from_fp16_params", []) if group]
+    if weights:  # empty lists, of groups without parameters on this rank, would not fit those of other ranks
+        state["fp32_from_fp16_params"] = weights
     saved = state.get("optimizer", state)
     for one in _chained(optimizer):
         if isinstance(one.optimizer, torch.optim.AdamW):
@@ -180,6 +185,13 @@ def _common_state(distributed: DistributedOptimizer, num_updates: int) -> dict[s
         del inner.state[""]
     _count_in_empty_groups(state["optimizer"]["param_groups"], inner.param_groups, num_updates)
     return state
+
+
+def _without_classes(common: dict[str, Any]) -> dict[str, Any]:
+    groups = [
+        {key: x for key, x in group.items() if key not in CLASSES} for group in common["optimizer"]["param_groups"]
+    ]
+    return common | {"optimizer": common["optimizer"] | {"param_groups": groups}}
 
 
 def _names(distributed: DistributedOptimizer) -> tuple[str, ...]:

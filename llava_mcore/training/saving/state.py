@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from llava_mcore.adapters.adapter_state import adapter_state
+from llava_mcore.checkpoint.complete import RUN_JSON
 from llava_mcore.checkpoint.dist import load_state, model_state
 from llava_mcore.checkpoint.layout import RUN_FILE
 from llava_mcore.checkpoint.node_local import is_local, load_local
@@ -17,10 +18,12 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.adapter import AdapterConfig
 from llava_mcore.errors import CheckpointError, problems
+from llava_mcore.files.json_files import read_object
 from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.random import random_state, set_random_state
+from llava_mcore.training.logs.run_record import OF_EVERY_RANK, RANDOM_STATES
 from llava_mcore.training.optimization.optimizer import follow_settings, own_rates
 from llava_mcore.training.optimization.optimizer_state import load_optimizer_state, optimizer_state
 from llava_mcore.training.setup import Trainer
@@ -59,11 +62,9 @@ def resume(trainer: Trainer) -> tuple[Progress, list[Any] | None]:
     assert checkpoint is not None
     before = load_run_config(checkpoint / RUN_FILE, [], {})
     _check_resumable(trainer.run, before, checkpoint)
-    same_layout = before.parallel.tensor_model_parallel_size == trainer.groups.tp_size and (
-        before.parallel.pipeline_model_parallel_size == trainer.groups.pp_size
-    )
+    random = _random_state_of(checkpoint, before, trainer.groups)
     progress = Progress()
-    wanted = _state(trainer, progress, is_loading=True, with_random=same_layout)
+    wanted = _state(trainer, progress, is_loading=True, random=random)
     with all_cores():
         if is_local(checkpoint):
             loaded = load_local(wanted, checkpoint, trainer.groups.rank)
@@ -72,7 +73,7 @@ def resume(trainer: Trainer) -> tuple[Progress, list[Any] | None]:
         follow_settings(loaded["optimizer"], before.optimizer, trainer.run.optimizer)
         load_optimizer_state(trainer.optimizer, loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
-    if same_layout:
+    if random is not None:
         set_random_state(loaded["random"])
     else:
         logger.info("the layout differs from the checkpoint's: dropout will draw different random numbers")
@@ -119,10 +120,10 @@ def loader_file(groups: Groups) -> str:
 
 def state_to_save(trainer: Trainer, progress: Progress) -> dict[str, Any]:
     """Return everything that is saved except the position in the data; a collective call."""
-    return _state(trainer, progress, is_loading=False)
+    return _state(trainer, progress, is_loading=False, random=_sharded_random_state(trainer.groups))
 
 
-def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
+def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, random: ShardedObject | None) -> dict[str, Any]:
     """Return everything that is saved, or what to load into: all but the weights, which the trainer has begun with."""
     run, groups = trainer.run, trainer.groups
     adaptation = trainer.adaptation
@@ -136,12 +137,27 @@ def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, with_rando
     by_layer = adaptation is not None or bool(run.model.freeze or run.model.unfreeze)
     state["optimizer"] = optimizer_state(trainer.optimizer, model, groups, is_loading=is_loading, by_layer=by_layer)
     state["scheduler"] = trainer.scheduler.state_dict()
-    if with_random:
-        state["random"] = _sharded_random_state(groups)
+    if random is not None:
+        state["random"] = random
     return state
 
 
-def _sharded_random_state(groups: Groups) -> ShardedObject:
-    """Return this model-parallel rank's generators; data-parallel ranks hold the same."""
+def _sharded_random_state(groups: Groups, *, of_every_rank: bool = True) -> ShardedObject:
+    """Return this rank's generators. Those of data-parallel ranks begin equal, but each draws as its batches need."""
     shape, position = (groups.pp_size, groups.tp_size), (groups.pp_rank, groups.tp_rank)
-    return ShardedObject("random_state", random_state(), shape, position, replica_id=groups.dp_rank)
+    if not of_every_rank:
+        return ShardedObject("random_state", random_state(), shape, position, replica_id=groups.dp_rank)
+    shape, position = (*shape, groups.dp_size), (*position, groups.dp_rank)
+    return ShardedObject("random_state", random_state(), shape, position, replica_id=0)
+
+
+def _random_state_of(checkpoint: Path, before: RunConfig, groups: Groups) -> ShardedObject | None:
+    """Return the generators to load into; None if the checkpoint is of another layout."""
+    record = read_object(checkpoint / RUN_JSON, CheckpointError)
+    of_every_rank = record.get(RANDOM_STATES) == OF_EVERY_RANK
+    saved = [before.parallel.tensor_model_parallel_size, before.parallel.pipeline_model_parallel_size]
+    now = [groups.tp_size, groups.pp_size]
+    if of_every_rank:
+        saved.append(record["layout"]["data_parallel_size"])
+        now.append(groups.dp_size)
+    return _sharded_random_state(groups, of_every_rank=of_every_rank) if saved == now else None

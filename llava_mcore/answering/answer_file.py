@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from llava_mcore.files.atomic import move
+from llava_mcore.files.text_files import naming
 from llava_mcore.generation.records import Record
 
 
@@ -35,7 +36,7 @@ def written_to(path: Path | None) -> Iterator[Callable[[Sequence[Record]], None]
         yield lambda _: None
         return
     num_written = 0
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
 
         def write(records: Sequence[Record]) -> None:
             nonlocal num_written

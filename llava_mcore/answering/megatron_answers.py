@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from llava_mcore.adapters.adapter_record import holds_adapters, read_base
 from llava_mcore.answering.job import Job
 from llava_mcore.answering.megatron_worker import ANSWERS, PROBLEM, run_rank
 from llava_mcore.checkpoint.layout import hf_folder, is_iteration, latest_checkpoint
+from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.config.rules.all_rules import check_layout
 from llava_mcore.errors import CheckpointError, ConfigError, LlavaMcoreError, problems
 from llava_mcore.generation.records import Record
@@ -38,6 +40,9 @@ def answer_checkpoint(folder: Path, job: Job, layout: Layout) -> list[Record]:
         LlavaMcoreError: the checkpoint cannot be used at this layout, or the data cannot be read.
     """
     checkpoint = usable_checkpoint(folder, layout)
+    require_undamaged(checkpoint)
+    if holds_adapters(checkpoint):
+        require_undamaged(read_base(checkpoint).found_at(None))
     size, on_gpus = layout.tp * layout.pp, torch.cuda.device_count() > 0
     with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
         results = Path(name)

@@ -47,7 +47,8 @@ def make_manifest(
     """Return the manifest of a finished import."""
     versions = {"llava_mcore": __version__} | {name: importlib.metadata.version(name) for name in _PACKAGES}
     config = hashlib.sha256((source / "config.json").read_bytes()).hexdigest()
-    return Manifest(str(source), config, table_digest(table), dtype, tp, pp, versions, dict(sorted(digests.items())))
+    folder = str(source.absolute())  # an exported adapter names it
+    return Manifest(folder, config, table_digest(table), dtype, tp, pp, versions, dict(sorted(digests.items())))
 
 
 def table_digest(table: MappingTable) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     for path in pictures:
         console.print(f"histogram: {path}", soft_wrap=True)
     packed = "" if args.pack_to is None else f" --packing --seq-length {args.pack_to}"
-    console.print(f"train with --data-path {args.out / BLEND if is_blend else args.out}{packed}", soft_wrap=True)
+    data = shlex.quote(str(args.out / BLEND if is_blend else args.out))
+    console.print(f"train with --data-path {data}{packed}", soft_wrap=True)
     return 0
 
 

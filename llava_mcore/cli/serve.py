@@ -10,12 +10,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
+import torch
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.serve import ENGINES, parser
 from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.errors import ConfigError, os_error_text
+from llava_mcore.errors import ConfigError
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.launch.process import run_child
 from llava_mcore.models.architectures.hf_config import load_hf_config
@@ -51,12 +52,25 @@ def check_flags(args: argparse.Namespace) -> None:
     """Raise ConfigError for flags that cannot work, or missing packages."""
     if args.max_request_bytes < 1:
         raise ConfigError("--max-request-bytes must be at least 1")
+    _check_device(args.device)
     if "@" in str(args.hf_dir):
         raise ConfigError(
             f"--hf-dir {args.hf_dir}: transformers' server takes what is after @ for a revision; rename it"
         )
     if args.engine == "transformers" and any(importlib.util.find_spec(package) is None for package in PACKAGES):
         raise ConfigError('transformers\' server needs more packages: pip install "llava-mcore[serve]"')
+
+
+def _check_device(name: str) -> None:
+    if name == "auto":
+        return
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"--device {name}: expected auto, cpu, cuda or cuda:N") from None
+    num_gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ConfigError(f"--device {name}: there are {num_gpus} GPUs here; choose one of them, or cpu")
 
 
 def _serve(args: argparse.Namespace, model: ServedModel) -> int:
@@ -83,7 +97,7 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family)
     except OSError as error:
         raise ConfigError(
-            f"{host}:{port} cannot be listened on: {os_error_text(error)}; choose another --host or --port"
+            f"{host}:{port} cannot be listened on: {error.strerror or error}; choose another --host or --port"
         ) from error
 
 

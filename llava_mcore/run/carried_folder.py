@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from transformers import PretrainedConfig
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.choose_start import StartPoint
+from llava_mcore.data.encoding.assets import ALL_TOKENIZER_FILES
+from llava_mcore.data.encoding.processors import PROCESSOR_FILES
 from llava_mcore.data.encoding.text.template_file import write_chat_template
+from llava_mcore.data.encoding.video_processor import VIDEO_FILE
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
@@ -22,11 +26,16 @@ from llava_mcore.models.model_table import detect_names, mapping_table
 _DTYPE = "F32"
 
 
-def write_carried_folder(start: StartPoint, target: Path, *, seed: int, chat_template: str) -> Path:
+def write_carried_folder(
+    start: StartPoint, target: Path, *, seed: int, chat_template: str, tokenizer_dir: Path | None = None
+) -> Path:
     """Write the Hugging Face files for the run's checkpoints to `target`, replacing its contents, and return it.
 
     The files are those of the checkpoint that the run starts from, or, from random weights, of the folder that
-    describes the model; the chat template is the one used for training.
+    describes the model; tokenizer, processors and chat template are those used for training.
+
+    Args:
+        tokenizer_dir: the folder of the tokenizer, and of processors if it has any; None: the checkpoint's own.
     """
     if target.exists():
         shutil.rmtree(target)
@@ -35,8 +44,21 @@ def write_carried_folder(start: StartPoint, target: Path, *, seed: int, chat_tem
     else:
         hf_files.require_own_files(start.hf_dir)
         shutil.copytree(start.hf_dir, target)
+        if tokenizer_dir is not None:
+            for names in (ALL_TOKENIZER_FILES, PROCESSOR_FILES, (VIDEO_FILE,)):
+                _replace_files(names, tokenizer_dir, target)
     write_chat_template(target, chat_template)
     return target
+
+
+def _replace_files(names: Sequence[str], source: Path, target: Path) -> None:
+    """Replace files that belong together, if `source` has any of them."""
+    own = [name for name in names if (source / name).is_file()]
+    if own:
+        for name in names:
+            (target / name).unlink(missing_ok=True)
+        for name in own:
+            shutil.copyfile(source / name, target / name)
 
 
 def write_init_folder(hf_dir: Path, target: Path, seed: int) -> Path:

@@ -17,7 +17,7 @@ from llava_mcore.config.rules.all_rules import loader_multiple, pad_multiple
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.data.doctor.show import in_words
-from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encoding.assets import Assets, require_same_tokenizer
 from llava_mcore.data.encoding.pixel_range import FRAMES, PICTURES, write_pixel_range
 from llava_mcore.data.encoding.text.template_file import require_same_template
 from llava_mcore.data.loading.loader import TrainLoader
@@ -174,6 +174,8 @@ def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bo
         return None
     assets = run_assets(run, start.hf_dir)
     if resuming:
+        if run.checkpoint.hf_dir is not None:
+            require_same_tokenizer(start.hf_dir, run.checkpoint.hf_dir)
         require_same_template(start.hf_dir, assets.chat.template)
     return assets
 
@@ -184,7 +186,13 @@ def _carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: As
         return start.hf_dir
     assert assets is not None, "rank 0 loads data"
     target = run.run_dir / "hf"
-    write_carried_folder(start, target, seed=run.training.seed, chat_template=assets.chat.template)
+    write_carried_folder(
+        start,
+        target,
+        seed=run.training.seed,
+        chat_template=assets.chat.template,
+        tokenizer_dir=run.checkpoint.hf_dir,
+    )
     if run.data.pixels != PixelRange():
         write_pixel_range(target, assets.pixels, PICTURES)
     if run.data.video_pixels != PixelRange():

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from llava_mcore.compat.transformers_serving import PinnedHandler
@@ -45,6 +46,10 @@ def build_app(handler: PinnedHandler, model: ServedModel, *, max_request_bytes: 
     @app.exception_handler(HTTPException)
     async def refuse_as_asked(_: Request, error: HTTPException) -> JSONResponse:
         return _error(str(error.detail), error.status_code)
+
+    @app.exception_handler(ClientDisconnect)
+    async def nobody_waits(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nginx's number; nobody reads it
 
     @app.exception_handler(Exception)
     async def report(_: Request, error: Exception) -> JSONResponse:

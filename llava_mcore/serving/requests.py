@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encoding.images import decode_image
+from llava_mcore.data.encoding.images import decode_image, is_plain_jpeg
 from llava_mcore.errors import DataError
 
 ROLES = ("system", "user", "assistant")
@@ -87,12 +88,41 @@ def check_chat(body: Any, model: ServedModel) -> dict[str, Any]:
 def _as_taken(given: dict[str, Any]) -> dict[str, Any]:
     """Return a valid request in one of the forms that OpenAI's interface allows, with the fields that count."""
     taken = {name: value for name, value in given.items() if name not in UNSUPPORTED}
-    taken["messages"] = [{"role": message["role"], "content": message["content"]} for message in given["messages"]]
+    taken["messages"] = [
+        {"role": message["role"], "content": _as_decoded(message["content"])} for message in given["messages"]
+    ]
     if "max_completion_tokens" in taken:  # OpenAI's newer name; transformers 5.17 ignores it
         taken["max_tokens"] = taken.pop("max_completion_tokens")
     if "stop" in taken:
         taken["stop"] = [taken["stop"]] if isinstance(taken["stop"], str) else taken["stop"]
     return taken
+
+
+def _as_decoded(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a message with its pictures as the model was trained on them.
+
+    transformers' server decodes them by torchvision, which does not rotate pictures by their EXIF and reads fewer
+    formats. PNG loses nothing.
+    """
+    if isinstance(content, str):
+        return content
+    return [part if part["type"] == "text" else _as_png(part) for part in content]
+
+
+def _as_png(part: dict[str, Any]) -> dict[str, Any]:
+    data = _bytes_of(part["image_url"])
+    if is_plain_jpeg(data):
+        return part
+    file = io.BytesIO()
+    decode_image(data).save(file, "PNG", compress_level=1)
+    url = f"{PICTURE_URL}png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _bytes_of(value: str | dict[str, Any]) -> bytes:
+    """Return the bytes of a picture whose address has been checked."""
+    url: str = value["url"] if isinstance(value, dict) else value
+    return base64.b64decode(url.partition(",")[2], validate=True)
 
 
 def _unsupported(given: dict[str, Any]) -> list[str]:
@@ -153,6 +183,8 @@ def _messages(messages: Any, model: ServedModel) -> list[str]:
             found.append(f'message {number}: "content" must be a text or a list of parts, found {_kind(content)}')
             continue
         found += [f"message {number}: {problem}" for part in parts for problem in _part(part, model)]
+        if message.get("role") != "user" and any(part.get("type") == "image_url" for part in parts):
+            found.append(f"message {number}: only the user's messages can have pictures")
         if number == len(messages) - 1 and not found:
             found += _question(message["role"], parts)
     return found
@@ -197,11 +229,11 @@ def _picture(value: Any) -> list[str]:
     url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str):
         return [f'"image_url" must be {{"url": …}}, found {_kind(value)}']
-    head, comma, data = url.partition(",")
+    head, comma, _ = url.partition(",")
     if not head.startswith(PICTURE_URL) or not head.endswith(";base64") or not comma:
         return [f"a picture must be in the request: {HOW_TO_SEND}, found {url[:60]!r}"]
     try:
-        decode_image(base64.b64decode(data, validate=True))
+        decode_image(_bytes_of(url))
     except binascii.Error as error:
         return [f"a picture is not valid base64: {error}"]
     except DataError as error:

@@ -51,7 +51,7 @@ EMPTY_GROUPS: dict[str, dict[str, Any]] = {
     "no tower on the last stage, own disk": BF16 | {"optimizer.vision_lr": 2e-3},
     "dropout": BF16 | FROZEN_MODELS | ADAPTERS | {"adapter.dropout": 0.3},
 }
-"""Stages have parameter groups without parameters; with dropout, data-parallel ranks draw unequally, as pictures need."""
+"""Stages have parameter groups without parameters; with dropout, data-parallel ranks draw unequally."""
 NO_UPDATE = "no update yet"  # as when the first steps overflow: the optimizer has no moments
 
 

@@ -68,6 +68,16 @@ def ask(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     return generate_here(capsys, monkeypatch)
 
 
+def test_a_damaged_checkpoint_answers_nothing(root: Path, ask: Ask, tmp_path: Path) -> None:
+    shutil.copytree(root / "megatron", tmp_path / "damaged")
+    file = max((tmp_path / "damaged").rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[-5000] ^= 64
+    file.write_bytes(content)
+    code, _, said = ask("--megatron-dir", tmp_path / "damaged", "--image", root / "picture.png", "--question", "x")
+    assert code == 2 and "is damaged" in said and file.name in said
+
+
 def test_one_question(root: Path, ask: Ask) -> None:
     """The checkpoint gives the folder's answer, also drawn; a seed gives the same draws again."""
     given = ("--image", root / "picture.png", "--question", "What is this?", "--max-new-tokens", 12)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoProcessor, AutoTokenizer
@@ -14,7 +16,8 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encoding.assets import load_assets, require_same_tokenizer
+from llava_mcore.data.encoding.processors import PROCESSOR_FILES
 from llava_mcore.data.encoding.text.template_file import require_same_template, write_chat_template
 from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import single_process
@@ -84,6 +87,26 @@ def test_export_renders_what_was_trained(root: Path, init: bool) -> None:
     # What is exported is what a next run trains with, unless it is told otherwise.
     assert load_assets(out).chat.template == trained.template
     require_same_template(hf_folder(checkpoint), trained.template)
+
+
+def test_tokenizer_and_processor_of_training_are_exported(root: Path, tmp_path: Path) -> None:
+    """Of --tokenizer-load-dir, not of the import; a resume with another tokenizer is refused."""
+    other = tmp_path / "other"
+    shutil.copytree(root / "hf", other)
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    vocabulary["added_tokens"][-1]["lstrip"] = not vocabulary["added_tokens"][-1]["lstrip"]
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    (file,) = (other / name for name in PROCESSOR_FILES if (other / name).is_file())
+    file.write_text(file.read_text().replace('"image_mean": [', '"image_mean": [\n 0.125,', 1))
+    start = start_point(run_config(root, "run-other", init=False))
+    arguments: dict[str, Any] = {"seed": 1, "chat_template": CHAT_TEMPLATE, "tokenizer_dir": other}
+    carried = write_carried_folder(start, tmp_path / "carried", **arguments)
+    assert (carried / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
+    assert "0.125" in (carried / file.name).read_text()
+    assert (carried / "config.json").read_bytes() == (start.hf_dir / "config.json").read_bytes()
+    require_same_tokenizer(carried, other)
+    with pytest.raises(CheckpointError, match="cannot be resumed with the tokenizer of"):
+        require_same_tokenizer(carried, root / "hf")
 
 
 def test_the_imported_checkpoint_stays_as_it_was(root: Path) -> None:

@@ -19,16 +19,19 @@ import torch
 import yaml
 from PIL import Image
 from starlette.testclient import TestClient
+from torchvision.io import ImageReadMode, decode_image
 from transformers import AutoProcessor
 from transformers.cli.serving import utils as serving_utils
 
 from llava_mcore.cli.flags.serve import DEFAULT_PORT
 from llava_mcore.cli.serve import main
 from llava_mcore.compat.transformers_serving import load_handler
+from llava_mcore.data.encoding.images import decode_pixels
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
 from llava_mcore.serving.app import build_app
 from llava_mcore.serving.requests import RequestError, ServedModel, check_chat
+from tests.helpers.bad_data_samples import animated, picture, rotated
 from tests.helpers.cases import EACH_CLASS, Case, make_sharp_case
 from tests.helpers.commands import ROOT
 from tests.helpers.server import Started, request, serving
@@ -38,6 +41,7 @@ from tests.helpers.tiny_hf import make_hf_llava
 MODEL = ServedModel("tiny", 64, lambda text: {"<image>"} if "<image>" in text else ())
 MEGABYTE = 1 << 20
 NAME = "tiny"
+PICTURE = request("x", jpeg(1))["messages"][0]["content"]
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +195,10 @@ def test_it_is_healthy_for_compose(server: Started) -> None:
         ({"logprobs": True, "top_logprobs": 5}, '"logprobs" is not supported by this server: remove it, found True'),
         ({"messages": [{"role": "assistant", "tool_calls": 3}]}, 'message 0: "tool_calls" are not supported'),
         (request("a \ud800"), "half of a surrogate pair"),
+        (
+            {"messages": [{"role": "system", "content": PICTURE}, {"role": "user", "content": "x"}]},
+            "message 0: only the user's messages can have pictures",
+        ),
     ],
 )
 def test_checks_of_a_request(change: dict[str, Any], words: str) -> None:
@@ -217,6 +225,19 @@ def test_no_file_and_no_address_is_opened(url: Any, words: str) -> None:
     body["messages"][0]["content"].insert(0, {"type": "image_url", "image_url": {"url": url}})
     with pytest.raises(RequestError, match=words):
         check_chat(body, MODEL)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [rotated(), animated(), *(picture(kind) for kind in ("PNG", "WEBP", "BMP", "TIFF")), picture(mode="CMYK")],
+    ids=["rotated", "gif", "png", "webp", "bmp", "tiff", "cmyk"],
+)
+def test_pictures_reach_transformers_as_they_are_trained_on(data: bytes) -> None:
+    """It decodes them by torchvision, which does not rotate and reads fewer formats."""
+    part = check_chat(request("What is it?", data), MODEL)["messages"][0]["content"][0]
+    sent = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+    taken = decode_image(torch.frombuffer(bytearray(sent), dtype=torch.uint8), mode=ImageReadMode.RGB)
+    assert torch.equal(taken, decode_pixels(data))
 
 
 def test_a_checked_request_has_one_form() -> None:
@@ -250,6 +271,9 @@ def test_what_cannot_be_served_is_one_message(
     assert "revision" in says("--hf-dir", tmp_path / "a@b")
     assert "--max-request-bytes must be at least 1" in says("--hf-dir", folder, "--max-request-bytes", 0)
     assert "choose another --host or --port" in says("--hf-dir", folder, "--host", "no.such.host.invalid")
+    assert "--device foo: expected auto, cpu, cuda or cuda:N" in says("--hf-dir", folder, "--device", "foo")
+    if not torch.cuda.is_available():
+        assert "--device cuda:1: there are 0 GPUs here" in says("--hf-dir", folder, "--device", "cuda:1")
     monkeypatch.setenv("PATH", str(tmp_path))
     for engine in ("vllm", "sglang"):
         assert f"{engine} is not installed here" in says("--hf-dir", folder, "--engine", engine)

@@ -26,7 +26,7 @@ from llava_mcore.data.encoding.special_tokens import check_tokenizer, choose_tok
 from llava_mcore.data.encoding.text.template_choice import Lang, TemplateChoice, choose_template
 from llava_mcore.data.encoding.video_processor import VIDEO_FILE
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
-from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError, problems
+from llava_mcore.errors import CheckpointError, ConversionError, DataError, LlavaMcoreError, problems
 from llava_mcore.files.regular import kind_of
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.hf_config import load_hf_config
@@ -36,9 +36,10 @@ from llava_mcore.models.media import MediaPlan
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+ALL_TOKENIZER_FILES = (*TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json")
 ASSET_FILES = (
-    *(*TOKENIZER_FILES, *PROCESSOR_FILES, VIDEO_FILE, "config.json", "chat_template.jinja", "chat_template.json"),
-    *("merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    *(*ALL_TOKENIZER_FILES, *PROCESSOR_FILES, VIDEO_FILE),
+    *("config.json", "chat_template.jinja", "chat_template.json"),
 )
 MOST_BYTES = 1 << 28
 """Maximum size of each file; the largest tokenizers have about 40 MB."""
@@ -222,6 +223,30 @@ def _load_config(folder: Path, found: list[str]) -> PretrainedConfig | None:
     except ConversionError as error:
         found.append(str(error))
         return None
+
+
+def require_same_tokenizer(folder: Path, tokenizer_dir: Path) -> None:
+    """Refuse to resume with another tokenizer than a checkpoint was trained with.
+
+    Args:
+        folder: the checkpoint's Hugging Face files.
+        tokenizer_dir: the tokenizer that the run would train with.
+
+    Raises:
+        CheckpointError: they differ.
+        DataError: one of them cannot be loaded.
+    """
+    found: list[str] = []
+    before, now = (_load_tokenizer(x, found) for x in (folder, tokenizer_dir))
+    if found:
+        raise DataError(problems("the tokenizer cannot be compared with the checkpoint's", found))
+    assert before is not None and now is not None
+    if before.backend_tokenizer.to_str() != now.backend_tokenizer.to_str():
+        raise CheckpointError(
+            f"{folder.parent} cannot be resumed with the tokenizer of {tokenizer_dir}: it was trained with the one in "
+            f"{folder}. Omit --tokenizer-load-dir, or name a folder with that tokenizer; to continue with another one, "
+            "start a run with another --name from these weights (--megatron-load-dir)"
+        )
 
 
 def _load_tokenizer(folder: Path, found: list[str]) -> PreTrainedTokenizerBase | None:

@@ -27,6 +27,9 @@ START, FRAMES, SCAN = b"\xff\xd8", (0xFFC0, 0xFFC2), 0xFFDA
 PLAIN_SEGMENTS = (0xFFE0, 0xFFFE, 0xFFDB, 0xFFC4, 0xFFDD)
 """JFIF, comment, and tables. EXIF may rotate the picture, and Adobe's segment may define other colors."""
 
+WIDE_MODES = ("I", "F")
+"""Integers of 16 and 32 bits, and floats. Pillow and transformers would clip them to 0 to 255."""
+
 SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations that swap height and width."""
 
@@ -42,11 +45,11 @@ treat some of them as a bug, others as an error of the whole pack."""
 def decode_image(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Image.Image:
     """Decode one picture to RGB, rotated by its EXIF, exactly as transformers loads a picture.
 
-    Raises DataError if the bytes are not a complete picture.
+    Raises DataError if the bytes are not a complete picture, or one of more than 8 bits per pixel and channel.
     """
     with _decoding(data):
         image = _opened(data)
-        _check_size(image, most_pixels)
+        _check_header(image, most_pixels)
         return _upright(image)
 
 
@@ -62,7 +65,7 @@ def decode_pixels(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Tens
         is_usual = TORCHVISION_DECODES_ALIKE and is_plain_jpeg(data, most_pixels)
         if not is_usual:
             image = _opened(data)
-            _check_size(image, most_pixels)
+            _check_header(image, most_pixels)
             is_usual = TORCHVISION_DECODES_ALIKE and _is_usual_jpeg(image)
         if is_usual:
             # If it fails, Pillow may decode the picture, or raises the reason.
@@ -78,7 +81,7 @@ def picture_size(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> tuple
     """
     with _decoding(data):
         image = _opened(data)
-        _check_size(image, most_pixels)
+        _check_header(image, most_pixels)
         width, height = image.size
         return (width, height) if orientation_of(image, data) in SIDEWAYS else (height, width)
 
@@ -111,10 +114,15 @@ def _opened(data: bytes) -> Image.Image:
     return Image.open(BytesIO(data), formats=FORMATS)
 
 
-def _check_size(image: Image.Image, most_pixels: int) -> None:
+def _check_header(image: Image.Image, most_pixels: int) -> None:
     width, height = image.size
     if width * height > most_pixels:
         raise ValueError(f"it has {width} x {height} pixels; the limit is {most_pixels} (data.max_picture_pixels)")
+    if image.mode.startswith(WIDE_MODES):
+        raise ValueError(
+            f"it is gray with more than 8 bits per pixel (Pillow's mode {image.mode}), which would become white or "
+            "black: convert it to 8 bits"
+        )
 
 
 def _upright(image: Image.Image) -> Image.Image:

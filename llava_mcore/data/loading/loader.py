@@ -161,7 +161,8 @@ class TrainLoader:
             self._settings["data.num_streams"] = before["data.num_streams"]
         found = _differences(before, self._settings)
         if found:
-            advice = "resume with the same settings, or restart the data (without --load-optim)"
+            advice = "resume with the same settings, or start a run with another --name from its weights "
+            advice += "(--megatron-load-dir)"
             raise DataError(
                 problems(f"the saved position does not belong to this loader of {self.path}; {advice}", found)
             )

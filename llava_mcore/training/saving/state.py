@@ -147,8 +147,8 @@ def _sharded_random_state(groups: Groups, *, of_every_rank: bool = True) -> Shar
     shape, position = (groups.pp_size, groups.tp_size), (groups.pp_rank, groups.tp_rank)
     if not of_every_rank:
         return ShardedObject("random_state", random_state(), shape, position, replica_id=groups.dp_rank)
-    shape, position = (*shape, groups.dp_size), (*position, groups.dp_rank)
-    return ShardedObject("random_state", random_state(), shape, position, replica_id=0)
+    whole, own = (*shape, groups.dp_size), (*position, groups.dp_rank)
+    return ShardedObject("random_state", random_state(), whole, own, replica_id=0)
 
 
 def _random_state_of(checkpoint: Path, before: RunConfig, groups: Groups) -> ShardedObject | None:

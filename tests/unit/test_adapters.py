@@ -14,12 +14,13 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from llava_mcore.adapters.adaptation import adaptation_of
+from llava_mcore.adapters.adaptation import adaptation_of, base_of
 from llava_mcore.adapters.adapter_record import Base, write_record
 from llava_mcore.adapters.linear_layers import ModelLayers, model_layers
 from llava_mcore.adapters.peft_config import plan_of_folder
 from llava_mcore.adapters.peft_tensors import PREFIX, WEIGHTS
 from llava_mcore.adapters.targets import plan_from_config, trained_parameters
+from llava_mcore.checkpoint.layout import iteration_folder, write_tracker
 from llava_mcore.config.load import load_run_config, save_run_config
 from llava_mcore.config.rules.all_rules import check_run
 from llava_mcore.config.sections.adapter import AdapterConfig
@@ -237,6 +238,18 @@ def test_other_weights_than_the_adapter_s_are_refused(tmp_path: Path, hf: Path) 
     import_hf(tmp_path / "other-hf", tmp_path / "other")
     with pytest.raises(CheckpointError, match="holds other weights than those that the adapter was trained on"):
         base.found_at(tmp_path / "other")
+
+
+def test_a_run_that_continues_another_run_s_adapter_resumes(tmp_path: Path, hf: Path, layers: ModelLayers) -> None:
+    """Its command still names the other run's folder, which does not hold the model."""
+    first = import_hf(hf, tmp_path / "megatron")
+    for name, iteration in (("one", 1), ("two", 2)):
+        checkpoint = iteration_folder(tmp_path / name, iteration)
+        checkpoint.mkdir(parents=True)
+        write_record(checkpoint, Base.of(first), [plan_from_config(AdapterConfig(r=2), layers)], layers)
+        write_tracker(checkpoint.parent, iteration)
+    assert base_of(checkpoint, tmp_path / "one").folder == first
+    assert base_of(checkpoint, tmp_path / "megatron").folder == first
 
 
 def test_without_an_adapter_nothing_is_looked_up(hf: Path) -> None:

@@ -46,7 +46,7 @@ class Base:
         if not is_iteration(folder):
             raise CheckpointError(
                 f"{folder}: the weights that the adapter was trained on are no longer there; say where with "
-                "--megatron-load-dir (training) or --base-dir (export)"
+                "--megatron-load-dir (training) or --base-dir (export), or move them back"
             )
         identity = weights_identity(folder)
         if identity != self.identity:

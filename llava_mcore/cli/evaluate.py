@@ -60,7 +60,7 @@ class Report:
         console.print(table(results))
         for result in results:
             if result.data is not None and result.data.num_skipped:
-                skipped = f"{result.data.num_skipped} questions could not be asked and are not scored (--json)"
+                skipped = f"questions that could not be asked and are not scored: {result.data.num_skipped} (--json)"
                 print(f"{result.model}: {skipped}")
 
 

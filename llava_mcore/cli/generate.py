@@ -114,7 +114,7 @@ def _summary(records: Sequence[Record], out: Path, seconds: float) -> str:
     num_tokens = sum(record.num_tokens for record in records)
     lines = [
         f"{len(records) - len(problems)} answers with {num_tokens} tokens in {seconds:.1f} s -> {out}"
-        + (f"; {len(problems)} questions could not be asked:" if problems else "")
+        + (f"; questions that could not be asked: {len(problems)}" if problems else "")
     ]
     lines += [f"  - {record.key}: {record.problem}" for record in problems[:SHOWN]]
     if len(problems) > SHOWN:

@@ -37,7 +37,7 @@ class AnswersResult:
     def line(self) -> str:
         """Return the console line."""
         shown = [f"{name} {value:.3f}" for name in SHOWN if (value := self.metrics.get(name)) is not None]
-        skipped = f" | {self.num_skipped} questions could not be asked" if self.num_skipped else ""
+        skipped = f" | questions that could not be asked: {self.num_skipped}" if self.num_skipped else ""
         return (
             f"answers after step {self.iteration} | {' | '.join([*shown, f'{self.num_answers} answers'])} | "
             f"{self.seconds:.1f} s{skipped}"

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from llava_mcore.checkpoint.complete import RUN_JSON, Choice, iterations, newest_complete
+from llava_mcore.checkpoint.identity import RUN_ID, run_id
 from llava_mcore.checkpoint.layout import RUN_FILE, TRACKER, hf_folder, latest_checkpoint, latest_iteration
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import NON_PERSISTENT, RunConfig
@@ -122,6 +123,8 @@ def _not_of_this_course(run: RunConfig, choice: Choice) -> str | None:
             return f"{RUN_JSON} does not say which run wrote it ({error!r})"
         if save_dir != str(run.checkpoint.save_dir):
             return f"belongs to another run of this name, under {save_dir}"
+        if RUN_ID in written and written[RUN_ID] != run_id(run.run_dir):
+            return f"belongs to an earlier run of this name, whose folder {run.run_dir} has been deleted"
     try:
         limit = latest_iteration(run.run_dir)
     except CheckpointError:

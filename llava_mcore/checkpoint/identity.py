@@ -1,9 +1,14 @@
-"""Which weights a checkpoint holds: what an adapter is trained on must be what it is later used with."""
+"""Which weights a checkpoint holds, and which run wrote it.
+
+What an adapter is trained on must be what it is later used with. A run must not resume from temporary checkpoints of an
+earlier one of its name, whose folder has been deleted.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from pathlib import Path
 
 from llava_mcore.checkpoint.checksums import recorded
@@ -11,7 +16,10 @@ from llava_mcore.checkpoint.complete import RUN_JSON
 from llava_mcore.checkpoint.layout import hf_folder
 from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.errors import CheckpointError
+from llava_mcore.files.text_files import naming, read_text
 
+RUN_ID_FILE, RUN_ID = "run_id.txt", "run_id"
+"""An id in SAVE_DIR/NAME, and its key in the run.json of checkpoints. Older versions wrote none."""
 _METADATA = ".metadata"
 _IMPORT = "import"
 
@@ -44,3 +52,20 @@ def is_of_import(identity: str) -> bool:
 
 def _digest(kind: str, parts: dict[str, str]) -> str:
     return f"{kind}:{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()}"
+
+
+def run_id(run_dir: Path) -> str | None:
+    """Return the id of a run's folder; None before its first checkpoint. FileError for a file that is not text."""
+    file = run_dir / RUN_ID_FILE
+    return read_text(file).strip() if file.is_file() else None
+
+
+def made_run_id(run_dir: Path) -> str:
+    """Return the id of a run's folder, and write one if it has none."""
+    made = run_id(run_dir)
+    if made is None:
+        made = uuid.uuid4().hex
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with naming(run_dir / RUN_ID_FILE):
+            (run_dir / RUN_ID_FILE).write_text(f"{made}\n", encoding="utf-8")
+    return made

@@ -96,7 +96,11 @@ def test_a_dataset(root: Path, tmp_path: Path, ask: Ask) -> None:
     out = [tmp_path / "folder.jsonl", tmp_path / "checkpoint.jsonl"]
     given = ("--data-path", root / "data", "--max-new-tokens", 6, "--every-answer")
     code, said, _ = ask("--hf-dir", root / "hf", *given, "--out", out[0])
-    assert code == 0 and "6 answers" in said and "questions that could not be asked: 1\n  - sample00004: the picture" in said
+    assert (
+        code == 0
+        and "6 answers" in said
+        and "questions that could not be asked: 1\n  - sample00004: the picture" in said
+    )
     assert ask("--megatron-dir", root / "megatron", *given, "--out", out[1], "--batch-size", 2)[0] == 0
     assert out[0].read_bytes() == out[1].read_bytes()
     lines = [json.loads(line) for line in out[0].read_text().splitlines()]

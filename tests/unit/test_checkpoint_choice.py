@@ -7,7 +7,9 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -22,12 +24,19 @@ from llava_mcore.checkpoint.complete import (
     remove_leftovers,
     write_run_json,
 )
+from llava_mcore.checkpoint.identity import RUN_ID, made_run_id, run_id
 from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_checkpoint, write_tracker
 from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import CheckpointError
 
 
-def add(root: Path, *numbers: int, tracker: int | None = None, save_dir: Path | None = None) -> None:
+def add(
+    root: Path,
+    *numbers: int,
+    tracker: int | None = None,
+    save_dir: Path | None = None,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Make complete checkpoints with run.json; the tracker names the last one, or another."""
     for number in numbers:
         folder = iteration_folder(root, number)
@@ -35,7 +44,7 @@ def add(root: Path, *numbers: int, tracker: int | None = None, save_dir: Path | 
         for name in ("metadata.json", "__0_0.distcp", "hf/config.json"):
             (folder / name).write_text("x" * (number + 1))
         written_by = {} if save_dir is None else {"run": {"checkpoint": {"save_dir": str(save_dir)}}}
-        write_run_json(folder, {"iteration": number, **written_by})
+        write_run_json(folder, {"iteration": number, **written_by, **more})
     write_tracker(root, numbers[-1] if tracker is None else tracker)
 
 
@@ -218,4 +227,12 @@ def test_a_fast_disk_may_hold_another_run_of_the_same_name(tmp_path: Path) -> No
     assert found.iteration == 10 and "belongs to another run of this name" in found.passed_over[0]
     add(fast / "run", 14, save_dir=mine)
     assert start(mine, f"checkpoint.non_persistent_dir={fast}").iteration == 14
+    assert made_run_id(mine / "run") == made_run_id(mine / "run") == run_id(mine / "run")
+    add(fast / "run", 16, save_dir=mine, more={RUN_ID: made_run_id(mine / "run")})
+    assert start(mine, f"checkpoint.non_persistent_dir={fast}").iteration == 16
+    shutil.rmtree(mine / "run")
+    add(mine / "run", 1)
+    found = start(mine, f"checkpoint.non_persistent_dir={fast}")
+    assert found.iteration == 1 and "belongs to an earlier run of this name" in found.passed_over[0]
+    shutil.rmtree(iteration_folder(fast / "run", 16))
     assert all_but(iteration_folder(fast / "run", 12)) == [iteration_folder(fast / "run", 14)]

@@ -206,10 +206,11 @@ class Saver:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)  # the update's weights are gathered in the next forward pass
         final = layout.iteration_folder(root, progress.iteration)
-        record = run_record(run, groups, asdict(progress)) if groups.rank == 0 else {}
+        record: dict[str, Any] = {}
         problem = None
         if groups.rank == 0:
             try:
+                record = run_record(run, groups, asdict(progress))
                 if self._deletion is not None:
                     self._deletion.join()  # it deletes the kind of folder that a killed save leaves
                 _prepare_folder(final)

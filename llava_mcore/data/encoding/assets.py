@@ -41,6 +41,8 @@ ASSET_FILES = (
     *(*ALL_TOKENIZER_FILES, *PROCESSOR_FILES, VIDEO_FILE),
     *("config.json", "chat_template.jinja", "chat_template.json"),
 )
+_VOCABULARIES = [name for name in ALL_TOKENIZER_FILES if name != "tokenizer_config.json"]
+"""Without the file that may hold the chat template, which is compared by itself."""
 MOST_BYTES = 1 << 28
 """Maximum size of each file; the largest tokenizers have about 40 MB."""
 
@@ -236,6 +238,8 @@ def require_same_tokenizer(folder: Path, tokenizer_dir: Path) -> None:
         CheckpointError: they differ.
         DataError: one of them cannot be loaded.
     """
+    if all(_content(folder / name) == _content(tokenizer_dir / name) for name in _VOCABULARIES):
+        return  # also if config.json lets transformers choose other classes for the two folders
     found: list[str] = []
     before, now = (_load_tokenizer(x, found) for x in (folder, tokenizer_dir))
     if found:
@@ -247,6 +251,10 @@ def require_same_tokenizer(folder: Path, tokenizer_dir: Path) -> None:
             f"{folder}. Omit --tokenizer-load-dir, or name a folder with that tokenizer; to continue with another one, "
             "start a run with another --name from these weights (--megatron-load-dir)"
         )
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def _load_tokenizer(folder: Path, found: list[str]) -> PreTrainedTokenizerBase | None:

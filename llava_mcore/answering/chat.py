@@ -22,6 +22,7 @@ HELP = """\
 /help         show this
 /quit         end (or Ctrl-D); Ctrl-C stops an answer\
 """
+NEED_A_FILE = ("/image", "/video", "/audio")
 
 
 class Chat:
@@ -115,4 +116,6 @@ class Chat:
     def _obey(self, command: str, argument: str) -> None:
         if command not in self._commands:
             raise DataError(f"{command}: no such command\n{HELP}")
+        if command in NEED_A_FILE and not argument:
+            raise DataError(f"{command} needs the name of a file")
         self._commands[command](argument)

@@ -9,6 +9,8 @@ from llava_mcore.errors import ConversionError
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.files.json_files import read_object
 
+ADAPTER_CONFIG = "adapter_config.json"
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return a folder's config.json.
@@ -18,6 +20,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.is_file():
+        if (folder / ADAPTER_CONFIG).is_file():
+            raise ConversionError(
+                f"{folder} holds a PEFT adapter, not a model: write the whole model with export-hf --merge, or with "
+                "PEFT's merge_and_unload"
+            )
         raise ConversionError(
             f"{folder}: no config.json; expected a folder of a vision-language model (build one with build_llava_jp.py)"
         )

@@ -54,6 +54,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "data" / ".nv-meta" / "split.yaml").write_text(SPLIT)
     (root / "picture.png").write_bytes(noise(60, 80))
     (root / "text.jpg").write_text("hello")
+    (root / "adapter").mkdir()
+    (root / "adapter" / "adapter_config.json").write_text("{}")
     (root / "cut.png").write_bytes(noise(60, 80)[:200])
     Image.new("1", (20000, 9000)).save(root / "huge.png")
     with (root / "large.jpg").open("wb") as file:
@@ -172,6 +174,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "heads": (("--megatron-dir", "{megatron}", "--tp", "3", *Q), "cannot be split into tp 3 x pp 1"),
     "no checkpoint": (("--megatron-dir", "{hf}", *Q), "import a model first"),
     "no config": (("--hf-dir", "{megatron}", *Q), "no config.json"),
+    "an adapter": (("--hf-dir", "{root}/adapter", *Q), "holds a PEFT adapter, not a model"),
     "no data": (("--hf-dir", "{hf}", "--data-path", "{root}/no", "--out", "{root}/x"), "does not exist"),
     "no part": (("--hf-dir", "{hf}", "--data-path", "{data}", "--out", "{root}/x", "--split", "test"), "validation"),
 }
@@ -268,7 +271,8 @@ def test_chat(root: Path, assets: Assets) -> None:
     chat = Chat(model, settings, Sampling(), said.append)
     lines = [
         f"/image {root / 'picture.png'}", "What is this?", "Is it even?", f"/image {root / 'text.jpg'}", "",
-        "/image /dev/zero", f"/video {root / 'video.mp4'}", f"/audio {root / 'sound.wav'}", "/nothing", "/help",
+        "/image", "/image /dev/zero", f"/video {root / 'video.mp4'}", f"/audio {root / 'sound.wav'}", "/nothing",
+        "/help",
     ]  # fmt: skip
     chat.run(iter(lines))
     text = "".join(said)
@@ -276,7 +280,8 @@ def test_chat(root: Path, assets: Assets) -> None:
     settings_again = model.answer(Conversation((Turn("user", "<image>\nWhat is this?"),), tuple(chat.images)), settings)
     assert chat.turns[1].text == assets.tokenizer.decode(settings_again, skip_special_tokens=True).strip()
     assert re.findall(r"error: (.{12})", text) == [
-        str(root / "text.jpg")[:12], "the question", "/dev/zero is", "LlavaForCond", "LlavaForCond", "/nothing: no",
+        str(root / "text.jpg")[:12], "the question", "/image needs", "/dev/zero is", "LlavaForCond", "LlavaForCond",
+        "/nothing: no",
     ]  # fmt: skip
     chat.run(iter(["/clear", "/quit", "not reached"]))
     assert not chat.turns and not chat.images

@@ -54,6 +54,11 @@ class BadSample(Exception):
         self.detail = detail
 
 
+def kind_of(value: Any) -> str:
+    """Return a value of a wrong type as messages show it."""
+    return "null" if value is None else f"{type(value).__name__} {value!r:.60}"
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Consecutive rows of one source file that belong to one shard."""

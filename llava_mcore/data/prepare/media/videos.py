@@ -13,7 +13,7 @@ from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY, check_fp
 from llava_mcore.data.prepare.media.pictures import inspect, read_picture
 from llava_mcore.data.prepare.media.references import REMOTE
 from llava_mcore.data.prepare.media.video_files import decode_video
-from llava_mcore.data.prepare.row_types import BadSample, Clip, Picture, Reason
+from llava_mcore.data.prepare.row_types import BadSample, Clip, Picture, Reason, kind_of
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.errors import DataError
@@ -74,12 +74,13 @@ def _listed(reference: Any) -> tuple[Sequence[Any] | None, float | None]:
 
 
 def _opened(reference: Any, folder: Path) -> BinaryIO:
+    given = reference
     if isinstance(reference, Mapping):
         reference = reference.get("bytes") or reference.get("path") or reference.get("url")
     if isinstance(reference, (bytes, bytearray)):
         return BytesIO(reference)
     if not isinstance(reference, str) or not reference:
-        raise BadSample(Reason.WRONG_TYPE, f"a video is {type(reference).__name__} {reference!r:.60}")
+        raise BadSample(Reason.WRONG_TYPE, f"a video is {kind_of(given)}, not a file or frames")
     if reference.rpartition(".")[2].lower() in IMAGE_PARTS and not reference.lower().endswith(".gif"):
         advice = 'frames are listed per video, as a list of lists or {"frames": […]}'
         raise BadSample(Reason.WRONG_TYPE, f"a video is the picture {reference:.120}; {advice}")

@@ -246,6 +246,7 @@ def test_a_run_that_continues_another_run_s_adapter_resumes(tmp_path: Path, hf: 
     for name, iteration in (("one", 1), ("two", 2)):
         checkpoint = iteration_folder(tmp_path / name, iteration)
         checkpoint.mkdir(parents=True)
+        (checkpoint / "metadata.json").write_text("{}")
         write_record(checkpoint, Base.of(first), [plan_from_config(AdapterConfig(r=2), layers)], layers)
         write_tracker(checkpoint.parent, iteration)
     assert base_of(checkpoint, tmp_path / "one").folder == first

@@ -60,7 +60,7 @@ def run_id(run_dir: Path) -> str | None:
     return read_text(file).strip() if file.is_file() else None
 
 
-def made_run_id(run_dir: Path) -> str:
+def ensure_run_id(run_dir: Path) -> str:
     """Return the id of a run's folder, and write one if it has none."""
     made = run_id(run_dir)
     if made is None:

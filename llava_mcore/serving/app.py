@@ -48,8 +48,8 @@ def build_app(handler: PinnedHandler, model: ServedModel, *, max_request_bytes: 
         return _error(str(error.detail), error.status_code)
 
     @app.exception_handler(ClientDisconnect)
-    async def nobody_waits(_: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nginx's number; nobody reads it
+    async def client_gone(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # as nginx logs it; no one receives it
 
     @app.exception_handler(Exception)
     async def report(_: Request, error: Exception) -> JSONResponse:

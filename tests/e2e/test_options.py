@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,27 @@ def test_deterministic_runs_from_random_weights_are_equal(root: Path) -> None:
     _, info = LlavaForConditionalGeneration.from_pretrained(root / "exported", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert (root / "exported" / "chat_template.jinja").read_text().endswith(family_format("plain"))
+
+
+@pytest.mark.long
+def test_checkpoints_have_the_tokenizer_of_training(root: Path, tmp_path: Path) -> None:
+    """Not the import's; a resume with another one is refused."""
+    shutil.copytree(root / "hf", tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    vocabulary = json.loads(file.read_text())
+    vocabulary["added_tokens"][-1]["lstrip"] = not vocabulary["added_tokens"][-1]["lstrip"]
+    file.write_text(json.dumps(vocabulary))
+
+    def train(tokenizer: Path, iterations: int, expect: int = 0) -> str:
+        places = ("--megatron-load-dir", root / "megatron", "--data-path", root / "data", "--save-dir", tmp_path)
+        sizes = ("--train-iters", iterations, "--micro-batch-size", 2, "--global-batch-size", 2, "--seq-length", 64)
+        flags = ("--tokenizer-load-dir", tokenizer, "--save", "--save-optim", "--load-optim", "data.num_workers=0")
+        return run("train/run.py", "-g", 1, "--name", "run", *places, *sizes, *flags, expect=expect)
+
+    train(tmp_path / "other", 1)
+    carried = tmp_path / "run" / "iter_0000001" / "hf" / "tokenizer.json"
+    assert carried.read_bytes() == file.read_bytes() != (root / "hf" / "tokenizer.json").read_bytes()
+    assert "cannot be resumed with the tokenizer of" in train(root / "hf", 2, expect=2)
 
 
 @pytest.mark.parametrize("tie", [False, True])

@@ -24,7 +24,7 @@ from llava_mcore.checkpoint.complete import (
     remove_leftovers,
     write_run_json,
 )
-from llava_mcore.checkpoint.identity import RUN_ID, made_run_id, run_id
+from llava_mcore.checkpoint.identity import RUN_ID, ensure_run_id, run_id
 from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_checkpoint, write_tracker
 from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import CheckpointError
@@ -227,8 +227,8 @@ def test_a_fast_disk_may_hold_another_run_of_the_same_name(tmp_path: Path) -> No
     assert found.iteration == 10 and "belongs to another run of this name" in found.passed_over[0]
     add(fast / "run", 14, save_dir=mine)
     assert start(mine, f"checkpoint.non_persistent_dir={fast}").iteration == 14
-    assert made_run_id(mine / "run") == made_run_id(mine / "run") == run_id(mine / "run")
-    add(fast / "run", 16, save_dir=mine, more={RUN_ID: made_run_id(mine / "run")})
+    assert ensure_run_id(mine / "run") == ensure_run_id(mine / "run") == run_id(mine / "run")
+    add(fast / "run", 16, save_dir=mine, more={RUN_ID: ensure_run_id(mine / "run")})
     assert start(mine, f"checkpoint.non_persistent_dir={fast}").iteration == 16
     shutil.rmtree(mine / "run")
     add(mine / "run", 1)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from llava_mcore.data.encoding.marks import NAMES, count_marks
 from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY
-from llava_mcore.data.prepare.row_types import BadSample, Draft, Reason, kind_of
+from llava_mcore.data.prepare.row_types import BadSample, Draft, Reason, type_and_value
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 
 Role = Literal["system", "user", "assistant"]
@@ -189,13 +189,13 @@ def _from_turns(items: Any, key: str, listed: Mapping[str, tuple[Any, ...]]) -> 
     for number, item in enumerate(_list(items, key)):
         where = f"{key}[{number}]"
         if not isinstance(item, Mapping):
-            raise BadSample(Reason.WRONG_TYPE, f"{where} is {kind_of(item)}, not an object")
+            raise BadSample(Reason.WRONG_TYPE, f"{where} is {type_and_value(item)}, not an object")
         role = _first(item, ("role", "from"))
         if not isinstance(role, str) or role not in ROLES:
             raise BadSample(Reason.UNKNOWN_ROLE, f"{where}: {role!r:.80}; allowed: {', '.join(ROLES)}")
         content = _first(item, ("content", "value"))
         if not isinstance(content, (str, list, tuple)):
-            raise BadSample(Reason.WRONG_TYPE, f"{where} says {kind_of(content)}, neither text nor typed parts")
+            raise BadSample(Reason.WRONG_TYPE, f"{where} says {type_and_value(content)}, neither text nor typed parts")
         pieces = [content] if isinstance(content, str) else [_piece(part, where) for part in content]
         turns.append(Turn(ROLES[role], _join(pieces)))
         for piece in pieces:
@@ -252,7 +252,7 @@ def _join(pieces: Iterable[str | _MediaPart]) -> str:
 def _from_pairs(pairs: Any) -> Iterable[Turn]:
     for number, pair in enumerate(_list(pairs, "texts")):
         if not isinstance(pair, Mapping):
-            raise BadSample(Reason.WRONG_TYPE, f"texts[{number}] is {kind_of(pair)}, not an object")
+            raise BadSample(Reason.WRONG_TYPE, f"texts[{number}] is {type_and_value(pair)}, not an object")
         for role in ("user", "assistant"):
             yield Turn(ROLES[role], _text(pair.get(role), f"texts[{number}].{role}"))
 
@@ -274,11 +274,11 @@ def _first(row: Mapping[str, Any], names: Iterable[str]) -> Any:
 
 def _list(value: Any, where: str) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
-        raise BadSample(Reason.WRONG_TYPE, f"{where} is {kind_of(value)}, not a list")
+        raise BadSample(Reason.WRONG_TYPE, f"{where} is {type_and_value(value)}, not a list")
     return value
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise BadSample(Reason.WRONG_TYPE, f"{where} is {kind_of(value)}, not text")
+        raise BadSample(Reason.WRONG_TYPE, f"{where} is {type_and_value(value)}, not text")
     return value

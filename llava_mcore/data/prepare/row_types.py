@@ -54,7 +54,7 @@ class BadSample(Exception):
         self.detail = detail
 
 
-def kind_of(value: Any) -> str:
+def type_and_value(value: Any) -> str:
     """Return a value of a wrong type as messages show it."""
     return "null" if value is None else f"{type(value).__name__} {value!r:.60}"
 

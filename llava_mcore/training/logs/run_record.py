@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from llava_mcore.checkpoint.identity import RUN_ID, made_run_id
+from llava_mcore.checkpoint.identity import RUN_ID, ensure_run_id
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.run_ids import KEY, read_ids
@@ -35,7 +35,7 @@ def run_record(run: RunConfig, groups: Groups, counters: dict[str, int]) -> dict
             "world_size": groups.world_size,
         },
         RANDOM_STATES: OF_EVERY_RANK,
-        RUN_ID: made_run_id(run.run_dir),
+        RUN_ID: ensure_run_id(run.run_dir),
         KEY: read_ids(run.run_dir),
         "git_revision": git_revision(),
         "versions": versions(),

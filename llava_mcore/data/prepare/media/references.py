@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from llava_mcore.data.prepare.row_types import BadSample, Reason, kind_of
+from llava_mcore.data.prepare.row_types import BadSample, Reason, type_and_value
 from llava_mcore.files.regular import RefusedFileError, read_regular_file
 
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -47,7 +47,7 @@ def read_reference(reference: Any, folder: Path, most_bytes: int, reasons: Media
     if isinstance(reference, (bytes, bytearray)):
         return bytes(reference)
     if not isinstance(reference, str) or not reference:
-        raise BadSample(Reason.WRONG_TYPE, f"a {reasons.name} is {kind_of(reference)}")
+        raise BadSample(Reason.WRONG_TYPE, f"a {reasons.name} is {type_and_value(reference)}")
     if reference.startswith("data:"):
         return _read_data_uri(reference, reasons)
     if reference.startswith("file:"):

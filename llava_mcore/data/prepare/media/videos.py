@@ -13,7 +13,7 @@ from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY, check_fp
 from llava_mcore.data.prepare.media.pictures import inspect, read_picture
 from llava_mcore.data.prepare.media.references import REMOTE
 from llava_mcore.data.prepare.media.video_files import decode_video
-from llava_mcore.data.prepare.row_types import BadSample, Clip, Picture, Reason, kind_of
+from llava_mcore.data.prepare.row_types import BadSample, Clip, Picture, Reason, type_and_value
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.errors import DataError
@@ -80,7 +80,7 @@ def _opened(reference: Any, folder: Path) -> BinaryIO:
     if isinstance(reference, (bytes, bytearray)):
         return BytesIO(reference)
     if not isinstance(reference, str) or not reference:
-        raise BadSample(Reason.WRONG_TYPE, f"a video is {kind_of(given)}, not a file or frames")
+        raise BadSample(Reason.WRONG_TYPE, f"a video is {type_and_value(given)}, not a file or frames")
     if reference.rpartition(".")[2].lower() in IMAGE_PARTS and not reference.lower().endswith(".gif"):
         advice = 'frames are listed per video, as a list of lists or {"frames": […]}'
         raise BadSample(Reason.WRONG_TYPE, f"a video is the picture {reference:.120}; {advice}")

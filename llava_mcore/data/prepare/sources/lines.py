@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.prepare.row_types import BadSample, Reason, Row, Segment, kind_of
+from llava_mcore.data.prepare.row_types import BadSample, Reason, Row, Segment, type_and_value
 from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
 
 BOM = b"\xef\xbb\xbf"
@@ -77,4 +77,4 @@ def decode_row(data: bytes) -> dict[str, Any] | BadSample:
         return BadSample(Reason.NOT_UTF8, f"{error.reason} at byte {error.start} of the row")
     except (ValueError, RecursionError) as error:
         return BadSample(Reason.NOT_JSON, str(error))
-    return row if isinstance(row, dict) else BadSample(Reason.NOT_JSON, f"found {kind_of(row)}")
+    return row if isinstance(row, dict) else BadSample(Reason.NOT_JSON, f"found {type_and_value(row)}")

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import llava_mcore.parallel  # noqa: F401  before megatron.core
 from benchmarks.record import show, write_record
-from llava_mcore.models.language.linear_cross_entropy import CHUNK_TOKENS, linear_cross_entropy
+from llava_mcore.models.loss.linear_cross_entropy import CHUNK_TOKENS, linear_cross_entropy
 
 BASE = "plain head + megatron-core loss"
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

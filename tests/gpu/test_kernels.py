@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attention
 
+from llava_mcore.models.loss.chunk_loss import log_sum_and_target, torch_gradients
 from llava_mcore.models.rotary import rotate, rotate_fused, split_rotated
 
 pytestmark = pytest.mark.gpu
 if torch.cuda.is_available():
+    from llava_mcore.models.kernels import logit_gradients
     from llava_mcore.models.kernels.window_attention import WindowAttention
 SHAPES = {
     "LLaVA-1.5-7B": (32, 1, 128, 128),
@@ -59,3 +61,21 @@ def test_windows(lengths: list[int], size: int) -> None:
     for one, other in zip(here, there, strict=True):
         assert (one.double() - other).norm() <= 5e-3 * other.norm()  # about bf16's rounding of the results alone
         torch.testing.assert_close(one.double(), other, rtol=2e-2, atol=2e-2 * other.abs().max().item())
+
+
+@pytest.mark.parametrize(("rows", "num_true"), [(32128, 32000), (152064, 151936), (5000, 4097), (128, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_and_gradients_in_place_of_logits(rows: int, num_true: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = 20 * torch.randn(1000, rows, device="cuda", generator=generator)
+    local = torch.randint(-rows, 2 * rows, (1000,), device="cuda", generator=generator)  # most are on other ranks
+    exact = logits.double()
+    found = logit_gradients.log_sum_and_target(logits, local, num_true)
+    for one, other in zip(found, log_sum_and_target(exact, local, num_true), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-5)
+    log_sum = found[0].clamp(min=100.0)
+    at_target = torch.rand(1000, device="cuda", generator=generator) - 1
+    expected = torch_gradients(exact, local, log_sum.double(), at_target.double(), num_true, torch.float64)
+    for _ in range(3):  # threads may overtake each other in any order
+        gradients = logit_gradients.into_gradients(logits.clone(), local, log_sum, at_target, num_true, dtype)
+        torch.testing.assert_close(gradients.double(), expected, rtol=2**-7, atol=1e-7)

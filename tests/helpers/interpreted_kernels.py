@@ -15,13 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from llava_mcore.models.kernels import logit_gradients
 from llava_mcore.models.kernels.window_attention import WindowAttention
+from llava_mcore.models.loss.chunk_loss import log_sum_and_target, torch_gradients
 from llava_mcore.models.rotary import rotate, split_rotated
 
 HEADS = ((3, 1, 10, 10), (2, 7, 16, 16), (2, 2, 16, 8), (20, 1, 80, 80))
 """Groups, query heads of a group, head size, rotated dims: blocks that are full and such that are not."""
 WINDOWS = (([64, 3, 0, 17, 1, 0], 2, 80), ([8, 16], 3, 16))
 """Lengths of windows, heads, head size."""
+LOGITS = ((8192, 8192), (5000, 4097), (128, 101), (128, 0))
+"""Rows of the vocabulary, and how many of them are not padding: blocks that are full and such that are not."""
 
 
 def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], inputs: list[Tensor]) -> None:
@@ -49,13 +53,28 @@ def windows(lengths: list[int], heads: int, size: int) -> None:
     compare((WindowAttention.apply(*inputs, bounds),), (torch.cat(each),), inputs)
 
 
+def losses(rows: int, num_true: int) -> None:
+    """Labels are on other ranks too, and the log-sum-exp is larger than that of these rows."""
+    logits = torch.randn(6, rows) * 20
+    local = torch.tensor([0, max(num_true, 1) - 1, num_true // 2, -5, rows, rows + 7])
+    found = logit_gradients.log_sum_and_target(logits, local, num_true)
+    for one, other in zip(found, log_sum_and_target(logits, local, num_true), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-5)
+    log_sum, at_target = torch.full((6,), 100.0), torch.linspace(-1.0, 0.0, 6)
+    given = local, log_sum, at_target, num_true, torch.float16
+    expected = torch_gradients(logits.clone(), *given)
+    torch.testing.assert_close(logit_gradients.into_gradients(logits, *given), expected, rtol=2e-3, atol=1e-7)
+
+
 def main() -> None:
     torch.manual_seed(0)
     for shape in HEADS:
         rotary(*shape)
     for case in WINDOWS:
         windows(*case)
-    print(f"{len(HEADS) + len(WINDOWS)} shapes agree")
+    for sizes in LOGITS:
+        losses(*sizes)
+    print(f"{len(HEADS) + len(WINDOWS) + len(LOGITS)} shapes agree")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def group_of(tp: int) -> dist.ProcessGroup:
 
 def compare_shape(group: dist.ProcessGroup, shape: tuple[int, int, int, int], *, sequence_parallel: bool) -> float:
     """Return the largest difference to the plain head of the whole vocabulary, over values and gradients."""
-    from llava_mcore.models.language.linear_cross_entropy import linear_cross_entropy
+    from llava_mcore.models.loss.linear_cross_entropy import linear_cross_entropy
 
     b, s, vocab, rows = shape
     g = torch.Generator().manual_seed(s)

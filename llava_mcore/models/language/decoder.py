@@ -33,9 +33,9 @@ from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import SDPAttention, sees_window
 from llava_mcore.models.language.layers import DeepstackLayer, NormedRowParallelLinear, TwoRopeSelfAttention
-from llava_mcore.models.language.linear_cross_entropy import OutputLayer
 from llava_mcore.models.language.shape import DecoderShape, Rope
 from llava_mcore.models.language.token_rope import TokenRope
+from llava_mcore.models.loss.linear_cross_entropy import OutputLayer
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import TokenRopeSelfAttention
 

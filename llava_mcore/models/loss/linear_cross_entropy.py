@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,10 +35,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from llava_mcore.compat.torch import assert_on_device
+from llava_mcore.models.loss.chunk_loss import VocabShard, chunk_loss, into_gradients
 
 # Every chunk reads and writes the fp32 weight gradient: 8 bytes per element, for which it does 2 * c operations. On an
-# H200 (800 TF/s, 4.3 TB/s) both take the same time at c = 750; a larger chunk only costs memory, 8 bytes per logit.
-CHUNK_TOKENS = 1024
+# H200 (800 TF/s, 4.3 TB/s) both take the same time at c = 750. A larger chunk hides more of it, and costs 4 bytes per
+# logit.
+CHUNK_TOKENS = 2048
 # The number of tokens in the head is rounded up to a multiple of this, for fewer shapes and faster products.
 KEPT_MULTIPLE = 64
 
@@ -129,7 +130,7 @@ def linear_cross_entropy(
         labels.transpose(0, 1).reshape(s * b),
         flat_weights,
         _kept(flat_weights, num_trained),
-        _VocabShard(weight.shape[0], vocab_size, tp_group),
+        VocabShard(weight.shape[0], vocab_size, tp_group),
         chunk_tokens,
         torch.is_grad_enabled(),
         adds_to_main_grad,
@@ -148,29 +149,6 @@ def _kept(token_weights: Tensor, num_trained: int | None) -> Tensor | None:
     return (token_weights == 0).to(torch.uint8).argsort(stable=True)[:number]
 
 
-class _VocabShard:
-    """This rank's rows of the vocabulary."""
-
-    def __init__(self, num_rows: int, vocab_size: int, group: dist.ProcessGroup) -> None:
-        self.num_rows, self.group = num_rows, group
-        self.first = num_rows * group.rank()
-        self.num_true = min(max(vocab_size - self.first, 0), num_rows)
-
-
-@dataclass(frozen=True)
-class _ChunkResult:
-    """losses: [c]; log_p: [c, rows / tp]; index, log_p_target: [c, 1]; is_mine: bool [c, 1], the label is a row here.
-
-    If the label is another rank's, index is an arbitrary row of this one.
-    """
-
-    losses: Tensor
-    log_p: Tensor
-    index: Tensor
-    log_p_target: Tensor
-    is_mine: Tensor
-
-
 class _WeightedLossSum(torch.autograd.Function):
     """hidden: [t, h], weight: [rows / tp, h], labels, token_weights: [t], kept: [k] or None → sum [], losses [t]."""
 
@@ -182,7 +160,7 @@ class _WeightedLossSum(torch.autograd.Function):
         labels: Tensor,
         token_weights: Tensor,
         kept: Tensor | None,
-        shard: _VocabShard,
+        shard: VocabShard,
         chunk_tokens: int,
         grad_enabled: bool,
         adds_to_main_grad: bool,
@@ -197,16 +175,17 @@ class _WeightedLossSum(torch.autograd.Function):
         grad_weight: Tensor | None = vars(weight)["main_grad"] if is_added else None
         for place in _chunks(hidden.shape[0] if kept is None else kept, chunk_tokens):
             part, part_weights = hidden[place], token_weights[place].unsqueeze(1)
-            result = _chunk_losses(part, weight, labels[place], shard)
-            _put(losses, place, result.losses)
+            logits = _product(part, weight.t())
+            chunk = chunk_loss(logits, labels[place], shard)
+            _put(losses, place, chunk.losses)
             if any(wants):
-                grad_logits = _grad_logits(result, hidden.dtype)
+                grad_logits = into_gradients(logits, chunk, shard, hidden.dtype)
                 if grad_hidden is not None:
                     _put(grad_hidden, place, _product(grad_logits, weight).mul_(part_weights))
                 if wants[1]:
                     grad_weight = _add_product(grad_weight, grad_logits.t(), part * part_weights.to(part.dtype))
                 del grad_logits
-            del result  # never the logits of two chunks at a time
+            del logits  # never those of two chunks at a time
         ctx.save_for_backward(grad_hidden, None if is_added else grad_weight)
         ctx.dtypes = (hidden.dtype, weight.dtype)
         ctx.added = weight if is_added else None
@@ -247,42 +226,6 @@ def _put(target: Tensor, place: Tensor | slice, values: Tensor) -> None:
         target[place] = values
     else:
         target.index_copy_(0, place, values.to(target.dtype))
-
-
-def _chunk_losses(hidden: Tensor, weight: Tensor, labels: Tensor, shard: _VocabShard) -> _ChunkResult:
-    """Return the losses and log-probabilities of one chunk. hidden: [c, h], labels: [c]."""
-    logits = _product(hidden, weight.t())
-    logits[:, shard.num_true :] = torch.finfo(logits.dtype).min  # finite: a rank may have only padding
-    log_p = torch.log_softmax(logits, dim=-1)
-    local = (labels - shard.first).unsqueeze(1)
-    is_mine = (local >= 0) & (local < shard.num_true)
-    index = local.clamp(0, shard.num_rows - 1)
-    if shard.group.size() > 1:
-        # At the largest logit the difference loses no precision.
-        local_log_sum = logits.amax(dim=-1) - log_p.amax(dim=-1)
-        target = logits.gather(1, index).where(is_mine, 0.0).squeeze(1)
-        log_sum, target = _over_vocabulary(local_log_sum, target, shard.group)
-        log_p += (local_log_sum - log_sum).unsqueeze(1)
-        log_p_target = log_p.gather(1, index)
-        return _ChunkResult(log_sum - target, log_p, index, log_p_target, is_mine)
-    log_p_target = log_p.gather(1, index)
-    return _ChunkResult(-log_p_target.squeeze(1), log_p, index, log_p_target, is_mine)
-
-
-def _over_vocabulary(log_sum: Tensor, target: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Combine every rank's log-sum-exp and target logit, [c] each, in one collective."""
-    mine = torch.stack([log_sum, target])
-    gathered = mine.new_empty(2 * group.size(), mine.shape[1])
-    dist.all_gather_into_tensor(gathered, mine, group=group)
-    return gathered[0::2].logsumexp(dim=0), gathered[1::2].sum(dim=0)
-
-
-def _grad_logits(result: _ChunkResult, dtype: torch.dtype) -> Tensor:
-    """Return probabilities minus one-hot labels, [c, rows / tp], in `dtype`; log_p of that type is overwritten."""
-    out = result.log_p if result.log_p.dtype == dtype else torch.empty_like(result.log_p, dtype=dtype)
-    torch.exp(result.log_p, out=out)
-    at_target = result.log_p_target.expm1().where(result.is_mine, result.log_p_target.exp())
-    return out.scatter_(1, result.index, at_target.to(dtype))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,1 @@
+"""The output layer and the loss."""

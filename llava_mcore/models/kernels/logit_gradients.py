@@ -100,5 +100,5 @@ def _into_gradients(
         here = first + columns
         found = tl.exp(tl.load(logits + here, mask=here < NUM_TRUE, other=-float("inf")) - whole)
         found = tl.where(here == label, of_label, found)
-        tl.debug_barrier()  # the first block's gradients lie where its logits are: all threads have read them
+        tl.debug_barrier()  # the first block's gradients replace its own logits: all threads have read them
         tl.store(gradients + here, found, mask=here < ROWS)

@@ -40,13 +40,14 @@ def update_unless(optimizer: MegatronOptimizer, refused: Callable[[float], bool]
     take_norm = required(optimizer, "get_grad_norm")
     asked = False
 
-    def checked() -> float:
+    def checked() -> Tensor | float | None:
         nonlocal asked
         asked = True
-        norm = float(take_norm() or 0.0)
-        if refused(norm):
-            raise _RefusedError(norm)
-        return norm
+        norm: Tensor | float | None = take_norm()
+        on_host = _on_host(norm)
+        if refused(on_host):
+            raise _RefusedError(on_host)
+        return norm  # as it is: a tensor divides in fp32, a float in float64, and clipped gradients would differ
 
     replace_name(optimizer, "get_grad_norm", checked)
     try:
@@ -60,7 +61,11 @@ def update_unless(optimizer: MegatronOptimizer, refused: Callable[[float], bool]
             f"{type(optimizer).__qualname__}.step no longer calls get_grad_norm: gradients that are not finite would "
             "reach the weights; install a version of megatron-core that pyproject.toml allows"
         )
-    return bool(updated), grad_norm or 0.0
+    return bool(updated), _on_host(grad_norm)
+
+
+def _on_host(norm: Tensor | float | None) -> float:
+    return 0.0 if norm is None else float(norm)
 
 
 def own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int, int]]:

@@ -190,16 +190,17 @@ def test_attention_of_another_megatron_core_is_noticed(monkeypatch: pytest.Monke
 class Optimizer(ChainedOptimizer):
     """One parameter, and a step that may forget to ask for the norm."""
 
-    def __init__(self, norm: float, *, asks: bool) -> None:
+    def __init__(self, norm: float | torch.Tensor, *, asks: bool) -> None:
         self.weight, self.norm, self.asks = 0, norm, asks
+        self.used: float | torch.Tensor | None = None
 
-    def get_grad_norm(self) -> float:
+    def get_grad_norm(self) -> float | torch.Tensor:
         return self.norm
 
-    def step(self) -> tuple[bool, float, None]:
-        norm = self.get_grad_norm() if self.asks else self.norm
+    def step(self) -> tuple[bool, float | torch.Tensor, None]:
+        self.used = self.get_grad_norm() if self.asks else self.norm
         self.weight += 1
-        return True, norm, None
+        return True, self.used, None
 
 
 def test_an_update_without_a_look_at_the_norm_is_noticed() -> None:
@@ -209,6 +210,14 @@ def test_an_update_without_a_look_at_the_norm_is_noticed() -> None:
     assert asking.weight == 1 and "get_grad_norm" not in vars(asking)
     with pytest.raises(AttributeError, match=r"Optimizer\.step no longer calls get_grad_norm"):
         megatron_optimizer.update_unless(Optimizer(math.nan, asks=False), lambda norm: not math.isfinite(norm))
+
+
+def test_gradients_are_clipped_by_the_norm_as_it_is() -> None:
+    """On GPUs megatron-core divides by a tensor; by a float, every run with --on-nan skip was off in the last bit."""
+    optimizer = Optimizer(torch.tensor(2.0), asks=True)
+    assert megatron_optimizer.update_unless(optimizer, lambda norm: False) == (True, 2.0)
+    assert optimizer.used is optimizer.norm
+    assert megatron_optimizer.update_unless(optimizer, math.isfinite) == (False, 2.0)
 
 
 def with_replaced(owner: object, name: str, value: object, use: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ from llava_mcore.adapters.linear_layers import ModelLayers
 from llava_mcore.adapters.targets import LoraPlan
 from llava_mcore.checkpoint.identity import is_of_import, weights_identity
 from llava_mcore.checkpoint.layout import is_iteration, latest_checkpoint
-from llava_mcore.errors import CheckpointError
+from llava_mcore.errors import CheckpointError, ConfigError
 from llava_mcore.files.json_files import read_object
 
 FILE = "adapters.json"
@@ -46,7 +46,7 @@ class Base:
         if not is_iteration(folder):
             raise CheckpointError(
                 f"{folder}: the weights that the adapter was trained on are no longer there; say where with "
-                "--megatron-load-dir (training) or --base-dir (export), or move them back"
+                "--megatron-load-dir (training) or --base-dir (every other command), or move them back"
             )
         identity = weights_identity(folder)
         if identity != self.identity:
@@ -60,6 +60,22 @@ class Base:
 def holds_adapters(checkpoint: Path) -> bool:
     """Return whether a checkpoint holds adapters instead of a model."""
     return (checkpoint / FILE).is_file()
+
+
+def check_base_dir(checkpoint: Path, base_dir: Path | None) -> None:
+    """Check, before anything is loaded, that the weights below a checkpoint's adapters are there.
+
+    Args:
+        base_dir: what the user gave: see `Base.found_at`.
+
+    Raises:
+        CheckpointError: they are not.
+        ConfigError: a folder was given, and the checkpoint holds a whole model.
+    """
+    if holds_adapters(checkpoint):
+        read_base(checkpoint).found_at(base_dir)
+    elif base_dir is not None:
+        raise ConfigError(f"{checkpoint} holds a whole model: --base-dir has no effect, omit it")
 
 
 def write_record(checkpoint: Path, base: Base, plans: Sequence[LoraPlan], layers: ModelLayers) -> None:

@@ -17,6 +17,23 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How a Megatron checkpoint is divided. `num_rows`: prompts that are answered at the same time."""
+
+    tp: int
+    pp: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A Megatron checkpoint: the folder of one iteration. `base_dir`: see `load_part`."""
+
+    checkpoint: Path
+    base_dir: Path | None = None
+
+
+@dataclass(frozen=True)
 class Reading:
     """How conversations are read.
 

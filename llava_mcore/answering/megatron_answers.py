@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from llava_mcore.adapters.adapter_record import holds_adapters, read_base
-from llava_mcore.answering.job import Job
+from llava_mcore.adapters.adapter_record import check_base_dir, holds_adapters, read_base
+from llava_mcore.answering.job import Job, Layout, StoredModel
 from llava_mcore.answering.megatron_worker import ANSWERS, PROBLEM, run_rank
 from llava_mcore.checkpoint.layout import hf_folder, is_iteration, latest_checkpoint
 from llava_mcore.checkpoint.verify import require_undamaged
@@ -21,32 +20,24 @@ from llava_mcore.models.architectures.hf_config import load_hf_config, model_dim
 from llava_mcore.parallel.local_world import run_here, run_world
 
 
-@dataclass(frozen=True)
-class Layout:
-    """`num_rows`: prompts that are answered at the same time."""
-
-    tp: int
-    pp: int
-    num_rows: int
-
-
-def answer_checkpoint(folder: Path, job: Job, layout: Layout) -> list[Record]:
+def answer_checkpoint(folder: Path, job: Job, layout: Layout, base_dir: Path | None = None) -> list[Record]:
     """Return a record of every question, in the order of the data.
 
     Args:
         folder: folder of checkpoints, of which the newest is used, or of one iteration.
+        base_dir: for an adapter: see `load_part`.
 
     Raises:
         LlavaMcoreError: the checkpoint cannot be used at this layout, or the data cannot be read.
     """
-    checkpoint = usable_checkpoint(folder, layout)
+    checkpoint = usable_checkpoint(folder, layout, base_dir)
     require_undamaged(checkpoint)
     if holds_adapters(checkpoint):
-        require_undamaged(read_base(checkpoint).found_at(None))
+        require_undamaged(read_base(checkpoint).found_at(base_dir))
     size, on_gpus = layout.tp * layout.pp, torch.cuda.device_count() > 0
     with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
         results = Path(name)
-        arguments = (checkpoint, job, layout.tp, layout.pp, layout.num_rows, results)
+        arguments = (StoredModel(checkpoint, base_dir), job, layout, results)
         try:
             if size == 1:
                 run_here(run_rank, *arguments)
@@ -61,9 +52,15 @@ def answer_checkpoint(folder: Path, job: Job, layout: Layout) -> list[Record]:
     return [Record(**json.loads(line)) for line in lines]
 
 
-def usable_checkpoint(folder: Path, layout: Layout) -> Path:
+def iteration_of(folder: Path) -> Path:
+    """Return a folder of one iteration: `folder` itself, or its newest. CheckpointError if there is none."""
+    return folder if is_iteration(folder) else latest_checkpoint(folder)[0]
+
+
+def usable_checkpoint(folder: Path, layout: Layout, base_dir: Path | None) -> Path:
     """Return the folder of the iteration that is used, before anything is loaded. Errors like `answer_checkpoint`."""
-    checkpoint = folder if is_iteration(folder) else latest_checkpoint(folder)[0]
+    checkpoint = iteration_of(folder)
+    check_base_dir(checkpoint, base_dir)
     dims = model_dims(load_hf_config(hf_folder(checkpoint)))
     wrong = check_layout(dims, layout.tp, layout.pp, str(checkpoint), vision_data_parallel=True)
     if wrong:

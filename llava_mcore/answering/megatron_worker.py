@@ -14,7 +14,7 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 
 from llava_mcore import log
 from llava_mcore.answering.answer_file import written_to
-from llava_mcore.answering.job import Job
+from llava_mcore.answering.job import Job, Layout, StoredModel
 from llava_mcore.answering.progress import shown_progress
 from llava_mcore.checkpoint.layout import hf_folder
 from llava_mcore.config.rules.all_rules import tower_divides
@@ -39,13 +39,18 @@ ANSWERS, PROBLEM = "answers.jsonl", "problem.txt"
 
 
 def run_rank(
-    rank: int, num_processes: int, port: int, checkpoint: Path, job: Job, tp: int, pp: int, num_rows: int, results: Path
+    rank: int,
+    num_processes: int,
+    port: int,
+    model: StoredModel,
+    job: Job,
+    layout: Layout,
+    results: Path,
 ) -> None:
     """Answer as one rank; the first one writes ANSWERS, or PROBLEM.
 
     Args:
         port: see `enter`.
-        checkpoint: folder of one iteration.
         results: folder for the files.
 
     Raises:
@@ -54,10 +59,10 @@ def run_rank(
     enter(rank, num_processes, port)
     log.quiet_libraries()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    groups = initialize(backend=backend, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    groups = initialize(backend=backend, tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp)
     seed_everything(0)
     try:
-        records = _answer(groups, checkpoint, job, num_rows)
+        records = _answer(groups, model, job, layout.num_rows)
     except LlavaMcoreError as error:
         if rank == 0:
             (results / PROBLEM).write_text(str(error), encoding="utf-8")
@@ -69,13 +74,13 @@ def run_rank(
     shut_down()
 
 
-def _answer(groups: Groups, checkpoint: Path, job: Job, num_rows: int) -> list[Record]:
+def _answer(groups: Groups, stored: StoredModel, job: Job, num_rows: int) -> list[Record]:
     """Return the records on the rank that loads data, and an empty list on the others. A collective call."""
-    opened = together(groups, lambda: _open(groups, checkpoint, job))
-    model = together(groups, lambda: _load(groups, checkpoint, job))
+    opened = together(groups, lambda: _open(groups, stored.checkpoint, job))
+    model = together(groups, lambda: _load(groups, stored, job))
     ids = gather_to_all(groups, None if opened is None else opened[0].eos_token_id)
     eos = [found for found in ids if found is not None]
-    settings = together(groups, lambda: _settings(checkpoint, model, job, eos[0] if eos else None))
+    settings = together(groups, lambda: _settings(stored.checkpoint, model, job, eos[0] if eos else None))
     fields = architecture_of(model.hf).fields
     if opened is None:
         for _ in generate([model], groups, None, settings, fields, num_rows=num_rows):
@@ -100,13 +105,20 @@ def _open(groups: Groups, checkpoint: Path, job: Job) -> tuple[Assets, int | Non
     return assets, *job.questions(assets)
 
 
-def _load(groups: Groups, checkpoint: Path, job: Job) -> VisionLanguageModel:
-    hf = load_hf_config(hf_folder(checkpoint))
+def _load(groups: Groups, stored: StoredModel, job: Job) -> VisionLanguageModel:
+    hf = load_hf_config(hf_folder(stored.checkpoint))
     own: Any = hf.dtype
     dtype = DTYPES[job.dtype] if job.dtype is not None else own or torch.float32
     whole = not tower_divides(model_dims(hf), groups.tp_size)
     on_cpu = groups.device.type == "cpu"
-    model = load_part(groups, checkpoint, dtype=dtype, on_cpu=on_cpu, vision_data_parallel=whole)
+    model = load_part(
+        groups,
+        stored.checkpoint,
+        dtype=dtype,
+        on_cpu=on_cpu,
+        vision_data_parallel=whole,
+        base_dir=stored.base_dir,
+    )
     return model.to(device=groups.device, dtype=dtype)  # megatron-core creates norms in fp32
 
 

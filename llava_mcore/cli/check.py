@@ -21,6 +21,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give either a model to check (--hf-dir, --megatron-dir) or data (--data-path)")
     if args.logits is not None and (args.hf_dir is None or args.megatron_dir is None):
         raise ConfigError("--logits compares two models: give --hf-dir and --megatron-dir")
+    if args.base_dir is not None and args.logits is None:
+        raise ConfigError("--base-dir is for --logits: nothing else reads the weights below an adapter")
     if args.data_path is not None:
         from llava_mcore.cli import check_data
 
@@ -42,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     if args.logits is not None:
         from llava_mcore.convert.compare_logits import check_logits
 
-        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, tp=args.tp, pp=args.pp))
+        layout = {"tp": args.tp, "pp": args.pp}
+        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, base_dir=args.base_dir, **layout))
     return 0
 
 

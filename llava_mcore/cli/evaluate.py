@@ -18,7 +18,7 @@ from llava_mcore.answering.megatron_answers import answer_checkpoint
 from llava_mcore.answering.transformers_answers import answer_folder
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.evaluate import parser, with_defaults
-from llava_mcore.cli.flags.evaluate_checks import check, data_of, layout_of, task_settings
+from llava_mcore.cli.flags.evaluate_checks import base_dir_of, check, data_of, layout_of, task_settings
 from llava_mcore.cli.generate import reading_of, sampling_of
 from llava_mcore.evaluation.lm_harness import run_tasks
 from llava_mcore.evaluation.tasks import TaskResult
@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
             _ask_folder(report, folder, args)
         for folder in args.megatron_dir:
             report.begin(folder)
-            report.add(data=score_records(answer_checkpoint(folder, _job(args), layout_of(args))))
+            base_dir = base_dir_of(args, folder)
+            report.add(data=score_records(answer_checkpoint(folder, _job(args), layout_of(args), base_dir)))
     finally:
         report.show()
     return 0

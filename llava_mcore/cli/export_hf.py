@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from llava_mcore.checkpoint.layout import latest_readable
+from llava_mcore.checkpoint.layout import latest_checkpoint, latest_readable
 from llava_mcore.cli.common import conversion_main, skip_unused_here
 from llava_mcore.cli.flags.export_hf import parser
 from llava_mcore.errors import ConfigError
@@ -21,10 +21,12 @@ def run(args: argparse.Namespace) -> int:
     require_absent(args.hf_dir, what="the export")
     latest_readable(args.megatron_dir)
     skip_unused_here()
-    from llava_mcore.adapters.peft_config import CONFIG
+    from llava_mcore.adapters.adapter_record import holds_adapters
     from llava_mcore.convert.export_hf import export_hf
     from llava_mcore.convert.jobs import DTYPES
 
+    if args.logits is not None and not args.merge and holds_adapters(latest_checkpoint(args.megatron_dir)[0]):
+        raise ConfigError("an adapter becomes a PEFT folder: --logits compares whole models, so give --merge too")
     dtype = DTYPES[args.dtype] if args.dtype else None
     iteration = export_hf(
         args.megatron_dir,
@@ -47,12 +49,11 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     verified = " (every tensor read back and equal)" if args.verify else ""
     print(f"exported iteration {iteration} of {args.megatron_dir} -> {args.hf_dir} in {seconds:.1f} s{verified}")
-    if args.logits is not None and (args.hf_dir / CONFIG).is_file():
-        raise ConfigError(f"{args.hf_dir} is a PEFT folder: --logits compares whole models, so give --merge too")
     if args.logits is not None:
         from llava_mcore.convert.compare_logits import check_logits
 
-        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, tp=args.tp, pp=args.pp))
+        layout = {"tp": args.tp, "pp": args.pp}
+        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, base_dir=args.base_dir, **layout))
     return 0
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from llava_mcore.answering.answer_file import finish, partial_of
 from llava_mcore.answering.hf_model import Quantization
-from llava_mcore.answering.job import DataJob, Job, Reading
-from llava_mcore.answering.megatron_answers import Layout, answer_checkpoint
+from llava_mcore.answering.job import DataJob, Job, Layout, Reading
+from llava_mcore.answering.megatron_answers import answer_checkpoint
 from llava_mcore.answering.transformers_answers import answer_folder
 from llava_mcore.answering.user_files import MediaFiles, conversation_of_files
 from llava_mcore.cli.common import conversion_main
@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     if args.hf_dir is not None:
         records = answer_folder(args.hf_dir, job, quantization=quantization_of(args))
     else:
-        records = answer_checkpoint(args.megatron_dir, job, Layout(args.tp, args.pp, _num_rows(args)))
+        layout = Layout(args.tp, args.pp, _num_rows(args))
+        records = answer_checkpoint(args.megatron_dir, job, layout, args.base_dir)
     if args.data_path is None:
         if records[0].problem is not None:
             raise DataError(records[0].problem)
@@ -85,6 +86,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         found.append("--batch-size is for the questions of --data-path to --megatron-dir")
     if args.hf_dir is not None and args.tp * args.pp > 1:
         found.append("--tp and --pp are for --megatron-dir: transformers runs a Hugging Face folder in one process")
+    if args.hf_dir is not None and args.base_dir is not None:
+        found.append("--base-dir is for --megatron-dir")
     if args.megatron_dir is not None and (args.load_in_4bit or args.load_in_8bit):
         found.append("--load-in-4bit and --load-in-8bit are for --hf-dir: run export-hf first")
     if args.out is not None and not args.out.parent.is_dir():

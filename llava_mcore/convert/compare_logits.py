@@ -61,14 +61,19 @@ class Agreement:
     not_compared: tuple[str, ...] = ()
 
 
-def check_logits(hf_dir: Path, megatron_dir: Path, example: Path, *, tp: int, pp: int) -> str:
+def check_logits(
+    hf_dir: Path, megatron_dir: Path, example: Path, *, tp: int, pp: int, base_dir: Path | None = None
+) -> str:
     """Compare fp32 logits on a real picture or sound with Hugging Face's; return a summary.
+
+    Args:
+        base_dir: see `load_part`.
 
     Raises:
         CheckpointError, ConversionError: logits differ, or the comparison is not possible.
     """
     checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
-    got = compare_logits(hf_dir, checkpoint, example, tp=tp, pp=pp)
+    got = compare_logits(hf_dir, checkpoint, example, tp=tp, pp=pp, base_dir=base_dir)
     return (
         f"{megatron_dir}: iteration {iteration} computes the logits of {hf_dir} at tp {tp} x pp {pp}: max abs "
         f"difference {got.difference:.2g}, largest logit {got.largest:.3g} ({got.num_tokens} tokens with "
@@ -83,11 +88,14 @@ def _not_compared(names: Sequence[str]) -> str:
     return f"; {len(names)} not, as transformers {version('transformers')} has no modules of these names: {shown}"
 
 
-def compare_logits(hf_dir: Path, checkpoint: Path, example: Path, *, tp: int, pp: int) -> Agreement:
+def compare_logits(
+    hf_dir: Path, checkpoint: Path, example: Path, *, tp: int, pp: int, base_dir: Path | None = None
+) -> Agreement:
     """Run both models on a question about a picture, or a sound for a class that takes those.
 
     Args:
         checkpoint: folder of one iteration.
+        base_dir: see `load_part`.
 
     Raises:
         ConversionError: logits differ, the example or the folder's processor cannot be used, memory is too small, or
@@ -105,9 +113,8 @@ def compare_logits(hf_dir: Path, checkpoint: Path, example: Path, *, tp: int, pp
     with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
         job = Path(name)
         expected, modules = _hugging_face(hf, hf_dir, prompt, names)
-        torch.save(
-            {"checkpoint": str(checkpoint), "tp": tp, "pp": pp, "inputs": prompt.ours, "names": names}, job / "job.pt"
-        )
+        model = {"checkpoint": str(checkpoint), "base_dir": None if base_dir is None else str(base_dir)}
+        torch.save(model | {"tp": tp, "pp": pp, "inputs": prompt.ours, "names": names}, job / "job.pt")
         run_world(run_rank, tp * pp, job)
         stages: list[dict[str, Any]] = [torch.load(job / f"stage{i}.pt", weights_only=True) for i in range(pp)]
     found = {key: x for stage in stages for key, x in stage["modules"].items()}

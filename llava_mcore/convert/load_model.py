@@ -21,7 +21,9 @@ from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups, join_alone
 
 
-def load_model(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> VisionLanguageModel:
+def load_model(
+    folder: Path | str, *, dtype: torch.dtype = torch.float32, base_dir: Path | None = None
+) -> VisionLanguageModel:
     """Return a checkpoint's whole model with its weights, in eval mode; on the GPU if there is one, else on the CPU.
 
     >>> model = load_model("megatron")
@@ -38,6 +40,7 @@ def load_model(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> Vis
     Args:
         folder: a folder of checkpoints, of which the newest is loaded, or of one iteration.
         dtype: dtype of the weights in memory.
+        base_dir: see `load_part`.
 
     Raises:
         CheckpointError: it is not a checkpoint of llava_mcore, is of another model, or contains NaN.
@@ -45,7 +48,8 @@ def load_model(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> Vis
     """
     folder = Path(folder)
     checkpoint = folder if is_iteration(folder) else latest_checkpoint(folder)[0]
-    model = load_part(join_alone(), checkpoint, dtype=dtype, on_cpu=not torch.cuda.is_available())
+    on_cpu = not torch.cuda.is_available()
+    model = load_part(join_alone(), checkpoint, dtype=dtype, on_cpu=on_cpu, base_dir=base_dir)
     return model.to(dtype)  # megatron-core creates norms in fp32
 
 
@@ -56,6 +60,7 @@ def load_part(
     dtype: torch.dtype = torch.float32,
     on_cpu: bool = True,
     vision_data_parallel: bool = False,
+    base_dir: Path | None = None,
 ) -> VisionLanguageModel:
     """Return this rank's part of a model with its weights, in eval mode; a collective call.
 
@@ -63,6 +68,7 @@ def load_part(
         checkpoint: folder of one iteration, which contains the model's Hugging Face config. If it holds adapters, they
             work in the model that they were trained on.
         vision_data_parallel: see ModelOptions.
+        base_dir: folder of checkpoints with the weights below the adapters; None: where they were in training.
 
     Raises:
         CheckpointError: the checkpoint does not fill the model.
@@ -82,7 +88,7 @@ def load_part(
         return model.eval()
     layers = model_layers(hf)
     plans = read_plans(checkpoint, layers)
-    load_weights([model], read_base(checkpoint).found_at(None))
+    load_weights([model], read_base(checkpoint).found_at(base_dir))
     attach_adapters(model, plans, layers, tp_size=groups.tp_size, tp_rank=groups.tp_rank, seed=0)
     load_adapters([model], checkpoint, own_parameters(plans, layers), groups.rank)
     return model.eval()

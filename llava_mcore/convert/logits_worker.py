@@ -42,7 +42,8 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
     )
     seed_everything(0)
     try:
-        model = load_part(groups, Path(given["checkpoint"]))
+        base_dir = None if given["base_dir"] is None else Path(given["base_dir"])
+        model = load_part(groups, Path(given["checkpoint"]), base_dir=base_dir)
     except LlavaMcoreError as error:
         print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

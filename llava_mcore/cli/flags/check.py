@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from llava_mcore.cli.flags.conversion import LOGITS_HELP
+from llava_mcore.cli.flags.conversion import BASE_DIR_HELP, LOGITS_HELP
 from llava_mcore.cli.flags.samples import add_pixel_flags, add_sample_flags, positive
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.templates.named import NAMES
@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check and read for (default 1)")
     model.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
     model.add_argument("--logits", type=Path, metavar="FILE", help=LOGITS_HELP)
+    model.add_argument("--base-dir", type=Path, metavar="DIR", help=f"with --logits: {BASE_DIR_HELP}")
     add_data_flags(p)
     return p
 

@@ -9,6 +9,8 @@ from pathlib import Path
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 LOGITS_HELP = "compare fp32 logits on this picture or sound with Hugging Face's, in tp x pp processes over gloo"
 
+BASE_DIR_HELP = "checkpoints with the weights that an adapter was trained on (default: the folder at that time)"
+
 
 def default_workers() -> int:
     """Return the default number of threads: each writes while others hash, and four are faster than most disks."""

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.cli.flags.conversion import DTYPE_NAMES
+from llava_mcore.cli.flags.conversion import BASE_DIR_HELP, DTYPE_NAMES
 from llava_mcore.cli.flags.generate import SPLITS, add_answer_flags
 from llava_mcore.cli.flags.samples import positive
 
@@ -23,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
     models = p.add_argument_group("models; both flags may be repeated")
     models.add_argument("--hf-dir", type=Path, action="append", default=[], help="Hugging Face folder")
     models.add_argument("--megatron-dir", type=Path, action="append", default=[], help="Megatron checkpoint; no tasks")
+    models.add_argument("--base-dir", type=Path, metavar="DIR", help=BASE_DIR_HELP)
     models.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel size (default 1)")
     models.add_argument("--pp", type=positive, metavar="N", help="pipeline-parallel size (default 1)")
     models.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype in memory (default: that of config.json)")

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from llava_mcore.answering.job import Reading
+from llava_mcore.adapters.adapter_record import holds_adapters
+from llava_mcore.answering.job import Layout, Reading
 from llava_mcore.answering.lmms_harness import require_lmms
-from llava_mcore.answering.megatron_answers import Layout, usable_checkpoint
+from llava_mcore.answering.megatron_answers import iteration_of, usable_checkpoint
 from llava_mcore.checkpoint.layout import hf_folder
 from llava_mcore.cli.flags.evaluate import answer_defaults
 from llava_mcore.cli.generate import reading_of, sampling_of
@@ -51,6 +52,13 @@ def layout_of(args: argparse.Namespace) -> Layout:
     return Layout(args.tp, args.pp, args.batch_size)
 
 
+def base_dir_of(args: argparse.Namespace, folder: Path) -> Path | None:
+    """Return --base-dir for an adapter's checkpoint. Whole models may be scored beside it. CheckpointError if there is
+    no checkpoint."""
+    base_dir: Path | None = args.base_dir
+    return base_dir if base_dir is not None and holds_adapters(iteration_of(folder)) else None
+
+
 def task_settings(args: argparse.Namespace, names: tuple[str, ...]) -> TaskSettings:
     """Return what is asked of a harness."""
     return TaskSettings(names, tuple(args.include_path), args.num_samples, args.batch_size)
@@ -80,6 +88,8 @@ def _without_effect(given: argparse.Namespace) -> Iterator[str]:
         yield "--dtype: only for --data-path and --tasks; the server of --lmms-tasks takes that of config.json"
     if given.batch_size is not None and not given.megatron_dir and not given.tasks:
         yield "--batch-size: only for --megatron-dir and --tasks"
+    if given.base_dir is not None and not given.megatron_dir:
+        yield "--base-dir: only for --megatron-dir"
     if (given.tp is not None or given.pp is not None) and not given.megatron_dir:
         yield "--tp and --pp: only for --megatron-dir; transformers runs a Hugging Face folder in one process"
 
@@ -114,8 +124,10 @@ def _models(args: argparse.Namespace) -> Iterator[str]:
             reading, sampling = reading_of(args), sampling_of(args)
     for folder in args.hf_dir:
         yield from _hf_folder(folder, reading)
-    for folder in args.megatron_dir:
-        yield from _said(partial(_checkpoint, folder, layout_of(args), reading, sampling))
+    wrong = [x for folder in args.megatron_dir for x in _said(partial(_checkpoint, args, folder, reading, sampling))]
+    yield from wrong
+    if args.base_dir is not None and not wrong and not any(base_dir_of(args, folder) for folder in args.megatron_dir):
+        yield "--base-dir has no effect: no checkpoint holds an adapter; omit it"
 
 
 def _hf_folder(folder: Path, reading: Reading) -> list[str]:
@@ -124,8 +136,8 @@ def _hf_folder(folder: Path, reading: Reading) -> list[str]:
     return [*_said(lambda: reading.assets(folder)), *_said(lambda: HfFolder.open(folder))]
 
 
-def _checkpoint(folder: Path, layout: Layout, reading: Reading, sampling: TokenSampling) -> None:
-    hf_dir = hf_folder(usable_checkpoint(folder, layout))
+def _checkpoint(args: argparse.Namespace, folder: Path, reading: Reading, sampling: TokenSampling) -> None:
+    hf_dir = hf_folder(usable_checkpoint(folder, layout_of(args), base_dir_of(args, folder)))
     reading.assets(hf_dir)
     require_known(read_settings(hf_dir, load_hf_config(hf_dir), None, max_new_tokens=1, sampling=sampling), hf_dir)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from llava_mcore.cli.flags.conversion import add_flags
+from llava_mcore.cli.flags.conversion import BASE_DIR_HELP, add_flags
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,10 +42,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="the adapter's base model in the PEFT folder (default: the imported folder)",
     )
-    group.add_argument(
-        "--base-dir", type=Path, metavar="DIR",
-        help="with --merge: checkpoints with the weights that the adapter was trained on (default: the folder at "
-        "that time)",
-    )  # fmt: skip
+    group.add_argument("--base-dir", type=Path, metavar="DIR", help=f"with --merge: {BASE_DIR_HELP}")
     add_flags(p, source="the checkpoint")
     return p

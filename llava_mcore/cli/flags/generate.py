@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from llava_mcore.cli.flags.conversion import DTYPE_NAMES
+from llava_mcore.cli.flags.conversion import BASE_DIR_HELP, DTYPE_NAMES
 from llava_mcore.cli.flags.samples import (
     above_zero,
     add_frame_flags,
@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
         "--batch-size", type=positive, metavar="N",
         help="questions of a dataset that a Megatron checkpoint answers at the same time (default 8)",
     )  # fmt: skip
+    model.add_argument("--base-dir", type=Path, metavar="DIR", help=BASE_DIR_HELP)
     add_loading_flags(model)
     one = p.add_argument_group("one question")
     one.add_argument("--question", help="text; <image>, <video> and <audio> may mark positions (default: at the start)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encoding.processors import PROCESSOR_FILES
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.errors import ConfigError, DataError
@@ -273,6 +275,16 @@ def test_packs_of_another_length_are_refused(dataset: Path, assets: Assets) -> N
         open_loader(dataset, assets, seq_length=128, saved=saved, packing=True)
     saved = [open_loader(dataset, assets).state()]
     assert keys(take(open_loader(dataset, assets, seq_length=128, saved=saved), 1))
+
+
+def test_other_settings_of_the_processor_are_refused(dataset: Path, assets: Assets, tmp_path: Path) -> None:
+    state = open_loader(dataset, assets).state()
+    make_hf_llava(tmp_path)
+    (file,) = (tmp_path / name for name in PROCESSOR_FILES if (tmp_path / name).is_file())
+    file.write_text(re.sub(r'"image_mean": \[[^]]*\]', '"image_mean": [0.5, 0.5, 0.5]', file.read_text()))
+    expected = r"image processor: image_mean: saved with \[0\.48.*, now \[0\.5, 0\.5, 0\.5\]$"
+    with pytest.raises(DataError, match=expected):
+        open_loader(dataset, load_assets(tmp_path), saved=[state])
 
 
 def test_state_of_another_loader_is_refused(dataset: Path, assets: Assets, tmp_path: Path) -> None:

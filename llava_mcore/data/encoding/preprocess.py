@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
-from transformers import AutoImageProcessor, BaseImageProcessor, BaseVideoProcessor
+from transformers import AutoImageProcessor, BaseImageProcessor, BaseVideoProcessor, SequenceFeatureExtractor
 from transformers.image_processing_backends import TorchvisionBackend
 from transformers.models.auto.image_processing_auto import DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
 
@@ -26,6 +27,9 @@ PROCESSOR_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, 
 """Errors that a processor raises for invalid settings."""
 
 
+_NAMES_OF_CLASSES = ("processor_class", "image_processor_type", "video_processor_type", "feature_extractor_type")
+
+
 class MediaPreprocessor(Protocol):
     """Encoded media -> rows of PIXEL_VALUES."""
 
@@ -36,8 +40,23 @@ class MediaPreprocessor(Protocol):
     def num_bytes(self) -> int:
         """Bytes of a row."""
 
+    def settings(self) -> dict[str, Any]:
+        """Return the processors' settings (see `settings_of`)."""
+
     def tiles(self, media: Sequence[MediaSpan]) -> Tensor:
         """Return the rows of some media in their order; there may be none. DataError if one cannot be decoded."""
+
+
+def settings_of(
+    what: str, processor: BaseImageProcessor | BaseVideoProcessor | SequenceFeatureExtractor
+) -> dict[str, Any]:
+    """Return a processor's settings as plain values, by the names that messages give them.
+
+    Args:
+        what: the processor, in messages.
+    """
+    settings: dict[str, Any] = json.loads(processor.to_json_string())
+    return {f"{what}: {key}": value for key, value in settings.items() if key not in _NAMES_OF_CLASSES}
 
 
 class ImagePreprocessor:
@@ -91,6 +110,11 @@ class ImagePreprocessor:
     def num_bytes(self) -> int:
         """Bytes of a tile's or patch's pixels."""
         return math.prod(self.pixel_shape) * (1 if len(self.pixel_scale) else 4)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the processors' settings."""
+        videos = {} if self.videos is None else settings_of("video processor", self.videos)
+        return settings_of("image processor", self.processor) | videos
 
     @property
     def _options(self) -> dict[str, bool]:

@@ -192,9 +192,9 @@ def _warn_of_large_media(data: DataConfig, assets: Assets) -> None:
 def _settings_to_resume_with(
     data: DataConfig, assets: Assets, path: Path | str, seed: int, micro_batch_size: int
 ) -> dict[str, Any]:
-    """Return the settings that determine the order of samples, by their names in messages; None if they have no
+    """Return the settings that determine samples and their order, by their names in messages; None if they have no
     effect."""
-    return {
+    return assets.images.settings() | {
         "data.num_streams": data.num_streams,
         "data.shuffle_buffer_size": data.shuffle_buffer_size,
         "data.packing": data.packing,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoFeatureExtractor, PretrainedConfig, PreTrainedTokenizerBase, WhisperFeatureExtractor
 
+from llava_mcore.data.encoding.preprocess import settings_of
 from llava_mcore.data.encoding.sound.sound_files import decode_sound, require_libraries
 from llava_mcore.data.samples import MediaSpan, Sound
 from llava_mcore.errors import DataError
@@ -75,6 +77,10 @@ class SoundPreprocessor:
     def num_bytes(self) -> int:
         """Bytes of a row."""
         return self.plan.num_mel_bins * torch.float32.itemsize
+
+    def settings(self) -> dict[str, Any]:
+        """Return the extractor's settings."""
+        return settings_of("feature extractor", self.extractor)
 
     def tiles(self, media: Sequence[MediaSpan]) -> Tensor:
         """Return the rows [rows, mel bins] float32 of some sounds in their order. There may be none.

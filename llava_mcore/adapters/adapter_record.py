@@ -10,8 +10,9 @@ from typing import Any
 
 from llava_mcore.adapters.linear_layers import ModelLayers
 from llava_mcore.adapters.targets import LoraPlan
+from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.identity import is_of_import, weights_identity
-from llava_mcore.checkpoint.layout import is_iteration, latest_checkpoint
+from llava_mcore.checkpoint.layout import is_iteration, iteration_folder, latest_checkpoint
 from llava_mcore.errors import CheckpointError, ConfigError
 from llava_mcore.files.json_files import read_object
 
@@ -36,13 +37,23 @@ class Base:
         """Whether the weights are those of an imported Hugging Face folder."""
         return is_of_import(self.identity)
 
+    def base_dir(self, given: Path | None) -> Path | None:
+        """Return a folder that was given for several adapters, or None if this one's weights are elsewhere, where they
+        were."""
+        if given is None or not is_iteration(self.folder):
+            return given
+        return given if weights_identity(self._among(given)) == self.identity else None
+
     def found_at(self, given: Path | None) -> Path:
-        """Return where these weights are: in the newest checkpoint of `given`, or where they were.
+        """Return where these weights are: in a checkpoint of the folder `given`, or where they were.
+
+        Args:
+            given: a folder of checkpoints, or one iteration's.
 
         Raises:
             CheckpointError: they are not there, or other weights are.
         """
-        folder = self.folder if given is None else latest_checkpoint(given)[0]
+        folder = self.folder if given is None else self._among(given)
         if not is_iteration(folder):
             raise CheckpointError(
                 f"{folder}: the weights that the adapter was trained on are no longer there; say where with "
@@ -55,6 +66,15 @@ class Base:
                 f"(now {identity}, then {self.identity}): give that checkpoint"
             )
         return folder
+
+    def _among(self, given: Path) -> Path:
+        """Return the iteration of a folder that holds these weights; its newest if none does."""
+        if is_iteration(given):
+            return given
+        newest, _ = latest_checkpoint(given)
+        others = [iteration_folder(given, number) for number in reversed(iterations(given))]
+        complete = [newest, *(folder for folder in others if is_iteration(folder))]
+        return next((folder for folder in complete if weights_identity(folder) == self.identity), newest)
 
 
 def holds_adapters(checkpoint: Path) -> bool:

@@ -18,12 +18,11 @@ from types import MappingProxyType
 from typing import Any
 
 from llava_mcore.checkpoint.deletion import delete
-from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_iteration
+from llava_mcore.checkpoint.layout import ITERATION_NAME, TRACKER, iteration_folder, latest_iteration
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.json_files import read_object
 
 RUN_JSON = "run.json"
-_FOLDER = re.compile(r"iter_(\d{7,})")
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|deleted(\.\d+)?)")
 
 
@@ -40,7 +39,7 @@ def iterations(root: Path) -> list[int]:
     """Return the iterations that have a folder, complete or not, in ascending order."""
     if not root.is_dir():
         return []
-    return sorted(int(match[1]) for path in root.iterdir() if (match := _FOLDER.fullmatch(path.name)))
+    return sorted(int(match[1]) for path in root.iterdir() if (match := ITERATION_NAME.fullmatch(path.name)))
 
 
 def newest_complete(root: Path, damaged: Mapping[Path, str] = MappingProxyType({})) -> Choice | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ UNUSED = "unused.safetensors"
 RECORD = "tensors.json"
 MANIFEST = "import_manifest.json"
 RUN_FILE = "run.yaml"
+ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 _LONGEST_TRACKER = 1000
 _MOST_DIGITS = 18
 _OURS = (UNUSED, RECORD, MANIFEST)
@@ -79,7 +81,7 @@ def _number(tracker: Path) -> int | None:
 
 
 def latest_checkpoint(root: Path) -> tuple[Path, int]:
-    """Return the newest complete checkpoint and its iteration.
+    """Return the newest complete checkpoint of a folder, or one iteration whose folder is given; and its iteration.
 
     Raises:
         CheckpointError: the folder, the tracker, or the iteration in the tracker is missing.
@@ -87,8 +89,12 @@ def latest_checkpoint(root: Path) -> tuple[Path, int]:
     if not root.is_dir():
         raise CheckpointError(f"{root}: no such folder; expected a folder of Megatron checkpoints")
     iteration = latest_iteration(root)
+    one = ITERATION_NAME.fullmatch(root.resolve().name)
+    if iteration is None and one is not None and is_iteration(root):
+        return root, int(one[1])
     if iteration is None:
-        raise CheckpointError(f"{root}: no {TRACKER}; import a model first (convert_hf_to_megatron.py)")
+        other = "it is a Hugging Face folder: " if (root / "config.json").is_file() else ""
+        raise CheckpointError(f"{root}: no {TRACKER}; {other}import a model first (convert_hf_to_megatron.py)")
     folder = iteration_folder(root, iteration)
     if not (folder / "metadata.json").is_file():
         raise CheckpointError(

@@ -30,16 +30,19 @@ def run(args: argparse.Namespace) -> int:
     # A wrong path is reported before the imports that take seconds.
     if args.hf_dir is not None:
         require_source(args.hf_dir)
-    if args.megatron_dir is not None:
-        latest_readable(args.megatron_dir)
+    checkpoint = None if args.megatron_dir is None else latest_readable(args.megatron_dir)[0]
     skip_unused_here()
+    from llava_mcore.adapters.adapter_record import check_base_dir, holds_adapters
     from llava_mcore.convert.check import check_checkpoint, check_folder, check_manifest
 
+    is_adapter = checkpoint is not None and holds_adapters(checkpoint)
+    if checkpoint is not None and args.logits is not None:
+        check_base_dir(checkpoint, args.base_dir)
     if args.hf_dir is None:
         print(check_manifest(args.megatron_dir, tp=args.tp, workers=default_workers()))
         return 0
     print(check_folder(args.hf_dir, tp=args.tp, pp=args.pp))
-    if args.megatron_dir is not None:
+    if args.megatron_dir is not None and not (args.logits is not None and is_adapter):
         print(check_checkpoint(args.hf_dir, args.megatron_dir, tp=args.tp))
     if args.logits is not None:
         from llava_mcore.convert.compare_logits import check_logits

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from llava_mcore.adapters.adapter_record import holds_adapters, read_base
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import recorded
 from llava_mcore.checkpoint.manifest import read_manifest
@@ -47,6 +48,11 @@ def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
         ConversionError: lists every tensor that differs.
     """
     checkpoint, iteration = layout.latest_readable(megatron_dir)
+    if holds_adapters(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} holds an adapter, not a model's weights: compare what it computes with --logits, or write "
+            "the whole model with export-hf --merge"
+        )
     side = HfSide.of_checkpoint(checkpoint, hf_dir)
     infos, manifest = side.infos, read_manifest(side.files)
     cast = None if manifest is None or manifest.dtype is None else getattr(torch, manifest.dtype)
@@ -78,6 +84,8 @@ def check_manifest(megatron_dir: Path, *, tp: int, workers: int) -> str:
     """
     checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
     summary = require_undamaged(checkpoint)
+    if holds_adapters(checkpoint):
+        return f"{summary}\n{megatron_dir}: iteration {iteration} holds an adapter on {read_base(checkpoint).folder}"
     side = HfSide.carried(checkpoint)
     manifest = read_manifest(side.files)
     if (manifest is None or iteration) and recorded(checkpoint) is not None:

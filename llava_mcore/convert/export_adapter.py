@@ -95,7 +95,7 @@ def _imported(base: Base, checkpoint: Path) -> str:
     if not base.is_import:
         raise ConversionError(
             f"{checkpoint}: the adapter was trained on {base.folder}, not on an imported folder: write that checkpoint "
-            "with export-hf, and name the folder with --base-model"
+            f"with export-hf --megatron-dir {base.folder}, and name the folder with --base-model"
         )
     if manifest is None:
         raise ConversionError(f"{checkpoint} does not say which folder was imported: name it with --base-model")

@@ -25,6 +25,8 @@ def read_config(folder: Path) -> dict[str, Any]:
                 f"{folder} holds a PEFT adapter, not a model: write the whole model with export-hf --merge, or with "
                 "PEFT's merge_and_unload"
             )
+        if any(folder.glob("iter_*")) or (folder / "metadata.json").is_file():
+            raise ConversionError(f"{folder} holds Megatron checkpoints: give it as --megatron-dir, or run export-hf")
         raise ConversionError(
             f"{folder}: no config.json; expected a folder of a vision-language model (build one with build_llava_jp.py)"
         )

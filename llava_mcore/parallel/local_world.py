@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable
-from typing import Any
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import connection, forkserver
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import TCPStore
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from llava_mcore.errors import CheckpointError
 
@@ -20,20 +31,50 @@ PRELOADED = "llava_mcore.run.preload"
 def run_world(function: Callable[..., None], num_processes: int, *arguments: Any, on_gpus: bool = False) -> None:
     """Run `function(rank, num_processes, port, *arguments)` in every process; it calls `enter` first.
 
+    Ctrl-C and SIGTERM are for this process alone, which ends the others.
+
     Raises:
         CheckpointError: a process failed.
     """
-    method = "spawn"  # a process that has looked for GPUs must not be forked
-    if not on_gpus:
-        method = "forkserver"
-        multiprocessing.set_forkserver_preload([PRELOADED, function.__module__])
+    before, handler = multiprocessing.active_children(), signal.signal(signal.SIGTERM, _terminate)
     # Open while they need it, so that no other program can take the port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = (num_processes, store.port, *arguments)
     try:
-        start_processes(function, given, nprocs=num_processes, start_method=method)
+        context = _start(function, given, num_processes, on_gpus=on_gpus)
+        while not context.join():
+            pass
     except (ProcessRaisedException, ProcessExitedException) as error:
         raise CheckpointError(f"the parallel model could not run: {error}") from error
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        for process in multiprocessing.active_children():
+            if process not in before:
+                process.kill()
+
+
+def _terminate(number: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)  # cleans up, as Ctrl-C does
+
+
+def _start(function: Callable[..., None], given: tuple[Any, ...], size: int, *, on_gpus: bool) -> ProcessContext:
+    if on_gpus:  # a process that has looked for GPUs must not be forked
+        with _without_interrupts():
+            return start_processes(function, given, nprocs=size, join=False, start_method="spawn")
+    multiprocessing.set_forkserver_preload([PRELOADED, function.__module__])
+    with _without_interrupts():
+        forkserver.ensure_running()
+    return start_processes(function, given, nprocs=size, join=False, start_method="forkserver")
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C, also in processes that are started meanwhile and in theirs."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def run_here(function: Callable[..., None], *arguments: Any) -> None:
@@ -51,4 +92,13 @@ def enter(rank: int, num_processes: int, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     # torch's setting for an existing store, like torchrun's; rank 0 does not open one.
     os.environ |= {"WORLD_SIZE": str(num_processes), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // num_processes, 1))
+
+
+def _end_with(sentinel: int) -> None:
+    """End this process once the command that started it has ended, even by kill -9."""
+    connection.wait([sentinel])
+    os._exit(1)

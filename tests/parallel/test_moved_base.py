@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
+from llava_mcore.checkpoint.layout import TRACKER, hf_folder, latest_checkpoint
 from llava_mcore.cli import check, evaluate, export_hf
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.cases import make_inputs
@@ -81,5 +82,41 @@ def test_merges(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "so give --merge too" in capsys.readouterr().err and not merged.exists()
     assert export_hf.main([*run, "--hf-dir", str(merged), "--merge", *base, "--logits", picture]) == 0
     assert "computes the logits of" in capsys.readouterr().out
-    assert check.main(["--hf-dir", str(merged), *run, *base]) == 2
-    assert "--base-dir is for --logits" in capsys.readouterr().err
+    assert check.main(["--hf-dir", str(merged), *run, *base, "--logits", picture]) == 0
+    assert "computes the logits of" in capsys.readouterr().out
+    assert check.main(run) == 0
+    assert f"holds an adapter on {root / 'before'}" in capsys.readouterr().out
+    for flags, message in (
+        ([*base], "--base-dir is for --logits"),
+        ([], "holds an adapter, not a model's weights: compare what it computes with --logits"),
+        (["--logits", picture], "are no longer there"),
+    ):
+        assert check.main(["--hf-dir", str(merged), *run, *flags]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_one_iteration(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of one iteration, and one whose newest iteration holds other weights."""
+    for base in (root / "moved" / "iter_0000000", trained_further(root, tmp_path)):
+        merged = tmp_path / f"merged-{base.name}"
+        flags = ["--megatron-dir", str(root / "run" / "iter_0000000"), "--merge", "--base-dir", str(base)]
+        assert export_hf.main([*flags, "--hf-dir", str(merged)]) == 0, capsys.readouterr().err
+    whole = ["--megatron-dir", str(root / "moved" / "iter_0000000")]
+    assert check.main(["--hf-dir", str(root / "hf"), *whole]) == 0 and check.main(whole) == 0
+    capsys.readouterr()
+    assert export_hf.main(["--megatron-dir", str(root / "hf"), "--hf-dir", str(tmp_path / "x")]) == 2
+    assert "it is a Hugging Face folder: import a model first" in capsys.readouterr().err
+    for folder in (root / "moved", root / "moved" / "iter_0000000"):
+        assert check.main(["--hf-dir", str(folder)]) == 2
+        assert "holds Megatron checkpoints: give it as --megatron-dir" in capsys.readouterr().err
+
+
+def trained_further(root: Path, tmp_path: Path) -> Path:
+    """Return a folder of the base, and of a newer iteration with other weights."""
+    folder = tmp_path / "further"
+    shutil.copytree(root / "moved", folder)
+    make_hf_llava(tmp_path / "other", seed=1)
+    import_hf(tmp_path / "other", tmp_path / "imported")
+    shutil.copytree(tmp_path / "imported" / "iter_0000000", folder / "iter_0000002")
+    (folder / TRACKER).write_text("2\n")
+    return folder

@@ -173,7 +173,11 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "sound": (("--hf-dir", "{hf}", "--audio", "{root}/sound.wav", *Q), "does not support sound"),
     "heads": (("--megatron-dir", "{megatron}", "--tp", "3", *Q), "cannot be split into tp 3 x pp 1"),
     "no checkpoint": (("--megatron-dir", "{hf}", *Q), "import a model first"),
-    "no config": (("--hf-dir", "{megatron}", *Q), "no config.json"),
+    "no config": (("--hf-dir", "{data}", *Q), "no config.json"),
+    "not a folder of Hugging Face": (
+        ("--hf-dir", "{megatron}", *Q),
+        "holds Megatron checkpoints: give it as --megatron-dir",
+    ),
     "an adapter": (("--hf-dir", "{root}/adapter", *Q), "holds a PEFT adapter, not a model"),
     "no data": (("--hf-dir", "{hf}", "--data-path", "{root}/no", "--out", "{root}/x"), "does not exist"),
     "no part": (("--hf-dir", "{hf}", "--data-path", "{data}", "--out", "{root}/x", "--split", "test"), "validation"),

@@ -281,10 +281,22 @@ def test_other_settings_of_the_processor_are_refused(dataset: Path, assets: Asse
     state = open_loader(dataset, assets).state()
     make_hf_llava(tmp_path)
     (file,) = (tmp_path / name for name in PROCESSOR_FILES if (tmp_path / name).is_file())
-    file.write_text(re.sub(r'"image_mean": \[[^]]*\]', '"image_mean": [0.5, 0.5, 0.5]', file.read_text()))
-    expected = r"image processor: image_mean: saved with \[0\.48.*, now \[0\.5, 0\.5, 0\.5\]$"
-    with pytest.raises(DataError, match=expected):
-        open_loader(dataset, load_assets(tmp_path), saved=[state])
+    text = file.read_text()
+    padded = text.replace("CLIPImageProcessor", "LlavaImageProcessor")
+    padded = padded.replace('"do_resize"', '"do_pad": true,\n"do_resize"')
+    changes = {
+        re.sub(r'"image_mean": \[[^]]*\]', '"image_mean": [0.5, 0.5, 0.5]', text): (
+            r"image processor: image_mean: saved with \[0\.48.*, now \[0\.5, 0\.5, 0\.5\]$"
+        ),
+        padded: r"(?s)image processor: class: saved with CLIPImage.*do_pad: saved with none, now True",
+    }
+    for changed, expected in changes.items():
+        file.write_text(changed)
+        other = load_assets(tmp_path)
+        with pytest.raises(DataError, match=expected):
+            open_loader(dataset, other, saved=[state])
+        with pytest.raises(DataError, match="image processor: "):
+            open_loader(dataset, assets, saved=[open_loader(dataset, other).state()])
 
 
 def test_state_of_another_loader_is_refused(dataset: Path, assets: Assets, tmp_path: Path) -> None:

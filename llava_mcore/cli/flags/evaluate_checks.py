@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from llava_mcore.adapters.adapter_record import holds_adapters
+from llava_mcore.adapters.adapter_record import holds_adapters, read_base
 from llava_mcore.answering.job import Layout, Reading
 from llava_mcore.answering.lmms_harness import require_lmms
 from llava_mcore.answering.megatron_answers import iteration_of, usable_checkpoint
@@ -53,10 +53,10 @@ def layout_of(args: argparse.Namespace) -> Layout:
 
 
 def base_dir_of(args: argparse.Namespace, folder: Path) -> Path | None:
-    """Return --base-dir for an adapter's checkpoint. Whole models may be scored beside it. CheckpointError if there is
-    no checkpoint."""
-    base_dir: Path | None = args.base_dir
-    return base_dir if base_dir is not None and holds_adapters(iteration_of(folder)) else None
+    """Return --base-dir for an adapter's checkpoint. Whole models, and adapters on other weights, may be scored beside
+    it. CheckpointError for a missing checkpoint."""
+    checkpoint = iteration_of(folder)
+    return read_base(checkpoint).base_dir(args.base_dir) if holds_adapters(checkpoint) else None
 
 
 def task_settings(args: argparse.Namespace, names: tuple[str, ...]) -> TaskSettings:
@@ -126,7 +126,9 @@ def _models(args: argparse.Namespace) -> Iterator[str]:
         yield from _hf_folder(folder, reading)
     wrong = [x for folder in args.megatron_dir for x in _said(partial(_checkpoint, args, folder, reading, sampling))]
     yield from wrong
-    if args.base_dir is not None and not wrong and not any(base_dir_of(args, folder) for folder in args.megatron_dir):
+    if wrong or args.base_dir is None:
+        return
+    if not any(holds_adapters(iteration_of(folder)) for folder in args.megatron_dir):
         yield "--base-dir has no effect: no checkpoint holds an adapter; omit it"
 
 

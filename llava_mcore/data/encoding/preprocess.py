@@ -27,7 +27,8 @@ PROCESSOR_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, 
 """Errors that a processor raises for invalid settings."""
 
 
-_NAMES_OF_CLASSES = ("processor_class", "image_processor_type", "video_processor_type", "feature_extractor_type")
+_BACKENDS = ("Fast", "Pil")
+"""Ends of names of classes that compute the same."""
 
 
 class MediaPreprocessor(Protocol):
@@ -56,7 +57,11 @@ def settings_of(
         what: the processor, in messages.
     """
     settings: dict[str, Any] = json.loads(processor.to_json_string())
-    return {f"{what}: {key}": value for key, value in settings.items() if key not in _NAMES_OF_CLASSES}
+    name = type(processor).__name__
+    for backend in _BACKENDS:
+        name = name.removesuffix(backend)
+    shown = {key: value for key, value in settings.items() if key != "processor_class" and not key.endswith("_type")}
+    return {f"{what}: {key}": value for key, value in (shown | {"class": name}).items()}
 
 
 class ImagePreprocessor:

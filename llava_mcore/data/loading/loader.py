@@ -37,6 +37,7 @@ from llava_mcore.errors import DataError, problems
 logger = logging.getLogger(__name__)
 
 MICRO_BATCH = "training.micro_batch_size"
+PROCESSORS = "processors"
 FORMAT = 3
 
 
@@ -194,7 +195,8 @@ def _settings_to_resume_with(
 ) -> dict[str, Any]:
     """Return the settings that determine samples and their order, by their names in messages; None if they have no
     effect."""
-    return assets.images.settings() | {
+    return {
+        PROCESSORS: assets.images.settings(),
         "data.num_streams": data.num_streams,
         "data.shuffle_buffer_size": data.shuffle_buffer_size,
         "data.packing": data.packing,
@@ -226,11 +228,19 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
     A position is counted in micro-batches; it can be converted to smaller ones that divide them.
     """
+    names = [name for name in before if name not in (MICRO_BATCH, PROCESSORS)]
     found = [
         f"{name}: saved with {before[name]}, now {now.get(name)}"
-        for name in before
-        if name != MICRO_BATCH and before[name] != now.get(name) and None not in (before[name], now.get(name))
+        for name in names
+        if before[name] != now.get(name) and None not in (before[name], now.get(name))
     ]
+    if PROCESSORS in before:  # not in positions that older versions saved
+        was, is_ = before[PROCESSORS], now[PROCESSORS]
+        found += [
+            f"{name}: saved with {was.get(name, 'none')}, now {is_.get(name, 'none')}"
+            for name in sorted(was.keys() | is_.keys())
+            if was.get(name) != is_.get(name)
+        ]
     size = before.get(MICRO_BATCH, now[MICRO_BATCH])
     if size % now[MICRO_BATCH]:
         fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)

@@ -23,7 +23,8 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class ChunkLoss:
-    """losses, log_sum: [c], of the whole vocabulary; local: int64 [c], the label's row here (or outside of them)."""
+    """losses, log_sum: [c], of the whole vocabulary; local: int64 [c], the label's row here; -1: it is none of
+    this rank's true rows."""
 
     losses: Tensor
     log_sum: Tensor
@@ -33,6 +34,7 @@ class ChunkLoss:
 def chunk_loss(logits: Tensor, labels: Tensor, shard: VocabShard) -> ChunkLoss:
     """Return the losses of one chunk. Logits [c, rows / tp] are fp32 or fp64; labels: int64 [c]."""
     local = labels - shard.first
+    local = local.where((local >= 0) & (local < shard.num_true), -1)  # neither other ranks' rows nor padding
     if _has_kernels(logits):
         from llava_mcore.models.kernels import logit_gradients  # on GPUs only
 

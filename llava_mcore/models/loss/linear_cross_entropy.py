@@ -183,7 +183,8 @@ class _WeightedLossSum(torch.autograd.Function):
                 if grad_hidden is not None:
                     _put(grad_hidden, place, _product(grad_logits, weight).mul_(part_weights))
                 if wants[1]:
-                    grad_weight = _add_product(grad_weight, grad_logits.t(), part * part_weights.to(part.dtype))
+                    weighted = torch.mul(part, part_weights, out=torch.empty_like(part))
+                    grad_weight = _add_product(grad_weight, grad_logits.t(), weighted)
                 del grad_logits
             del logits  # never those of two chunks at a time
         ctx.save_for_backward(grad_hidden, None if is_added else grad_weight)

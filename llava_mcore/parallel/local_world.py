@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from multiprocessing import connection, forkserver
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -23,6 +20,7 @@ from torch.multiprocessing.spawn import (
 )
 
 from llava_mcore.errors import CheckpointError
+from llava_mcore.forkserver import end_with_parent, start_forkserver, without_interrupts
 
 PRELOADED = "llava_mcore.run.preload"
 """Imported first by the server that forks the processes, then what they run: once for all of them."""
@@ -59,22 +57,10 @@ def _terminate(number: int, _: FrameType | None) -> NoReturn:
 
 def _start(function: Callable[..., None], given: tuple[Any, ...], size: int, *, on_gpus: bool) -> ProcessContext:
     if on_gpus:  # a process that has looked for GPUs must not be forked
-        with _without_interrupts():
+        with without_interrupts():
             return start_processes(function, given, nprocs=size, join=False, start_method="spawn")
-    multiprocessing.set_forkserver_preload([PRELOADED, function.__module__])
-    with _without_interrupts():
-        forkserver.ensure_running()
+    start_forkserver(PRELOADED, function.__module__)
     return start_processes(function, given, nprocs=size, join=False, start_method="forkserver")
-
-
-@contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C, also in processes that are started meanwhile and in theirs."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def run_here(function: Callable[..., None], *arguments: Any) -> None:
@@ -92,13 +78,5 @@ def enter(rank: int, num_processes: int, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     # torch's setting for an existing store, like torchrun's; rank 0 does not open one.
     os.environ |= {"WORLD_SIZE": str(num_processes), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // num_processes, 1))
-
-
-def _end_with(sentinel: int) -> None:
-    """End this process once the command that started it has ended, even by kill -9."""
-    connection.wait([sentinel])
-    os._exit(1)

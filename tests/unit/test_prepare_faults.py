@@ -15,6 +15,7 @@ import pytest
 from llava_mcore.__main__ import main
 from llava_mcore.data.prepare.row_types import Reason
 from llava_mcore.data.prepare.shard_plan import Options
+from llava_mcore.data.prepare.sources.lines import BOM
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from tests.helpers import prepare_cases as cases
@@ -142,12 +143,26 @@ def spoil(change: Callable[[Path], Any]) -> Callable[[Path], Path]:
         (lambda s: (s / "001.json").write_text("["), Reason.NOT_JSON),
         (lambda s: (s / "001.txt").write_bytes(b"\xff"), Reason.NOT_UTF8),
         (lambda s: (s / "001.jpg").write_bytes(b"x"), Reason.IMAGE_BROKEN),
+        (lambda s: (s / "001.jpg").unlink(), Reason.IMAGE_MISSING),
     ],
 )
 def test_triples(change: Callable[[Path], Any], reason: Reason, tmp_path: Path) -> None:
     result = make(spoil(change)(tmp_path), tmp_path / "out", max_skip_rate=0.5)
     assert result.counts.reasons == {reason.value: 1}
     assert contents(tmp_path / "out") == [vqa_cases(3)[i].content for i in (0, 2)]
+    if reason is Reason.IMAGE_MISSING:  # the shards are there, but not complete
+        assert make(spoil(change)(tmp_path / "again"), tmp_path / "stopped").finished is False
+        with pytest.raises(DataError, match="`prepare` has not completed it; run its command again"):
+            check_dataset(tmp_path / "stopped")
+
+
+def test_triples_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = cases.write_triples(tmp_path, vqa_cases(3))
+    for file in (source / "001.json", source / "001.txt"):
+        file.write_bytes(BOM + file.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    assert make(source.relative_to(tmp_path), Path("out")).counts.skipped == 0
+    assert contents(tmp_path / "out") == [case.content for case in vqa_cases(3)]
 
 
 def test_a_cut_tar_is_an_error(tmp_path: Path) -> None:
@@ -174,7 +189,7 @@ def test_too_many_skipped_rows_end_it(place: Path, capsys: pytest.CaptureFixture
     told = capsys.readouterr().err
     assert "2 of 32 rows were skipped (6.25%, --max-skip-rate is 1.00%)" in told
     assert "rows.jsonl, row 30 (bad): no assistant turn" in told and "gone.jpg" in told
-    with pytest.raises(DataError, match="not prepared"):
+    with pytest.raises(DataError, match="has not completed it"):
         check_dataset(place / "out")
     before = (place / "out" / "000000.tar").stat().st_mtime_ns
     assert main([*command, "--max-skip-rate", "0.07"]) == 0

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from llava_mcore.data.prepare.counts import ShardReport
+from llava_mcore.data.storage.dataset_path import META, SCRATCH
 from llava_mcore.errors import DataError, problems
-
-SCRATCH = ".prepare"
-META = ".nv-meta"
 
 
 class Journal:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -26,6 +24,7 @@ from llava_mcore.data.prepare.output.shard import ShardMaker, ShardSetup
 from llava_mcore.data.prepare.row_types import Segment, Skipped
 from llava_mcore.data.prepare.shard_plan import Options, Plan, Source, make_plan
 from llava_mcore.errors import DataError
+from llava_mcore.forkserver import end_with_parent, start_forkserver
 
 MANIFEST = "manifest.json"
 SKIPPED = "skipped.jsonl"
@@ -179,7 +178,7 @@ def _make(
         return
     # Processes are forked from a server that has imported everything and has no threads, unlike this process.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    start_forkserver(__name__)
     counter: Synchronized[int] = context.Value("q", 0)
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_process, initargs=(setup, counter))
     try:
@@ -229,21 +228,13 @@ def _start_process(setup: ShardSetup, counter: Synchronized[int]) -> None:
     global _maker
     counting = setup.options.counting
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the main process ends the others
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
 
     def count() -> None:
         with counter.get_lock():
             counter.value += 1
 
     _maker = ShardMaker(setup, None if counting is None else counting.load(), count)
-
-
-def _end_with_parent() -> None:
-    """Otherwise processes of a pool whose owner was killed would wait for work forever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _make_shard(shard: int, segments: tuple[Segment, ...]) -> ShardReport:

@@ -108,8 +108,10 @@ def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None) -> Draf
     if question is None and keys.captions and answer is not None:
         question = ""
     if question is None:
-        wanted = ", ".join((*TURN_KEYS, "texts", *keys.questions))
-        raise BadSample(Reason.NO_CONVERSATION, f"none of {wanted} exists, found the keys {sorted(row)}")
+        own = keys.answers if keys.captions else keys.questions
+        wanted, flag = ", ".join((*TURN_KEYS, "texts", *own)), "--answer-key" if keys.captions else "--question-key"
+        message = f"none of {wanted} exists ({flag} names another), found, of the keys that are read, {sorted(row)}"
+        raise BadSample(Reason.NO_CONVERSATION, message)
     return _draft(_from_answer(question, answer), listed)
 
 

@@ -154,6 +154,9 @@ def failures(results: Sequence[Result], max_skip_rate: float) -> list[str]:
         if result.finished:
             continue
         counts = result.counts
+        if not counts.rows:
+            told.append(f"{result.folder}: the source has no rows")
+            continue
         advice = (
             "The shards are written, but the dataset is not completed (no .nv-meta): with a higher --max-skip-rate the "
             "same command "

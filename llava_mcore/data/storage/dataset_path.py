@@ -21,6 +21,8 @@ from llava_mcore.errors import DataError, problems
 from llava_mcore.files.regular import kind_of
 
 META = ".nv-meta"
+SCRATCH = ".prepare"
+"""Folder of `prepare` while it works; in a dataset without META, it has not completed it."""
 FIELD_MAP = '{"image":"jpg","context":"json[question]","answers":"txt"}'
 META_FILES = ("dataset.yaml", "split.yaml", "index.sqlite", "index.uuid")
 SPLIT = "train"
@@ -151,6 +153,8 @@ def _check_leaf(leaf: EPath, split: str) -> list[str]:
     if kind == "nothing":
         return [f"{leaf} does not exist{URL_HINT if ':/' in str(leaf.internal_path) else ''}"]
     present = [name for name in META_FILES if (leaf / META / name).is_file()]
+    if not present and (leaf / SCRATCH).is_dir():
+        return [f"{leaf} has no {META}: `prepare` has not completed it; run its command again (its message says why)"]
     if not present:
         return [f"{leaf} has no {META}: it is not prepared. Prepare it with\n{prepare_command(leaf)}"]
     if len(present) < len(META_FILES):

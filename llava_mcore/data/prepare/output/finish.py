@@ -27,8 +27,9 @@ from megatron.energon.typed_converter import to_json_object
 from llava_mcore.compat.energon.index_rows import rows_of_shard
 from llava_mcore.data.encoding.stored_tokens import ORIGIN_FILE
 from llava_mcore.data.prepare.counts import ShardReport
-from llava_mcore.data.prepare.journal import META, SCRATCH
+from llava_mcore.data.storage.dataset_path import META, SCRATCH
 from llava_mcore.errors import DataError
+from llava_mcore.forkserver import interrupts_afterwards
 
 DATASET = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 LINT = {"sample_type": {"__module__": "megatron.energon", "__class__": "TextSample"}, "field_map": {"text": "json"}}
@@ -96,8 +97,9 @@ def _write_index(folder: Path, written: Sequence[ShardReport], sqlite: Path, on_
     index.on_start(None)
     for report in written:
         rows = rows_of_shard(str(report.name), numbers, EPath(folder), MAX_PARTS)
-        for batch in itertools.batched(_checked(rows, folder, report), INDEX_BATCH_SIZE):
-            index.on_item(list(batch), None)
+        with interrupts_afterwards():  # energon would log it and leave the shard's samples out
+            for batch in itertools.batched(_checked(rows, folder, report), INDEX_BATCH_SIZE):
+                index.on_item(list(batch), None)
         on_shard()
     index.on_finish(None)
 

@@ -132,7 +132,9 @@ def _files_of_folder(folder: Path, how: Opening) -> list[SourceFile]:
     found = _by_suffix(folder)
     data = [suffix for suffix in found if suffix not in JSON_SUFFIXES] or list(found)
     if len(data) != 1:
-        raise DataError(f"{folder} has {' and '.join(sorted(data)) or 'no'} files; name one file or folder. {ALLOWED}")
+        if not data:
+            raise DataError(f"{folder} has no files of a supported kind. {ALLOWED}")
+        raise DataError(f"{folder} has {' and '.join(sorted(data))} files; name one file or folder. {ALLOWED}")
     paths = _of_split(found[data[0]], folder, how.split)
     folders = sorted({str(path.parent.relative_to(folder)) for path in paths})
     if len(folders) > 1 and data[0] == ".parquet":

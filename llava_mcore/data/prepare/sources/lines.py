@@ -61,7 +61,7 @@ class JsonLines:
                         line = following
                     yield Row(index, too_large("a line", self.most_bytes))
                 elif line.strip():
-                    yield Row(index, decode_row(line.removeprefix(BOM) if index == 0 else line))
+                    yield Row(index, decode_row(line))
 
 
 def too_large(what: str, most_bytes: int) -> BadSample:
@@ -72,7 +72,7 @@ def too_large(what: str, most_bytes: int) -> BadSample:
 def decode_row(data: bytes) -> dict[str, Any] | BadSample:
     """Return one JSON object, or why it is not one."""
     try:
-        row = json.loads(data.decode("utf-8"), strict=False)
+        row = json.loads(data.removeprefix(BOM).decode("utf-8"), strict=False)
     except UnicodeDecodeError as error:
         return BadSample(Reason.NOT_UTF8, f"{error.reason} at byte {error.start} of the row")
     except (ValueError, RecursionError) as error:

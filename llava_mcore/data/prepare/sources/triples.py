@@ -61,7 +61,8 @@ class TripleFolder:
         """Yield the samples in the order of their names. DataError if a file has been deleted."""
         samples = _listing(self.path)[segment.index : segment.index + segment.count]
         for index, (stem, parts) in enumerate(samples, start=segment.index):
-            paths = {part: self.path / f"{stem}.{part}" for part in parts}
+            # Absolute: a relative one would be looked for in --image-dir.
+            paths = {part: self.path.absolute() / f"{stem}.{part}" for part in parts}
             try:
                 texts = {
                     p.lower(): read_regular_file(paths[p], self.most_bytes) for p in parts if p.lower() in TEXT_PARTS
@@ -216,6 +217,8 @@ def _sample(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> 
         listed = listed_videos(row.get(VIDEOS_KEY))
     except DataError as error:
         return BadSample(Reason.WRONG_TYPE, str(error))
+    if not media and not listed and "messages" not in row:
+        return BadSample(Reason.IMAGE_MISSING, f"{stem} has no picture or sound beside its .json")
     frames = {name for video in listed for name in video.frames}
     sounds = {name: item for name, item in media.items() if is_sound_part(name)}
     pictures = [picture for name, picture in media.items() if name not in frames and name not in sounds]
@@ -229,7 +232,7 @@ def _sample(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> 
         found[AUDIOS_KEY] = [media.get(name, name) for name in (order if isinstance(order, list) else sounds)]
     if "txt" in texts:
         try:
-            found["answer"] = texts["txt"].decode("utf-8")
+            found["answer"] = texts["txt"].decode("utf-8-sig")
         except UnicodeDecodeError as error:
             return BadSample(Reason.NOT_UTF8, f"{stem}.txt: {error.reason} at byte {error.start}")
     return {"id": stem} | row | found

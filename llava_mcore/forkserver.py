@@ -10,10 +10,12 @@ import threading
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
+FIRST = "llava_mcore.forkserver_end"
+
 
 def start_forkserver(*modules: str) -> None:
     """Start the server, which imports modules once for all its processes. They ignore Ctrl-C: the command ends them."""
-    multiprocessing.set_forkserver_preload(list(modules))
+    multiprocessing.set_forkserver_preload([FIRST, *modules])
     with without_interrupts():
         forkserver.ensure_running()
 

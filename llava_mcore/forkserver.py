@@ -32,8 +32,7 @@ def without_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_afterwards() -> Iterator[None]:
-    """Raise KeyboardInterrupt for a Ctrl-C after the block, in which a library would take it for a failure. In the main
-    thread only."""
+    """Delay Ctrl-C until the end of the block, for libraries that treat it as a failure. In the main thread only."""
     came = threading.Event()
     handler = signal.signal(signal.SIGINT, lambda *_: came.set())
     try:

@@ -12,7 +12,7 @@ from llava_mcore.adapters.linear_layers import ModelLayers
 from llava_mcore.adapters.targets import LoraPlan
 from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.identity import is_of_import, weights_identity
-from llava_mcore.checkpoint.layout import is_iteration, iteration_folder, latest_checkpoint
+from llava_mcore.checkpoint.layout import is_iteration, iteration_folder, newest_iteration
 from llava_mcore.errors import CheckpointError, ConfigError
 from llava_mcore.files.json_files import read_object
 
@@ -38,8 +38,8 @@ class Base:
         return is_of_import(self.identity)
 
     def base_dir(self, given: Path | None) -> Path | None:
-        """Return a folder that was given for several adapters, or None if this one's weights are elsewhere, where they
-        were."""
+        """Return `given`, which may be meant for another adapter: None if it does not hold these weights, and they are
+        still where they were."""
         if given is None or not is_iteration(self.folder):
             return given
         return given if weights_identity(self._among(given)) == self.identity else None
@@ -69,9 +69,7 @@ class Base:
 
     def _among(self, given: Path) -> Path:
         """Return the iteration of a folder that holds these weights; its newest if none does."""
-        if is_iteration(given):
-            return given
-        newest, _ = latest_checkpoint(given)
+        newest = newest_iteration(given)
         others = [iteration_folder(given, number) for number in reversed(iterations(given))]
         complete = [newest, *(folder for folder in others if is_iteration(folder))]
         return next((folder for folder in complete if weights_identity(folder) == self.identity), newest)

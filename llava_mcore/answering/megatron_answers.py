@@ -11,7 +11,7 @@ import torch
 from llava_mcore.adapters.adapter_record import check_base_dir, holds_adapters, read_base
 from llava_mcore.answering.job import Job, Layout, StoredModel
 from llava_mcore.answering.megatron_worker import ANSWERS, PROBLEM, run_rank
-from llava_mcore.checkpoint.layout import hf_folder, is_iteration, latest_checkpoint
+from llava_mcore.checkpoint.layout import hf_folder, newest_iteration
 from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.config.rules.all_rules import check_layout
 from llava_mcore.errors import CheckpointError, ConfigError, LlavaMcoreError, problems
@@ -52,14 +52,9 @@ def answer_checkpoint(folder: Path, job: Job, layout: Layout, base_dir: Path | N
     return [Record(**json.loads(line)) for line in lines]
 
 
-def iteration_of(folder: Path) -> Path:
-    """Return a folder of one iteration: `folder` itself, or its newest. CheckpointError if there is none."""
-    return folder if is_iteration(folder) else latest_checkpoint(folder)[0]
-
-
 def usable_checkpoint(folder: Path, layout: Layout, base_dir: Path | None) -> Path:
     """Return the folder of the iteration that is used, before anything is loaded. Errors like `answer_checkpoint`."""
-    checkpoint = iteration_of(folder)
+    checkpoint = newest_iteration(folder)
     check_base_dir(checkpoint, base_dir)
     dims = model_dims(load_hf_config(hf_folder(checkpoint)))
     wrong = check_layout(dims, layout.tp, layout.pp, str(checkpoint), vision_data_parallel=True)

@@ -103,6 +103,12 @@ def latest_checkpoint(root: Path) -> tuple[Path, int]:
     return folder, iteration
 
 
+def newest_iteration(folder: Path) -> Path:
+    """Return the folder of one iteration: `folder` itself, whatever its name, or its newest. Errors like
+    `latest_checkpoint`."""
+    return folder if is_iteration(folder) else latest_checkpoint(folder)[0]
+
+
 def latest_readable(root: Path) -> tuple[Path, int]:
     """Return the newest checkpoint and its iteration, including those in Megatron-LM's older format (mp_rank_XX,
     `release`).

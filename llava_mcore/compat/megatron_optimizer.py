@@ -38,34 +38,29 @@ def update_unless(optimizer: MegatronOptimizer, refused: Callable[[float], bool]
     """
     assert isinstance(optimizer, ChainedOptimizer), "megatron-core's, whose step asks for the norm by this method"
     take_norm = required(optimizer, "get_grad_norm")
-    asked = False
+    on_host: float | None = None
 
     def checked() -> Tensor | float | None:
-        nonlocal asked
-        asked = True
+        nonlocal on_host
         norm: Tensor | float | None = take_norm()
-        on_host = _on_host(norm)
+        on_host = 0.0 if norm is None else float(norm)
         if refused(on_host):
             raise _RefusedError(on_host)
         return norm  # as it is: a tensor divides in fp32, a float in float64, and clipped gradients would differ
 
     replace_name(optimizer, "get_grad_norm", checked)
     try:
-        updated, grad_norm, _ = optimizer.step()
+        updated, _, _ = optimizer.step()  # its norm is the same; to read it again would wait for the update
     except _RefusedError as error:
         return False, error.grad_norm
     finally:
         del optimizer.get_grad_norm
-    if updated and not asked:
+    if updated and on_host is None:
         raise AttributeError(
             f"{type(optimizer).__qualname__}.step no longer calls get_grad_norm: gradients that are not finite would "
             "reach the weights; install a version of megatron-core that pyproject.toml allows"
         )
-    return bool(updated), _on_host(grad_norm)
-
-
-def _on_host(norm: Tensor | float | None) -> float:
-    return 0.0 if norm is None else float(norm)
+    return bool(updated), 0.0 if on_host is None else on_host
 
 
 def own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int, int]]:

@@ -14,7 +14,7 @@ from llava_mcore.adapters.attach import attach_adapters
 from llava_mcore.adapters.linear_layers import model_layers
 from llava_mcore.adapters.targets import own_parameters
 from llava_mcore.checkpoint.dist import load_weights
-from llava_mcore.checkpoint.layout import hf_folder, is_iteration, latest_checkpoint
+from llava_mcore.checkpoint.layout import hf_folder, newest_iteration
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel
@@ -46,8 +46,7 @@ def load_model(
         CheckpointError: it is not a checkpoint of llava_mcore, is of another model, or contains NaN.
         ConfigError: this process is part of a larger world.
     """
-    folder = Path(folder)
-    checkpoint = folder if is_iteration(folder) else latest_checkpoint(folder)[0]
+    checkpoint = newest_iteration(Path(folder))
     on_cpu = not torch.cuda.is_available()
     model = load_part(join_alone(), checkpoint, dtype=dtype, on_cpu=on_cpu, base_dir=base_dir)
     return model.to(dtype)  # megatron-core creates norms in fp32

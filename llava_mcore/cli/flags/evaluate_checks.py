@@ -10,8 +10,8 @@ from pathlib import Path
 from llava_mcore.adapters.adapter_record import holds_adapters, read_base
 from llava_mcore.answering.job import Layout, Reading
 from llava_mcore.answering.lmms_harness import require_lmms
-from llava_mcore.answering.megatron_answers import iteration_of, usable_checkpoint
-from llava_mcore.checkpoint.layout import hf_folder
+from llava_mcore.answering.megatron_answers import usable_checkpoint
+from llava_mcore.checkpoint.layout import hf_folder, newest_iteration
 from llava_mcore.cli.flags.evaluate import answer_defaults
 from llava_mcore.cli.generate import reading_of, sampling_of
 from llava_mcore.data.storage.dataset_path import check_dataset
@@ -55,7 +55,7 @@ def layout_of(args: argparse.Namespace) -> Layout:
 def base_dir_of(args: argparse.Namespace, folder: Path) -> Path | None:
     """Return --base-dir for an adapter's checkpoint. Whole models, and adapters on other weights, may be scored beside
     it. CheckpointError for a missing checkpoint."""
-    checkpoint = iteration_of(folder)
+    checkpoint = newest_iteration(folder)
     return read_base(checkpoint).base_dir(args.base_dir) if holds_adapters(checkpoint) else None
 
 
@@ -128,7 +128,7 @@ def _models(args: argparse.Namespace) -> Iterator[str]:
     yield from wrong
     if wrong or args.base_dir is None:
         return
-    if not any(holds_adapters(iteration_of(folder)) for folder in args.megatron_dir):
+    if not any(holds_adapters(newest_iteration(folder)) for folder in args.megatron_dir):
         yield "--base-dir has no effect: no checkpoint holds an adapter; omit it"
 
 

@@ -235,11 +235,11 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if before[name] != now.get(name) and None not in (before[name], now.get(name))
     ]
     if PROCESSORS in before:  # not in positions that older versions saved
-        was, is_ = before[PROCESSORS], now[PROCESSORS]
+        saved, current = before[PROCESSORS], now[PROCESSORS]
         found += [
-            f"{name}: saved with {was.get(name, 'none')}, now {is_.get(name, 'none')}"
-            for name in sorted(was.keys() | is_.keys())
-            if was.get(name) != is_.get(name)
+            f"{name}: saved with {saved.get(name, 'none')}, now {current.get(name, 'none')}"
+            for name in sorted(saved.keys() | current.keys())
+            if saved.get(name) != current.get(name)
         ]
     size = before.get(MICRO_BATCH, now[MICRO_BATCH])
     if size % now[MICRO_BATCH]:

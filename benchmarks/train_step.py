@@ -7,13 +7,14 @@
 Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real tokens, dense BF16 peak), memory, fill and
 "÷ first", tokens/s as a multiple of the first configuration's. With --weights all layouts load the same weights (random
 ones differ by layout), and "loss off %" is how far the losses of the steps are at most from the first configuration's,
-which reads the same samples. With --bubble one more step of each pipelined layout is profiled: "bubble %" is what the
-first stage waited for the others, "predicted %" what it should be (`benchmarks/read_trace.py`), of the time of all
-passes. With --spread one more step of every layout is profiled on all ranks: "slowest ÷ mean" compares for how long
-their GPUs compute, without messages. With --traces one more step of every layout is profiled, and its trace copied to a
-folder. With --peer also Hugging Face stacks (`benchmarks/hf_peer.py`) on the same shards, their components, and the
-ratios to them; one that runs out of memory is run again in a form that needs less. Configurations take turns, as many
-rounds as asked for; medians over the steps of all rounds.
+which reads the same samples. With --cuda-graphs off on every configuration also runs without graphs, and "loss off %"
+is how far its losses are from those of the same one without. With --bubble one more step of each pipelined layout is
+profiled: "bubble %" is what the first stage waited for the others, "predicted %" what it should be
+(`benchmarks/read_trace.py`), of the time of all passes. With --spread one more step of every layout is profiled on all
+ranks: "slowest ÷ mean" compares for how long their GPUs compute, without messages. With --traces one more step of every
+layout is profiled, and its trace copied to a folder. With --peer also Hugging Face stacks (`benchmarks/hf_peer.py`) on
+the same shards, their components, and the ratios to them; one that runs out of memory is run again in a form that needs
+less. Configurations take turns, as many rounds as asked for; medians over the steps of all rounds.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ from benchmarks.shapes import SHAPES, Size, make_hf_folder
 from benchmarks.train_step_peer import peer
 from benchmarks.train_step_rows import PEERS, Entry, row_of
 
+GRAPHS = {
+    "off": (),
+    "on": ("model.cuda_graphs=true",),
+    "vision": ("model.cuda_graphs=true", "model.cuda_graphs_vision=true"),
+}
+"""What --cuda-graphs takes."""
 WITH_TOWER = "+vision"
 """After a recipe: --fp8-vision."""
 LOADERS = 4
@@ -122,6 +129,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-5, help="ours and the peers', from the first step to the last")
     parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
     parser.add_argument(
+        "--cuda-graphs", nargs="+", default=["off"], choices=GRAPHS, help="vision: of a trained tower too"
+    )
+    parser.add_argument(
         "--vision-data-parallel",
         action="store_true",
         help="run each layout with tp > 1 a second time, with whole towers whose ranks divide the pictures",
@@ -171,9 +181,10 @@ def sizes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
 def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
     """Return the configurations of a shape: ours, then the peers."""
     entries = [
-        Entry(shape, fp8, *size, args.global_batch_size, whole_towers=whole)
+        Entry(shape, fp8, *size, args.global_batch_size, whole_towers=whole, graphs=graphs)
         for size in sizes(args)
         for fp8 in args.fp8
+        for graphs in args.cuda_graphs
         for whole in ((False, True) if args.vision_data_parallel and size[0] > 1 else (False,))
     ]
     padded = (args.padded_micro_batch_size, args.padded_micro_batch_size * args.padded_micro_batches * args.gpus)
@@ -214,7 +225,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     if profiled:
         flags += ["--profile", f"{iters}:{iters}", *([] if args.spread else ["logging.profile_ranks=0"])]
     held = ("optimizer.lr_warmup_fraction=0", f"data.num_streams={streams(args)}")  # all layouts read one order
-    command = training_command(options, *flags, *held, *args.more)
+    command = training_command(options, *flags, *held, *GRAPHS[entry.graphs], *args.more)
     lines, entry.error = run_command(command, out / "run" / "metrics.jsonl")
     lines = lines[: args.iters]
     if entry.error:

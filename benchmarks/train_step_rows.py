@@ -30,6 +30,8 @@ class Entry:
     global_batch_size: int
     whole_towers: bool = False
     """Of ours: --vision-data-parallel."""
+    graphs: str = "off"
+    """Of ours: what are CUDA graphs; a choice of --cuda-graphs."""
     steps: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
@@ -53,6 +55,8 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
     row |= {"mbs": entry.micro_batch_size, "gbs": entry.global_batch_size}
     if args.vision_data_parallel:
         row |= {"tower": "whole" if entry.whole_towers else "divided"}
+    if args.cuda_graphs != ["off"] and not entry.is_peer:
+        row |= {"graphs": entry.graphs}
     if not entry.steps:
         return row | {"error": entry.error}
 
@@ -75,6 +79,8 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
         if first is not entry:
             row |= {"÷ first": round(speed(entry, "tokens") / speed(first, "tokens"), 3)}
             row |= {"loss off %": loss_off(entry, first)} if args.weights else {}
+        plain = without_graphs(entry, entries)
+        row |= {"loss off %": loss_off(entry, plain)} if plain is not None else {}
     if entry.bubbles:
         micro_batches = entry.global_batch_size * entry.tp * entry.pp // (entry.micro_batch_size * gpus)
         row |= {"bubble %": round(100 * statistics.median(entry.bubbles), 1)}
@@ -86,6 +92,21 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
             unit = "samples" if other.what == "hf-padded" else "tokens"
             row[f"÷ {other.what}"] = round(speed(entry, unit) / speed(other, unit), 3)
     return row | {"loss": entry.losses, "steps": len(entry.steps)}
+
+
+def without_graphs(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
+    """Return the entry without graphs that is otherwise as one with graphs; None without such an entry."""
+    same = (entry.shape, entry.what, entry.tp, entry.pp, entry.micro_batch_size, entry.whole_towers)
+    return next(
+        (
+            x
+            for x in entries
+            if x.graphs == "off" != entry.graphs
+            and x.losses
+            and (x.shape, x.what, x.tp, x.pp, x.micro_batch_size, x.whole_towers) == same
+        ),
+        None,
+    )
 
 
 def loss_off(entry: Entry, first: Entry) -> float:

@@ -1,18 +1,20 @@
-"""The gradient buffers of megatron-core 0.19.2's data-parallel wrapper, which have no public interface.
+"""The gradient buffers of megatron-core 0.19.2's data-parallel wrapper, and the order in which it reduces them, which
+have no public interface.
 
 Import `llava_mcore.parallel` first, as for megatron.core itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import groupby
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 from torch.nn import Parameter
 
-from llava_mcore.compat.required import required
+from llava_mcore.compat.required import replace_name, required
 
 
 def gradient_ranges(wrapped: DistributedDataParallel, parameters: Container[Parameter]) -> Iterator[Tensor]:
@@ -27,3 +29,49 @@ def gradient_ranges(wrapped: DistributedDataParallel, parameters: Container[Para
             if is_wanted:
                 together = list(found)
                 yield required(buffer, "grad_data")[together[0][0] : together[-1][1]]
+
+
+def reduce_in_fixed_order(wrapped: DistributedDataParallel) -> None:
+    """Reduce the buckets of gradients in the same order on all data-parallel ranks, from the last layer to the first.
+
+    megatron-core starts to reduce a bucket as soon as autograd has its gradients. That order depends on the autograd
+    graph: a CUDA graph of several layers returns all of their gradients at once. Ranks of which one has captured a
+    shape and another has not would add up gradients of different layers.
+    """
+    places = {param: place for place, param in enumerate(wrapped.module.parameters())}
+    groups = [*required(wrapped, "bucket_groups"), *required(wrapped, "expert_parallel_bucket_groups")]
+    for group in groups:
+        for name in ("is_first_batch", "start_grad_sync", "register_grad_ready"):
+            required(group, name)
+    # A bucket is complete with the gradient of its first parameter in forward order.
+    order = _Order(sorted(groups, key=lambda group: -min(places[param] for param in group.params)))
+    for group in groups:
+        replace_name(group, "start_grad_sync", order.starter(group))
+
+
+class _Order:
+    """The buckets of a model chunk in the order in which they are reduced, and how far the current step has come."""
+
+    def __init__(self, groups: list[Any]) -> None:
+        self._groups = groups
+        self._begin = {id(group): group.start_grad_sync for group in groups}
+        self._ready: set[int] = set()
+        self._next = 0
+
+    def starter(self, group: Any) -> Callable[..., None]:
+        """Return what replaces the method by which a bucket starts to be reduced."""
+
+        def start_grad_sync(force_all_reduce: bool | None = False) -> None:
+            # megatron-core starts all buckets of the first step after the backward pass, in the order of its list.
+            if group.is_first_batch:
+                self._begin[id(group)](force_all_reduce=force_all_reduce)
+                return
+            self._ready.add(id(group))
+            while self._next < len(self._groups) and id(self._groups[self._next]) in self._ready:
+                self._begin[id(self._groups[self._next])](force_all_reduce=force_all_reduce)
+                self._next += 1
+            if self._next == len(self._groups):
+                self._ready.clear()
+                self._next = 0
+
+        return start_grad_sync

@@ -156,8 +156,10 @@ class VisionLanguageModel(MegatronModule):
             Embeddings with features [s, b, h], and what is added after the first layers [k, s, b, h], where the
             architecture has such features; with sequence parallelism this rank's part of the tokens.
         """
-        embeddings = self.language_model.embed(input_ids, position_ids)
+        # In this order the backward pass ends with the tower, as the list of parameters begins with it: gradients are
+        # reduced in the reverse order of that list, while earlier parts are still computed.
         features = self.image_features(media, max_media_seqlen, media_lengths)
+        embeddings = self.language_model.embed(input_ids, position_ids)
         decoder_input, deepstack = self._with_features(embeddings, features, media)
         if torch.is_grad_enabled() and not decoder_input.requires_grad and self._needs_input_gradient():
             decoder_input.requires_grad_()

@@ -24,8 +24,10 @@ from llava_mcore.training.step import train_step
 from tests.gpu.te_checks import BF16, FP8, RECIPES, TE
 from tests.helpers.batches import LENGTH, FullPackLoader
 from tests.helpers.class_checks import batch_of
+from tests.helpers.emulated_graphs import small_buckets
 from tests.parallel.checks import join
 from tests.parallel.class_curve_checks import GivenLoader
+from tests.parallel.graph_checks import OneRankFirstLoader
 from tests.parallel.option_checks import MIXED
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
 from tests.unit.test_layer_graphs import PACKS
@@ -36,6 +38,7 @@ PACKED = {"data.packing": True, "data.seq_length": LENGTH}
 KINDS: dict[str, dict[str, Any]] = {
     "all trained": {},
     "distributed": {"parallel.use_distributed_optimizer": True},
+    "tower frozen": {"model.freeze_vision_model": True, "parallel.use_distributed_optimizer": True},
     "layers frozen": {"model.freeze_language_model": True},
     "lora": LORA,
     "lora, nothing else trained": {"adapter.r": 8, "model.freeze_vision_model": True},
@@ -62,14 +65,19 @@ Curve = list[tuple[float, float]]
 
 
 def curves(tp: int, kind: str, checkpoint: str, save_dir: str) -> dict[str, Curve]:
-    """Train without and with graphs, while another thread pins memory as the one that loads data does."""
+    """Train without and with graphs, while another thread pins memory as the one that loads data does.
+
+    Of several data-parallel ranks, one has shapes of packs first, and gradients are reduced matrix by matrix.
+    """
     groups = join(tp, 1)
     model_graphs.LAYERS_PER_GRAPH = 2  # more than one graph in a model of four layers
     given = BF16 | TE | PACKED | KINDS[kind] | {"parallel.sequence_parallel": tp > 1}
+    given |= {"training.micro_batch_size": 2} if groups.dp_size > 1 else {}
     found = {}
     for name, on in (("without", False), ("with", True)):
         flags = given | {"model.cuda_graphs": on}
-        trainer = make_trainer(groups, run_config(tp, 1, checkpoint, save_dir, **flags))
+        with small_buckets() if groups.dp_size > 1 else contextlib.nullcontext():
+            trainer = make_trainer(groups, run_config(tp, 1, checkpoint, save_dir, **flags))
         with pinning(groups.device):
             found[name] = train(groups, trainer, loader_of(groups, trainer), STEPS)
     return found
@@ -99,19 +107,22 @@ def pinning(device: torch.device) -> Iterator[None]:
 
 
 def tower_curves(tp: int, checkpoint: str, save_dir: str, hf: str, kind: str) -> dict[str, Curve]:
-    """Train Qwen-VL without and with graphs, of the tower too; each step has packs of several sizes."""
+    """Train Qwen-VL without and with graphs, of the tower too; each step has packs of several sizes, on data-parallel
+    ranks in other orders."""
     groups = join(tp, 1)
     given = BF16 | TE | TOWERS[kind] | {"parallel.sequence_parallel": tp > 1, "data.packing": True}
     given |= {"data.seq_length": 512}
     batches = [batch_of(load_assets(Path(hf)), pack, packed=True) for pack in PACKS]
-    sizes = {"training.micro_batch_size": 1, "training.global_batch_size": len(PACKS)}
+    batches = batches[groups.dp_rank :] + batches[: groups.dp_rank]
+    global_batch = len(PACKS) * groups.dp_size
+    sizes = {"training.micro_batch_size": 1, "training.global_batch_size": global_batch}
     found = {}
     for name, on in (("without", False), ("with", True)):
         flags = given | sizes | {"model.cuda_graphs": on, "model.cuda_graphs_vision": on}
         trainer = make_trainer(groups, run_config(tp, 1, checkpoint, save_dir, **flags))
         assert len(trainer.graphs) == 2 * on
         loader = GivenLoader(batches * STEPS) if groups.loads_data else None
-        found[name] = train(groups, trainer, loader, STEPS, len(PACKS))
+        found[name] = train(groups, trainer, loader, STEPS, global_batch)
     return found
 
 
@@ -176,7 +187,9 @@ def loader_of(groups: Groups, trainer: Trainer) -> FullPackLoader | None:
         return None
     size = trainer.run.training.micro_batch_size
     ranks = {"dp_rank": groups.dp_rank, "dp_size": groups.dp_size}
-    return FullPackLoader(trainer.hf, micro_batch_size=size, text_only=MIXED, **ranks)
+    return (OneRankFirstLoader if groups.dp_size > 1 else FullPackLoader)(
+        trainer.hf, micro_batch_size=size, text_only=MIXED, **ranks
+    )
 
 
 def train(

@@ -27,12 +27,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "megatron"
 
 
+LAYOUTS = [(tp, dp) for tp, dp in ((1, 1), (2, 1), (1, 2), (2, 2)) if tp * dp <= torch.cuda.device_count()]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tp", (1, 2)[: torch.cuda.device_count()])
-def test_graphs_change_no_number(checkpoint: Path, tmp_path: Path, tp: int, kind: str) -> None:
+@pytest.mark.parametrize(("tp", "dp"), LAYOUTS)
+def test_graphs_change_no_number(checkpoint: Path, tmp_path: Path, tp: int, dp: int, kind: str) -> None:
     """Within the rounding of sums whose order is not fixed. The second step captures, later ones replay."""
     arguments = {"tp": tp, "kind": kind, "checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
-    assert_same(run_world(tp, "tests.gpu.graph_checks:curves", **arguments)[0])
+    assert_same(run_world(tp * dp, "tests.gpu.graph_checks:curves", **arguments)[0])
 
 
 def assert_same(runs: dict[str, Curve]) -> None:
@@ -44,23 +47,23 @@ def assert_same(runs: dict[str, Curve]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "name", "kind"),
+    ("tp", "dp", "name", "kind"),
     [
-        (tp, name, kind)
-        for tp in (1, 2)[: torch.cuda.device_count()]
+        (tp, dp, name, kind)
+        for tp, dp in LAYOUTS
         for name, kinds in {"qwen2_5_vl": TOWERS, "qwen3_vl": ["all trained"]}.items()
         for kind in kinds
         if tp > 1 or kind != WHOLE
     ],
 )
-def test_graphs_of_a_tower_change_no_number(tmp_path: Path, tp: int, name: str, kind: str) -> None:
+def test_graphs_of_a_tower_change_no_number(tmp_path: Path, tp: int, dp: int, name: str, kind: str) -> None:
     """On pictures of several sizes: their patches are filled up to the size of a graph, and so are their windows.
     Qwen3-VL's language model adds features between graphs."""
     hf = tmp_path / "hf"
     make_hf_qwen(hf, name)
     import_hf(hf, tmp_path / "megatron")
     arguments = {"tp": tp, "kind": kind, "checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path)}
-    assert_same(run_world(tp, "tests.gpu.graph_checks:tower_curves", hf=str(hf), **arguments)[0])
+    assert_same(run_world(tp * dp, "tests.gpu.graph_checks:tower_curves", hf=str(hf), **arguments)[0])
 
 
 def test_a_tower_in_fp8(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
+from llava_mcore.compat.megatron_gradients import reduce_in_fixed_order
 from llava_mcore.config.rules.schedule import schedule_samples
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.optimizer import OptimizerConfig as OptimizerSection
@@ -54,7 +55,10 @@ def data_parallel(
     )
     inner = model if dtype == torch.float32 else Float16Module(model.config, model)
     with _own_stream() if run.model.cuda_graphs else nullcontext():
-        return DistributedDataParallel(model.config, config, inner, disable_bucketing=not buckets)
+        wrapped = DistributedDataParallel(model.config, config, inner, disable_bucketing=not buckets)
+    if config.overlap_grad_reduce:
+        reduce_in_fixed_order(wrapped)
+    return wrapped
 
 
 @contextmanager

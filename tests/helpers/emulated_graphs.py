@@ -1,0 +1,86 @@
+"""CUDA graphs emulated on CPUs: functions whose backward pass returns the gradients of all their layers at once, as
+Transformer Engine's graphed callables do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from torch import Tensor, nn
+
+from llava_mcore.training.graphs import layer_graphs
+from llava_mcore.training.optimization import optimizer
+
+BUCKET = 2000
+"""Parameters per bucket of gradients: less than a matrix of the tiny models has."""
+
+
+class _Graphed(torch.autograd.Function):
+    """A call of a part, with its parameters as arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, part: nn.Module, num_arguments: int, *inputs: Tensor) -> Tensor:
+        ctx.parameters = inputs[num_arguments:]
+        with torch.enable_grad():
+            ctx.arguments = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs[:num_arguments])
+            ctx.output = part(*ctx.arguments)
+        result: Tensor = ctx.output.detach()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [*ctx.arguments, *ctx.parameters]
+        trained = [x for x in inputs if x.requires_grad]
+        gradients = iter(torch.autograd.grad(ctx.output, trained, gradient, allow_unused=True))
+        return None, None, *[next(gradients) if x.requires_grad else None for x in inputs]
+
+
+class EmulatedGraph:
+    """Stands for the graph of a part; takes what Transformer Engine's takes."""
+
+    calls = 0
+    """Of all graphs together."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._part, self._parameters = part, tuple(part.parameters())
+
+    def __call__(self, *arguments: Tensor, is_first_microbatch: bool) -> Tensor:
+        EmulatedGraph.calls += 1
+        result: Tensor = _Graphed.apply(self._part, len(arguments), *arguments, *self._parameters)
+        return result
+
+    def reset(self) -> None:
+        """Do nothing: there is nothing to destroy."""
+
+
+def make_graphs(parts: Sequence[nn.Module], _samples: object, **_: object) -> list[Callable[..., Tensor]]:
+    """Stand for the function of this name in `compat/graphs.py`."""
+    return [EmulatedGraph(part) for part in parts]
+
+
+@contextlib.contextmanager
+def emulated_graphs() -> Iterator[None]:
+    """Emulate graphs, and reduce gradients in small buckets during the backward pass, as GPUs do."""
+    with (
+        mock.patch.object(layer_graphs, "make_graphs", make_graphs),
+        mock.patch.object(layer_graphs, "new_pool", lambda: (0, 0)),
+        small_buckets(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def small_buckets() -> Iterator[None]:
+    """Reduce the gradients of every matrix by themselves, during the backward pass."""
+
+    def overlapping(**settings: Any) -> DistributedDataParallelConfig:
+        distributed = settings["use_distributed_optimizer"]
+        overlap = {"overlap_grad_reduce": True, "overlap_param_gather": distributed, "bucket_size": BUCKET}
+        return DistributedDataParallelConfig(**settings | overlap)
+
+    with mock.patch.object(optimizer, "DistributedDataParallelConfig", overlapping):
+        yield

@@ -1,0 +1,37 @@
+"""Runs with graphs over data-parallel ranks, on CPUs with emulated graphs. CUDA graphs: tests/gpu."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llava_mcore.convert.import_hf import import_hf
+from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.world import run_world
+from tests.parallel.graph_checks import KINDS, STEPS
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = tmp_path_factory.mktemp("graphs")
+    make_hf_llava(root / "hf")
+    import_hf(root / "hf", root / "megatron")
+    return root / "megatron"
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 2)])
+def test_graphs_that_one_rank_has_first_change_no_gradient(checkpoint: Path, tmp_path: Path, tp: int, dp: int) -> None:
+    """A graph returns the gradients of its layers at once, in another order than the layers themselves. With a bucket
+    for each matrix, ranks would add up gradients of different matrices if each reduced them as they come."""
+    arguments = {"tp": tp, "checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
+    ranks: list[dict[str, dict[str, Any]]] = run_world(tp * dp, "tests.parallel.graph_checks:curves", **arguments)
+    for kind in KINDS:
+        for rank, results in enumerate(ranks):
+            result = results[kind]
+            assert result["with"] == [pytest.approx(step, rel=1e-6) for step in result["without"]], (kind, rank)
+            assert result["replicas agree"], (kind, rank)
+            assert result["calls with"] > 0 and result["calls without"] == 0
+            assert result["reduced with"] == result["reduced without"] == ranks[0][kind]["reduced with"], (kind, rank)
+            assert len(result["reduced with"]) > STEPS, "the model has several buckets"

@@ -32,7 +32,16 @@ from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_iter
 from tests.e2e.chaos_kinds import KINDS, Expected, ballast, flip_newest, passed_over, wait_for_moment
 from tests.e2e.chaos_outcome import HEADER, Outcome, summary
 from tests.e2e.chaos_run import Ended, Running, still_open
-from tests.e2e.chaos_world import COMMAND_TIMEOUT, INTERVAL, ITERATIONS, LAYOUTS, World, last_line, make_material
+from tests.e2e.chaos_world import (
+    COMMAND_TIMEOUT,
+    INTERVAL,
+    ITERATIONS,
+    LAYOUTS,
+    LAYOUTS_WITH_GRAPHS,
+    World,
+    last_line,
+    make_material,
+)
 
 ROUNDS_OF_A_RUN = 8
 SECONDS_UNTIL_GONE = 5.0
@@ -52,7 +61,8 @@ class Disturbed:
     def start(self) -> Running:
         """Start, or resume."""
         output = self.save_dir.with_name(f"{self.save_dir.name}.{self.name}.out")  # not on a disk that gets full
-        return Running(output, self.folder, self.world.flags(self.name, self.save_dir))
+        flags = self.world.flags(self.name, self.save_dir)
+        return Running(output, self.folder, flags, self.world.layout.environment)
 
     def round(self, outcome: Outcome, rng: random.Random) -> bool:
         """Let it happen; return False if the run has come to its end before."""
@@ -240,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=1, help="runs at a time; each has two or four ranks")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what may happen (default: all)")
+    parser.add_argument("--graphs", action="store_true", help="data-parallel runs with emulated graphs alone")
     parser.add_argument("--logs", type=Path, help="write what was printed in rounds that went wrong to this folder")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file too")
     args = parser.parse_args(argv)
@@ -261,8 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.processes) as pool:
         root = Path(name)
         material = make_material(root / "material")
-        layouts = LAYOUTS[: max(args.processes, -(-args.rounds // ROUNDS_OF_A_RUN))]
-        worlds = list(pool.map(lambda x: World(material, root / f"world{LAYOUTS.index(x)}", x), layouts))
+        layouts = LAYOUTS_WITH_GRAPHS if args.graphs else LAYOUTS
+        layouts = layouts[: max(args.processes, -(-args.rounds // ROUNDS_OF_A_RUN))]
+        worlds = list(pool.map(lambda x: World(material, root / f"world{layouts.index(x)}", x), layouts))
 
         def play(number: int) -> None:
             with small_disk(root / f"chain{number}") as disk, said_at_once():

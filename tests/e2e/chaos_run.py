@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -31,8 +31,10 @@ class Ended(Exception):
 class Running:
     """A started command; left as a context, nothing of it is left."""
 
-    def __init__(self, output: Path, folder: Path, flags: list[object]) -> None:
-        """folder: SAVE_DIR/NAME."""
+    def __init__(
+        self, output: Path, folder: Path, flags: list[object], environment: Mapping[str, str] = ENVIRONMENT
+    ) -> None:
+        """folder: SAVE_DIR/NAME. environment: variables beside those of this process."""
         self.folder, self._output = folder, output
         self._known: dict[int, psutil.Process] = {}
         self._mark = f"{MARK}={secrets.token_hex(8)}"
@@ -41,7 +43,7 @@ class Running:
             self.process = subprocess.Popen(
                 command("train/run.py", *flags),
                 **{"stdout": file, "stderr": file, "cwd": ROOT},
-                env=os.environ | ENVIRONMENT | {name: value},
+                env=os.environ | environment | {name: value},
                 start_new_session=True,
             )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.convert.import_hf import import_hf
-from tests.helpers.commands import read_metrics, run
+from tests.helpers.commands import ROOT, read_metrics, run
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -20,13 +20,15 @@ HANG_SECONDS = 30
 """--timeout of the runs; a start on a loaded machine has to be faster."""
 COMPARED = ("iteration", "loss", "grad_norm", "lr", "num_tokens", "consumed_samples", "num_conversations")
 COMMAND_TIMEOUT = 600
+GRAPHS = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "helpers" / "with_emulated_graphs"), str(ROOT)])}
+"""Environment of runs with emulated graphs."""
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True)
 class Layout:
     """tp, dp: sizes. loaders: loader processes of a data-parallel rank. on_node: tensors of checkpoints that are not
-    kept are in a folder of the node's own."""
+    kept are in a folder of the node's own. graphs: packs, trained with emulated graphs."""
 
     tp: int
     dp: int
@@ -34,11 +36,17 @@ class Layout:
     distributed: bool
     background: bool
     on_node: bool = False
+    graphs: bool = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the variables that its runs need."""
+        return ENVIRONMENT | (GRAPHS if self.graphs else {})
 
     def __str__(self) -> str:
         parts = [f"tp {self.tp} x dp {self.dp}", f"{self.loaders} loader{'s' if self.loaders != 1 else ''}"]
         parts += ["distributed optimizer"] * self.distributed + ["background saves"] * self.background
-        return ", ".join(parts + ["own disk"] * self.on_node)
+        return ", ".join(parts + ["own disk"] * self.on_node + ["emulated graphs"] * self.graphs)
 
 
 LAYOUTS = (
@@ -46,6 +54,10 @@ LAYOUTS = (
     Layout(2, 1, loaders=0, distributed=False, background=False),
     Layout(2, 2, loaders=2, distributed=True, background=False),
     Layout(1, 2, loaders=2, distributed=False, background=True, on_node=True),
+)
+LAYOUTS_WITH_GRAPHS = (
+    Layout(1, 2, loaders=1, distributed=True, background=True, graphs=True),
+    Layout(2, 2, loaders=1, distributed=False, background=False, graphs=True),
 )
 
 
@@ -60,7 +72,7 @@ class World:
         """
         self.material, self.root, self.layout, self.iterations = material, root, layout, iterations
         root.mkdir(parents=True, exist_ok=True)
-        run("train/run.py", *self.flags("whole"), timeout=COMMAND_TIMEOUT, env=os.environ | ENVIRONMENT)
+        run("train/run.py", *self.flags("whole"), timeout=COMMAND_TIMEOUT, env=os.environ | layout.environment)
         self.whole = self.compared(root / "whole")
         assert [values[0] for values in self.whole] == list(range(1, iterations + 1))
 
@@ -76,6 +88,7 @@ class World:
         if layout.on_node:
             switches += ["--non-persistent-local-ckpt-dir", (save_dir or self.root) / "disk"]
         data = (f"data.num_workers={layout.loaders}", "data.shuffle_buffer_size=16")
+        switches += ["--packing"] * layout.graphs
         size = ("-g", layout.tp * layout.dp, "--tp", layout.tp)
         return [*size, *places, *out, *sizes, *saving, *more, *switches, *data]
 

@@ -4,7 +4,9 @@ Transformer Engine's graphed callables do."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -12,7 +14,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 
-from llava_mcore.training.graphs import layer_graphs
+from llava_mcore.training.graphs import layer_graphs, model_graphs
+from llava_mcore.training.graphs.packs import TokenPacks
 from llava_mcore.training.optimization import optimizer
 
 BUCKET = 2000
@@ -84,3 +87,19 @@ def small_buckets() -> Iterator[None]:
 
     with mock.patch.object(optimizer, "DistributedDataParallelConfig", overlapping):
         yield
+
+
+def use_in(setup: ModuleType) -> None:
+    """Let every trainer that `llava_mcore.training.setup` builds in this process use emulated graphs."""
+    build = setup.build_trainer
+
+    def build_trainer(run: Any, *arguments: Any, **named: Any) -> Any:
+        until_the_end = contextlib.ExitStack()
+        until_the_end.enter_context(emulated_graphs())
+        trainer = build(run, *arguments, **named)
+        model, [chunk] = trainer.models[0].language_model, trainer.chunks
+        segments = model_graphs.decoder_segments(model)
+        graphs = layer_graphs.LayerGraphs(segments, model.config, chunk, TokenPacks(run.data.seq_length))
+        return dataclasses.replace(trainer, graphs=[graphs])
+
+    setup.build_trainer = build_trainer  # type: ignore[attr-defined]

@@ -93,7 +93,7 @@ class HfModel:
         assets = self.assets
         check_length(conversation.turns, assets.limits)
         check_media(conversation, assets)
-        asked = assets.chat.prompt_tokens(conversation.turns, conversation.num_media)
+        asked = assets.chat.prompt_tokens(conversation.turns, conversation.num_media, conversation.tools)
         tokens = expanded(asked, conversation, assets, "prompt")
         most = assets.limits.picture_pixels
         media: dict[str, Any] = {}
@@ -106,7 +106,7 @@ class HfModel:
         if conversation.audios:
             rate = assets.plan.sampling_rate
             media |= {"audio": [decode_sound(x.data, rate) for x in conversation.audios], "sampling_rate": rate}
-        text = assets.chat.prompt_text(conversation.turns)
+        text = assets.chat.prompt_text(conversation.turns, conversation.tools)
         made = dict(self.processor(text=[text], return_tensors="pt", **media))
         return {name: x.to(self.model.device) for name, x in self._with_ids(made, tokens.input_ids).items()}
 

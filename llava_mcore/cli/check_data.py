@@ -100,6 +100,7 @@ def examine(args: argparse.Namespace, assets: Assets) -> tuple[Report, Examiner 
         stop=tuple(stop),
         remarks=(*_remarks(datasets), *warnings_of_large_media(data, assets)),
         tally=tally,
+        own_text_warning=assets.chat.own_text_warning,
     )
     return report, examiner
 

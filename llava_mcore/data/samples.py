@@ -7,6 +7,7 @@ Legend: b micro-batch size, s padded length, n tokens of a conversation.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,8 +32,14 @@ IMAGE_MARK, VIDEO_MARK, AUDIO_MARK = "<image>", "<video>", "<audio>"
 class Turn:
     """One message. Each mark in the text refers to the sample's next picture, video or sound."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     text: str
+    trained: bool = True
+    """Whether an answer is trained; the other roles never are."""
+    reasoning: str = ""
+    """What an assistant thinks before the text."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """More of the message for the chat template: "tool_calls", "tool_call_id", "name"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,8 @@ class Conversation:
     """The entry that `prepare` has stored in the json (see `stored_tokens`)."""
     videos: tuple[Video, ...] = ()
     audios: tuple[Sound, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Functions that the assistant may call, for the chat template."""
 
     @property
     def num_media(self) -> dict[str, int]:

@@ -33,7 +33,7 @@ def encode_prompt(conversation: Conversation, assets: Assets, key: str, *, multi
     """
     check_length(conversation.turns, assets.limits)
     check_media(conversation, assets)
-    text = assets.chat.prompt_tokens(conversation.turns, conversation.num_media)
+    text = assets.chat.prompt_tokens(conversation.turns, conversation.num_media, conversation.tools)
     tokens = expanded(text, conversation, assets, key)
     pixels = assets.images.tiles(tokens.media)
     sample = EncodedSample(__key__=key, __restore_key__=(), conversations=[tokens], pixel_values=pixels)

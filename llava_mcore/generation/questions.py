@@ -11,7 +11,7 @@ from megatron.energon import SkipSample, SourceInfo
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.conversation import chat_from_standard
-from llava_mcore.data.encoding.marks import count_marks
+from llava_mcore.data.encoding.marks import count_marks, unescape
 from llava_mcore.data.loading.datasets import open_datasets
 from llava_mcore.data.loading.source import reading
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Skip, Turn
@@ -113,14 +113,17 @@ class Questions:
 
     def _questions(self, conversation: Conversation, key: str, number: int, member: int) -> list[Question]:
         turns = conversation.turns
-        answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+        # A turn that only calls tools has no text to compare with.
+        answers = [index for index, turn in enumerate(turns) if turn.role == "assistant" and turn.text.strip()]
+        if not answers:
+            return []
         chosen = list(enumerate(answers)) if self.every_answer else [(len(answers) - 1, answers[-1])]
         return [
             Question(
                 (number, member, which),
                 key if which == len(answers) - 1 else f"{key}@{which}",
                 before_answer(conversation, index),
-                turns[index].text.strip(),
+                unescape(turns[index].text.strip()),
             )
             for which, index in chosen
         ]

@@ -115,7 +115,7 @@ JSONS = [
     BadData("content null", said(("user", None), ANSWERED), "skip", NO_TEXT),
     BadData("content a number", said(("user", 3), ANSWERED), "skip", NO_TEXT),
     BadData("content in parts", said(("user", [{"type": "text", "text": "a"}]), ANSWERED), "skip", NO_TEXT),
-    BadData("unknown role", said(("human", "Hi"), ANSWERED), "skip", "the role is 'human'; allowed: system, user"),
+    BadData("unknown role", said(("narrator", "Hi"), ANSWERED), "skip", "the role is 'narrator'; allowed: system"),
     BadData("no role", one_sample({"json": {"messages": [{"content": "a"}]}}), "skip", "the role is None"),
     BadData("no answer", said(ASKED, images=1), "skip", "an answer is needed"),
     BadData("only a system message", said(("system", "Be brief.")), "skip", "an answer is needed"),

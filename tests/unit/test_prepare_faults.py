@@ -44,7 +44,8 @@ BAD: dict[str, tuple[Any, Reason]] = {
     "begins with an answer": (row(A, Q, A), Reason.ROLE_ORDER),
     "ends with a question": (row(Q, A, Q), Reason.ROLE_ORDER),
     "system within": (row(Q, A, {"from": "system", "value": "s"}, Q, A), Reason.ROLE_ORDER),
-    "role of a tool": (row(Q, {"from": "function", "value": "f"}, A), Reason.UNKNOWN_ROLE),
+    "role of a narrator": (row(Q, {"from": "narrator", "value": "f"}, A), Reason.UNKNOWN_ROLE),
+    "a tool that nobody calls": (row(Q, {"from": "function", "value": "f"}, A), Reason.ROLE_ORDER),
     "no role": (row(Q, {"value": "a"}), Reason.UNKNOWN_ROLE),
     "conversation as text": ({"id": "bad", "conversations": "Q A"}, Reason.WRONG_TYPE),
     "turn as text": (row("Q", "A"), Reason.WRONG_TYPE),
@@ -106,7 +107,8 @@ def test_every_kind_is_skipped_with_its_reason(place: Path) -> None:
     samples = read_back(place / "out")
     assert [s["source"]["index"] for s in samples] == list(range(0, 2 * len(BAD), 2))
     assert result.counts.reasons.total() == len(BAD) == result.counts.skipped
-    assert result.counts.reasons[Reason.ROLE_ORDER.value] == 4
+    assert result.counts.reasons[Reason.ROLE_ORDER.value] == 5
+    assert result.counts.roles == {"'narrator'": 1, "None": 1}
     assert result.counts.conversations == len(BAD) == result.counts.pictures
 
 

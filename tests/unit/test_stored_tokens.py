@@ -18,7 +18,7 @@ from llava_mcore.cli.check import main as check
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.encoding.chat_format import ChatFormat
 from llava_mcore.data.encoding.encode import stored_tokens, tokenize
-from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, from_json, is_by, to_json
+from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, digest_of, from_json, is_by, to_json
 from llava_mcore.data.encoding.text.tokens import TextTokens
 from llava_mcore.data.prepare.shard_plan import Counting, Options
 from llava_mcore.data.samples import Conversation, Turn
@@ -46,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, hf: Path) -> Path:
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.booleans())))
 def test_what_is_stored_comes_back(tokens: list[tuple[int, bool]]) -> None:
     ids, trained = np.array([i for i, _ in tokens], np.int64), np.array([t for _, t in tokens], np.bool_)
-    found = from_json(json.loads(json.dumps(to_json(TextTokens(ids, trained), "x"))))
+    found = from_json(json.loads(json.dumps(to_json(TextTokens(ids, trained), "x", "y"))))
     assert found.ids.dtype == np.int64 and np.array_equal(found.ids, ids)
     assert found.trained.dtype == np.bool_ and np.array_equal(found.trained, trained)
 
@@ -59,7 +59,7 @@ def test_taken_over_are_the_tokens_that_would_be_made(assets: Assets, talk: list
         for turn in (Turn("user", "<image>\n" * images + question), Turn("assistant", answer))
     )
     images = (b"",) * sum(number for _, number, _ in talk)
-    stored = to_json(assets.chat.text_tokens(turns, num_images=len(images)), assets.chat.fingerprint)
+    stored = to_json(assets.chat.text_tokens(turns, num_images=len(images)), assets.chat.fingerprint, digest_of(turns))
     found = stored_tokens(Conversation(turns, images, json.loads(json.dumps(stored))), assets)
     again = assets.chat.text_tokens(turns, num_images=len(images))
     assert found is not None
@@ -134,7 +134,7 @@ def test_tokens_of_others_are_ignored(stored: Any, assets: Assets) -> None:
 )
 def test_damaged_tokens(change: dict[str, Any], message: str, assets: Assets) -> None:
     turns = (Turn("user", "<image>What?"), Turn("assistant", "That."))
-    stored = to_json(assets.chat.text_tokens(turns, num_images=1), assets.chat.fingerprint)
+    stored = to_json(assets.chat.text_tokens(turns, num_images=1), assets.chat.fingerprint, digest_of(turns))
     with pytest.raises(DataError, match=f"prepared_tokens {message}.*prepare the data again"):
         tokenize(Conversation(turns, (b"",), stored | change), assets, "k")
 
@@ -155,10 +155,26 @@ def edited(source: Path, folder: Path, edit: Callable[[dict[str, Any]], Any]) ->
     return index(folder)
 
 
+def test_tokens_of_another_text_are_not_used(assets: Assets) -> None:
+    """Neither those of a text that was corrected later, nor those of which nobody knows what they belong to."""
+    turns = (Turn("user", "2 + 5?"), Turn("assistant", "3"))
+    stored = to_json(assets.chat.text_tokens(turns, num_images=0), assets.chat.fingerprint, digest_of(turns))
+    corrected = (turns[0], Turn("assistant", "7"))
+    untrained = (*turns, Turn("user", "So?"), Turn("assistant", "7"))
+    old = {key: value for key, value in stored.items() if key != "of"}
+    assert stored_tokens(Conversation(turns, (), stored), assets) is not None
+    for other, entry in ((corrected, stored), (untrained, stored), (turns, old)):
+        tokens = tokenize(Conversation(other, (), entry), assets, "k")
+        assert np.array_equal(tokens.input_ids, assets.chat.text_tokens(other, num_images=0).ids)
+
+
 def test_check_tokenises_again(data: Path, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--tokenizer-load-dir", str(hf), "--seq-length", "256", "--full", "--data-path"]
     assert check([*flags, str(edited(data / "stored", tmp_path / "good", lambda about: None))]) == 0
     capsys.readouterr()
-    other = edited(data / "stored", tmp_path / "bad", lambda about: about["messages"][1].update(content="Another one."))
-    assert check([*flags, str(other)]) != 0
+    other = edited(data / "stored", tmp_path / "new", lambda about: about["messages"][1].update(content="Another one."))
+    assert check([*flags, str(other)]) == 0
+    assert f"1 note: its text was changed after its {TOKENS_KEY} were made" in " ".join(capsys.readouterr().out.split())
+    bad = edited(data / "stored", tmp_path / "bad", lambda about: about[TOKENS_KEY].update(trained=[0, 1]))
+    assert check([*flags, str(bad)]) != 0
     assert f"{TOKENS_KEY} differ from the tokens of its text" in " ".join(capsys.readouterr().out.split())

@@ -13,10 +13,11 @@ from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.config.sections.training import TrainingConfig
+from llava_mcore.data.doctor.unused import unused_keys
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.conversation import chat_from_standard
 from llava_mcore.data.encoding.encode import TooLongError, stored_tokens
-from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
+from llava_mcore.data.encoding.stored_tokens import DIGEST_KEY, TOKENS_KEY, is_by, is_of
 from llava_mcore.data.loading.datasets import Dataset, open_datasets
 from llava_mcore.data.samples import ChatSample, EncodedSample, Sound, TokenConversation, TokenSample, Video
 from llava_mcore.data.streams.skips import DATA_ERRORS, Skips
@@ -57,6 +58,8 @@ class Finding:
     num_sounds: int = 0
     num_without_fps: int = 0
     """Videos whose fps is assumed; 0 if the model's tokens and positions do not depend on it."""
+    unused: tuple[str, ...] = ()
+    """Keys of the json that nothing reads."""
 
 
 class Examiner:
@@ -130,8 +133,10 @@ class Examiner:
                 *_stored(raw, tokens.num_tokens),
                 *_remarks(chat, used, self.assets),
                 *_typed(chat, self.assets),
+                *_dropped(chat, self.assets),
                 *_parts_twice(chat),
             ),
+            unused=unused_keys(raw),
             num_conversations=len(chat.conversations),
             num_trained=sum(int(conversation.trained.sum()) for conversation in used),
             num_images=sum(isinstance(item.data, bytes) for conversation in used for item in conversation.media),
@@ -159,7 +164,7 @@ def _differing(chat: ChatSample, assets: Assets) -> list[str]:
         stored = stored_tokens(conversation, assets)
         if stored is None:
             continue
-        computed = assets.chat.tokens(conversation.turns, conversation.num_media)
+        computed = assets.chat.tokens(conversation.turns, conversation.num_media, conversation.tools)
         if not np.array_equal(stored.ids, computed.ids) or not np.array_equal(stored.trained, computed.trained):
             return [f"its {TOKENS_KEY} differ from the tokens of its text; prepare the data again"]
     return []
@@ -208,7 +213,7 @@ def _remarks(chat: ChatSample, used: list[TokenConversation], assets: Assets) ->
         return []
     found = []
     for conversation, tokens in zip(chat.conversations, used, strict=True):
-        num_answers = sum(turn.role == "assistant" for turn in conversation.turns)
+        num_answers = sum(turn.role == "assistant" and turn.trained for turn in conversation.turns)
         begins = tokens.trained & ~np.concatenate([[False], tokens.trained[:-1]])
         num_ends = int((tokens.input_ids[tokens.trained] == assets.eos_token_id).sum())
         if int(begins.sum()) != num_answers or num_ends < num_answers:
@@ -218,10 +223,21 @@ def _remarks(chat: ChatSample, used: list[TokenConversation], assets: Assets) ->
 
 def _typed(chat: ChatSample, assets: Assets) -> list[str]:
     """Return a remark for each special token in the text."""
-    found = sorted({token for c in chat.conversations for token in assets.chat.typed_in(c.turns)})
+    found = sorted({token for c in chat.conversations for token in assets.chat.typed_in(c.turns, c.tools)})
     is_text = assets.chat.special_tokens_in_text == "text"
     what = "read as plain text" if is_text else "read as the token"
     return [f"its text has the special token {token}, {what} (--special-tokens-in-text)" for token in found]
+
+
+def _dropped(chat: ChatSample, assets: Assets) -> list[str]:
+    """Return remarks about what the template drops, and about stored tokens of another text."""
+    remarks = []
+    if any(assets.chat.features.loses_reasoning(c.turns) for c in chat.conversations):
+        remarks.append("the chat template does not render the reasoning of its answers")
+    stored = [c for c in chat.conversations if is_by(c.tokens, assets.chat.fingerprint)]
+    if any(DIGEST_KEY in c.tokens and not is_of(c.tokens, c.turns, c.tools) for c in stored):
+        remarks.append(f"its text was changed after its {TOKENS_KEY} were made; training tokenizes it again")
+    return remarks
 
 
 def _parts_twice(chat: ChatSample) -> list[str]:

@@ -34,6 +34,8 @@ class Report:
     """Problems other than samples that would end training."""
     remarks: tuple[str, ...]
     tally: Tally
+    own_text_warning: str | None = None
+    """`ChatText.own_text_warning`"""
 
     @property
     def skip_rate(self) -> float:
@@ -121,6 +123,7 @@ class Report:
             "videos_per_sample": _by_number(tally.videos),
             "frames_per_video": _by_number(tally.frames),
             "videos_without_fps": tally.num_without_fps,
+            "unused_keys": dict(tally.unused.most_common()),
             "sounds_per_sample": _by_number(tally.sounds),
             "epoch": self.epoch(),
             "datasets": [asdict(one) for one in tally.datasets],

@@ -12,6 +12,8 @@ from llava_mcore.data.doctor.tally import Group, bins
 from llava_mcore.models.media import DEFAULT_FPS
 
 BAR = 40
+MOST_NAMES = 20
+"""Unused keys to list."""
 LEVELS = {"stop": "would end training", "left out": "would be left out", "remark": "note"}
 
 
@@ -34,6 +36,11 @@ def print_report(report: Report, console: Console) -> None:
             f"note: {tally.num_without_fps} of {sum(n * c for n, c in tally.videos.items())} videos have no fps and "
             f"count as {DEFAULT_FPS:g} frames per second: prepare the data with --frames-fps",
         )
+    if tally.unused:
+        names = ", ".join(f"{name} in {count} samples" for name, count in tally.unused.most_common(MOST_NAMES))
+        _line(console, f"note: not used: {names}")
+    if report.own_text_warning is not None:
+        _line(console, f"note: {report.own_text_warning}")
     if tally.num_packs:
         _line(console, f"note: {tally.num_packs} samples were packed when they were written: train with --packing")
     _print_verdict(report, console)

@@ -82,6 +82,8 @@ class Tally:
     """Sounds of a sample -> number of samples."""
     num_without_fps: int = 0
     """Videos whose fps is assumed."""
+    unused: Counter[str] = field(default_factory=Counter)
+    """Samples by the keys of their json that nothing reads."""
     groups: dict[tuple[str, str], Group] = field(default_factory=dict)
     num_looked_at: int = 0
     """Samples; a pack counts once."""
@@ -116,6 +118,7 @@ class Tally:
         self.frames.update(found.num_frames)
         self.num_without_fps += found.num_without_fps
         self.sounds[found.num_sounds] += 1
+        self.unused.update(found.unused)
         data.num_tokens += found.num_tokens
         data.num_images += found.num_images
         data.num_videos += len(found.num_frames)

@@ -211,6 +211,8 @@ def _log_choice(choice: TemplateChoice, chat: ChatFormat) -> None:
     logger.info("chat template: %s; prompts for data without questions: %s", choice.reason, choice.lang)
     if chat.adds_eos:
         logger.info("it does not end answers with %s: training adds that, apply_chat_template will not", chat.eos_token)
+    if chat.own_text_warning is not None:
+        logger.warning("%s", chat.own_text_warning)
     if chat.several_turns is not None:
         logger.warning(
             "conversations with several questions will be skipped, because %s; give another template with "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 
 import numpy as np
@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from llava_mcore.config.sections.data import Handling
 from llava_mcore.data.encoding.marks import check_marks
 from llava_mcore.data.encoding.text.around_media import rewritten
-from llava_mcore.data.encoding.text.chat_text import ChatText
+from llava_mcore.data.encoding.text.chat_text import ChatText, Tools
 from llava_mcore.data.encoding.text.spans import tokens_in_span
 from llava_mcore.data.encoding.text.tokens import TextTokens
+from llava_mcore.data.encoding.text.turn_texts import changed, changed_strings, texts_of
 from llava_mcore.data.encoding.text.typed_tokens import TypedTokens
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
@@ -95,35 +96,45 @@ class ChatFormat(ChatText):
         """As `tokens`, of a conversation without sounds."""
         return self.tokens(turns, {IMAGE_MARK: num_images, VIDEO_MARK: num_videos})
 
-    def tokens(self, turns: Sequence[Turn], media: Mapping[str, int]) -> TextTokens:
+    def tokens(self, turns: Sequence[Turn], media: Mapping[str, int], tools: Tools = ()) -> TextTokens:
         """Tokenize a conversation as Hugging Face's processor does, but with one placeholder per picture, video and
         sound.
 
-        The answers are marked with their EOS. Raises DataError if marks do not match `media`, which are numbers by
-        mark, or the template cannot render the turns.
+        The trained answers are marked with their EOS. Raises DataError if marks do not match `media`, which are numbers
+        by mark, or the template cannot render the turns and tools.
         """
         check_marks(turns, media)
-        typed = self.typed_in(turns)
-        hidden = bool(typed) and self.special_tokens_in_text == "text"
-        if hidden:
-            turns = [replace(turn, text=self._typed.hide(turn.text)) for turn in turns]
-        text, spans = rewritten(*self.segments(turns), self._around_media)
+        turns, tools, typed, hidden = self._hidden(turns, tools)
+        text, spans = rewritten(*self.segments(turns, tools), self._around_media)
         encoding, ids, is_media = self._encoded(text, media, hidden=hidden)
         trained = np.zeros(len(ids), dtype=np.bool_)
         for span in spans:
             trained[tokens_in_span(encoding, span, len(text))] = True
-        return TextTokens(ids, trained & ~is_media, typed)
+        num_filled = sum(text.startswith(self.own_text, _first_visible(text, start)) for start, _ in spans)
+        return TextTokens(ids, trained & ~is_media, typed, num_filled if self.own_text else 0)
 
-    def prompt_tokens(self, turns: Sequence[Turn], media: Mapping[str, int]) -> TextTokens:
+    def prompt_tokens(self, turns: Sequence[Turn], media: Mapping[str, int], tools: Tools = ()) -> TextTokens:
         """Tokenize `prompt_text` as `tokens` does a conversation; nothing is trained. DataError like `tokens`."""
         check_marks(turns, media)
-        typed = self.typed_in(turns)
-        hidden = bool(typed) and self.special_tokens_in_text == "text"
-        if hidden:
-            turns = [replace(turn, text=self._typed.hide(turn.text)) for turn in turns]
-        text, _ = rewritten(self.prompt_text(turns), [], self._around_media)
+        turns, tools, typed, hidden = self._hidden(turns, tools)
+        text, _ = rewritten(self.prompt_text(turns, tools), [], self._around_media)
         _, ids, _ = self._encoded(text, media, hidden=hidden)
         return TextTokens(ids, np.zeros(len(ids), dtype=np.bool_), typed)
+
+    def _hidden(self, turns: Sequence[Turn], tools: Tools) -> tuple[Sequence[Turn], Tools, tuple[str, ...], bool]:
+        """Return turns and tools with special tokens and escaped marks hidden if they must be.
+
+        Also returns the special tokens in the text, and whether anything is hidden.
+        """
+        typed = self.typed_in(turns, tools)
+        hides_typed = bool(typed) and self.special_tokens_in_text == "text"
+        if not hides_typed and not any(map(self._typed.has_literal, texts_of(turns, tools))):
+            return turns, tools, typed, False
+
+        def hide(text: str) -> str:
+            return self._typed.hide(text, typed=hides_typed)
+
+        return [changed(turn, hide) for turn in turns], changed_strings(list(tools), hide), typed, True
 
     def _encoded(
         self, text: str, media: Mapping[str, int], *, hidden: bool
@@ -148,12 +159,12 @@ class ChatFormat(ChatText):
                 raise DataError(f"the chat template leaves {left} of {number} {token}: {text!r:.2000}")
         return encoding, ids, np.isin(ids, [*self.media_ids.values(), *self._mark_ids])
 
-    def typed_in(self, turns: Sequence[Turn]) -> tuple[str, ...]:
-        """Return the special tokens in the text of turns, except marks."""
-        found: set[str] = set()
-        for turn in turns:
-            found |= self._typed.found_in(turn.text)
-        return tuple(sorted(found))
+    def typed_in(self, turns: Sequence[Turn], tools: Tools = ()) -> tuple[str, ...]:
+        """Return the special tokens in the texts of turns and tools, except marks."""
+        typed: set[str] = set()
+        for text in texts_of(turns, tools):
+            typed |= self._typed.found_in(text)
+        return tuple(sorted(typed))
 
     def special_in(self, text: str) -> tuple[str, ...]:
         """Return the special tokens in a text, placeholders of pictures and videos too."""
@@ -181,3 +192,8 @@ class ChatFormat(ChatText):
     def _adds_special_tokens(self, text: str) -> bool:
         """Hugging Face's processors add BOS and other tokens unless the template has written BOS itself."""
         return self._bos_token is None or not text.startswith(self._bos_token)
+
+
+def _first_visible(text: str, start: int) -> int:
+    """Return the position of the first character from `start` that is not white space."""
+    return next((index for index in range(start, len(text)) if not text[index].isspace()), len(text))

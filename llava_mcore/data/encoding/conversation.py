@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from megatron.energon import FileStore, FileStoreDecoder, TextSample, VQASample, basic_sample_keys, stateless
 
+from llava_mcore.data.encoding.answers import majority
 from llava_mcore.data.encoding.marks import NAMES, check_marks, count_marks, without_marks
+from llava_mcore.data.encoding.messages import (
+    ROLES,
+    check_order,
+    complete,
+    is_call_role,
+    role_of,
+    tools_of,
+    turn_of,
+)
 from llava_mcore.data.encoding.prompts import POOL_KEY
+from llava_mcore.data.encoding.record_keys import ROW, TURN, is_full
 from llava_mcore.data.encoding.sample_media import SampleMedia, media_of
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, ChatSample, Conversation, Turn
 from llava_mcore.data.storage.tar_members import NoContents
 from llava_mcore.errors import DataError
-
-ROLES = get_args(get_type_hints(Turn)["role"])
 
 
 class TextDecoder(FileStoreDecoder):
@@ -88,11 +97,16 @@ def _question(question: Any, sample: dict[str, Any], media: SampleMedia, *, has_
     if "txt" not in sample:
         raise DataError("a part .txt with the answer is needed")
     turns = vqa_turns(question, sample["txt"], _marks_of(whole), has_pool=has_pool)
-    return replace(whole, turns=turns)
+    ROW.check(sample["json"])
+    turns = complete(turns, sample["json"])
+    check_order(turns)
+    return replace(whole, turns=turns, tools=tools_of(sample["json"]))
 
 
-def _conversation(turns: tuple[Turn, ...], media: SampleMedia, tokens: Any = None) -> Conversation:
-    return Conversation(turns, media.images, tokens, media.videos, media.audios)
+def _conversation(
+    turns: tuple[Turn, ...], media: SampleMedia, tokens: Any = None, tools: tuple[Mapping[str, Any], ...] = ()
+) -> Conversation:
+    return Conversation(turns, media.images, tokens, media.videos, media.audios, tools)
 
 
 def _marks_of(conversation: Conversation) -> tuple[str, ...]:
@@ -106,14 +120,15 @@ def _share_media(members: Any, media: SampleMedia, *, has_pool: bool) -> tuple[C
         raise DataError('"pack" must be a list of objects with "messages"')
     conversations, done = [], dict.fromkeys(NAMES, 0)
     for member in members:
-        turns = chat_turns(member.get("messages"), has_pool=has_pool)
+        turns = chat_turns(member.get("messages"), has_pool=has_pool, row=member)
         if has_pool and len(members) == 1:
             turns = _place_media(turns, _marks_of(_conversation(turns, media)))
         first, done = done, {mark: number + count_marks(turns, mark) for mark, number in done.items()}
         images, videos, audios = (slice(first[mark], done[mark]) for mark in (IMAGE_MARK, VIDEO_MARK, AUDIO_MARK))
         own = SampleMedia(media.images[images], media.videos[videos], media.audios[audios])
         # With a pool the text of a question is not known before training.
-        conversations.append(_conversation(turns, own, None if has_pool else member.get(TOKENS_KEY)))
+        tokens = None if has_pool else member.get(TOKENS_KEY)
+        conversations.append(_conversation(turns, own, tokens, tools_of(member)))
     said = [turn for conversation in conversations for turn in conversation.turns]
     check_marks(said, _conversation((), media).num_media)
     return tuple(conversations)
@@ -138,35 +153,44 @@ def with_prompt(turns: Sequence[Turn], prompt: str) -> tuple[Turn, ...]:
     return (*turns[:first], Turn("user", f"{marks}\n{prompt}".strip()), *turns[first + 1 :])
 
 
-def chat_turns(messages: Any, *, has_pool: bool = False) -> tuple[Turn, ...]:
+def chat_turns(messages: Any, *, has_pool: bool = False, row: Mapping[str, Any] | None = None) -> tuple[Turn, ...]:
     """Return the turns of a list of `{"role": …, "content": text}`; with a pool, an answer may come first.
 
-    DataError unless there is an answer and users and assistants take turns, after at most one system message.
+    Args:
+        row: the object that has the messages, with whatever `record_keys.ROW` honors beside them.
+
+    Raises:
+        DataError: there is no answer, none is trained, users and assistants do not take turns after at most one system
+            message, or there is a key that cannot be honored.
     """
     if not isinstance(messages, list) or not messages:
         raise DataError(f'"messages" must be a non-empty list, found {_kind(messages)}')
-    turns = []
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise DataError(f'message {number} must have a "role" and a text as "content", found {message!r:.200}')
-        if message.get("role") not in ROLES:
-            raise DataError(f"message {number}: the role is {message.get('role')!r}; allowed: {', '.join(ROLES)}")
-        if message["role"] == "assistant" and not message["content"].strip():
-            raise DataError(f"message {number}: the answer is empty")
-        turns.append(Turn(message["role"], message["content"]))
+    ROW.check(row or {})
+    turns = list(complete([_chat_turn(number, message) for number, message in enumerate(messages)], row or {}))
     start = 1 if turns and turns[0].role == "system" else 0
     if has_pool and turns[start:] and turns[start].role == "assistant":
         turns.insert(start, Turn("user", ""))
-    spoken = [turn.role for turn in turns if turn.role != "system"]
-    if any(role != ("user", "assistant")[index % 2] for index, role in enumerate(spoken)):
-        raise DataError(f"user and assistant must take turns, the user first; found {', '.join(spoken)}")
-    if "assistant" not in spoken or any(turn.role == "system" for turn in turns[1:]):
-        raise DataError(f"an answer is needed, and a system message only at the beginning; found {_roles(turns)}")
+    check_order(turns)
+    if all(turn.role != "assistant" for turn in turns):
+        raise DataError(f"an answer is needed; found {', '.join(turn.role for turn in turns)}")
     return tuple(turns)
 
 
-def _roles(turns: Sequence[Turn]) -> str:
-    return ", ".join(turn.role for turn in turns)
+def _chat_turn(number: int, message: Any) -> Turn:
+    where = f"message {number}"
+    if not isinstance(message, dict):
+        raise DataError(f'{where} must have a "role" and a text as "content", found {message!r:.200}')
+    role = role_of(message.get("role"))
+    if role is None:
+        raise DataError(f"{where}: the role is {message.get('role')!r}; allowed: {', '.join(ROLES)}")
+    has_more = is_full(message.get("tool_calls")) or is_full(message.get("function_call"))
+    text = "" if has_more and message.get("content") is None else message.get("content")
+    if not isinstance(text, str):
+        raise DataError(f'{where} must have a "role" and a text as "content", found {message!r:.200}')
+    if role == "assistant" and not text.strip() and not has_more:
+        raise DataError(f"{where}: the answer is empty")
+    TURN.check(message, where)
+    return turn_of(message, role, text, where, is_call=is_call_role(message["role"]))
 
 
 def _kind(value: Any) -> str:
@@ -185,8 +209,9 @@ def chat_from_standard(sample: Any) -> ChatSample:
     answers = [sample.answers] if isinstance(sample.answers, str) else sample.answers
     if not answers:
         raise DataError("the sample has no answer; map the field answers, for example to txt")
+    answer = majority(answers)
     has_pool = POOL_KEY in (sample.__subflavors__ or {})
-    turns = vqa_turns(sample.context, answers[0], (IMAGE_MARK,), has_pool=has_pool)
+    turns = vqa_turns(sample.context, answer, (IMAGE_MARK,), has_pool=has_pool)
     return ChatSample.derive_from(sample, conversations=(Conversation(turns, (sample.image,)),))
 
 

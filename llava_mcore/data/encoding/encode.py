@@ -12,7 +12,7 @@ from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.marks import NAMES
 from llava_mcore.data.encoding.placeholders import audio_tokens, expand, in_order, media_tokens, video_tokens
-from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, from_json, is_by
+from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, from_json, is_by, is_of
 from llava_mcore.data.encoding.text.tokens import TextTokens
 from llava_mcore.data.samples import Conversation, MediaSpan, Sound, TokenConversation, Turn, Video
 from llava_mcore.errors import DataError
@@ -33,7 +33,7 @@ def check_length(turns: Sequence[Turn], limits: Limits) -> None:
 
 
 def tokenize(conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
-    """Return all tokens of a conversation: the stored ones if they were made with the same tokenizer and template.
+    """Return all tokens of a conversation: the stored ones if tokenizer, template and text are still the same.
 
     Raises DataError if the template cannot render it, or stored tokens do not belong to it.
     """
@@ -41,7 +41,7 @@ def tokenize(conversation: Conversation, assets: Assets, key: str) -> TokenConve
     check_media(conversation, assets)
     text = stored_tokens(conversation, assets)
     if text is None:
-        text = assets.chat.tokens(conversation.turns, conversation.num_media)
+        text = assets.chat.tokens(conversation.turns, conversation.num_media, conversation.tools)
     return expanded(text, conversation, assets, key)
 
 
@@ -80,7 +80,8 @@ def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | No
 
     Raises DataError if they are damaged.
     """
-    if not is_by(conversation.tokens, assets.chat.fingerprint):
+    stored = conversation.tokens
+    if not is_by(stored, assets.chat.fingerprint) or not is_of(stored, conversation.turns, conversation.tools):
         return None
     tokens = from_json(conversation.tokens)
     for mark, token_id in assets.chat.media_ids.items():

@@ -1,9 +1,13 @@
-"""The marks of pictures, videos and sounds in the text of turns."""
+"""The marks of pictures, videos and sounds in the text of turns, and how a text says that it means no picture.
+
+`<\\image>` is the text `<image>`, `<\\\\image>` the text `<\\image>`, and so on: a backslash after the bracket is
+removed when the text is rendered.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
@@ -14,6 +18,18 @@ NAMES = {IMAGE_MARK: "picture", VIDEO_MARK: "video", AUDIO_MARK: "sound"}
 """For messages."""
 MARK_WITH_NEWLINES = re.compile(rf"(\n?(?:{'|'.join(map(re.escape, TYPES))})\n?)")
 """Splits a text into marks and what is between them."""
+
+_LITERAL = re.compile(r"<(\\*)(image|video|audio)>")
+
+
+def escape(text: str, marks: Collection[str] = tuple(TYPES)) -> str:
+    """Return the text with its marks as literal text: the inverse of `unescape`. marks: those to escape."""
+    return _LITERAL.sub(lambda match: f"<\\{match[0][1:]}" if f"<{match[2]}>" in marks else match[0], text)
+
+
+def unescape(text: str) -> str:
+    """Return the text without the backslashes that keep its marks from standing for media."""
+    return _LITERAL.sub(lambda match: f"<{match[1][1:]}{match[2]}>", text)
 
 
 def count_marks(turns: Iterable[Turn], mark: str) -> int:

@@ -10,6 +10,8 @@ from typing import Any, Self
 
 from llava_mcore.data.prepare.row_types import Conversation, Skipped
 
+COUNTERS = ("reasons", "typed", "roles", "unused", "notes")
+"""Fields of `Counts` that count by name."""
 BINS_PER_OCTAVE = 8
 """Histograms have bins of equal width on a logarithmic axis, so that they stay small for any data."""
 
@@ -77,6 +79,12 @@ class Counts:
     """Skipped rows by reason."""
     typed: Counter[str] = field(default_factory=Counter)
     """Conversations by the special tokens in their text."""
+    roles: Counter[str] = field(default_factory=Counter)
+    """Skipped rows by the unknown role in them."""
+    unused: Counter[str] = field(default_factory=Counter)
+    """Rows by the keys in them that nothing reads."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """Conversations by their notes (`row_types.FILLED`, …)."""
 
     @property
     def skipped(self) -> int:
@@ -98,6 +106,7 @@ class Counts:
         self.sounds += len(conversation.sounds)
         self.sound_seconds += sum(round(sound.seconds) for sound in conversation.sounds)
         self.typed.update(conversation.typed)
+        self.notes.update(conversation.notes)
         frames = (frame for video in conversation.videos for frame in video.frames)
         for picture in (*conversation.pictures, *frames):
             self.sides.add(max(picture.size))
@@ -114,8 +123,8 @@ class Counts:
         self.bytes += other.bytes
         self.tokens.merge(other.tokens)
         self.sides.merge(other.sides)
-        self.reasons.update(other.reasons)
-        self.typed.update(other.typed)
+        for name in COUNTERS:
+            vars(self)[name].update(vars(other)[name])
 
     def to_json(self) -> dict[str, Any]:
         """Return plain containers."""
@@ -123,15 +132,14 @@ class Counts:
         return fields | {
             "tokens": self.tokens.to_json(),
             "sides": self.sides.to_json(),
-            "reasons": dict(sorted(self.reasons.items())),
-            "typed": dict(sorted(self.typed.items())),
+            **{name: dict(sorted(vars(self)[name].items())) for name in COUNTERS},
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of to_json."""
         histograms = {name: Histogram.from_json(data[name]) for name in ("tokens", "sides")}
-        counters = {name: Counter(data.get(name, {})) for name in ("reasons", "typed")}
+        counters = {name: Counter(data.get(name, {})) for name in COUNTERS}
         return cls(**{**data, **histograms, **counters})
 
 

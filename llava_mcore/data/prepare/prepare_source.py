@@ -64,6 +64,8 @@ class Result:
     special_tokens_in_text: Handling = "text"
     timed: bool = True
     """Whether a video's tokens or positions depend on its fps, or it is not known which model will be trained."""
+    own_text_warning: str | None = None
+    """`ChatText.own_text_warning`"""
 
 
 def prepare(
@@ -133,7 +135,8 @@ def _finish(
     seconds = time.perf_counter() - start
     handling = "text" if options.counting is None else options.counting.special_tokens_in_text
     timed = assets is None or assets.plan.timed
-    return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished, handling, timed)
+    warning = None if assets is None else assets.chat.own_text_warning
+    return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished, handling, timed, warning)
 
 
 def _manifest(plan: Plan, reports: Sequence[ShardReport], counts: Counts) -> str:

@@ -2,49 +2,32 @@
 
 Known layouts, distinguished by their keys: `conversations` or `messages` (lists of turns, `from`/`value` or
 `role`/`content`, content as text or in typed parts), `texts` (lists of user/assistant pairs), and question with answer.
+`record_keys` says which other keys are honored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from llava_mcore.data.encoding.marks import NAMES, count_marks
-from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY
-from llava_mcore.data.prepare.row_types import BadSample, Draft, Reason, type_and_value
+from llava_mcore.data.encoding.answers import majority
+from llava_mcore.data.encoding.messages import check_order, complete, decoded, tools_of
+from llava_mcore.data.encoding.record_keys import INPUT_KEY, OBJECTS_KEY, ROW, TURN_LISTS, full_value, is_full
+from llava_mcore.data.prepare.record_parts import Media, listed_media, refuse_marks
+from llava_mcore.data.prepare.record_turns import ListedTurns, from_pairs, from_turns, text_of
+from llava_mcore.data.prepare.row_types import BadSample, Draft, Reason, reason_for
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 
-Role = Literal["system", "user", "assistant"]
-ROLES: Mapping[str, Role] = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-}
-TURN_KEYS = ("conversations", "messages")
-MARKS = {
-    **{"image": IMAGE_MARK, "image_url": IMAGE_MARK, "video": VIDEO_MARK, "video_url": VIDEO_MARK},
-    **{"audio": AUDIO_MARK, "audio_url": AUDIO_MARK},
-}
-"""Types of typed parts."""
-PART_KEYS = {
-    IMAGE_MARK: ("image_url", "image", "url", "path"),
-    VIDEO_MARK: ("video_url", "video", "url", "path", FRAMES_KEY),
-    AUDIO_MARK: ("audio_url", "audio", "url", "path"),
-}
-"""Keys of a typed part that may refer to its picture, video or sound."""
-
-
-@dataclass(frozen=True, slots=True)
-class _MediaPart:
-    """A picture, video or sound among typed parts."""
-
-    mark: str
-    source: Any
-    """The part's reference to it; None: the next one that the row lists."""
+PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("question", ("answer", "answers")),
+    ("instruction", ("output",)),
+    ("query", ("response",)),
+    ("prompt", ("completion", "response")),
+)
+"""Fields of a question, and of the answer to it."""
+OBJECT_MARKS = ("<bbox>", "<ref-object>", "<quad>", "<point>")
+"""Marks that other programs fill from `objects`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +60,24 @@ class Keys:
     @property
     def questions(self) -> tuple[str, ...]:
         """Fields that may contain the question."""
-        return ("question",) if self.question is None else (self.question,)
+        return tuple(key for key, _ in PAIRS) if self.question is None else (self.question,)
 
     @property
     def answers(self) -> tuple[str, ...]:
         """Fields that may contain the answer."""
-        return ("answer", "answers") if self.answer is None else (self.answer,)
+        default = dict.fromkeys(key for _, names in PAIRS for key in names)
+        return tuple(default) if self.answer is None else (self.answer,)
+
+    @property
+    def media(self) -> dict[str, tuple[str, ...]]:
+        """Fields that may contain pictures, videos and sounds, by mark."""
+        return {IMAGE_MARK: self.images, VIDEO_MARK: self.videos, AUDIO_MARK: self.audios}
 
     def all(self) -> frozenset[str]:
-        """Return every field that is read."""
+        """Return every field that is read or checked."""
         media = (*self.images, *self.videos, *self.audios)
-        return frozenset((*TURN_KEYS, "texts", "id", *media, *self.questions, *self.answers))
+        texts = (*TURN_LISTS, "texts", INPUT_KEY, OBJECTS_KEY, *self.questions, *self.answers)
+        return frozenset((*texts, *media)) | ROW.honored | ROW.refused.keys()
 
 
 def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None) -> Draft:
@@ -95,192 +85,135 @@ def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None) -> Draf
 
     layout: "conversations" or "messages" to accept no other. Raises BadSample.
     """
-    names = {IMAGE_MARK: keys.images, VIDEO_MARK: keys.videos, AUDIO_MARK: keys.audios}
-    listed = {mark: _listed(row, of_mark) for mark, of_mark in names.items()}
-    for key in TURN_KEYS if layout is None else (layout,):
-        if row.get(key) is not None:
-            return _from_turns(row[key], key, listed)
+    with reason_for(Reason.KEY):
+        ROW.check(row)
+    media = Media({mark: listed_media(row, names) for mark, names in keys.media.items()})
+    result = _layout(row, keys, layout, media)
+    _refuse_objects(row, result.turns)
+    with reason_for(Reason.KEY):
+        turns = complete(result.turns, row)
+        tools = tools_of(row)
+    for index, turn in enumerate(turns):
+        if turn.role == "system":
+            refuse_marks(turn.text, turn.role, f"turn {index}")
+    unused = [*ROW.unused(row, {*(name for names in keys.media.values() for name in names), *result.read})]
+    placed = media.all()
+    images, videos, audios = (placed[mark] for mark in (IMAGE_MARK, VIDEO_MARK, AUDIO_MARK))
+    return Draft(turns, images, videos, audios, tools, frozenset((*unused, *result.unused)))
+
+
+def _layout(row: Mapping[str, Any], keys: Keys, layout: str | None, media: Media) -> ListedTurns:
+    """Return the turns of the first layout that is full, else of an empty list of turns."""
+    lists = {key: decoded(row.get(key)) for key in (TURN_LISTS if layout is None else (layout,))}
+    full = [key for key, value in lists.items() if is_full(value)]
+    if full:
+        result = from_turns(lists[full[0]], full[0], media)
+        for other in full[1:]:
+            _require_same(result.turns, lists[other], full[0], other, media)
+        return replace(result, read={*full})
+    texts = decoded(row.get("texts")) if layout is None else None
+    if is_full(texts):
+        return from_pairs(texts)
+    asked = _asked(row, keys) if layout is None else None
+    if asked is not None:
+        return asked
+    empty = [key for key, value in lists.items() if value is not None]
+    if empty:
+        return from_turns(lists[empty[0]], empty[0], media)
     if layout is not None:
         raise BadSample(Reason.NO_CONVERSATION, f"there is no {layout!r}, found the keys {sorted(row)}")
-    if row.get("texts") is not None:
-        return _draft(_from_pairs(row["texts"]), listed)
-    question, answer = _first(row, keys.questions), _first(row, keys.answers)
-    if question is None and keys.captions and answer is not None:
-        question = ""
-    if question is None:
-        own = keys.answers if keys.captions else keys.questions
-        wanted, flag = ", ".join((*TURN_KEYS, "texts", *own)), "--answer-key" if keys.captions else "--question-key"
-        message = f"none of {wanted} exists ({flag} names another), found, of the keys that are read, {sorted(row)}"
-        raise BadSample(Reason.NO_CONVERSATION, message)
-    return _draft(_from_answer(question, answer), listed)
+    own = keys.answers if keys.captions else keys.questions
+    names, flag = ", ".join((*TURN_LISTS, "texts", *own)), "--answer-key" if keys.captions else "--question-key"
+    message = f"none of {names} exists ({flag} names another), found, of the keys that are read, {sorted(row)}"
+    raise BadSample(Reason.NO_CONVERSATION, message)
 
 
-def _draft(turns: Iterable[Turn], media: Mapping[str, Sequence[Any]]) -> Draft:
-    """Return a draft of turns and media by their mark."""
-    return Draft(tuple(turns), *(tuple(media[mark]) for mark in (IMAGE_MARK, VIDEO_MARK, AUDIO_MARK)))
+def _require_same(turns: Sequence[Turn], items: Any, key: str, other: str, media: Media) -> None:
+    """Raise BadSample if a second list of turns says anything else than the first."""
+    second = from_turns(items, other, Media(media.listed)).turns
+    if second != list(turns):
+        raise BadSample(Reason.DIFFERENT, f"`{key}` and `{other}` differ")
 
 
-def place_marks(draft: Draft) -> Draft:
-    """Return the draft with as many `<image>` as pictures, `<video>` as videos and `<audio>` as sounds.
+# -- question and answer ---------------------------------------------------------------------------------------------
 
-    Those of which there is no mark at all get theirs in front of the first question, which may then be nothing else, as
-    in captions. Rows with videos and no pictures may have `<image>` as the mark of videos, as LLaVA-Video's have.
-    Raises BadSample if there are some marks, but not as many as media.
+
+def _asked(row: Mapping[str, Any], keys: Keys) -> ListedTurns | None:
+    """Return question and answer, without surrounding white space as in training; None if there is no question."""
+    present = [key for key in keys.questions if row.get(key) is not None]
+    question_key = next((key for key in present if is_full(row[key])), present[0] if present else "")
+    answer, answer_keys = _answer(row, question_key, keys)
+    extra = text_of(row[INPUT_KEY], INPUT_KEY).strip() if is_full(row.get(INPUT_KEY)) else ""
+    if not question_key and (answer is None or not (extra or keys.captions)):
+        return None
+    question = text_of(row[question_key], question_key).strip() if question_key else ""
+    if answer is None:
+        raise BadSample(Reason.NO_ANSWER, "there is a question, but no answer")
+    text = text_of(_one_answer(answer), "the answer").strip()
+    refuse_marks(text, "assistant", "the answer")
+    turns = [Turn("user", "\n".join(filter(None, (question, extra)))), Turn("assistant", text)]
+    return ListedTurns(turns, {question_key, INPUT_KEY, *answer_keys})
+
+
+def _answer(row: Mapping[str, Any], question_key: str, keys: Keys) -> tuple[Any, tuple[str, ...]]:
+    """Return the answer to a question, or a list of several, and the keys that were read.
+
+    An answer beside a list of answers has been chosen from them.
     """
-    draft = _own_marks_for_videos(draft)
-    missing = ""
-    for mark, media in ((IMAGE_MARK, draft.images), (VIDEO_MARK, draft.videos), (AUDIO_MARK, draft.audios)):
-        num_marks = count_marks(draft.turns, mark)
-        if num_marks == 0:
-            missing += f"{mark}\n" * len(media)
-        elif num_marks != len(media):
-            raise BadSample(Reason.MARKS, f"{num_marks} {mark} in the text, but {len(media)} {NAMES[mark]}s")
-    if not missing:
-        return draft
-    index = next((i for i, turn in enumerate(draft.turns) if turn.role == "user"), None)
-    if index is None:
-        raise BadSample(Reason.ROLE_ORDER, "there are pictures, videos or sounds, but no question for them")
-    first = Turn("user", (missing + draft.turns[index].text).removesuffix("\n"))
-    return replace(draft, turns=(*draft.turns[:index], first, *draft.turns[index + 1 :]))
+    own = dict(PAIRS).get(question_key, ()) if keys.answer is None else ()
+    names = own if any(row.get(key) is not None for key in own) else keys.answers
+    full = [key for key in names if is_full(row.get(key))]
+    chosen = [key for key in full if isinstance(row[key], str)]
+    lists = [key for key in full if isinstance(row[key], (list, tuple))]
+    if len(chosen) == 1 and len(lists) == len(full) - 1 and all(_is_one_of(row[chosen[0]], row[key]) for key in lists):
+        return row[chosen[0]], tuple(full)
+    with reason_for(Reason.WRONG_TYPE):
+        return full_value(row, names), tuple(names)
 
 
-def _own_marks_for_videos(draft: Draft) -> Draft:
-    """Return the draft with `<video>` for `<image>` where that can only stand for its videos."""
-    is_meant = draft.videos and not draft.images and count_marks(draft.turns, VIDEO_MARK) == 0
-    if not is_meant or count_marks(draft.turns, IMAGE_MARK) != len(draft.videos):
-        return draft
-    return replace(
-        draft, turns=tuple(replace(turn, text=turn.text.replace(IMAGE_MARK, VIDEO_MARK)) for turn in draft.turns)
-    )
+def _is_one_of(answer: str, answers: Sequence[Any]) -> bool:
+    return any(majority([item]) == answer for item in answers)
+
+
+def _one_answer(answer: Any) -> Any:
+    """Return the answer, or the most frequent one of several."""
+    value = answer["text"] if isinstance(answer, Mapping) and isinstance(answer.get("text"), (list, tuple)) else answer
+    if isinstance(value, Mapping):
+        value = [value]
+    return majority(value) if isinstance(value, (list, tuple)) and value else value
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_objects(row: Mapping[str, Any], turns: Sequence[Turn]) -> None:
+    """Raise BadSample for marks that had to be filled from `objects`."""
+    objects = decoded(row.get(OBJECTS_KEY))
+    marks = [mark for mark in OBJECT_MARKS if any(mark in turn.text for turn in turns)]
+    if is_full(objects) and marks:
+        raise BadSample(
+            Reason.KEY,
+            f"{' and '.join(marks)} would have to be filled from `{OBJECTS_KEY}`, which is not supported: every model "
+            "has its own format of coordinates; write them into the text",
+        )
 
 
 def check_turns(turns: Sequence[Turn]) -> None:
     """Raise BadSample unless users and assistants take turns, no turn is empty, and the last one is an answer."""
     for number, turn in enumerate(turns):
-        if not turn.text.strip() and turn.role != "system":
+        if not turn.text.strip() and turn.role in ("user", "assistant") and "tool_calls" not in turn.fields:
             reason = Reason.EMPTY_ANSWER if turn.role == "assistant" else Reason.EMPTY_QUESTION
             raise BadSample(reason, f"turn {number} has no text")
-        try:
-            turn.text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise BadSample(Reason.NOT_UTF8, f"turn {number}: {error.reason} at character {error.start}") from error
+        for text in (turn.text, turn.reasoning):
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                message = f"turn {number}: {error.reason} at character {error.start}"
+                raise BadSample(Reason.NOT_UTF8, message) from error
     roles = [turn.role for turn in turns]
     if "assistant" not in roles:
         raise BadSample(Reason.NO_ANSWER, f"only {', '.join(roles) or 'nothing'}")
-    spoken = roles[1:] if roles[0] == "system" else roles
-    if len(spoken) % 2 or spoken != ["user", "assistant"] * (len(spoken) // 2):
-        raise BadSample(Reason.ROLE_ORDER, f"{', '.join(roles)}; wanted: [system,] user, assistant, user, assistant …")
-
-
-def _listed(row: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
-    """Return the pictures, videos or sounds that the row lists; None and empty text mean that there is none."""
-    found = _first(row, names)
-    if found is None or found == "":
-        return ()
-    return tuple(found) if isinstance(found, (list, tuple)) else (found,)
-
-
-def _from_turns(items: Any, key: str, listed: Mapping[str, tuple[Any, ...]]) -> Draft:
-    """Return turns and media in the order of their marks: the part's own reference, else the next one of the row.
-
-    listed: by their mark.
-    """
-    turns: list[Turn] = []
-    placed: dict[str, list[Any]] = {mark: [] for mark in listed}
-    waiting = {mark: list(media) for mark, media in listed.items()}
-    for number, item in enumerate(_list(items, key)):
-        where = f"{key}[{number}]"
-        if not isinstance(item, Mapping):
-            raise BadSample(Reason.WRONG_TYPE, f"{where} is {type_and_value(item)}, not an object")
-        role = _first(item, ("role", "from"))
-        if not isinstance(role, str) or role not in ROLES:
-            raise BadSample(Reason.UNKNOWN_ROLE, f"{where}: {role!r:.80}; allowed: {', '.join(ROLES)}")
-        content = _first(item, ("content", "value"))
-        if not isinstance(content, (str, list, tuple)):
-            raise BadSample(Reason.WRONG_TYPE, f"{where} says {type_and_value(content)}, neither text nor typed parts")
-        pieces = [content] if isinstance(content, str) else [_piece(part, where) for part in content]
-        turns.append(Turn(ROLES[role], _join(pieces)))
-        for piece in pieces:
-            _place(piece, placed, waiting, where)
-    return _draft(turns, {mark: (*placed[mark], *waiting[mark]) for mark in listed})
-
-
-def _place(
-    piece: str | _MediaPart, placed: Mapping[str, list[Any]], waiting: Mapping[str, list[Any]], where: str
-) -> None:
-    """Move what a piece of a turn names, or has marks for, from what waits to what is placed."""
-    if isinstance(piece, str):
-        for mark in placed:
-            num_marks = piece.count(mark)
-            placed[mark].extend(waiting[mark][:num_marks])
-            del waiting[mark][:num_marks]
-    elif piece.source is not None:
-        placed[piece.mark].append(piece.source)
-    elif waiting[piece.mark]:
-        placed[piece.mark].append(waiting[piece.mark].pop(0))
-    else:
-        raise BadSample(Reason.MARKS, f"{where} wants a {NAMES[piece.mark]}, but the row lists no more")
-
-
-def _piece(part: Any, where: str) -> str | _MediaPart:
-    """Return a typed part as text, picture, video or sound."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    if kind not in MARKS:
-        raise BadSample(Reason.WRONG_TYPE, f"{where} has a part {part!r:.80}; allowed: text, {', '.join(MARKS)}")
-    mark = MARKS[kind]
-    found = _first(part, PART_KEYS[mark])
-    if isinstance(found, Mapping) and found.get("url") is not None:
-        found = found["url"]
-    if mark == VIDEO_MARK and isinstance(found, (list, tuple)):
-        found = {FRAMES_KEY: found, FPS_KEY: part.get(FPS_KEY)}
-    return _MediaPart(mark, found)
-
-
-def _join(pieces: Iterable[str | _MediaPart]) -> str:
-    """Return one text, with pictures, videos and sounds as marks on their own lines."""
-    text, after_media = "", False
-    for piece in pieces:
-        is_media = isinstance(piece, _MediaPart)
-        following = piece.mark if isinstance(piece, _MediaPart) else piece
-        beside_media = bool(text and following) and (is_media or after_media)
-        text += "\n" if beside_media and not text.endswith("\n") and not following.startswith("\n") else ""
-        text += following
-        after_media = is_media or (after_media and not following)
-    return text
-
-
-def _from_pairs(pairs: Any) -> Iterable[Turn]:
-    for number, pair in enumerate(_list(pairs, "texts")):
-        if not isinstance(pair, Mapping):
-            raise BadSample(Reason.WRONG_TYPE, f"texts[{number}] is {type_and_value(pair)}, not an object")
-        for role in ("user", "assistant"):
-            yield Turn(ROLES[role], _text(pair.get(role), f"texts[{number}].{role}"))
-
-
-def _from_answer(question: Any, answer: Any) -> tuple[Turn, ...]:
-    """Return question and answer without surrounding white space, as in training. The first answer if there are
-    several."""
-    if isinstance(answer, (list, tuple)) and answer:
-        answer = answer[0]
-    if answer is None:
-        raise BadSample(Reason.NO_ANSWER, "there is a question, but no answer")
-    return Turn("user", _text(question, "question").strip()), Turn("assistant", _text(answer, "answer").strip())
-
-
-def _first(row: Mapping[str, Any], names: Iterable[str]) -> Any:
-    """Return the first value that is not missing or null."""
-    return next((row[name] for name in names if row.get(name) is not None), None)
-
-
-def _list(value: Any, where: str) -> Sequence[Any]:
-    if not isinstance(value, (list, tuple)):
-        raise BadSample(Reason.WRONG_TYPE, f"{where} is {type_and_value(value)}, not a list")
-    return value
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise BadSample(Reason.WRONG_TYPE, f"{where} is {type_and_value(value)}, not text")
-    return value
+    if roles[-1] != "assistant":
+        raise BadSample(Reason.ROLE_ORDER, f"an answer is needed at the end; found {', '.join(roles)}")
+    with reason_for(Reason.ROLE_ORDER):
+        check_order(turns)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from llava_mcore.data.encoding.record_keys import DifferingError, NothingTrainedError
 from llava_mcore.data.samples import Turn
+from llava_mcore.errors import DataError
 
 
 class Reason(StrEnum):
@@ -22,6 +25,9 @@ class Reason(StrEnum):
     NO_ANSWER = "no assistant turn"
     EMPTY_QUESTION = "empty question"
     EMPTY_ANSWER = "empty answer"
+    NOTHING_TRAINED = "no answer is trained"
+    KEY = "a field that cannot be honored"
+    DIFFERENT = "two fields that differ"
     MARKS = "marks and media differ"
     IMAGE_MISSING = "picture missing"
     IMAGE_REMOTE = "picture not on disk"
@@ -48,10 +54,25 @@ class Reason(StrEnum):
 class BadSample(Exception):
     """A row that cannot become a sample. It is caught for every row, and counted."""
 
-    def __init__(self, reason: Reason, detail: str) -> None:
+    def __init__(self, reason: Reason, detail: str, value: str = "") -> None:
+        """value: what is counted by itself, such as an unknown role."""
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+        self.value = value
+
+
+@contextlib.contextmanager
+def reason_for(reason: Reason) -> Iterator[None]:
+    """Raise a DataError of the code inside as a BadSample with this reason, unless the error has one of its own."""
+    try:
+        yield
+    except DifferingError as error:
+        raise BadSample(Reason.DIFFERENT, str(error)) from error
+    except NothingTrainedError as error:
+        raise BadSample(Reason.NOTHING_TRAINED, str(error)) from error
+    except DataError as error:
+        raise BadSample(reason, str(error)) from error
 
 
 def type_and_value(value: Any) -> str:
@@ -83,6 +104,8 @@ class Row:
     index: int
     """Number within its file."""
     data: Mapping[str, Any] | BadSample
+    unread: tuple[str, ...] = ()
+    """Names of columns that were not read from a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +116,9 @@ class Draft:
     images: tuple[Any, ...]
     videos: tuple[Any, ...] = ()
     audios: tuple[Any, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    unused: frozenset[str] = frozenset()
+    """Keys that nothing reads, as they are reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +165,15 @@ class Conversation:
     """Special tokens in the text of its turns."""
     videos: tuple[Clip, ...] = ()
     sounds: tuple[Recording, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    """What the summary counts: `FILLED`, `THOUGHTLESS`."""
+
+
+FILLED = "filled"
+"""Note: the template has written its own text into what is trained of an answer."""
+THOUGHTLESS = "thoughtless"
+"""Note: the template does not render the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)

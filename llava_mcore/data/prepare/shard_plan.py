@@ -17,7 +17,7 @@ from llava_mcore.data.prepare.sources.base import Cuts, SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
 from llava_mcore.errors import DataError
 
-FORMAT = 6
+FORMAT = 7
 """Incremented when other shards would be written for the same rows."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from rich.table import Table
 
 from llava_mcore.data.prepare.counts import BINS_PER_OCTAVE, Histogram, add_up
 from llava_mcore.data.prepare.prepare_source import SKIPPED, Result
+from llava_mcore.data.prepare.row_types import FILLED, THOUGHTLESS
 from llava_mcore.models.media import DEFAULT_FPS
 
 BAR_WIDTH = 40
+MOST_NAMES = 20
+"""Unused keys and unknown roles to list."""
 FIGURES: Mapping[str, tuple[str, str]] = {
     "tokens": ("tokens.png", "tokens of a conversation, media included"),
     "sides": ("pixels.png", "longer side of a picture or frame in pixels"),
@@ -30,6 +34,8 @@ def show(console: Console, results: Sequence[Result]) -> None:
             table.add_row(result.folder.name, reason, f"{number:,}")
         console.print(table)
     for result in results:
+        for line in _notes(result):
+            console.print(f"{result.folder.name}: {line}", markup=False, soft_wrap=True)
         for token, number in result.counts.typed.most_common():
             what = "read as text" if result.special_tokens_in_text == "text" else "read as the token"
             console.print(
@@ -51,6 +57,29 @@ def show(console: Console, results: Sequence[Result]) -> None:
         for histogram, name in ((result.counts.tokens, "tokens"), (result.counts.sides, "sides")):
             if histogram.number:
                 console.print(_bars(histogram, f"{result.folder.name}: {FIGURES[name][1]}"))
+
+
+def _notes(result: Result) -> list[str]:
+    """Return lines about what was not read, and about what the chat template does with the samples."""
+    counts, lines = result.counts, []
+    if counts.unused:
+        lines.append(f"not used: {_listed(counts.unused, 'rows')}")
+    if counts.roles:
+        lines.append(f"unknown roles: {_listed(counts.roles, 'rows')}")
+    if counts.notes[FILLED] and result.own_text_warning is not None:
+        lines.append(f"warning: in {counts.notes[FILLED]:,} samples, {result.own_text_warning}")
+    if counts.notes[THOUGHTLESS]:
+        lines.append(
+            f"not used: the reasoning of answers in {counts.notes[THOUGHTLESS]:,} samples; the chat template does not "
+            "render it"
+        )
+    return lines
+
+
+def _listed(names: Counter[str], unit: str) -> str:
+    listed = [f"{name} in {number:,} {unit}" for name, number in names.most_common(MOST_NAMES)]
+    more = len(names) - len(listed)
+    return ", ".join(listed) + (f", and {more} more" if more else "")
 
 
 def _totals(results: Sequence[Result]) -> Table:

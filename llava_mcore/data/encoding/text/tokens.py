@@ -18,6 +18,8 @@ class TextTokens:
     """[m]; True if the model is trained to predict this token (not the one after it)."""
     typed: tuple[str, ...] = ()
     """Special tokens in the text of its turns."""
+    num_filled: int = 0
+    """Trained answers before which the template has written its own text (`ChatText.own_text`)."""
 
 
 @dataclass(frozen=True, slots=True)

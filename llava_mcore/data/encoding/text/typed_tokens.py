@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
+from llava_mcore.data.encoding.marks import escape
 from llava_mcore.errors import DataError
 
 OWN, TYPED = 0xF0000, 0x100000
@@ -45,6 +46,8 @@ class TypedTokens:
         swapped = self._own_name | {name: token for token, name in self._typed_name.items()}
         self._swap = _replacer(swapped)
         self._hide = _replacer({token: self._typed_name[token] for token in typed})
+        self._literal = {escape(mark): self._typed_name[mark] for mark in marks if mark in number}
+        self._hide_literal = _replacer(self._literal)
         self._renamed: Tokenizer | None = None
 
     def found_in(self, text: str) -> set[str]:
@@ -56,12 +59,21 @@ class TypedTokens:
             found |= set(self._typed.findall(self._normalizer(text)))
         return found
 
-    def hide(self, text: str) -> str:
-        """Return the text of a turn with other names for the tokens typed there. DataError if it already contains such
-        names."""
+    def has_literal(self, text: str) -> bool:
+        """Return whether a text contains an escaped mark that would be a token if it were not hidden."""
+        return any(mark in text for mark in self._literal)
+
+    def hide(self, text: str, *, typed: bool = True) -> str:
+        """Return the text of a turn with other names for the tokens typed there, and for escaped marks.
+
+        typed: whether special tokens are hidden too, and not escaped marks alone.
+
+        Raises DataError if the text already contains such names.
+        """
         if PRIVATE.search(text):
             raise DataError("the text contains both special tokens and private characters (U+F0000 and above)")
-        return self._hide(text)
+        text = self._hide_literal(text)
+        return self._hide(text) if typed else text
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
         """Tokenize a rendered conversation whose turns were hidden: what was typed there becomes plain text."""

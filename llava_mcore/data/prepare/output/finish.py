@@ -25,7 +25,7 @@ from megatron.energon.flavors.webdataset.structs import WebdatasetInfo, Webdatas
 from megatron.energon.typed_converter import to_json_object
 
 from llava_mcore.compat.energon.index_rows import rows_of_shard
-from llava_mcore.data.encoding.stored_tokens import ORIGIN_FILE
+from llava_mcore.data.encoding.stored_tokens import DIGEST_KEY, ORIGIN_FILE
 from llava_mcore.data.prepare.counts import ShardReport
 from llava_mcore.data.storage.dataset_path import META, SCRATCH
 from llava_mcore.errors import DataError
@@ -72,7 +72,7 @@ def write_meta(
     _write_yaml(meta / "lint.yaml", LINT)
     _write_yaml(meta / "dataset.yaml", DATASET)
     if tokens_by is not None:
-        (meta / ORIGIN_FILE).write_text(json.dumps({"by": tokens_by}), encoding="utf-8")
+        (meta / ORIGIN_FILE).write_text(json.dumps({"by": tokens_by, DIGEST_KEY: "turns"}), encoding="utf-8")
     shutil.rmtree(folder / META, ignore_errors=True)
     meta.rename(folder / META)
 

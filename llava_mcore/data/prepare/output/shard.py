@@ -13,15 +13,20 @@ from llava_mcore.data import samples
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.encode import check_length
 from llava_mcore.data.encoding.placeholders import audio_tokens, media_tokens, video_tokens
-from llava_mcore.data.encoding.stored_tokens import to_json
+from llava_mcore.data.encoding.record_keys import ROW
+from llava_mcore.data.encoding.stored_tokens import digest_of, to_json
+from llava_mcore.data.encoding.text.tokens import TextTokens
 from llava_mcore.data.packing.best_fit import best_fit
 from llava_mcore.data.prepare.counts import Counts, ShardReport
 from llava_mcore.data.prepare.media.pictures import read_picture
 from llava_mcore.data.prepare.media.sounds import read_sound
 from llava_mcore.data.prepare.media.videos import read_video
 from llava_mcore.data.prepare.output.tar_file import ShardWriter
-from llava_mcore.data.prepare.record_layouts import check_turns, parse, place_marks
+from llava_mcore.data.prepare.record_layouts import check_turns, parse
+from llava_mcore.data.prepare.record_parts import place_marks
 from llava_mcore.data.prepare.row_types import (
+    FILLED,
+    THOUGHTLESS,
     BadSample,
     Clip,
     Conversation,
@@ -95,20 +100,29 @@ class ShardMaker:
                 self._on_row()
                 counts.rows += 1
                 try:
-                    conversation = self._conversation(file, row, segment.row + row.index - segment.index)
+                    draft = self._draft(row, counts)
+                    conversation = self._conversation(file, row, draft, segment.row + row.index - segment.index)
                 except BadSample as bad:
                     skipped.append(Skipped(file.name, row.index, _id_of(row), bad.reason.value, _clean(bad.detail)))
                     counts.reasons[bad.reason.value] += 1
+                    counts.roles.update([bad.value] if bad.reason is Reason.UNKNOWN_ROLE else [])
                 else:
                     counts.add(conversation)
                     yield conversation
 
-    def _conversation(self, file: SourceFile, row: Row, number: int) -> Conversation:
+    def _draft(self, row: Row, counts: Counts) -> Draft:
+        """Return the parsed row. Keys that nothing reads are counted, also if the row is skipped later."""
         if isinstance(row.data, BadSample):
             raise row.data
-        how, options = self._setup.how, self._setup.options
-        draft = place_marks(parse(row.data, how.keys, how.layout))
+        how = self._setup.how
+        draft = parse(row.data, how.keys, how.layout)
+        counts.unused.update((*draft.unused, *ROW.unused(dict.fromkeys(row.unread, True))))
+        draft = place_marks(draft)
         check_turns(draft.turns)
+        return draft
+
+    def _conversation(self, file: SourceFile, row: Row, draft: Draft, number: int) -> Conversation:
+        how, options = self._setup.how, self._setup.options
         _check_length(draft.turns, options.limits)
         self._require_media_to_be_taken(draft)
         pictures = tuple(
@@ -130,12 +144,34 @@ class ShardMaker:
             for video in draft.videos
         )
         _check_amount(pictures, videos, sounds, options.limits)
-        media = _as_trained(draft.turns, pictures, videos, sounds)
-        num_tokens, tokens, typed = _tokens(self._assets, media)
+        num_tokens, text = _tokens(self._assets, _as_trained(draft, pictures, videos, sounds))
         if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
             raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens; a pack has {options.pack_to}")
         source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
-        return Conversation(number, draft.turns, pictures, num_tokens, tokens, source, typed, videos, sounds)
+        return Conversation(
+            number,
+            draft.turns,
+            pictures,
+            num_tokens,
+            self._stored(draft, text),
+            source,
+            () if text is None else text.typed,
+            videos,
+            sounds,
+            draft.tools,
+            self._notes(draft, text),
+        )
+
+    def _stored(self, draft: Draft, text: TextTokens | None) -> Mapping[str, Any] | None:
+        if self._assets is None or text is None:
+            return None
+        return to_json(text, self._assets.chat.fingerprint, digest_of(draft.turns, draft.tools))
+
+    def _notes(self, draft: Draft, text: TextTokens | None) -> tuple[str, ...]:
+        if self._assets is None or text is None:
+            return ()
+        notes = [FILLED] if text.num_filled else []
+        return (*notes, THOUGHTLESS) if self._assets.chat.features.loses_reasoning(draft.turns) else tuple(notes)
 
     def _require_media_to_be_taken(self, draft: Draft) -> None:
         """Raise BadSample for media that training would refuse, before any file is read."""
@@ -175,26 +211,25 @@ def _check_amount(
 
 
 def _as_trained(
-    turns: tuple[Turn, ...], pictures: Sequence[Picture], videos: Sequence[Clip], sounds: Sequence[Recording]
+    draft: Draft, pictures: Sequence[Picture], videos: Sequence[Clip], sounds: Sequence[Recording]
 ) -> samples.Conversation:
     """Return the conversation as training reads it."""
     clips = [Video(tuple(frame.data for frame in video.frames), video.fps) for video in videos]
     return samples.Conversation(
-        turns,
+        draft.turns,
         tuple(picture.data for picture in pictures),
         videos=tuple(clips),
         audios=tuple(Sound(sound.data) for sound in sounds),
+        tools=draft.tools,
     )
 
 
-def _tokens(
-    assets: Assets | None, conversation: samples.Conversation
-) -> tuple[int | None, Mapping[str, Any] | None, tuple[str, ...]]:
-    """Return the number of tokens in training, the stored tokens of the text, and special tokens in the text."""
+def _tokens(assets: Assets | None, conversation: samples.Conversation) -> tuple[int | None, TextTokens | None]:
+    """Return the number of tokens in training, and the tokens of the text."""
     if assets is None:
-        return None, None, ()
+        return None, None
     try:
-        tokens = assets.chat.tokens(conversation.turns, conversation.num_media)
+        tokens = assets.chat.tokens(conversation.turns, conversation.num_media, conversation.tools)
     except DataError as error:
         raise BadSample(Reason.TEMPLATE, str(error)) from error
     most_pixels = assets.limits.picture_pixels
@@ -208,7 +243,7 @@ def _tokens(
     except DataError as error:
         raise BadSample(Reason.AUDIO_LENGTH, str(error)) from error
     num_tokens = len(tokens.ids) + sum(len(item) - 1 for item in media)
-    return num_tokens, to_json(tokens, assets.chat.fingerprint), tokens.typed
+    return num_tokens, tokens
 
 
 def _id_of(row: Row) -> str:

@@ -11,6 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Self
 
+from llava_mcore.data.encoding.messages import message_of
 from llava_mcore.data.encoding.sample_media import AUDIOS_KEY, FPS_KEY, FRAMES_KEY, VIDEOS_KEY
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
 from llava_mcore.data.prepare.row_types import Conversation, Picture, Recording
@@ -97,7 +98,9 @@ def _part(number: int, item: Picture | Recording) -> str:
 
 def about(conversation: Conversation) -> dict[str, Any]:
     """Return the json part of a conversation, but for what it says of videos and of all sounds."""
-    content: dict[str, Any] = {"messages": [{"role": t.role, "content": t.text} for t in conversation.turns]}
+    content: dict[str, Any] = {"messages": [message_of(turn) for turn in conversation.turns]}
+    if conversation.tools:
+        content["tools"] = [dict(tool) for tool in conversation.tools]
     if conversation.num_tokens is not None:
         content["num_tokens"] = conversation.num_tokens
         content[TOKENS_KEY] = conversation.tokens

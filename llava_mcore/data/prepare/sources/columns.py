@@ -52,7 +52,8 @@ class ParquetTable:
                 first = end
             columns = [name for name in table.schema_arrow.names if name in self.columns]
             batches = table.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=columns, use_threads=False)
-            yield from _rows(self.path, batches, segment, skipped or 0, self.most_bytes)
+            unread = tuple(name for name in table.schema_arrow.names if name not in self.columns)
+            yield from _rows(self.path, batches, segment, skipped or 0, self.most_bytes, unread)
 
     def _open(self) -> pq.ParquetFile:
         # Without pre-buffering and with a read buffer, a row group is not kept in memory as a whole.
@@ -85,7 +86,8 @@ class ArrowTable:
                 end = min(batch.num_rows, segment.index + segment.count - first)
                 pieces = (wanted.slice(i, min(ROWS_AT_ONCE, end - i)) for i in range(begin, end, ROWS_AT_ONCE))
                 part = Segment(segment.file, 0, first + begin, end - begin)
-                yield from _rows(self.path, pieces, part, 0, self.most_bytes)
+                unread = tuple(name for name in batch.schema.names if name not in self.columns)
+                yield from _rows(self.path, pieces, part, 0, self.most_bytes, unread)
             first += batch.num_rows
             if first >= segment.index + segment.count:
                 return
@@ -104,15 +106,20 @@ class ArrowTable:
 
 
 def _rows(
-    path: Path, batches: Iterator[pa.RecordBatch], segment: Segment, skipped: int, most_bytes: int
+    path: Path,
+    batches: Iterator[pa.RecordBatch],
+    segment: Segment,
+    skipped: int,
+    most_bytes: int,
+    unread: tuple[str, ...],
 ) -> Iterator[Row]:
-    """Yield the segment's rows from batches that start `skipped` rows before it."""
+    """Yield the segment's rows from batches that start `skipped` rows before it. unread: columns left in the file."""
     left = segment.count
     for batch in _guarded(path, batches):
         passed = min(skipped, batch.num_rows)
         skipped -= passed
         for row in _as_rows(batch.slice(passed, min(left, batch.num_rows - passed)), most_bytes):
-            yield Row(segment.index + segment.count - left, row)
+            yield Row(segment.index + segment.count - left, row, unread)
             left -= 1
         if not left:
             return

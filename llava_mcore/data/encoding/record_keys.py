@@ -1,0 +1,162 @@
+"""The keys of rows, turns and parts: which are honored, which make a row unusable, and which are ignored on purpose.
+
+`prepare`, `check` and training use the same tables. A key that is in none of them is counted and reported as not used,
+so that nothing in a user's data is dropped without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llava_mcore.errors import DataError
+
+LOSS_KEYS = frozenset(
+    ("loss", "loss_mask", "loss_weight", "loss_scale", "weight", "train", "training", "trainable", "trained")
+) | frozenset(("train_on", "is_trained", "compute_loss", "learn"))
+"""Whether an answer (or the answers of a row) is trained: 1 or true, 0 or false."""
+NEGATED_LOSS_KEYS = frozenset(("masked", "ignore_loss", "no_loss", "skip_loss", "mask_loss"))
+"""The same with the opposite meaning."""
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+SYSTEM_KEYS = ("system", "system_prompt")
+TOOLS_KEYS = ("tools", "functions")
+TURN_LISTS = ("conversations", "messages")
+OBJECTS_KEY, HISTORY_KEY, INPUT_KEY = "objects", "history", "input"
+MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+SIZES = (
+    *("resized_height", "resized_width", "min_pixels", "max_pixels", "total_pixels"),
+    *("nframes", "min_frames", "max_frames", "video_start", "video_end"),
+)
+"""Options of qwen-vl-utils for one picture or video."""
+
+
+class DifferingError(DataError):
+    """Two fields that mean the same, with different values."""
+
+
+class NothingTrainedError(DataError):
+    """A conversation of which no answer is to be trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why a key makes a row unusable, and values with which it changes nothing."""
+
+    why: str
+    neutral: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTable:
+    """The keys of one level."""
+
+    level: str
+    """Appended to a key's name in reports."""
+    honored: frozenset[str]
+    refused: Mapping[str, Refused] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+
+    def check(self, record: Mapping[str, Any], where: str = "") -> None:
+        """Raise DataError if the record has keys that change its meaning and cannot be honored."""
+        keys = [key for key, value in record.items() if key in self.refused and self._matters(key, value)]
+        if keys:
+            reasons = "; ".join(f"`{key}`: {record[key]!r:.60} ({self.refused[key].why})" for key in keys)
+            raise DataError(f"{where}{': ' if where else ''}{reasons}")
+
+    def unused(self, record: Mapping[str, Any], honored: Collection[str] = ()) -> list[str]:
+        """Return the names of full keys that nothing reads. honored: keys that are read although not in the table."""
+        known = self.honored | self.refused.keys() | self.ignored
+        names = (str(key) for key, value in record.items() if is_full(value))
+        return [f"`{name:.60}`{self.level}" for name in names if name not in known and name not in honored]
+
+    def _matters(self, key: str, value: Any) -> bool:
+        return is_full(value) and not any(value is x or value == x for x in self.refused[key].neutral)
+
+
+_OF_ONE = Refused("options of one picture or video are not supported; see --max-pixels and --video-fps")
+
+ROW = KeyTable(
+    level="",
+    honored=LOSS_KEYS
+    | NEGATED_LOSS_KEYS
+    | frozenset((*SYSTEM_KEYS, *TOOLS_KEYS, HISTORY_KEY, "id", "pack", "txt", "__key__")),
+    refused={
+        **dict.fromkeys(SIZES, _OF_ONE),
+        "mask": Refused("which roles are masked; write `loss: false` to turns instead", ("User", "user", "human")),
+        "roles_to_train": Refused("write `loss: false` to turns instead", (["assistant"], ["gpt"], "assistant")),
+        "chat_template": Refused("give it with --chat-template"),
+        "chat_template_kwargs": Refused("arguments of the chat template are not supported"),
+        "documents": Refused("documents for the chat template are not supported"),
+        "kto_tag": Refused("an answer that must not be learned", (True,)),
+    },
+    ignored=frozenset(
+        (
+            *("source", "metadata", "meta", "meta_info", "dataset", "data_source", "dataset_name", "split", "license"),
+            *("image_sizes", "num_tokens", "prepared_tokens", "audio_seconds", "width", "height", "image_size"),
+            *("idx", "index", "uuid", "key", "uid", "image_id", "question_id", "sample_id", "conversation_id"),
+            *("url", "lang", "language", "category", "topic", "task", "timestamp", "created", "model", "file_name"),
+            *("__sources__", "__restore_key__", "__subflavors__", "__index_level_0__"),
+        )
+    ),
+)
+
+TURN = KeyTable(
+    level=" of turns",
+    honored=LOSS_KEYS
+    | NEGATED_LOSS_KEYS
+    | frozenset((*REASONING_KEYS, "role", "from", "content", "value", "tool_calls", "function_call"))
+    | frozenset(("tool_call_id", "name")),
+    refused={
+        "mask": Refused("it may mean trained or not trained; write `loss: false` or `loss: true`"),
+        "train_detail": Refused("parts of an answer cannot be trained"),
+        "training_detail": Refused("parts of an answer cannot be trained"),
+        "prefix": Refused("an answer cannot be continued", (False,)),
+        "refusal": Refused("write it as content"),
+        **{key: Refused("list it beside the turns, or as a typed part") for key in MEDIA_KEYS},
+    },
+    ignored=frozenset(("id", "source", "timestamp", "created", "model", "uuid", "annotations", "metadata", "turn")),
+)
+
+PART = KeyTable(
+    level=" of parts",
+    honored=frozenset(("type", "text", "url", "path", "thinking", "reasoning", "frames", "fps", "bytes"))
+    | frozenset((*MEDIA_KEYS, "image_url", "video_url", "audio_url", "input_audio")),
+    refused={
+        **dict.fromkeys(SIZES, _OF_ONE),
+        "detail": Refused("the detail of one picture is not supported", ("auto",)),
+        "sample_fps": Refused("write `fps`: the number of the listed frames per second"),
+        "raw_fps": Refused("write `fps`: the number of the listed frames per second"),
+    },
+    ignored=frozenset(("cache_control", "id", "index", "annotations", "signature", "file_name", "name")),
+)
+
+
+def is_full(value: Any) -> bool:
+    """Return whether a value says anything: not null, nor empty, nor a structure of nothing else."""
+    if value is None or (isinstance(value, (str, bytes)) and not value):
+        return False
+    if isinstance(value, Mapping):
+        return any(is_full(item) for item in value.values())
+    return not isinstance(value, (list, tuple)) or any(is_full(item) for item in value)
+
+
+def full_value(record: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    """Return the value of the only full key, or the first value that is not null if none is full.
+
+    Raises DifferingError if two of the keys are full and differ.
+    """
+    keys = tuple(keys)
+    full = [key for key in keys if is_full(record.get(key))]
+    if not full:
+        return next((record[key] for key in keys if record.get(key) is not None), None)
+    values = [_as_list(record[key]) for key in full]
+    for key, value in zip(full[1:], values[1:], strict=True):
+        if value != values[0]:
+            raise DifferingError(f"`{full[0]}` and `{key}` differ: {record[full[0]]!r:.60} and {record[key]!r:.60}")
+    return record[full[0]]
+
+
+def _as_list(value: Any) -> list[Any]:
+    """Return a value such that `image: x` and `images: [x]` are equal."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -30,7 +30,7 @@ from llava_mcore.compat.transformers import exact_attention
 from llava_mcore.convert.jobs import DTYPES
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.encode import check_length, check_media, expanded
-from llava_mcore.data.encoding.images import decode_image, decode_pixels
+from llava_mcore.data.encoding.images import decode_frames, decode_image
 from llava_mcore.data.encoding.preprocess import ImagePreprocessor
 from llava_mcore.data.encoding.processors import LOAD_ERRORS
 from llava_mcore.data.encoding.sound.sound_files import decode_sound
@@ -98,10 +98,10 @@ class HfModel:
         most = assets.limits.picture_pixels
         media: dict[str, Any] = {}
         if conversation.images:
-            media["images"] = [[decode_image(data, most) for data in conversation.images]]
+            media["images"] = [[decode_image(data, most, assets.to_rgb) for data in conversation.images]]
         videos = conversation.videos
         if videos:
-            clips = [torch.stack([decode_pixels(x, most) for x in video.frames]) for video in videos]
+            clips = [decode_frames(video.frames, most, assets.to_rgb) for video in videos]
             media |= {"videos": [clips], "do_sample_frames": False, "video_metadata": [list(map(_about, videos))]}
         if conversation.audios:
             rate = assets.plan.sampling_rate

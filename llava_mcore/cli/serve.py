@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"running: {shlex.join(command)}", flush=True)
         return run_child(command)
     most_tokens = int(hf.get_text_config().max_position_embeddings)
-    return _serve(args, ServedModel(name, most_tokens, assets.chat.special_in))
+    return _serve(args, ServedModel(name, most_tokens, assets.chat.special_in, assets.to_rgb))
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 import psutil
 import torch
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from transformers import AutoProcessor, PretrainedConfig, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
@@ -30,6 +29,7 @@ from llava_mcore.compat.transformers import exact_attention, tower_names_in_file
 from llava_mcore.config.rules.all_rules import check_layout
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
+from llava_mcore.data.encoding.images import decode_image
 from llava_mcore.data.encoding.sound.sound_files import decode_sound, require_libraries, sound_length
 from llava_mcore.errors import ConversionError, DataError, problems
 from llava_mcore.files import hf_folder as hf_files
@@ -161,8 +161,8 @@ def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _Prompt:
     try:
         processor = AutoProcessor.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
         wave = _wave(hf, processor, example) if takes_audio else None
-        image = None if takes_audio else Image.open(example).convert("RGB")
-    except (UnidentifiedImageError, DataError, OSError, ValueError, KeyError, ImportError) as error:
+        image = None if takes_audio else decode_image(example.read_bytes())
+    except (DataError, OSError, ValueError, KeyError, ImportError) as error:
         what = "sound" if takes_audio else "picture"
         raise ConversionError(
             f"comparing logits needs a {what} and a processor in {hf_dir}: {why_not_loaded(error)}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encoding.images import decode_image, is_plain_jpeg
+from llava_mcore.data.encoding.images import ToRgb, decode_image, is_plain_jpeg, on_white
 from llava_mcore.errors import DataError
 
 ROLES = ("system", "user", "assistant")
@@ -56,12 +56,13 @@ class ServedModel:
 
     `name`: of the model. `most_tokens`: of a prompt and its answer together, the model's number of positions.
     `special_in`: returns the special tokens in a text; transformers would read them as control tokens and placeholders
-    of pictures.
+    of pictures. `to_rgb`: makes pictures RGB as in training.
     """
 
     name: str
     most_tokens: int
     special_in: Callable[[str], Collection[str]]
+    to_rgb: ToRgb = on_white
 
 
 def check_chat(body: Any, model: ServedModel) -> dict[str, Any]:
@@ -82,14 +83,14 @@ def check_chat(body: Any, model: ServedModel) -> dict[str, Any]:
     found += _messages(given.get("messages"), model)
     if found:
         raise RequestError("; ".join(found))
-    return _as_taken(given)
+    return _as_taken(given, model)
 
 
-def _as_taken(given: dict[str, Any]) -> dict[str, Any]:
+def _as_taken(given: dict[str, Any], model: ServedModel) -> dict[str, Any]:
     """Return a valid request in one of the forms that OpenAI's interface allows, with the fields that count."""
     taken = {name: value for name, value in given.items() if name not in UNSUPPORTED}
     taken["messages"] = [
-        {"role": message["role"], "content": _as_decoded(message["content"])} for message in given["messages"]
+        {"role": message["role"], "content": _as_decoded(message["content"], model)} for message in given["messages"]
     ]
     if "max_completion_tokens" in taken:  # OpenAI's newer name; transformers 5.17 ignores it
         taken["max_tokens"] = taken.pop("max_completion_tokens")
@@ -98,23 +99,23 @@ def _as_taken(given: dict[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def _as_decoded(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+def _as_decoded(content: str | list[dict[str, Any]], model: ServedModel) -> str | list[dict[str, Any]]:
     """Return a message with its pictures as the model was trained on them.
 
-    transformers' server decodes them by torchvision, which does not rotate pictures by their EXIF and reads fewer
-    formats. PNG loses nothing.
+    transformers' server decodes them by torchvision, which does not rotate pictures by their EXIF, drops transparency
+    and reads fewer formats. PNG loses nothing.
     """
     if isinstance(content, str):
         return content
-    return [part if part["type"] == "text" else _as_png(part) for part in content]
+    return [part if part["type"] == "text" else _as_png(part, model) for part in content]
 
 
-def _as_png(part: dict[str, Any]) -> dict[str, Any]:
+def _as_png(part: dict[str, Any], model: ServedModel) -> dict[str, Any]:
     data = _bytes_of(part["image_url"])
     if is_plain_jpeg(data):
         return part
     file = io.BytesIO()
-    decode_image(data).save(file, "PNG", compress_level=1)
+    decode_image(data, to_rgb=model.to_rgb).save(file, "PNG", compress_level=1)
     url = f"{PICTURE_URL}png;base64,{base64.b64encode(file.getvalue()).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image, ImageFile
+from PIL import Image, ImageFile
 from sklearn.datasets import load_sample_images
 from transformers import LlavaProcessor
 
 from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.images import decode_image, picture_size
+from llava_mcore.data.encoding.images import decode_image
+from llava_mcore.data.encoding.picture_header import picture_size
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import normalize
@@ -95,15 +96,6 @@ def test_processor_that_does_not_normalize(copy: Path) -> None:
     assert tiles(assets.images, []).dtype == torch.float32 and 0.5 < pixels.max() <= 1
     theirs = LlavaProcessor.from_pretrained(copy).image_processor([decode_image(picture(7))], return_tensors="pt")
     assert torch.equal(normalized(assets, [picture(7)]), theirs["pixel_values"])
-
-
-def test_pictures_are_turned_upright() -> None:
-    image = Image.new("RGB", (40, 20), "red")
-    exif = image.getexif()
-    exif[0x0112] = 6  # rotated by 90 degrees
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", exif=exif)
-    assert decode_image(buffer.getvalue()).size == (20, 40)
 
 
 @pytest.mark.parametrize(
@@ -220,18 +212,6 @@ def test_legacy_chat_template_file(copy: Path) -> None:
     (copy / "chat_template.jinja").unlink()
     (copy / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
     assert load_assets(copy).chat.content_format["user"] == "list"
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "GIF", "BMP"])
-@pytest.mark.parametrize("orientation", [None, 1, 3, 6, 8])
-def test_size_of_a_picture_is_that_of_its_decoded_pixels(kind: str, orientation: int | None) -> None:
-    image, exif = Image.new("RGB", (40, 20)), Image.Exif()
-    if orientation is not None:
-        exif[ExifTags.Base.Orientation] = orientation
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **({} if kind in ("GIF", "BMP") else {"exif": exif}))
-    decoded = decode_image(buffer.getvalue())
-    assert picture_size(buffer.getvalue()) == (decoded.height, decoded.width)
 
 
 def test_size_is_read_from_the_header(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
-from llava_mcore.data.encoding.images import decode_image
-from llava_mcore.data.prepare.media.pictures import inspect, read_picture
+from llava_mcore.data.prepare.media.pictures import read_picture
 from llava_mcore.data.prepare.record_layouts import Keys, parse
 from llava_mcore.data.prepare.row_types import BadSample
 from llava_mcore.data.prepare.shard_plan import Options
@@ -211,15 +209,6 @@ def test_lines_with_bom_blanks_and_no_end(tmp_path: Path) -> None:
     result = make(tmp_path / "a.jsonl", tmp_path / "out", Options(rows_per_shard=2))
     assert [s["source"]["index"] for s in read_back(tmp_path / "out")] == [0, 3, 4]
     assert result.counts.rows == 3 and result.counts.skipped == 0
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
-@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_sizes_are_those_of_the_upright_picture(kind: str, orientation: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = picture(3, kind, (40, 30), exif=exif)
-    assert inspect(data)[1] == decode_image(data).size == ((30, 40) if orientation > 4 else (40, 30))
 
 
 def test_pictures_of_every_reference(tmp_path: Path) -> None:

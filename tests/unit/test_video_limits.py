@@ -237,7 +237,7 @@ def test_shapes_that_the_model_refuses_are_skipped_by_prepare(folders: dict[str,
     single = (
         "a video has 1 frame, but Qwen3VLModel needs 2: prepare it with a higher --video-fps, or list the frame twice"
     )
-    wide = "a picture of 700 x 3 pixels: absolute aspect ratio must be smaller than 200"
+    wide = "a picture cannot be used: it has 700 x 3 pixels: the longer side may be at most 200 times the shorter one"
     for name, expected in (("qwen3_vl", [single, wide]), ("qwen2_5_vl", [wide])):
         flags = ["--tokenizer-load-dir", str(folders[name]), "--num-workers", "0", "--max-skip-rate", "1"]
         assert prepare_command.main([str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / name), *flags]) == 0

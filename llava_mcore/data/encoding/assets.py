@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.encoding.chat_format import ChatFormat
+from llava_mcore.data.encoding.images import ToRgb, on_white
 from llava_mcore.data.encoding.pixel_range import pixel_range_of
 from llava_mcore.data.encoding.preprocess import ImagePreprocessor, MediaPreprocessor
 from llava_mcore.data.encoding.processors import (
@@ -67,6 +68,11 @@ class Assets:
     """The same for frames of videos; empty too if there is no video processor."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Why samples with pictures, videos or sounds cannot be used, by their mark; those without a reason can."""
+
+    @property
+    def to_rgb(self) -> ToRgb:
+        """How pictures become RGB."""
+        return self.images.to_rgb if isinstance(self.images, ImagePreprocessor) else on_white
 
 
 def load_assets(

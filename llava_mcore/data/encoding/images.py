@@ -1,147 +1,116 @@
-"""Pictures: bytes -> pixels, or only their size."""
+"""Pictures: bytes -> pixels. `picture_header` reads their size alone."""
 
 from __future__ import annotations
 
 import contextlib
 import struct
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from io import BytesIO
 
 import torch
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as F
 
 from llava_mcore.config.sections.data import LIMITS
+from llava_mcore.data.encoding.picture_header import (
+    PictureHeader,
+    check_header,
+    open_picture,
+    orientation_of,
+    ratio_problem,
+    reporting_damage,
+)
 from llava_mcore.errors import DataError
 
-# Pillow would warn about pictures that max_picture_pixels allows.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 SEGMENT, FRAME = struct.Struct(">HH"), struct.Struct(">BHHB")
 """Of a JPEG: marker and length of a segment; bits, height, width and components of a frame."""
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM")
-"""Pillow's names of the formats in samples.IMAGE_PARTS; JPEG opens MPO as well."""
 START, FRAMES, SCAN = b"\xff\xd8", (0xFFC0, 0xFFC2), 0xFFDA
 PLAIN_SEGMENTS = (0xFFE0, 0xFFFE, 0xFFDB, 0xFFC4, 0xFFDD)
-"""JFIF, comment, and tables. EXIF may rotate the picture, and Adobe's segment may define other colors."""
+"""JFIF, comment, and tables. EXIF and XMP may rotate the picture, and Adobe's segment may define other colors."""
 
-WIDE_MODES = ("I", "F")
-"""Integers of 16 and 32 bits, and floats. Pillow and transformers would clip them to 0 to 255."""
-
-SIDEWAYS = (5, 6, 7, 8)
-"""EXIF orientations that swap height and width."""
-
-DAMAGED = (
-    *(ArithmeticError, AttributeError, LookupError, OSError, SyntaxError, TypeError, ValueError),
-    *(EOFError, struct.error, Image.DecompressionBombError),
-)
-"""Errors that Pillow raises for invalid bytes: a damaged PNG is a SyntaxError, a wrong EXIF tag a TypeError. Energon
-would
-treat some of them as a bug, others as an error of the whole pack."""
+ToRgb = Callable[[Image.Image], Image.Image]
+"""What makes a decoded picture RGB, and decides what is seen where it is transparent."""
 
 
-def decode_image(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Image.Image:
-    """Decode one picture to RGB, rotated by its EXIF, exactly as transformers loads a picture.
+def on_white(image: Image.Image) -> Image.Image:
+    """Return a picture as RGB on a white background, as vLLM and qwen-vl-utils show transparent ones.
 
-    Raises DataError if the bytes are not a complete picture, or one of more than 8 bits per pixel and channel.
+    transformers' `load_image` would drop the transparency, which uncovers colors that nobody has seen.
     """
-    with _decoding(data):
-        image = _opened(data)
-        _check_header(image, most_pixels)
-        return _upright(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    # convert() would copy a picture that is already RGB.
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def decode_pixels(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Tensor:
+def decode_image(data: bytes, most_pixels: int = LIMITS.picture_pixels, to_rgb: ToRgb = on_white) -> Image.Image:
+    """Decode one picture to RGB, rotated by its EXIF or XMP, as transformers loads a picture.
+
+    Raises DataError if the bytes are not a complete picture, or one that cannot be used (see `check_header`).
+    """
+    with reporting_damage(data):
+        return to_rgb(_upright(_checked(data, most_pixels)))
+
+
+def decode_pixels(data: bytes, most_pixels: int = LIMITS.picture_pixels, to_rgb: ToRgb = on_white) -> Tensor:
     """Like `decode_image`, but return uint8 [3, h, w].
 
     Torchvision decodes common JPEGs: with the same library and bitwise the same result as Pillow, but a third faster,
     because the pixels are not copied.
     """
-    with _decoding(data):
+    with reporting_damage(data):
         image = None
         # Pillow's own parsing of the header takes longer than everything else around decoding.
         is_usual = TORCHVISION_DECODES_ALIKE and is_plain_jpeg(data, most_pixels)
         if not is_usual:
-            image = _opened(data)
-            _check_header(image, most_pixels)
+            image = _checked(data, most_pixels)
             is_usual = TORCHVISION_DECODES_ALIKE and _is_usual_jpeg(image)
         if is_usual:
             # If it fails, Pillow may decode the picture, or raises the reason.
             with contextlib.suppress(RuntimeError):
                 return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
-        return F.pil_to_tensor(_upright(image or _opened(data)))
+        return F.pil_to_tensor(to_rgb(_upright(image or open_picture(data))))
 
 
-def picture_size(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> tuple[int, int]:
-    """Return height and width of a picture as `decode_image` returns it, from its header.
-
-    Raises DataError if the bytes are not a picture.
-    """
-    with _decoding(data):
-        image = _opened(data)
-        _check_header(image, most_pixels)
-        width, height = image.size
-        return (width, height) if orientation_of(image, data) in SIDEWAYS else (height, width)
-
-
-def orientation_of(image: Image.Image, data: bytes) -> int | None:
-    """Return the EXIF orientation that has to be applied to an opened picture, without decoding it."""
-    if image.format == "TIFF":
-        return None  # Pillow rotates it while loading and already returns the upright size
-    if image.format == "PNG":
-        # For a PNG without EXIF before its pixels, Pillow would decode them to look for EXIF after them.
-        if b"eXIf" in data:
-            image.load()
-        return Image.Image.getexif(image).get(ExifTags.Base.Orientation)
-    return image.getexif().get(ExifTags.Base.Orientation)
+def decode_frames(
+    frames: Sequence[bytes], most_pixels: int = LIMITS.picture_pixels, to_rgb: ToRgb = on_white
+) -> Tensor:
+    """Return the frames of a video as uint8 [frames, 3, h, w]. DataError like `decode_image`, and for several sizes."""
+    pixels = [decode_pixels(frame, most_pixels, to_rgb) for frame in frames]
+    for index, frame in enumerate(pixels):
+        if frame.shape != pixels[0].shape:
+            sizes = " and ".join(f"{x.shape[2]} x {x.shape[1]}" for x in (pixels[0], frame))
+            raise DataError(f"frames 0 and {index} of a video have {sizes} pixels; they must have one size")
+    return torch.stack(pixels)
 
 
-@contextlib.contextmanager
-def _decoding(data: bytes) -> Iterator[None]:
-    """Report errors of decoding a picture as DataError."""
-    try:
-        yield
-    except UnidentifiedImageError as error:
-        raise DataError(f"the picture cannot be decoded ({len(data)} bytes): no known format") from error
-    except DAMAGED as error:
-        raise DataError(f"the picture cannot be decoded ({len(data)} bytes): {error}") from error
-
-
-def _opened(data: bytes) -> Image.Image:
-    """Open a picture in a supported format; Pillow passes others to programs (EPS) or plugins."""
-    return Image.open(BytesIO(data), formats=FORMATS)
-
-
-def _check_header(image: Image.Image, most_pixels: int) -> None:
-    width, height = image.size
-    if width * height > most_pixels:
-        raise ValueError(f"it has {width} x {height} pixels; the limit is {most_pixels} (data.max_picture_pixels)")
-    if image.mode.startswith(WIDE_MODES):
-        raise ValueError(
-            f"it is gray with more than 8 bits per pixel (Pillow's mode {image.mode}), which would become white or "
-            "black: convert it to 8 bits"
-        )
+def _checked(data: bytes, most_pixels: int) -> Image.Image:
+    """Open a picture. ValueError for one that cannot be used."""
+    image = open_picture(data)
+    # No limit depends on which of the sides is the height.
+    check_header(PictureHeader(str(image.format), image.mode, (image.height, image.width)), most_pixels)
+    return image
 
 
 def _upright(image: Image.Image) -> Image.Image:
     ImageOps.exif_transpose(image, in_place=True)
-    # convert() would copy a picture that is already RGB.
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return image
 
 
 def is_plain_jpeg(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> bool:
-    """Return whether a picture is a JPEG that does not need Pillow, from its segments: RGB, upright and not too
-    large."""
+    """Return whether a picture is a JPEG that does not need Pillow, from its segments: RGB, upright and of an allowed
+    size."""
     offset, is_plain = len(START), False
     while data.startswith(START) and len(data) >= offset + SEGMENT.size + FRAME.size:
         marker, length = SEGMENT.unpack_from(data, offset)
         if marker in FRAMES:
             bits, height, width, components = FRAME.unpack_from(data, offset + SEGMENT.size)
-            is_plain = (
-                bits == 8 and components == 3 and 0 < height * width <= min(most_pixels, Image.MAX_IMAGE_PIXELS or 0)
-            )
+            largest = min(most_pixels, Image.MAX_IMAGE_PIXELS or 0)
+            is_allowed = 0 < height * width <= largest and ratio_problem((height, width)) is None
+            is_plain = bits == 8 and components == 3 and is_allowed
         elif marker not in PLAIN_SEGMENTS:
             return is_plain and marker == SCAN
         offset += 2 + length
@@ -149,10 +118,10 @@ def is_plain_jpeg(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> bool
 
 
 def _is_usual_jpeg(image: Image.Image) -> bool:
-    """Decide from the header; EXIF is only read if there is some."""
+    """Decide from the header; its metadata are only parsed if there are some."""
     if image.format != "JPEG" or image.mode != "RGB":
         return False
-    return "exif" not in image.info or image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+    return not {"exif", "xmp"} & image.info.keys() or orientation_of(image) == 1
 
 
 def _torchvision_decodes_alike() -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encoding.images import picture_size
+from llava_mcore.data.encoding.picture_header import picture_size
 from llava_mcore.data.encoding.sound.sound_files import sound_length
 from llava_mcore.data.encoding.text.tokens import ChatTokens, TextTokens
 from llava_mcore.data.samples import Sound, Video

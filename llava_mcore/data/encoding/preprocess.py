@@ -13,11 +13,11 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 from transformers import AutoImageProcessor, BaseImageProcessor, BaseVideoProcessor, SequenceFeatureExtractor
-from transformers.image_processing_backends import TorchvisionBackend
+from transformers.image_processing_backends import PilBackend, TorchvisionBackend
 from transformers.models.auto.image_processing_auto import DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encoding.images import decode_image, decode_pixels, noise
+from llava_mcore.data.encoding.images import ToRgb, decode_frames, decode_image, decode_pixels, noise, on_white
 from llava_mcore.data.samples import MediaSpan, Video
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import MediaPlan, MediaTokens, VideoShape
@@ -87,6 +87,7 @@ class ImagePreprocessor:
         """
         self.most_pixels = most_pixels
         self.processor, self.videos = processor, videos
+        self.to_rgb = to_rgb_of(processor)
         self.no_videos: str | None = None
         """Why the video processor is not used."""
         self.pixel_shape = pixel_shape
@@ -216,26 +217,34 @@ class ImagePreprocessor:
 
     def _video_tiles(self, video: Video, tokens: MediaTokens) -> Tensor:
         """Return the tiles of a video, whose frames have one size."""
-        frames = torch.stack([decode_pixels(frame, self.most_pixels) for frame in video.frames])
-        return self._process_video(frames, tokens)
+        return self._process_video(decode_frames(video.frames, self.most_pixels, self.to_rgb), tokens)
 
     def _picture_tiles(self, data: Sequence[bytes], tokens: Sequence[MediaTokens]) -> Tensor:
         """Return the tiles of pictures."""
         if data and not self._is_plain:
-            return self._process([decode_image(picture, self.most_pixels) for picture in data], tokens)
+            return self._process([decode_image(picture, self.most_pixels, self.to_rgb) for picture in data], tokens)
         if len(data) == 1:  # a batch of such samples is copied together
-            return self._resize_and_crop(decode_pixels(data[0], self.most_pixels))[None]
+            return self._resize_and_crop(decode_pixels(data[0], self.most_pixels, self.to_rgb))[None]
         layout = torch.channels_last if len(self.pixel_shape) == 3 else torch.contiguous_format
         dtype = torch.uint8 if len(self.pixel_scale) else torch.float32
         pixels = torch.empty((len(data), *self.pixel_shape), dtype=dtype, memory_format=layout)
         for tile, picture in zip(pixels, data, strict=True):
-            tile.copy_(self._resize_and_crop(decode_pixels(picture, self.most_pixels)))
+            tile.copy_(self._resize_and_crop(decode_pixels(picture, self.most_pixels, self.to_rgb)))
         return pixels
 
 
 def _still(probe: Image.Image) -> Tensor:
     """Return a video of two equal frames, uint8 [2, 3, height, width]."""
     return F.pil_to_tensor(probe).expand(2, -1, -1, -1)
+
+
+def to_rgb_of(processor: BaseImageProcessor) -> ToRgb:
+    """Return how pictures become RGB: by the processor if its class has a method of its own for that (Idefics2).
+
+    The method of the other classes drops transparency.
+    """
+    owner = next(cls for cls in type(processor).__mro__ if "convert_to_rgb" in vars(cls))
+    return on_white if owner in (TorchvisionBackend, PilBackend) else processor.convert_to_rgb
 
 
 def load_image_processor(folder: Path) -> BaseImageProcessor:

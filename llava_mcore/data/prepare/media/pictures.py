@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
-
 from llava_mcore.config.sections.data import LIMITS, Limits
-from llava_mcore.data.encoding.images import DAMAGED, SIDEWAYS, decode_image, orientation_of
+from llava_mcore.data.encoding.images import decode_image
+from llava_mcore.data.encoding.picture_header import (
+    PictureFormatError,
+    depth_problem,
+    ratio_problem,
+    read_header,
+    size_problem,
+)
 from llava_mcore.data.prepare.media.references import PICTURE, read_reference
 from llava_mcore.data.prepare.row_types import BadSample, Picture, Reason
-from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.errors import DataError
 
-EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg"}
+EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "DIB": "bmp"}
 """File suffixes that are not the format's name; many phones write MPO into .jpg files."""
 
 
@@ -30,32 +33,32 @@ def read_picture(reference: Any, folder: Path, *, decode: bool = False, limits: 
         BadSample: it is missing, not on disk, of an unsupported format, too large, or broken.
     """
     data = read_reference(reference, folder, limits.sample_bytes, PICTURE)
-    extension, size = inspect(data)
-    if size[0] * size[1] > limits.picture_pixels:
-        limit = f"the limit is {limits.picture_pixels} (--max-picture-pixels)"
-        raise BadSample(Reason.TOO_LARGE, f"a picture of {size[0]} x {size[1]} pixels; {limit}")
+    extension, size = inspect(data, limits)
     if decode:
         try:
-            decode_image(data)
+            decode_image(data, limits.picture_pixels)
         except DataError as error:
             raise BadSample(Reason.IMAGE_BROKEN, str(error)) from error
     return Picture(data, extension, size)
 
 
-def inspect(data: bytes) -> tuple[str, tuple[int, int]]:
-    """Return the file suffix and (width, height) of a picture, after the rotation in its EXIF.
+def inspect(data: bytes, limits: Limits = LIMITS) -> tuple[str, tuple[int, int]]:
+    """Return the file suffix and (width, height) of a picture as training decodes it, from its header.
 
-    Only the header is read. Raises BadSample.
+    Raises BadSample for a picture that training would refuse.
     """
     try:
-        with Image.open(BytesIO(data)) as image:
-            size, name = image.size, str(image.format)
-            orientation = orientation_of(image, data)
-    except UnidentifiedImageError as error:
-        raise BadSample(Reason.IMAGE_BROKEN, f"{len(data)} bytes of an unknown format") from error
-    except DAMAGED as error:
-        raise BadSample(Reason.IMAGE_BROKEN, f"{type(error).__name__}: {error}") from error
-    extension = EXTENSIONS.get(name, name.lower())
-    if extension not in IMAGE_PARTS:
-        raise BadSample(Reason.IMAGE_FORMAT, f"{name}; supported: {', '.join(IMAGE_PARTS)}")
-    return extension, (size[1], size[0]) if orientation in SIDEWAYS else size
+        header = read_header(data, limits.picture_pixels)
+    except PictureFormatError as error:
+        raise BadSample(Reason.IMAGE_FORMAT, str(error)) from error
+    except DataError as error:
+        raise BadSample(Reason.IMAGE_BROKEN, str(error)) from error
+    for reason, problem in (
+        (Reason.TOO_LARGE, size_problem(header.size, limits.picture_pixels, "--max-picture-pixels")),
+        (Reason.SHAPE, ratio_problem(header.size)),
+        (Reason.IMAGE_FORMAT, depth_problem(header.mode)),
+    ):
+        if problem is not None:
+            raise BadSample(reason, f"a picture cannot be used: {problem}")
+    height, width = header.size
+    return EXTENSIONS.get(header.format, header.format.lower()), (width, height)

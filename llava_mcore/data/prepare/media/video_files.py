@@ -13,6 +13,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, BinaryIO
 
 from llava_mcore.config.sections.data import Limits
+from llava_mcore.data.encoding.picture_header import ratio_problem
 from llava_mcore.data.prepare.row_types import BadSample, Reason
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.errors import DataError
@@ -142,3 +143,6 @@ def _check_size(width: int, height: int, limits: Limits) -> None:
     if width * height > limits.picture_pixels:
         limit = f"the limit is {limits.picture_pixels} (--max-picture-pixels)"
         raise BadSample(Reason.TOO_LARGE, f"frames of {width} x {height} pixels; {limit}")
+    problem = ratio_problem((height, width))
+    if problem is not None:
+        raise BadSample(Reason.SHAPE, f"a frame cannot be used: {problem}")

@@ -46,7 +46,7 @@ def read_video(
     if listed is None:
         with _opened(reference, folder) as file:
             found, fps = decode_video(file, sampling, limits)
-        frames = tuple(Picture(data, *inspect(data)) for data in found)
+        frames = tuple(Picture(data, *inspect(data, limits)) for data in found)
     else:
         fps = frames_fps if fps is None else fps
         frames = tuple(read_picture(frame, folder, decode=decode, limits=limits) for frame in listed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -22,19 +23,31 @@ def read_regular_file(path: Path, most_bytes: int) -> bytes:
     Reading a named pipe would block forever, and a device such as /dev/zero has no end.
 
     Raises:
-        OSError: it does not exist or cannot be read.
+        OSError: it does not exist or cannot be read to its end.
         ValueError: the name is not a valid file name.
         RefusedFileError: it is not a regular file, or larger than most_bytes.
     """
     with open_regular_file(path, most_bytes) as file:
-        return file.read(most_bytes)
+        size = os.fstat(file.fileno()).st_size
+        # Without a limit: read(most_bytes) would reserve that much memory, and could end early without an error.
+        data = file.read()
+    if len(data) > most_bytes:
+        raise RefusedFileError(f"{path} has grown to {len(data)} bytes; the limit is {most_bytes}")
+    if len(data) < size:
+        raise OSError(errno.EIO, f"only {len(data)} of {size} bytes could be read", str(path))
+    return data
 
 
-def open_regular_file(path: Path, most_bytes: int | None = None) -> BinaryIO:
-    """Open a regular file for reading, without a buffer. Raises like `read_regular_file`; None allows any size."""
+def open_regular_file(path: Path, most_bytes: int | None = None, *, buffering: int = -1) -> BinaryIO:
+    """Open a regular file for reading. Raises like `read_regular_file`.
+
+    Args:
+        most_bytes: None allows any size.
+        buffering: as for `open`. With 0, `read` may return fewer bytes than there are.
+    """
     # Checked before and after opening: opening a device may have effects, and the path may have changed in between.
     _check(path, os.stat(path), most_bytes)
-    file: BinaryIO = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)
+    file: BinaryIO = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering)
     try:
         _check(path, os.fstat(file.fileno()), most_bytes)
     except RefusedFileError:

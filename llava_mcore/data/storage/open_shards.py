@@ -35,7 +35,7 @@ class OpenShard:
         index = path.with_suffix(".tar.idx")
         self._is_local = path.is_local()
         self._offsets = read_regular_file(index.local_path(), MOST_INDEX) if self._is_local else index.read_bytes()
-        self._file = _opened(path)
+        self._file = _opened(path, buffering=0)  # of thousands of open files, buffers would take much memory
         self.tar_index = TarIndex(lambda: _opened(path))
 
     def ends(self, number: int) -> tuple[int, int] | None:
@@ -52,7 +52,7 @@ class OpenShard:
             # Otherwise a wrong index could reserve gigabytes.
             if end > os.fstat(self._file.fileno()).st_size:
                 return None
-            block = os.pread(self._file.fileno(), end - start, start)
+            block = _read_at(self._file.fileno(), start, end)
         else:
             self._file.seek(start)
             block = self._file.read(end - start)
@@ -63,8 +63,18 @@ class OpenShard:
         self._file.close()
 
 
-def _opened(path: EPath) -> BinaryIO:
-    return open_regular_file(path.local_path()) if path.is_local() else path.open("rb")
+def _opened(path: EPath, *, buffering: int = -1) -> BinaryIO:
+    return open_regular_file(path.local_path(), buffering=buffering) if path.is_local() else path.open("rb")
+
+
+def _read_at(descriptor: int, start: int, end: int) -> bytes:
+    """Return the bytes [start, end) of a file, fewer at its end. One call of the system may return fewer, and never
+    more than 2 GiB."""
+    parts = []
+    while start < end and (part := os.pread(descriptor, end - start, start)):
+        parts.append(part)
+        start += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class OpenShards:

@@ -73,10 +73,17 @@ def wave(seconds: float, seed: int = 0, *, rate: int = RATE) -> NDArray[np.float
 
 
 def encoded(
-    seconds: float, seed: int = 0, *, kind: str = "WAV", rate: int = RATE, channels: int = 1, subtype: str | None = None
+    seconds: float,
+    seed: int = 0,
+    *,
+    kind: str = "WAV",
+    rate: int = RATE,
+    channels: int = 1,
+    subtype: str | None = None,
+    endian: str | None = None,
 ) -> bytes:
     """A sound file of a kind that libsndfile writes."""
     buffer = BytesIO()
     mono = wave(seconds, seed, rate=rate)
-    soundfile.write(buffer, np.stack([mono] * channels, axis=1), rate, format=kind, subtype=subtype)
+    soundfile.write(buffer, np.stack([mono] * channels, axis=1), rate, format=kind, subtype=subtype, endian=endian)
     return buffer.getvalue()

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from llava_mcore.cli.check import main as check
 from llava_mcore.cli.prepare import main as prepare
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.encoding.sound import sound_files
-from llava_mcore.data.encoding.sound.sound_files import decode_sound, sound_format, sound_length
+from llava_mcore.data.encoding.sound.sound_files import check_sound, decode_sound, sound_format, sound_length
 from llava_mcore.data.prepare.row_types import Reason
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import ConfigError, DataError
@@ -71,10 +72,39 @@ def test_eight_channels_and_odd_rates() -> None:
     for rate in (11_025, 22_050, 44_100, 96_000):
         data = encoded(0.777, rate=rate, channels=8)
         assert len(decode_sound(data, RATE)) == sound_length(data, RATE)
-    streamed = bytearray(encoded(0.5))
-    place = streamed.index(b"data") + 4
-    streamed[place : place + 4] = b"\xff" * 4  # by a program that wrote to a pipe
-    assert np.array_equal(decode_sound(bytes(streamed), RATE), decode_sound(encoded(0.5), RATE))
+
+
+def resized(data: bytes, size: int, form: str = "<I", chunk: bytes = b"data", place: int = 0) -> bytes:
+    """A wav with another size in one of its chunks."""
+    start = data.index(chunk) + (4 if chunk == b"data" else 8) + place
+    return data[:start] + struct.pack(form, size) + data[start + struct.calcsize(form) :]
+
+
+@pytest.mark.parametrize(
+    "size", [0, 0x7FFFF000, 0x7FFFFFDB, 0x7FFFFFFF, 0x80000000, 0x80000024, 0xFFFFF000, 0xFFFFFFDB, 0xFFFFFFFF]
+)
+def test_wavs_of_unknown_length(size: int) -> None:
+    """By programs that wrote to a pipe; nothing is reserved for what they claim."""
+    expected, plain = decode_sound(encoded(0.5), RATE), encoded(0.5)
+    streamed = {"RIFF": resized(plain, size), "RIFX": resized(encoded(0.5, endian="BIG"), size, ">I")}
+    for claimed in (0, 0x7FFFF000, (1 << 64) - 1):
+        streamed[f"RF64 {claimed}"] = resized(encoded(0.5, kind="RF64"), claimed, "<Q", b"ds64", 8)
+    for name, data in streamed.items():
+        assert np.array_equal(decode_sound(data, RATE), expected), name
+        assert sound_length(data, RATE) == len(expected) and sound_format(data) == ("wav", 0.5), name
+        check_sound(data)
+
+
+def test_a_flac_of_unknown_length_is_refused() -> None:
+    data = encoded(0.5, kind="FLAC")
+    (total,) = struct.unpack_from(">Q", data, 18)
+    for claimed, problem in ((0, "does not say how long it is: write it to a file again"), ((1 << 36) - 1, "decoded")):
+        claiming = data[:18] + struct.pack(">Q", total >> 36 << 36 | claimed) + data[26:]
+        tracemalloc.start()
+        with pytest.raises(DataError, match=problem):
+            check_sound(claiming)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 26  # not what the header claims, 256 GB
+        tracemalloc.stop()
 
 
 def silence(hours: float, rate: int = 8_000) -> bytes:
@@ -112,6 +142,8 @@ BAD: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "cut ogg": (lambda: encoded(9.0, kind="OGG")[:40_000], "ogg", "truncated: its last page is missing"),
     "only a header": (lambda: encoded(1.0)[:44], "wav", "a sound is truncated: 32000 bytes"),
     "no samples": (lambda: encoded(0.0), "wav", "a sound has no samples"),
+    "no samples, but a list": (lambda: encoded(0.0) + b"LIST\4\0\0\0INFO", "wav", "a sound has no samples"),
+    "cut rf64": (lambda: encoded(1.0, kind="RF64")[:9000], "wav", "a sound is truncated: 32000 bytes of samples"),
     "too short": (lambda: encoded(0.01), "wav", "too short for a token"),
     "a minute": (lambda: encoded(60.0), "wav", "60.0 seconds long, but the model takes at most 30"),
     "three hours": (lambda: silence(3), "flac", "10800.0 seconds long, but the model takes at most 30"),
@@ -168,7 +200,7 @@ def test_a_long_sound_is_refused_by_its_header(
     def decode(*_: Any) -> None:
         raise AssertionError("it was decoded")
 
-    monkeypatch.setattr(sound_files, "_mono", decode)
+    monkeypatch.setattr(sound_files, "_blocks", decode)
     with pytest.raises(DataError, match="takes at most 30"):
         assets.plan.audio_tokens([sound_length(bad_sounds["three hours"], RATE)])
 

@@ -6,13 +6,14 @@ the rest, and blocks of a file without all of it. soxr resamples, as librosa doe
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Iterator
 from io import BytesIO
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llava_mcore.data.encoding.sound.stream_headers import find_samples, with_length
 from llava_mcore.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,12 +23,12 @@ FORMATS = {"WAV": "wav", "WAVEX": "wav", "RF64": "wav", "FLAC": "flac", "MP3": "
 """libsndfile's names of the formats, and the file suffix of each."""
 MOST_CHANNELS, MOST_RATE = 64, 768_000
 """Beyond every recording: a header that claims more is damaged."""
+UNKNOWN_LENGTH = 1 << 62
+"""Number of samples that libsndfile gives for a flac without one."""
+REWRITE = "ffmpeg -i old.flac new.flac"
 BLOCK = 1 << 20
 """Values that are decoded at a time."""
 NO_LIBRARY = 'sound needs soundfile and soxr: pip install "llava-mcore[audio]"'
-CHUNK = struct.Struct("<4sI")
-UNKNOWN_SIZES = (0, 0xFFFFFFFF)
-"""What a program writes for the size of a wav's data if it cannot seek back to fill it in."""
 PAGE, FLAGS, LAST_PAGE = b"OggS", 5, 4
 """The beginning of an ogg's page, where its flags are, and that of the last one."""
 
@@ -42,7 +43,10 @@ def require_libraries() -> None:
 
 
 def sound_length(data: bytes, rate: int) -> int:
-    """Return the samples of a sound at `rate` per second, from its header. DataError like `decode_sound`."""
+    """Return the number of samples of a sound at `rate` per second, from its header (see `with_length`).
+
+    DataError like `decode_sound`.
+    """
     with _opened(data) as file:
         return resampled_length(file.frames, file.samplerate, rate)
 
@@ -62,11 +66,16 @@ def decode_sound(data: bytes, rate: int) -> NDArray[np.float32]:
         DataError: its format is not supported, or it is empty or damaged.
     """
     with _opened(data) as file:
-        mono = _mono(file)
-        wanted, own_rate = resampled_length(file.frames, file.samplerate, rate), file.samplerate
-    if not np.isfinite(mono).all():
-        raise DataError("a sound has samples that are not finite")
-    return mono if own_rate == rate else _resampled(mono, own_rate, rate, wanted)
+        mono = np.concatenate([*_blocks(file)])
+        length, own_rate = resampled_length(file.frames, file.samplerate, rate), file.samplerate
+    return mono if own_rate == rate else _resampled(mono, own_rate, rate, length)
+
+
+def check_sound(data: bytes) -> None:
+    """Decode a sound of any length, block by block. DataError like `decode_sound`."""
+    with _opened(data) as file:
+        for _ in _blocks(file):
+            pass
 
 
 def resampled_length(num_samples: int, own_rate: int, rate: int) -> int:
@@ -81,6 +90,7 @@ def _opened(data: bytes) -> SoundFile:
     if not data:
         raise DataError("a sound is empty (0 bytes)")
     try:
+        data = with_length(data)
         file = soundfile.SoundFile(BytesIO(data))
     except soundfile.LibsndfileError as error:
         raise DataError(f"a sound of {len(data)} bytes cannot be opened: {_said(error)}") from error
@@ -99,6 +109,8 @@ def _why_not(file: SoundFile, data: bytes) -> str | None:
             f"a sound's header claims {file.channels} channels and {file.samplerate} samples per second; at most "
             f"{MOST_CHANNELS} and {MOST_RATE} are supported"
         )
+    if file.frames >= UNKNOWN_LENGTH:
+        return f"a sound does not say how long it is: write it to a file again, {REWRITE}"
     missing = _missing_end(data, file.format)
     if missing is not None:
         return f"a sound is truncated: {missing}"
@@ -107,51 +119,48 @@ def _why_not(file: SoundFile, data: bytes) -> str | None:
 
 def _missing_end(data: bytes, kind: str) -> str | None:
     """Return why a file's end is missing, for formats of which libsndfile reads what there is."""
-    if kind in ("WAV", "WAVEX"):
-        return _missing_data(data)
+    if kind in ("WAV", "WAVEX", "RF64"):
+        samples = find_samples(data)
+        if samples is None:
+            return "it has no samples"
+        if samples.size <= samples.existing:
+            return None
+        return f"{samples.size} bytes of samples, of which {samples.existing} exist"
     if kind == "OGG" and not data[data.rfind(PAGE) + FLAGS] & LAST_PAGE:
         return "its last page is missing"
     return None
 
 
-def _missing_data(data: bytes) -> str | None:
-    """Compare the size of a wav's data with what there is."""
-    offset = 12  # after RIFF, size, WAVE
-    while offset + CHUNK.size <= len(data):
-        name, size = CHUNK.unpack_from(data, offset)
-        offset += CHUNK.size
-        if name == b"data":
-            left = len(data) - offset
-            return None if size in UNKNOWN_SIZES or size <= left else f"{size} bytes of samples, of which {left} exist"
-        offset += size + size % 2
-    return "it has no samples"
+def _blocks(file: SoundFile) -> Iterator[NDArray[np.float32]]:
+    """Yield the mean of the channels in blocks.
 
-
-def _mono(file: SoundFile) -> NDArray[np.float32]:
-    """Return the mean of the channels, decoded in blocks."""
+    Nothing is reserved for the length that the header claims. DataError if the samples are fewer, or not finite.
+    """
     import soundfile
 
-    mono, done = np.empty(file.frames, dtype=np.float32), 0
+    done = 0
     try:
-        while done < len(mono):
+        while done < file.frames:
             block = file.read(max(1, BLOCK // file.channels), dtype="float32", always_2d=True)
             if not len(block):
                 break
-            mono[done : done + len(block)] = block.mean(axis=1)
             done += len(block)
+            mono = block.mean(axis=1)
+            if not np.isfinite(mono).all():
+                raise DataError("a sound has samples that are not finite")
+            yield mono
     except (soundfile.LibsndfileError, RuntimeError, ValueError) as error:
         raise DataError(f"a sound cannot be decoded: {_said(error)}") from error
-    if done != len(mono):
-        raise DataError(f"a sound is truncated: {done} of {len(mono)} samples could be decoded")
-    return mono
+    if done != file.frames:
+        raise DataError(f"a sound is truncated: {done} of {file.frames} samples could be decoded")
 
 
-def _resampled(mono: NDArray[np.float32], own_rate: int, rate: int, wanted: int) -> NDArray[np.float32]:
+def _resampled(mono: NDArray[np.float32], own_rate: int, rate: int, length: int) -> NDArray[np.float32]:
     """Return the wave at another rate; soxr rounds its length, librosa then adds a zero or not."""
     import soxr
 
-    found = soxr.resample(mono, own_rate, rate, quality="HQ")[:wanted]
-    return np.pad(found, (0, wanted - len(found)))
+    wave = soxr.resample(mono, own_rate, rate, quality="HQ")[:length]
+    return np.pad(wave, (0, length - len(wave)))
 
 
 def _said(error: Exception) -> str:

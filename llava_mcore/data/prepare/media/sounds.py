@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.sections.data import Limits
-from llava_mcore.data.encoding.sound.sound_files import decode_sound, require_libraries, sound_format
+from llava_mcore.data.encoding.sound.sound_files import check_sound, require_libraries, sound_format
 from llava_mcore.data.prepare.media.references import SOUND, read_reference
 from llava_mcore.data.prepare.row_types import BadSample, Reason, Recording
 from llava_mcore.errors import DataError
-
-RATE = 16_000
-"""Samples per second for the trial of decoding; any would do."""
 
 
 def read_sound(reference: Any, folder: Path, limits: Limits, *, decode: bool = False) -> Recording:
@@ -31,7 +28,7 @@ def read_sound(reference: Any, folder: Path, limits: Limits, *, decode: bool = F
     try:
         extension, seconds = sound_format(data)
         if decode:
-            decode_sound(data, RATE)
+            check_sound(data)
     except DataError as error:
         raise BadSample(Reason.AUDIO_BROKEN, str(error)) from error
     return Recording(data, extension, seconds)

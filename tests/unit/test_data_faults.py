@@ -159,6 +159,27 @@ def test_fault_of_the_program_is_not_taken_for_bad_data(
     assert isinstance(caught.value.__cause__, DataError)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), ImportError("no decoder"), RecursionError("too deep")], ids=repr)
+def test_failures_of_the_system_are_named(
+    dataset: Path, assets: Assets, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end a run at the first sample, also while a resumed one reads the samples of its shuffle buffer again."""
+    loader = open_loader(dataset, assets)
+    take(loader, 16 * loader.num_streams)
+    saved = loader.state()
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("llava_mcore.data.streams.task_encoder.tokenize", fails)
+    expected = rf"cannot be read: {type(error).__name__}.*{error}.*0000\d\d"
+    with pytest.raises(DataError, match=expected) as caught:
+        next(open_loader(dataset, assets))
+    assert ("lower data.num_workers" in str(caught.value)) == isinstance(error, MemoryError)
+    with pytest.raises(DataError, match=expected):
+        next(open_loader(dataset, assets, saved=[saved]))
+
+
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_damaged_shards(dataset: Path, assets: Assets, tmp_path: Path, damage: str) -> None:
     """Damaged before the start: told at once, all of them. Damaged while a run reads them: it ends."""

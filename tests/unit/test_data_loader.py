@@ -17,7 +17,7 @@ import torch
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.encoding.processors import PROCESSOR_FILES
-from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.loading.loader import FORMAT, TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.errors import ConfigError, DataError
 from tests.helpers.conversions import forkserver
@@ -275,6 +275,27 @@ def test_packs_of_another_length_are_refused(dataset: Path, assets: Assets) -> N
         open_loader(dataset, assets, seq_length=128, saved=saved, packing=True)
     saved = [open_loader(dataset, assets).state()]
     assert keys(take(open_loader(dataset, assets, seq_length=128, saved=saved), 1))
+
+
+def test_settings_that_drop_samples_belong_to_a_position(dataset: Path, assets: Assets) -> None:
+    state = open_loader(dataset, assets, packing=True).state()
+    others: dict[str, Any] = {
+        **{"max_media_tokens": 2000, "on_too_long": "truncate", "max_sample_bytes": 2**20},
+        **{"max_text_chars": 999, "max_picture_pixels": 10**6, "max_frames": 7},
+    }
+    with pytest.raises(DataError, match=r"data\.max_media_tokens: saved with none, now 2000") as caught:
+        open_loader(dataset, assets, packing=True, saved=[state], **others)
+    assert all(f"data.{name}: saved with" in str(caught.value) for name in others)
+    limited = open_loader(dataset, assets, **others).state()
+    with pytest.raises(DataError, match=r"data\.max_media_tokens: saved with 2000, now none"):
+        open_loader(dataset, assets, saved=[limited], **others | {"max_media_tokens": None})
+    for packing in (True, False):  # what older versions saved
+        settings = open_loader(dataset, assets, packing=packing, **others).state()["settings"]
+        settings = {k: v for k, v in settings.items() if k.removeprefix("data.") not in others and "blends" not in k}
+        settings |= {"data.max_media_tokens": 2000 if packing else None}
+        settings |= {} if packing else {"data.packing_buffer_size": None, "data.seq_length": None}
+        older = {"format": FORMAT, "settings": settings, "streams": dict.fromkeys(range(6))}
+        assert keys(take(open_loader(dataset, assets, packing=packing, saved=[older], **others), 1))
 
 
 def test_other_settings_of_the_processor_are_refused(dataset: Path, assets: Assets, tmp_path: Path) -> None:

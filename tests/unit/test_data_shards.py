@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megatron.energon.cli.main import main as energon
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from llava_mcore.data.storage.dataset_path import FIELD_MAP, check_dataset, fingerprint
+from llava_mcore.data.storage.dataset_path import FIELD_MAP, check_dataset, fingerprint, nested_fingerprint
 from llava_mcore.errors import DataError
 
 DIGITS = load_digits()
@@ -115,8 +116,39 @@ def test_blend_names_every_bad_part(tmp_path: Path) -> None:
         check_dataset(blend)
 
 
+def test_every_entry_of_a_blend_is_checked(tmp_path: Path) -> None:
+    """A dataset may be listed twice, with other parts or split files."""
+    make_vqa(tmp_path / "data", shards=1, samples=1)
+    (tmp_path / "blend.yaml").write_text(_blend("data, split_part: val", "data"))
+    with pytest.raises(DataError, match="no shards in its 'val' part"):
+        check_dataset(tmp_path / "blend.yaml")
+    (tmp_path / "blend.yaml").write_text(_blend("data", "data, split_config: other.yaml"))
+    with pytest.raises(DataError, match=r"\(other\.yaml missing\)"):
+        check_dataset(tmp_path / "blend.yaml")
+    split = tmp_path / "data" / ".nv-meta" / "split.yaml"
+    split.rename(split.with_name("other.yaml"))
+    (tmp_path / "blend.yaml").write_text(_blend("data, split_config: other.yaml"))
+    assert check_dataset(tmp_path / "blend.yaml") == [tmp_path / "data"]
+
+
+def test_fingerprint_of_blends_within_a_blend(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_vqa(tmp_path / name, shards=1, samples=1)
+    outer, inner, known = tmp_path / "outer.yaml", tmp_path / "inner.yaml", []
+    outer.write_text(_blend("inner.yaml, subflavors: {path: nowhere}"))
+    for entries in ("a b", "a, weight: 50 b", "a, subset: {range: ['0%','50%']} b", "a, split_config: other.yaml b"):
+        inner.write_text(_blend(*entries.rsplit(" ", 1)))
+        shutil.copy(tmp_path / "a" / ".nv-meta" / "split.yaml", tmp_path / "a" / ".nv-meta" / "other.yaml")
+        known.append(nested_fingerprint(outer))
+    (tmp_path / "a" / ".nv-meta" / "other.yaml").write_text('{"split_parts": {"train": []}, "exclude": []}')
+    known.append(nested_fingerprint(outer))
+    assert len(set(map(tuple, known))) == len(known) and all(known)
+    assert nested_fingerprint(tmp_path / "a") == []
+
+
 def _blend(*names: str) -> str:
-    entries = "".join(f"      - weight: 1\n        path: ./{name}\n" for name in names)
+    """The YAML of a blend; a name may be followed by other keys."""
+    entries = "".join(f"      - {{path: ./{name}}}\n" for name in names)
     return f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n{entries}"
 
 

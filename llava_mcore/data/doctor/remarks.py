@@ -10,7 +10,8 @@ from pathlib import Path
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
 
-from llava_mcore.data.storage.dataset_path import META, SPLIT
+from llava_mcore.data.storage.blend import SPLIT
+from llava_mcore.data.storage.dataset_path import META
 from llava_mcore.data.storage.shard_files import META_ERRORS, ends_properly, known_shards
 from llava_mcore.errors import DataError
 

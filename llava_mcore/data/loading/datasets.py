@@ -20,7 +20,8 @@ from megatron.energon.metadataset.loader_interface import LoadedDataset
 from llava_mcore.compat.energon.jsonl import skip_nested_lines
 from llava_mcore.compat.energon.memory import forget_read_members
 from llava_mcore.compat.energon.named_code import NamedCodeError, refuse_named_code
-from llava_mcore.data.storage.dataset_path import SPLIT, refuse_endless
+from llava_mcore.data.storage.blend import SPLIT
+from llava_mcore.data.storage.dataset_path import refuse_endless
 from llava_mcore.data.storage.open_shards import OPEN_SHARDS
 from llava_mcore.data.storage.remote import locate
 from llava_mcore.data.storage.shard_reader import read_shards_directly

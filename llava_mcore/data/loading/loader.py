@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,10 +12,11 @@ from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.stored_tokens import log_origin
 from llava_mcore.data.loading.budgets import check_budgets, warnings_of_large_media
+from llava_mcore.data.loading.resume_settings import MICRO_BATCH, NUM_STREAMS, differences, settings_to_resume_with
 from llava_mcore.data.loading.sample_warnings import SampleWarnings
 from llava_mcore.data.loading.source import LEAST_AHEAD, Source, reading
 from llava_mcore.data.samples import Batch
-from llava_mcore.data.storage.dataset_path import check_dataset, fingerprint
+from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.data.streams.open_stream import check_streams, open_stream
 from llava_mcore.data.streams.pixel_buffers import PixelBuffers
 from llava_mcore.data.streams.skips import Skips
@@ -36,8 +36,6 @@ from llava_mcore.errors import DataError, problems
 
 logger = logging.getLogger(__name__)
 
-MICRO_BATCH = "training.micro_batch_size"
-PROCESSORS = "processors"
 FORMAT = 3
 
 
@@ -80,7 +78,7 @@ class TrainLoader:
         assert data.path is not None
         self.path: Path | str = data.path
         self._timeout = data.timeout
-        self._settings = _settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
+        self._settings = settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
         positions = self._take_over(saved) if saved is not None else {}
 
         def open_one(number: int, num_streams: int, batch_size: int) -> Stream:
@@ -91,7 +89,7 @@ class TrainLoader:
         with reading(self.path, self._timeout):
             if self.num_streams is None:
                 num_samples = open_one(0, 1, 1).dataset.len_worker(0)
-                self._settings["data.num_streams"] = default_num_streams(dp_size, data.num_workers, num_samples)
+                self._settings[NUM_STREAMS] = default_num_streams(dp_size, data.num_workers, num_samples)
             numbers = streams_of_rank(self.num_streams, dp_rank, dp_size)
             streams = {n: open_one(n, self.num_streams, micro_batch_size) for n in numbers}
             check_streams(streams, self.num_streams, leaves)
@@ -112,7 +110,7 @@ class TrainLoader:
     @property
     def num_streams(self) -> int:
         """Streams that the data is divided into, over all ranks."""
-        return self._settings["data.num_streams"]
+        return self._settings[NUM_STREAMS]
 
     def __iter__(self) -> Self:
         return self
@@ -159,8 +157,8 @@ class TrainLoader:
             raise DataError(f"this is not a position in the data that this version can read (expected format {FORMAT})")
         before = saved[0]["settings"]
         if self.num_streams is None:
-            self._settings["data.num_streams"] = before["data.num_streams"]
-        found = _differences(before, self._settings)
+            self._settings[NUM_STREAMS] = before[NUM_STREAMS]
+        found = differences(before, self._settings)
         if found:
             advice = "resume with the same settings, or start a run with another --name from its weights "
             advice += "(--megatron-load-dir)"
@@ -169,7 +167,7 @@ class TrainLoader:
             )
         times = before.get(MICRO_BATCH, self._settings[MICRO_BATCH]) // self._settings[MICRO_BATCH]
         positions = {n: scaled(position, times) for state in saved for n, position in state["streams"].items()}
-        missing = sorted(set(range(before["data.num_streams"])) - set(positions))
+        missing = sorted(set(range(before[NUM_STREAMS])) - set(positions))
         if missing:
             raise DataError(f"the saved position in {self.path} is incomplete: streams {missing} are missing")
         return positions
@@ -190,62 +188,12 @@ def _warn_of_large_media(data: DataConfig, assets: Assets) -> None:
         logger.warning(warning)
 
 
-def _settings_to_resume_with(
-    data: DataConfig, assets: Assets, path: Path | str, seed: int, micro_batch_size: int
-) -> dict[str, Any]:
-    """Return the settings that determine samples and their order, by their names in messages; None if they have no
-    effect."""
-    return {
-        PROCESSORS: assets.images.settings(),
-        "data.num_streams": data.num_streams,
-        "data.shuffle_buffer_size": data.shuffle_buffer_size,
-        "data.packing": data.packing,
-        "data.packing_buffer_size": data.packing_buffer_size if data.packing else None,
-        "data.seq_length": data.seq_length if data.packing else None,
-        "data.max_media_tokens": data.max_media_tokens if data.packing else None,
-        MICRO_BATCH: micro_batch_size,
-        "training.seed": seed,
-        "data.special_tokens_in_text": data.special_tokens_in_text,
-        "data.min_pixels": assets.pixels.smallest,
-        "data.max_pixels": assets.pixels.largest,
-        "data.video_min_pixels": assets.video_pixels.smallest,
-        "data.video_max_pixels": assets.video_pixels.largest,
-        "megatron-energon": version("megatron-energon"),
-        "data (made by energon prepare)": fingerprint(path),
-    }
-
-
 def _most_tiles(data: DataConfig, assets: Assets) -> int:
     """Return the approximate maximum number of tiles of a sample or pack."""
     most = data.seq_length // assets.plan.tokens_per_tile
     if data.max_media_tokens is not None:
         most = min(most, data.max_media_tokens // assets.plan.patches_per_tile)
     return most
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the differences in settings that prevent a saved position from being used.
-
-    A position is counted in micro-batches; it can be converted to smaller ones that divide them.
-    """
-    names = [name for name in before if name not in (MICRO_BATCH, PROCESSORS)]
-    found = [
-        f"{name}: saved with {before[name]}, now {now.get(name)}"
-        for name in names
-        if before[name] != now.get(name) and None not in (before[name], now.get(name))
-    ]
-    if PROCESSORS in before:  # not in positions that older versions saved
-        saved, current = before[PROCESSORS], now[PROCESSORS]
-        found += [
-            f"{name}: saved with {saved.get(name, 'none')}, now {current.get(name, 'none')}"
-            for name in sorted(saved.keys() | current.keys())
-            if saved.get(name) != current.get(name)
-        ]
-    size = before.get(MICRO_BATCH, now[MICRO_BATCH])
-    if size % now[MICRO_BATCH]:
-        fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        found.append(f"{MICRO_BATCH}: saved with {size}, now {now[MICRO_BATCH]}; it may become {fitting}")
-    return found
 
 
 def _serve(

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from llava_mcore.compat.torch import end_loader_processes
 from llava_mcore.data.loading.loader_process import leave_out_of_collections, loader_process_init
 from llava_mcore.data.storage.remote import storage_message
-from llava_mcore.data.streams.streams import Delivery
+from llava_mcore.data.streams.streams import MEMORY_ADVICE, Delivery
 from llava_mcore.errors import DataError
 
 LEAST_AHEAD = 2
@@ -86,6 +86,8 @@ def reading(path: Path | str, timeout: float) -> Iterator[None]:
     # A dead loader process is noticed by a signal handler, or by torch on its pipe.
     except (ConnectionError, EOFError) as error:
         raise _killed(path, error) from error
+    except MemoryError as error:
+        raise DataError(f"{path} cannot be read: {type(error).__name__}; {MEMORY_ADVICE}") from error
     except (OSError, ValueError, tarfile.TarError) as error:
         raise DataError(f"{path} cannot be read: {type(error).__name__}: {_own_message(error)}") from error
     except RuntimeError as error:
@@ -113,10 +115,7 @@ def noticing_killed_loaders(path: Path | str | None) -> Iterator[None]:
 
 
 def _killed(path: Path | str | None, error: Exception) -> DataError:
-    return DataError(
-        f"{path}: a loader process was killed ({error!r}); if memory ran out, lower data.num_workers, "
-        "data.shuffle_buffer_size or data.packing_buffer_size"
-    )
+    return DataError(f"{path}: a loader process was killed ({error!r}); {MEMORY_ADVICE}")
 
 
 def _own_message(error: Exception) -> str:

@@ -60,7 +60,7 @@ def check_profile(location: EPath) -> list[str]:
     ]
 
 
-def check_remote_shards(leaf: EPath, *, split_part: str = "train") -> list[str]:
+def check_remote_shards(leaf: EPath, *, split_part: str = "train", split_config: str = "split.yaml") -> list[str]:
     """Return what is wrong with the shards of a remote dataset, one message each. It checks 16 of them, evenly spread.
 
     Raises errors of the storage client if the store cannot be read.
@@ -68,7 +68,7 @@ def check_remote_shards(leaf: EPath, *, split_part: str = "train") -> list[str]:
     if leaf.is_file():
         return _check_jsonl(leaf)
     try:
-        shards = WebdatasetMeta.from_config(leaf, split_part=split_part).shards
+        shards = WebdatasetMeta.from_config(leaf, split_part=split_part, split_config=split_config).shards
     except META_ERRORS as error:
         if not isinstance(error, FileNotFoundError) and storage_message(error) is not None:
             raise

@@ -29,7 +29,7 @@ META_ERRORS = (
 ADVICE = "copy the file again, or prepare the dataset again"
 
 
-def check_shards(leaf: Path, *, split_part: str = "train") -> list[str]:
+def check_shards(leaf: Path, *, split_part: str = "train", split_config: str = "split.yaml") -> list[str]:
     """Return what is wrong with the files of a dataset, one message each; at most 20, then the number of the rest.
 
     It reads the end of the index and two blocks of the tar of every shard, whatever its size: less than a second for
@@ -37,13 +37,14 @@ def check_shards(leaf: Path, *, split_part: str = "train") -> list[str]:
 
     Args:
         leaf: a prepared folder or an indexed .jsonl file.
-        split_part: only the shards of this part of split.yaml are checked.
+        split_part: only the shards of this part are checked.
+        split_config: the file in .nv-meta that lists the parts.
     """
     if leaf.is_file():
         return _check_jsonl(leaf)
     try:
         known_shards(leaf)
-        meta = WebdatasetMeta.from_config(EPath(leaf), split_part=split_part)
+        meta = WebdatasetMeta.from_config(EPath(leaf), split_part=split_part, split_config=split_config)
     except DataError as error:
         return [f"{error}; prepare the dataset again"]
     except META_ERRORS as error:

@@ -16,7 +16,8 @@ from llava_mcore.compat.energon.named_code import NamedCodeError, refuse_named_c
 from llava_mcore.compat.energon.repeat import repeat_parts_exactly
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.samples import Batch
-from llava_mcore.data.storage.dataset_path import SPLIT, VALIDATION
+from llava_mcore.data.storage.blend import SPLIT
+from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.data.storage.open_shards import OPEN_SHARDS
 from llava_mcore.data.storage.remote import locate
 from llava_mcore.data.storage.shard_reader import read_shards_directly

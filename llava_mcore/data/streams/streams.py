@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from megatron.energon import SavableDataset, WorkerConfig
 from megatron.energon.cache import NoCachePool
-from megatron.energon.errors import FatalSampleError
+from megatron.energon.errors import SYSTEM_EXCEPTIONS, FatalSampleError
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -38,6 +38,12 @@ STREAMS_PER_RANK = 2
 LEAST_SAMPLES = 8
 """Minimum samples of a stream, so that a broken one does not leave it empty."""
 SHOWN_SKIPS = 10
+SHOWN_CHARS = 300
+"""Beginning of energon's description of a sample, which has its key and shard."""
+MEMORY_ADVICE = (
+    "if memory ran out, lower data.num_workers, data.shuffle_buffer_size or data.packing_buffer_size, or let large "
+    "pictures be skipped (data.max_picture_pixels)"
+)
 PLACE_EVERY = 16
 """Batches between two saved positions of a stream. Saving one costs about as much as decoding a picture; a resumed
 stream builds the batches since the last one again and drops them."""
@@ -159,10 +165,16 @@ class Stream:
         self._batches: Iterator[Batch] | None = None
 
     def restore(self, position: dict[str, Any]) -> None:
-        """Continue after a position, before the first batch. KeyError or TypeError for an invalid one."""
+        """Continue after a position, before the first batch.
+
+        KeyError or TypeError for an invalid one, DataError if its samples cannot be read again.
+        """
         assert self._batches is None, "restore() comes before the first batch"
         if position["dataset"] is not None:
-            self.dataset.restore_state(from_plain(position["dataset"]))
+            try:
+                self.dataset.restore_state(from_plain(position["dataset"]))
+            except FatalSampleError as error:
+                raise DataError(self._why_it_ended(error)) from error
         self._num_batches = position["num_batches"]
         self._num_known = num_given(position)
 
@@ -192,9 +204,7 @@ class Stream:
                 self._batches = iter(self.dataset)
             batch = next(self._batches)
         except FatalSampleError as error:
-            found = self._skips.take()
-            shown = [str(skip) for skip in found[-SHOWN_SKIPS:]]
-            raise DataError(problems(f"{len(found)} samples in a row cannot be used; the last ones", shown)) from error
+            raise DataError(self._why_it_ended(error)) from error
         except STORAGE_ERRORS as error:
             message = storage_message(error)
             if message is None:
@@ -205,6 +215,25 @@ class Stream:
         self._num_batches += 1
         batch.skipped = self._skips.take()
         return batch
+
+    def _why_it_ended(self, error: FatalSampleError) -> str:
+        """Return why energon has given up: a failure of the system, or many broken samples in a row."""
+        cause = _cause(error)
+        if isinstance(cause, SYSTEM_EXCEPTIONS):
+            reason = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+            hint = f"; {MEMORY_ADVICE}" if isinstance(cause, MemoryError) else ""
+            return f"{self._name} cannot be read: {reason}{hint}. {error!s:.{SHOWN_CHARS}}"
+        skips = self._skips.take()
+        shown = [str(skip) for skip in skips[-SHOWN_SKIPS:]]
+        return problems(f"{len(skips)} samples in a row cannot be used; the last ones", shown)
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """Return the error for which energon has raised one of its own, perhaps several times."""
+    cause: BaseException | None = error
+    while isinstance(cause, FatalSampleError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 class StreamServer(IterableDataset[Delivery]):

@@ -140,21 +140,29 @@ class FolderLock:
             OSError: the folder cannot be written to.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        took_over = False
-        while not _create(self.path, self.me):
-            holder = _read(self.path)
-            if holder is not None and holder.group == self.me.group:
-                return self
-            if self._is_stale(holder):
-                self._remove(holder)
-                took_over = True
-        if took_over:
+        if self._acquire():
+            threading.Thread(target=self._beat, name="lock", daemon=True).start()
+        return self
+
+    def _acquire(self) -> bool:
+        """Create the lock file; return False if a process of our group holds the lock. Raises as `__enter__` does."""
+        while True:
+            took_over = False
+            while not _create(self.path, self.me):
+                holder = _read(self.path)
+                if holder == self.me:  # put back by a process that had judged an earlier file (see `_remove`)
+                    return True
+                if holder is not None and holder.group == self.me.group:
+                    return False
+                if self._is_stale(holder):
+                    self._remove(holder)
+                    took_over = True
+            if not took_over:
+                return True
             # Another process may have judged the file earlier and removed it already.
             time.sleep(_SECONDS_TO_SETTLE)
-            if _read(self.path) != self.me:
-                return self.__enter__()
-        threading.Thread(target=self._beat, name="lock", daemon=True).start()
-        return self
+            if _read(self.path) == self.me:
+                return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

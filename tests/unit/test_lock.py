@@ -185,6 +185,18 @@ def test_processes_of_one_group_are_there_together(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fast")
+def test_a_lock_file_that_another_process_took_and_put_back_is_held(path: Path) -> None:
+    lock = locked(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(lock.me)))  # by a process that had judged the file before ours
+    begin = path.stat().st_mtime
+    with lock:
+        time.sleep(0.5)
+        assert path.stat().st_mtime > begin, "it is renewed"
+    assert not path.exists()
+
+
+@pytest.mark.usefixtures("fast")
 def test_the_holder_notices_that_it_was_taken_over(path: Path) -> None:
     lines: list[str] = []
     with locked(path, lost=lines.append):

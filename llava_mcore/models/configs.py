@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -56,6 +57,11 @@ class Recompute:
     method: Literal["uniform", "block"] = "uniform"
     num_layers: int = 1
     modules: tuple[Literal["core_attn", "mlp"], ...] = ("mlp",)
+
+    def for_layers(self, layers: Collection[int]) -> Recompute:
+        """Return the same in units of one layer if the outputs of several layers are used: those inside a unit are not
+        kept."""
+        return replace(self, num_layers=1) if self.method == "uniform" and len(layers) > 1 else self
 
     def fields(self) -> dict[str, Any]:
         """Return TransformerConfig fields."""
@@ -150,7 +156,8 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     }
     heads = {"num_attention_heads": options.tensor_model_parallel_size}  # for a connector without one
     projection = heads | architecture.connector(hf).config_from_hf(hf)
-    num_layers = architecture.features(hf).num_layers
+    features = architecture.features(hf)
+    num_layers = features.num_layers
     of_tower = tower_config(hf)
     tower = vision_family(of_tower)
     vision = tower.config_from_hf(of_tower, num_layers)
@@ -164,7 +171,7 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     if options.recompute is not None:
         language |= options.recompute.fields()
     if options.recompute_vision is not None:
-        vision |= options.recompute_vision.fields()
+        vision |= options.recompute_vision.for_layers(features.layers).fields()
     if options.transformer_impl == "transformer_engine":
         # Kernels whose rounding differs from Hugging Face's operations in the last bits.
         rope = language_family(text).shape(text).rope

@@ -13,7 +13,7 @@ from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.architectures.registry import features_per_tile
-from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.configs import ModelOptions, Recompute
 from llava_mcore.models.multimodal import VisionLanguageModel, insert_features
 from llava_mcore.models.vision.features import feature_choice
 from llava_mcore.parallel.groups import single_process
@@ -51,6 +51,23 @@ def test_features_equal_hugging_face(tmp_path: Path, case: str) -> None:
         theirs = torch.cat(tuple(hf.get_image_features(pixel_values=pixels).pooler_output))
     assert ours.shape[0] == 2 * features_per_tile(hf.config) == theirs.shape[0]
     assert (ours - theirs).abs().max().item() <= 1e-5
+
+
+def test_several_layers_of_a_tower_that_is_recomputed_in_larger_units(tmp_path: Path) -> None:
+    hf = make_hf_llava(tmp_path / "hf", vision="clip", feature_layer=[-2, 0, 2])
+    checkpoint = import_hf(tmp_path / "hf", tmp_path / "megatron")
+    size = hf.config.vision_config.image_size
+    media = {PIXEL_VALUES: torch.randn(2, 3, size, size), PIXEL_SCALE: NO_SCALE}
+    gradients = []
+    with single_process():
+        for recompute in (None, Recompute("full", "uniform", 4), Recompute("full", "block", 2)):
+            model = VisionLanguageModel(hf.config, ModelOptions(initialize=False, recompute_vision=recompute))
+            load_weights([model], checkpoint)
+            model.train().image_features(media).square().sum().backward()
+            gradients.append(model.vision_model.decoder.layers[0].mlp.linear_fc1.weight.grad)
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(gradients[1], gradients[0])
+    torch.testing.assert_close(gradients[2], gradients[0])
 
 
 @pytest.mark.parametrize("layer", [6, -7, 0, [], [0]])

@@ -185,8 +185,13 @@ class LinearAdapter:
         return torch.cat([rows for rows, owner in zip(found, owners, strict=True) if owner == member])
 
     def _dropped(self, x: Tensor, member: int) -> Tensor:
-        """Apply dropout to what a member reads; ranks that hold different parts of x draw different numbers."""
-        with tensor_parallel.get_cuda_rng_tracker().fork() if self.divides_input else contextlib.nullcontext():
+        """Apply dropout to what a member reads; ranks that hold different parts of x draw different numbers.
+
+        With sequence parallelism TransformerBlock has made them do so already: a second fork would begin with the state
+        that the first one began with, and a recomputation with another one.
+        """
+        forks = self.divides_input and not self.division.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
             return F.dropout(x, self.dropout)
 
     @property

@@ -78,8 +78,12 @@ class SDPAttention(MegatronModule):
             return self._attend(query, key, value)
 
     def _own_random_numbers(self) -> contextlib.AbstractContextManager[None]:
-        """Make tensor-parallel ranks, which have different heads, use different dropout masks."""
-        if self.dropout and self.training:
+        """Make tensor-parallel ranks, which have different heads, use different dropout masks.
+
+        With sequence parallelism TransformerBlock does so for all of its layers, as for megatron-core's own attention;
+        a second fork would begin with the state that the first one began with.
+        """
+        if self.dropout and self.training and not self.config.sequence_parallel:
             return tensor_parallel.get_cuda_rng_tracker().fork()
         return contextlib.nullcontext()
 

@@ -13,7 +13,7 @@ from llava_mcore.answering.job import Job, Layout, StoredModel
 from llava_mcore.answering.megatron_worker import ANSWERS, PROBLEM, run_rank
 from llava_mcore.checkpoint.layout import hf_folder, newest_iteration
 from llava_mcore.checkpoint.verify import require_undamaged
-from llava_mcore.config.rules.all_rules import check_layout
+from llava_mcore.config.rules.all_rules import check_parts
 from llava_mcore.errors import CheckpointError, ConfigError, LlavaMcoreError, problems
 from llava_mcore.generation.records import Record
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
@@ -57,7 +57,7 @@ def usable_checkpoint(folder: Path, layout: Layout, base_dir: Path | None) -> Pa
     checkpoint = newest_iteration(folder)
     check_base_dir(checkpoint, base_dir)
     dims = model_dims(load_hf_config(hf_folder(checkpoint)))
-    wrong = check_layout(dims, layout.tp, layout.pp, str(checkpoint), vision_data_parallel=True)
+    wrong = check_parts(dims, layout.tp, layout.pp, str(checkpoint), vision_data_parallel=True)
     if wrong:
         raise ConfigError(problems(f"{checkpoint} cannot be split into tp {layout.tp} x pp {layout.pp}", wrong))
     size, num_gpus = layout.tp * layout.pp, torch.cuda.device_count()

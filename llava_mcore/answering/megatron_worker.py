@@ -126,4 +126,4 @@ def _settings(checkpoint: Path, model: VisionLanguageModel, job: Job, tokenizer_
     folder = hf_folder(checkpoint)
     found = read_settings(folder, model.hf, tokenizer_eos, max_new_tokens=job.max_new_tokens, sampling=job.sampling)
     require_known(found, folder)
-    return found
+    return found.within(model.window)

@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
 from llava_mcore.checkpoint import layout
 from llava_mcore.compat.transformers import exact_attention, tower_names_in_files
-from llava_mcore.config.rules.all_rules import check_layout
+from llava_mcore.config.rules.all_rules import check_parts
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
 from llava_mcore.data.encoding.images import decode_image
@@ -105,11 +105,18 @@ def compare_logits(
     folder = hf_files.HfFolder.open(hf_dir)
     require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=tp * pp)
     hf = load_hf_config(hf_dir)
-    refused = check_layout(model_dims(hf), tp, pp, str(hf_dir))  # of whole towers every rank has other outputs
+    dims = model_dims(hf)
+    refused = check_parts(dims, tp, pp, str(hf_dir))  # of whole towers every rank has other outputs
     if refused:
         raise ConversionError(problems(f"logits cannot be compared at tp {tp} x pp {pp}", refused))
     names = detect_names(hf, folder.tensors, source=str(hf_dir))
     prompt = _prompt(hf, hf_dir, example)
+    length = prompt.ours["input_ids"].shape[1]
+    if dims.sliding_window is not None and length > dims.sliding_window:
+        raise ConversionError(
+            f"{example.name} and its question take {length} tokens, more than the sliding attention window of "
+            f"{dims.sliding_window} of {hf_dir}, which is not supported yet: compare with a smaller one"
+        )
     with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
         job = Path(name)
         expected, modules = _hugging_face(hf, hf_dir, prompt, names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,11 @@ class Settings:
     seed: int = 0
     most_positions: int | None = None
 
+    def within(self, window: int | None) -> Settings:
+        """Return these settings for a model whose sequences must not be longer than `window` (None: any length)."""
+        lengths = [x for x in (self.most_positions, window) if x is not None]
+        return replace(self, most_positions=min(lengths, default=None))
+
     @property
     def draws(self) -> bool:
         """Whether tokens are sampled. Otherwise the most probable ones are taken."""
@@ -108,7 +113,8 @@ class Settings:
         if prompt_length >= most:
             raise DataError(
                 f"the question has {prompt_length} tokens with its pictures and earlier turns, and the model has "
-                f"{most} positions for question and answer (max_position_embeddings): shorten the question"
+                f"{most} positions for question and answer (max_position_embeddings, or the sliding window of a model "
+                "for which it is not supported yet): shorten the question"
             )
         return min(self.max_new_tokens, most - prompt_length)
 

@@ -36,7 +36,8 @@ from llava_mcore.batch_fields import (
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.models.language.decoder import LanguageModel, padded_vocab_size
-from llava_mcore.models.language.registry import language_family
+from llava_mcore.models.language.registry import language_family, limiting_window
+from llava_mcore.models.limits import require_deepstack_layers, require_within
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.models.vision.replicated import as_replicas, mark_replicated, run_divided
 from llava_mcore.parallel.items import MediaLengths
@@ -92,6 +93,10 @@ class VisionLanguageModel(MegatronModule):
             vp_stage=vp_stage,
             plain_linears=options.plain_linears,
         )
+        if pre_process:
+            needed = min(self.num_deepstack, hf.text_config.num_hidden_layers)
+            require_deepstack_layers(needed, len(self.language_model.decoder.layers))
+        self.window = limiting_window(hf.text_config)
 
     def forward(
         self,
@@ -124,6 +129,7 @@ class VisionLanguageModel(MegatronModule):
             every token [b, s] with labels alone, else logits [b, s, vocabulary]; on the others hidden states [s, b, h],
             [s / tp, b, h] with sequence parallelism, for which s must be a multiple of tp.
         """
+        require_within(self.window, input_ids.shape[1] if packed_seq_params is None else packed_seq_params.max_seqlen_q)
         decoder_input, deepstack = None, None
         if self.pre_process:
             decoder_input, deepstack = self.decoder_input(

@@ -16,20 +16,25 @@ from transformers import AutoProcessor, AutoVideoProcessor
 from transformers.image_utils import SizeDict
 from transformers.video_utils import VideoMetadata
 
+from llava_mcore.answering.job import Layout
+from llava_mcore.answering.megatron_answers import usable_checkpoint
 from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.cli import import_hf as import_command
 from llava_mcore.cli import inspect_folder
+from llava_mcore.config.rules.all_rules import check_layout, check_parts
 from llava_mcore.config.rules.parallel import check_stages
 from llava_mcore.config.sections.data import PixelRange
+from llava_mcore.convert.compare_logits import check_logits
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.encoding.images import decode_image
 from llava_mcore.data.encoding.pixel_range import write_pixel_range
 from llava_mcore.data.samples import Conversation, Turn, Video
-from llava_mcore.errors import ConversionError, DataError
+from llava_mcore.errors import ConfigError, ConversionError, DataError
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.limits import require_deepstack_layers
 from llava_mcore.pixels import normalize
 from tests.helpers.class_checks import assert_logits_and_gradients, assert_torch_counts_the_same, batch_of, edited
 from tests.helpers.photos import CHINA
@@ -218,6 +223,17 @@ def test_layers_that_take_inner_features_stay_on_the_first_stage(folders: dict[s
     assert "features of the vision tower are added after the first 2 layers of hf" in said
     assert "must be on the first stage, which has 1 (--pp 2" in said
     assert not list(check_stages(run_config(1, 2, None, str(tmp_path)), dims, 2, "hf"))
+    (said,) = check_parts(dims, 1, 4, "hf")
+    assert "which has 1 (--pp 4): use --pp 1 or 2" in said
+    assert not check_parts(dims, 1, 2, "hf") and not check_layout(dims, 1, 4, "hf")
+    # The command that computes at a layout, and a program that builds the model itself.
+    import_hf(folders["qwen3_vl"], tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"on the first stage, which has 1 \(--pp 4\)"):
+        usable_checkpoint(tmp_path / "m", Layout(1, 4, 1), None)
+    with pytest.raises(ConversionError, match=r"on the first stage, which has 1 \(--pp 4\)"):
+        check_logits(folders["qwen3_vl"], tmp_path / "m", CHINA, tp=1, pp=4)
+    with pytest.raises(ConfigError, match="on the first stage, which has 1"):
+        require_deepstack_layers(2, 1)
 
 
 def test_a_plan_can_be_pickled(folders: dict[str, Path]) -> None:

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_devices, check_layout, check_run
 from llava_mcore.config.rules.dims import ModelDims
+from llava_mcore.errors import ConfigError, DataError
+from llava_mcore.generation.settings import Settings
+from llava_mcore.models.limits import require_within
 
 DIMS = ModelDims(
     num_layers=8,
@@ -140,6 +144,17 @@ def test_layout_is_accepted_exactly_when_everything_divides(
     sizes = (heads, groups, 128, 64, 4)
     divides = all(size % tp == 0 for size in sizes) and layers % pp == 0
     assert (check_layout(dims, tp, pp, "M") == []) == divides
+
+
+def test_a_model_refuses_what_its_window_would_hide() -> None:
+    require_within(None, 5000), require_within(1024, None), require_within(1024, 1024)
+    with pytest.raises(ConfigError, match="1025 tokens exceeds the sliding attention window of 1024"):
+        require_within(1024, 1025)
+    settings = Settings(GenerationConfig(), 100, frozenset(), most_positions=4096)
+    assert settings.within(None).longest_answer(4000) == 96
+    assert settings.within(1024).longest_answer(1000) == 24
+    with pytest.raises(DataError, match="the model has 1024 positions"):
+        settings.within(1024).longest_answer(1024)
 
 
 def test_sliding_window_shorter_than_the_sequence(good: list[str]) -> None:

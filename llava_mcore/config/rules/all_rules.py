@@ -12,7 +12,7 @@ from llava_mcore.config.needs import check_needs
 from llava_mcore.config.rules.adapter import check_adapter, trains_projection, trains_tower
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.rules.operation import check_operations
-from llava_mcore.config.rules.parallel import check_options, check_stages, has_uneven_stages
+from llava_mcore.config.rules.parallel import check_deepstack, check_options, check_stages, has_uneven_stages
 from llava_mcore.config.rules.schedule import check_schedule
 from llava_mcore.config.schema import RunConfig
 
@@ -55,6 +55,16 @@ def check_layout(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_
             f"in {source}: this model can use {_divisors(dims.num_layers)}"
         )
     return found
+
+
+def check_parts(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_parallel: bool = False) -> list[str]:
+    """Like `check_layout`, for a model that computes in `tp` x `pp` parts with stages of equal size."""
+    found = check_layout(dims, tp, pp, source, vision_data_parallel=vision_data_parallel)
+    fitting = [
+        n for n in range(1, pp) if dims.num_layers % n == 0 and dims.num_layers // n >= dims.num_deepstack_layers
+    ]
+    advice = f"use --pp {' or '.join(map(str, fitting or [1]))}"
+    return found + check_deepstack(dims.num_deepstack_layers, dims.num_layers // pp, source, f"--pp {pp}", advice)
 
 
 def tower_divides(dims: ModelDims, tp: int) -> bool:

@@ -31,3 +31,8 @@ class ModelDims:
     keeps_class_token: bool = False
     projection_ffn_hidden_size: int = 0
     num_deepstack: int = 0
+
+    @property
+    def num_deepstack_layers(self) -> int:
+        """Return the number of decoder layers after which features are added: in a short model not all are."""
+        return min(self.num_deepstack, self.num_layers)

@@ -66,14 +66,14 @@ def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) 
     pp, layers = parallel.pipeline_model_parallel_size, dims.num_layers
     if pp == 1:
         return
-    first = _layers_of_first_chunk(parallel, layers)
-    if first < dims.num_deepstack:
-        yield (
-            f"features of the vision tower are added after the first {dims.num_deepstack} layers of {source}, so these "
-            f"must be on the first stage, which has {first} (--pp {pp}, parallel.num_layers_in_first_pipeline_stage "
-            f"{parallel.num_layers_in_first_pipeline_stage}, parallel.num_layers_per_virtual_pipeline_stage "
-            f"{parallel.num_layers_per_virtual_pipeline_stage}): give the first stage more, or lower --pp"
-        )
+    stages = (
+        f"--pp {pp}, parallel.num_layers_in_first_pipeline_stage {parallel.num_layers_in_first_pipeline_stage}, "
+        f"parallel.num_layers_per_virtual_pipeline_stage {parallel.num_layers_per_virtual_pipeline_stage}"
+    )
+    advice = "give the first stage more, or lower --pp"
+    yield from check_deepstack(
+        dims.num_deepstack_layers, _layers_of_first_chunk(parallel, layers), source, stages, advice
+    )
     if has_uneven_stages(parallel):
         ends = [parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage]
         rest, others = layers - sum(n or 0 for n in ends), pp - sum(n is not None for n in ends)
@@ -102,6 +102,24 @@ def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) 
                 f"an interleaved pipeline needs a number of micro-batches that is a multiple of --pp {pp}, not "
                 f"{micro_batches} = {size} / --micro-batch-size / data-parallel ranks: change a batch size"
             )
+
+
+def check_deepstack(num_deepstack: int, num_first: int, source: str, stages: str, advice: str) -> list[str]:
+    """Return why features of inner layers of the tower would not reach all decoder layers that add them.
+
+    Args:
+        num_deepstack: decoder layers that add some: a stage hands only hidden states to the next.
+        num_first: decoder layers beside the tower.
+        source: names the model.
+        stages: says how it is divided.
+        advice: what to do.
+    """
+    if num_first >= num_deepstack:
+        return []
+    return [
+        f"features of the vision tower are added after the first {num_deepstack} layers of {source}, so these must be "
+        f"on the first stage, which has {num_first} ({stages}): {advice}"
+    ]
 
 
 def _layers_of_first_chunk(parallel: ParallelConfig, layers: int) -> int:

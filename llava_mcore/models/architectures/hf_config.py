@@ -15,7 +15,7 @@ from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.hf_source import read_config
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of, tower_config
 from llava_mcore.models.language.registry import REASONS as LANGUAGE_REASONS
-from llava_mcore.models.language.registry import language_family, texts_of_any_class
+from llava_mcore.models.language.registry import language_family, limiting_window, texts_of_any_class
 from llava_mcore.models.vision.family import PatchTower, TileTower
 from llava_mcore.models.vision.registry import REASONS as VISION_REASONS
 from llava_mcore.models.vision.registry import towers_of_any_class, vision_family
@@ -163,8 +163,6 @@ def model_dims(hf: PretrainedConfig) -> ModelDims:
     """Return the sizes that determine the possible layouts."""
     text, vision = hf.text_config, tower_config(hf)
     tower, features = vision_family(vision), architecture_of(hf).features(hf)
-    values = text.to_dict()
-    limited_by_window = values.get("use_sliding_window", True) and not language_family(text).computes_windows
     return ModelDims(
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
@@ -177,7 +175,7 @@ def model_dims(hf: PretrainedConfig) -> ModelDims:
         vision_ffn_hidden_size=tower.padded_ffn_size(vision),
         vision_num_attention_heads=vision.num_attention_heads,
         max_position_embeddings=text.max_position_embeddings,
-        sliding_window=values.get("sliding_window") if limited_by_window else None,
+        sliding_window=limiting_window(text),
         num_deepstack=architecture_of(hf).num_deepstack(hf),
         keeps_class_token=tower.has_class_token(vision) and not features.drop_first_token,
         projection_ffn_hidden_size=architecture_of(hf).connector(hf).config_from_hf(hf)["ffn_hidden_size"],

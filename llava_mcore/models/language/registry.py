@@ -31,3 +31,13 @@ def texts_of_any_class() -> tuple[str, ...]:
 def language_family(hf: PretrainedConfig) -> LanguageFamily:
     """Return the family of a text config. `load_hf_config` has checked that it is known."""
     return LANGUAGE_FAMILIES[hf.model_type]
+
+
+def limiting_window(text: PretrainedConfig) -> int | None:
+    """Return the longest sequence that is computed as in Hugging Face: a sliding window that the family does not
+    compute. None: any."""
+    values = text.to_dict()
+    if language_family(text).computes_windows or not values.get("use_sliding_window", True):
+        return None
+    window: int | None = values.get("sliding_window")
+    return window

@@ -233,5 +233,5 @@ DATASETS = [
         "start",
     ),
     BadData("all samples broken", all_broken, "stop", f"{UNDECODABLE} .*no known format"),
-    BadData("fewer samples than ranks", few, "stop", "fewer samples than the 2 streams", "start", ranks=2),
+    BadData("fewer samples than ranks", few, "fine", ranks=2),
 ]

@@ -37,7 +37,7 @@ class BadData:
             is fine, in the doctor's report only (empty: it has nothing to say).
         where: start: before the first batch; training: when the data are read.
         packing: trained with --packing.
-        ranks: data-parallel ranks that it takes, of which the last one raises; the doctor does not know them.
+        ranks: data-parallel ranks, of which the last one reads; the doctor does not know them.
     """
 
     name: str

@@ -19,6 +19,7 @@ from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.encoding.processors import PROCESSOR_FILES
 from llava_mcore.data.loading.loader import FORMAT, TrainLoader
 from llava_mcore.data.samples import Batch
+from llava_mcore.data.streams.streams import default_num_streams
 from llava_mcore.errors import ConfigError, DataError
 from tests.helpers.conversions import forkserver
 from tests.helpers.encoding import tiles
@@ -207,42 +208,50 @@ def test_stopped_at_random_and_resumed_on_other_ranks(dataset: Path, assets: Ass
     assert_equal(found, take(uninterrupted, len(found)))
 
 
-def test_ranks_that_do_not_divide_the_streams_lose_nothing(dataset: Path, assets: Assets) -> None:
-    """8 streams of 6 samples on 1, 3 and 5 ranks: other steps, but each stream's samples in its own order."""
-    options: dict[str, Any] = {"num_streams": 8, "micro_batch_size": 1}
-    per_stream: dict[int, list[str]] = {n: [] for n in range(8)}
+def test_stopped_at_ranks_that_do_not_divide_the_streams(
+    dataset: Path, assets: Assets, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps of 30 micro-batches of 4 streams on 3, 1, 10 and 5 ranks: the batches of one rank, and a warning."""
+    options: dict[str, Any] = {"num_streams": 4, "micro_batch_size": 1, "packing": True, "packing_buffer_size": 5}
     uninterrupted = open_loader(dataset, assets, **options)
-    for number, batch in enumerate(take(uninterrupted, 96)):
-        per_stream[number % 8] += batch.sample_keys
-    stream_of = {key: n for n, keys_ in per_stream.items() for key in keys_}
-    seen: dict[int, list[str]] = {n: [] for n in range(8)}
     saved: list[dict[str, Any]] | None = None
-    for dp, number in ((1, 7), (3, 5), (5, 4), (2, 3)):
-        ranks = [open_loader(dataset, assets, dp_rank=r, dp_size=dp, saved=saved, **options) for r in range(dp)]
-        for rank in ranks:
-            for batch in take(rank, number):
-                for key in batch.sample_keys:
-                    seen[stream_of[key]].append(key)
-        saved = [rank.state() for rank in ranks]
-    assert sum(map(len, seen.values())) == 7 + 15 + 20 + 6
-    assert all(keys_ == per_stream[n][: len(keys_)] for n, keys_ in seen.items())
-
-
-def test_epoch_is_seen_exactly_once_whatever_the_ranks(dataset: Path, assets: Assets) -> None:
-    """48 samples in 16 streams of 3; a third of the epoch on 2 ranks, a third on 4, the rest on 1."""
-    saved: list[dict[str, Any]] | None = None
-    seen: Counter[str] = Counter()
-    for dp, number in ((2, 8), (4, 4), (1, 16)):
+    for dp, workers in ((3, 0), (1, 0), (10, 0), (5, 1)):
+        caplog.clear()
         ranks = [
-            open_loader(dataset, assets, workers=1, shuffle=0, dp_rank=r, dp_size=dp, saved=saved, micro_batch_size=1)
+            open_loader(dataset, assets, workers=workers, dp_rank=r, dp_size=dp, saved=saved, **options)
             for r in range(dp)
         ]
-        for rank in ranks:
-            seen.update(key for batch in take(rank, number) for key in batch.sample_keys)
+        assert ("do not divide the 4 streams" in caplog.text) == (dp != 1)
+        parts = [take(rank, 30 // dp) for rank in ranks]
+        assert_equal([parts[r][j] for j in range(30 // dp) for r in range(dp)], take(uninterrupted, 30))
         saved = [rank.state() for rank in ranks]
         for rank in ranks:
             rank.close()
-    assert len(seen) == 48 and set(seen.values()) == {1}
+    assert saved is not None and all(place["further"] < 32 for state in saved for place in state["streams"].values())
+
+
+@pytest.mark.parametrize("samples", [3, 25, 120])
+def test_few_samples_are_the_same_batches_on_any_number_of_ranks(assets: Assets, tmp_path: Path, samples: int) -> None:
+    path = make_vqa(tmp_path, shards=1, samples=samples)
+    orders = {}
+    for dp, workers in ((1, 0), (2, 1), (6, 0)):
+        ranks = [
+            open_loader(path, assets, workers=workers, dp_rank=r, dp_size=dp, micro_batch_size=1) for r in range(dp)
+        ]
+        parts = [keys(take(rank, 24 // dp)) for rank in ranks]
+        orders[dp] = [parts[r][j] for j in range(24 // dp) for r in range(dp)]
+        for rank in ranks:
+            rank.close()
+    assert all(order == orders[1] for order in orders.values())
+
+
+def test_default_number_of_streams() -> None:
+    """It depends on the data alone, except for many samples on a number of ranks that does not divide 48."""
+    assert [default_num_streams(n, 1) for n in (1, 25, 120, 383, 384, 10**6)] == [1, 2, 12, 24, 48, 48]
+    assert {default_num_streams(10**6, dp) for dp in (1, 2, 3, 4, 6, 8, 12, 16, 24, 48)} == {48}
+    assert [default_num_streams(10**6, dp) for dp in (5, 32, 64, 1024)] == [240, 96, 192, 3072]
+    assert {default_num_streams(1000, dp) for dp in range(1, 100)} == {48, 96}
+    assert {default_num_streams(120, dp) for dp in range(1, 100)} == {12}
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -338,8 +347,6 @@ def test_state_of_another_loader_is_refused(dataset: Path, assets: Assets, tmp_p
     half = open_loader(dataset, assets, dp_size=2).state()
     with pytest.raises(DataError, match=r"incomplete: streams \[1, 3, 5\]"):
         open_loader(dataset, assets, saved=[half])
-    with pytest.raises(DataError, match=r"6 streams, which 17 data-parallel ranks cannot share"):
-        open_loader(dataset, assets, dp_size=17, saved=[state])
     state["streams"][0] = {"dataset": {"__kind__": "os", "fields": {}}, "num_batches": 1}
     for wrong in ([], [{}], [{"format": 0}], [state]):
         with pytest.raises(DataError, match=r"not a position in the data|cannot be restored"):
@@ -348,10 +355,9 @@ def test_state_of_another_loader_is_refused(dataset: Path, assets: Assets, tmp_p
 
 def test_few_samples_are_divided_over_fewer_streams(assets: Assets, tmp_path: Path) -> None:
     make_vqa(tmp_path, shards=1, samples=3)
-    assert [open_loader(tmp_path, assets, dp_size=n).num_streams for n in (1, 2, 3)] == [1, 2, 3]
+    assert [open_loader(tmp_path, assets, dp_size=n).num_streams for n in (1, 2, 5)] == [1, 1, 1]
     with pytest.raises(DataError, match=r"fewer samples than the 4 streams .* lower data\.num_streams"):
-        for rank in range(4):
-            open_loader(tmp_path, assets, dp_rank=rank, dp_size=4)
+        open_loader(tmp_path, assets, num_streams=4)
 
 
 @pytest.fixture(scope="module")

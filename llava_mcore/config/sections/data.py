@@ -65,8 +65,9 @@ class DataConfig(Section):
     shuffle_buffer_size: int = Field(100, ge=0, le=10**7)
     """Samples that each stream keeps to shuffle among; 0 or 1 keeps the order within a shard."""
     num_streams: Parts | None = None
-    """Streams that the data is divided into for the whole run: at least as many as the run will ever have data-parallel
-    ranks, ideally a multiple of their number. Not given: such a multiple, at least 16, which a resumed run keeps."""
+    """Streams that the data is divided into for the whole run, ideally a multiple of every number of data-parallel
+    ranks that it will have. Not given: 48 (fewer below 384 samples), or a multiple of 48 and the number of ranks. A
+    resumed run keeps them."""
     image_token_id: int | None = Field(None, ge=0, le=10**9)
     """Id of the tokenizer's placeholder for pictures; not given: the one the tokenizer names, else that of <image>."""
     pad_token_id: int | None = Field(None, ge=0, le=10**9)

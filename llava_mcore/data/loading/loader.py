@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,15 +22,17 @@ from llava_mcore.data.streams.open_stream import check_streams, open_stream
 from llava_mcore.data.streams.pixel_buffers import PixelBuffers
 from llava_mcore.data.streams.skips import Skips
 from llava_mcore.data.streams.streams import (
-    RoundRobin,
     Stream,
     StreamServer,
+    Turns,
     default_num_streams,
+    newest,
     num_given,
-    position_after,
+    position_at,
     scaled,
     share,
     streams_of_rank,
+    warnings_of_ranks,
 )
 from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError, problems
@@ -42,8 +45,7 @@ FORMAT = 3
 class TrainLoader:
     """Endless batches of one data-parallel rank, in an order fixed by seed, data, streams and micro-batch size.
 
-    All ranks together read the same for every number of ranks and loader processes (see `streams`), if the number of
-    ranks divides the number of streams and of a step's micro-batches; otherwise the order differs.
+    All ranks together read the same for every number of ranks and loader processes (see `streams`).
 
     A broken sample is skipped and reported in `Batch.skipped`; all other failures raise DataError.
     """
@@ -89,21 +91,25 @@ class TrainLoader:
         with reading(self.path, self._timeout):
             if self.num_streams is None:
                 num_samples = open_one(0, 1, 1).dataset.len_worker(0)
-                self._settings[NUM_STREAMS] = default_num_streams(dp_size, data.num_workers, num_samples)
+                self._settings[NUM_STREAMS] = default_num_streams(num_samples, dp_size)
             numbers = streams_of_rank(self.num_streams, dp_rank, dp_size)
             streams = {n: open_one(n, self.num_streams, micro_batch_size) for n in numbers}
             check_streams(streams, self.num_streams, leaves)
             if dp_rank == 0:
                 log_origin(leaves, assets.chat.fingerprint)
-                _warn_of_large_media(data, assets)
-            self._restore(streams, positions)
+                for warning in (*warnings_of_large_media(data, assets), *warnings_of_ranks(self.num_streams, dp_size)):
+                    logger.warning(warning)
+            num_batches = self._restore(streams, positions)
         self._positions = {n: positions.get(n) for n in numbers}
-        num_batches = {n: 0 if position is None else num_given(position) for n, position in self._positions.items()}
-        self._turns = iter(RoundRobin(num_batches))
+        if self.num_streams % dp_size == 0:
+            turns = partial(Turns, {n: num_batches[n] for n in numbers})
+        else:  # other ranks take batches of the same streams
+            turns = partial(Turns, num_batches, dp_rank, dp_size)
+        self._turns = turns()
         buffer_bytes = (
             micro_batch_size * _most_tiles(data, assets) * assets.plan.rows_per_tile * assets.images.num_bytes
         )
-        self._sources = _serve(streams, num_batches, data, seed, buffer_bytes, num_micro_batches)
+        self._sources = _serve(streams, turns, data, seed, buffer_bytes, num_micro_batches)
         self._closed = False
         self._warnings = SampleWarnings(self.path, assets)
 
@@ -119,7 +125,7 @@ class TrainLoader:
         """Return the next micro-batch. DataError if the data cannot be read; the loader is closed then."""
         if self._closed:
             raise DataError(f"the loader of {self.path} is closed")
-        stream = next(self._turns)
+        stream = next(self._turns).stream
         try:
             with reading(self.path, self._timeout):
                 delivery = self._sources[stream].next()
@@ -130,7 +136,7 @@ class TrainLoader:
             self.close()
             raise
         assert delivery.stream == stream
-        self._positions[stream] = position_after(self._positions[stream], delivery)
+        self._positions[stream] = delivery.position or self._positions[stream]
         self._warnings.look_at(delivery.batch)
         return delivery.batch
 
@@ -139,7 +145,9 @@ class TrainLoader:
 
         `torch.save` it, one for each data-parallel rank; `torch.load(…, weights_only=True)` reads it.
         """
-        return {"format": FORMAT, "settings": self._settings, "streams": dict(self._positions)}
+        counts = self._turns.num_batches
+        streams = {n: position_at(position, counts[n]) for n, position in self._positions.items()}
+        return {"format": FORMAT, "settings": self._settings, "streams": streams}
 
     def close(self) -> None:
         """Stop the loader processes. A second call does nothing."""
@@ -166,26 +174,22 @@ class TrainLoader:
                 problems(f"the saved position does not belong to this loader of {self.path}; {advice}", found)
             )
         times = before.get(MICRO_BATCH, self._settings[MICRO_BATCH]) // self._settings[MICRO_BATCH]
-        positions = {n: scaled(position, times) for state in saved for n, position in state["streams"].items()}
+        positions = newest([{n: scaled(place, times) for n, place in state["streams"].items()} for state in saved])
         missing = sorted(set(range(before[NUM_STREAMS])) - set(positions))
         if missing:
             raise DataError(f"the saved position in {self.path} is incomplete: streams {missing} are missing")
         return positions
 
-    def _restore(self, streams: dict[int, Stream], positions: dict[int, dict[str, Any] | None]) -> None:
-        for number, stream in streams.items():
-            position = positions.get(number)
-            if position is None:
-                continue  # it had not returned a batch yet
-            try:
-                stream.restore(position)
-            except (KeyError, TypeError, AttributeError, AssertionError) as error:
-                raise DataError(f"the saved position in {self.path} cannot be restored: {error!r}") from error
-
-
-def _warn_of_large_media(data: DataConfig, assets: Assets) -> None:
-    for warning in warnings_of_large_media(data, assets):
-        logger.warning(warning)
+    def _restore(self, streams: dict[int, Stream], positions: dict[int, dict[str, Any] | None]) -> dict[int, int]:
+        """Set this rank's streams to their positions, and return how many batches every stream has returned."""
+        try:
+            for number, stream in streams.items():
+                position = positions.get(number)
+                if position is not None:  # else it had not returned a batch yet
+                    stream.restore(position)
+            return {number: num_given(positions.get(number)) for number in range(self.num_streams)}
+        except (KeyError, TypeError, AttributeError, AssertionError) as error:
+            raise DataError(f"the saved position in {self.path} cannot be restored: {error!r}") from error
 
 
 def _most_tiles(data: DataConfig, assets: Assets) -> int:
@@ -198,13 +202,17 @@ def _most_tiles(data: DataConfig, assets: Assets) -> int:
 
 def _serve(
     streams: dict[int, Stream],
-    num_batches: dict[int, int],
+    turns: Callable[[], Turns],
     data: DataConfig,
     seed: int,
     buffer_bytes: int,
     num_micro_batches: int,
 ) -> dict[int, Source]:
-    """Return the source of each stream's deliveries: loader processes, or this process."""
+    """Return the source of each stream's deliveries: loader processes, or this process.
+
+    Args:
+        turns: makes the turns of this rank, from the first that it has not had.
+    """
     num_workers = data.num_workers
     if num_workers > len(streams):
         logger.info("this rank serves %d streams: %d of %d loader processes", len(streams), len(streams), num_workers)
@@ -213,7 +221,7 @@ def _serve(
     num_ahead = max(LEAST_AHEAD, math.ceil(num_micro_batches / len(shares)))
     for numbers in shares:
         buffers = PixelBuffers(buffer_bytes, num_ahead) if num_workers else None
-        server = StreamServer({n: streams[n] for n in numbers}, RoundRobin(num_batches), buffers)
+        server = StreamServer({n: streams[n] for n in numbers}, turns(), buffers)
         source = Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout, num_ahead=num_ahead)
         sources |= dict.fromkeys(numbers, source)
     return sources

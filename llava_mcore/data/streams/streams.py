@@ -1,19 +1,22 @@
 """The streams that the data is divided into, and the order in which ranks and loader processes serve them.
 
 A run divides its data over a fixed number S of streams. Each has its own part of every dataset, shuffle buffer and
-packing buffer, and a position that can be saved. Of n data-parallel ranks, rank r serves the streams s with s mod n =
-r,
-always the one that has returned the fewest batches. So the micro-batches of all ranks together come from stream
-0, 1, …, S - 1, 0, … whatever n is, and which process of a rank serves a stream changes nothing.
+packing buffer, and a position that can be saved. The micro-batches of all ranks together come from stream
+0, 1, …, S - 1, 0, …, and of n data-parallel ranks, rank r takes those with the numbers r, r + n, r + 2n, … So n changes
+nothing, nor does which process of a rank serves a stream.
+
+If n divides S, rank r serves the streams s with s mod n = r. Otherwise several ranks read the same streams, and each
+drops the batches of the others.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from megatron.energon import SavableDataset, WorkerConfig
@@ -31,10 +34,8 @@ from llava_mcore.data.streams.skips import Skips
 from llava_mcore.errors import DataError, problems
 from llava_mcore.pixels import as_used, in_memory
 
-LEAST_STREAMS = 16
-"""So that a run that starts on one rank can continue on up to 16."""
-STREAMS_PER_RANK = 2
-"""So that a run can continue on twice as many ranks."""
+NUMBERS_OF_STREAMS = (48, 24, 12, 6, 4, 2, 1)
+"""Numbers with many divisors: a run can continue on 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48 ranks without reading twice."""
 LEAST_SAMPLES = 8
 """Minimum samples of a stream, so that a broken one does not leave it empty."""
 SHOWN_SKIPS = 10
@@ -49,42 +50,58 @@ PLACE_EVERY = 16
 stream builds the batches since the last one again and drops them."""
 
 
-def default_num_streams(dp_size: int, num_workers: int, num_samples: int) -> int:
-    """Return a multiple of dp_size that every loader process of a rank can serve equally many of.
+def default_num_streams(num_samples: int, dp_size: int) -> int:
+    """Return a number that depends on the data alone for every dp_size that divides it, and for all with little data.
 
-    Few samples are divided into fewer streams, but never fewer than ranks.
+    Few samples are divided into fewer streams. Other numbers of ranks get a multiple of both if there is enough data.
     """
-    per_rank = max(STREAMS_PER_RANK, math.ceil(LEAST_STREAMS / dp_size))
-    workers = max(1, num_workers)
-    wanted = dp_size * workers * math.ceil(per_rank / workers)
-    return max(dp_size, min(wanted, num_samples // LEAST_SAMPLES // dp_size * dp_size))
+    most = max(1, num_samples // LEAST_SAMPLES)
+    usual = next(number for number in NUMBERS_OF_STREAMS if number <= most)
+    multiple = math.lcm(usual, dp_size)
+    return multiple if multiple <= most else usual
 
 
 def streams_of_rank(num_streams: int, dp_rank: int, dp_size: int) -> list[int]:
-    """Return the streams that a rank serves. DataError if there are fewer streams than ranks."""
-    if num_streams < dp_size:
-        raise DataError(
-            f"the data is divided into {num_streams} streams, which {dp_size} data-parallel ranks cannot share; "
-            f"continue with {num_streams} ranks at most, or start a run with a larger data.num_streams"
-        )
-    return list(range(dp_rank, num_streams, dp_size))
+    """Return the streams that a rank serves; other ranks serve them too if dp_size does not divide num_streams."""
+    step = math.gcd(num_streams, dp_size)
+    return list(range(dp_rank % step, num_streams, step))
 
 
-def position_after(before: dict[str, Any] | None, delivery: Delivery) -> dict[str, Any]:
-    """Return the position after a delivery: its own, or the previous one with one more batch to build again.
+def warnings_of_ranks(num_streams: int, dp_size: int) -> list[str]:
+    """Return what the start of a run says if several ranks read the same streams."""
+    if num_streams % dp_size == 0:
+        return []
+    times = dp_size // math.gcd(num_streams, dp_size)
+    divisors = ", ".join(str(number) for number in range(1, num_streams + 1) if num_streams % number == 0)
+    return [
+        f"{dp_size} data-parallel ranks do not divide the {num_streams} streams of the data (data.num_streams): the "
+        f"global batches are those of any number of ranks, but every rank reads {times} times as much as it uses. "
+        f"Without that: {divisors} ranks, or a new run with another data.num_streams"
+    ]
 
-    Args:
-        before: the position before the delivery; None at the beginning.
-    """
-    if delivery.position is not None:
-        return delivery.position
-    before = before or {"dataset": None, "num_batches": 0, "further": 0}
-    return before | {"further": before["further"] + 1}
+
+def num_given(position: dict[str, Any] | None) -> int:
+    """Return the number of batches that a stream has returned up to a position; None: the beginning."""
+    return 0 if position is None else position["num_batches"] + position["further"]
 
 
-def num_given(position: dict[str, Any]) -> int:
-    """Return the number of batches that a stream has returned up to a position."""
-    return position["num_batches"] + position["further"]
+def position_at(before: dict[str, Any] | None, num_batches: int) -> dict[str, Any] | None:
+    """Return the position after `num_batches` batches: an earlier one, from which further batches are built again."""
+    if not num_batches:
+        return None
+    before = before or {"dataset": None, "num_batches": 0}
+    return before | {"further": num_batches - before["num_batches"]}
+
+
+def newest(states: Sequence[dict[int, Any]]) -> dict[int, Any]:
+    """Return the position of every stream. Of several, all after the same batch, the one with fewest to build again."""
+    positions: dict[int, Any] = {}
+    for state in states:
+        for number, position in state.items():
+            before = positions.get(number)
+            if before is None or (position is not None and position["num_batches"] > before["num_batches"]):
+                positions[number] = position
+    return positions
 
 
 def scaled(position: dict[str, Any] | None, times: int) -> dict[str, Any] | None:
@@ -94,18 +111,38 @@ def scaled(position: dict[str, Any] | None, times: int) -> dict[str, Any] | None
     return {name: value * times if name in ("num_batches", "further") else value for name, value in position.items()}
 
 
-class RoundRobin:
-    """Yields the stream that has returned the fewest batches; the first if there are several."""
+class Turn(NamedTuple):
+    """The batch number `index` of a stream, counted from 0 at the beginning of the run."""
 
-    def __init__(self, num_batches: dict[int, int]) -> None:
+    stream: int
+    index: int
+
+
+class Turns:
+    """The turns of one rank: every `num_ranks`-th of those of all ranks, which begin with number `rank`.
+
+    The next turn is always that of the stream that has returned the fewest batches; the first if there are several.
+    """
+
+    def __init__(self, num_batches: dict[int, int], rank: int = 0, num_ranks: int = 1) -> None:
         """num_batches: number of batches that each stream has returned already."""
-        self._num_batches = dict(num_batches)
+        self.num_batches = dict(num_batches)
+        """After a turn: what the streams have returned once every rank has had as many turns."""
+        self._queue = [(number, stream) for stream, number in num_batches.items()]
+        heapq.heapify(self._queue)
+        self._rank, self._num_ranks = rank, num_ranks
 
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            stream = min(self._num_batches, key=lambda s: (self._num_batches[s], s))
-            self._num_batches[stream] += 1
-            yield stream
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Turn:
+        turns = []
+        for _ in range(self._num_ranks):
+            index, stream = self._queue[0]
+            turns.append(Turn(stream, index))
+            self.num_batches[stream] = index + 1
+            heapq.heapreplace(self._queue, (index + 1, stream))
+        return turns[self._rank]
 
 
 @dataclass
@@ -161,13 +198,13 @@ class Stream:
         self._skips = skips
         self._cache = NoCachePool()
         self._num_batches = 0
-        self._num_known = 0
+        self._num_placed = 0
         self._batches: Iterator[Batch] | None = None
 
     def restore(self, position: dict[str, Any]) -> None:
-        """Continue after a position, before the first batch.
+        """Continue from a position's saved state, before the first batch; `batch` builds the further ones again.
 
-        KeyError or TypeError for an invalid one, DataError if its samples cannot be read again.
+        KeyError or TypeError for an invalid position, DataError if its samples cannot be read again.
         """
         assert self._batches is None, "restore() comes before the first batch"
         if position["dataset"] is not None:
@@ -175,23 +212,27 @@ class Stream:
                 self.dataset.restore_state(from_plain(position["dataset"]))
             except FatalSampleError as error:
                 raise DataError(self._why_it_ended(error)) from error
-        self._num_batches = position["num_batches"]
-        self._num_known = num_given(position)
+        self._num_batches = self._num_placed = position["num_batches"]
 
     def position(self) -> dict[str, Any] | None:
         """Return the position after the last batch if one is due."""
-        if self._num_batches % PLACE_EVERY:
+        if self._num_batches // PLACE_EVERY == self._num_placed // PLACE_EVERY:
             return None
+        self._num_placed = self._num_batches
         return {"dataset": to_plain(self.dataset.save_state()), "num_batches": self._num_batches, "further": 0}
 
     def __next__(self) -> Batch:
         """Return the next batch. DataError if too many samples in a row are broken, or the storage fails for good."""
-        while self._num_batches < self._num_known:
-            self._take()
         return self._take()
 
     def __iter__(self) -> Self:
         return self
+
+    def batch(self, index: int) -> Batch:
+        """Return the batch of a number, counted from 0, and drop those before it. Errors like the next one's."""
+        while self._num_batches < index:
+            self._take()
+        return self._take()
 
     def take_skips(self) -> list[Skip]:
         """Return the samples skipped since the last batch, after a stream has ended."""
@@ -239,7 +280,7 @@ def _cause(error: BaseException) -> BaseException | None:
 class StreamServer(IterableDataset[Delivery]):
     """Yields the deliveries of one loader process: its streams, in the order of all streams of the rank."""
 
-    def __init__(self, streams: dict[int, Stream], turns: RoundRobin, buffers: PixelBuffers | None) -> None:
+    def __init__(self, streams: dict[int, Stream], turns: Turns, buffers: PixelBuffers | None) -> None:
         """streams: the streams of this process; turns: the order of all streams of the rank; buffers: None in the
         training process."""
         self.streams = streams
@@ -247,10 +288,10 @@ class StreamServer(IterableDataset[Delivery]):
         self._turns = turns
 
     def __iter__(self) -> Iterator[Delivery]:
-        for number in self._turns:
+        for number, index in self._turns:
             if number in self.streams:
                 stream = self.streams[number]
-                delivery = Delivery(number, next(stream), stream.position())
+                delivery = Delivery(number, stream.batch(index), stream.position())
                 media = delivery.batch.media
                 if self.buffers is not None:
                     delivery.buffered = self.buffers.put(media[PIXEL_VALUES])

@@ -30,6 +30,7 @@ from llava_mcore.checkpoint.torch_dist_metadata import require_plain
 from llava_mcore.compat.megatron_checkpoints import LoadStrategy, keep_write_results_here, read_with
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.torch_files import LOAD_ERRORS, load_tensors, why_refused, without_objects
+from llava_mcore.parallel.together import together_in_world
 
 _OPTIMIZER_CLASSES = [Adam, CPUAdam]
 """Classes in the parameter groups of an optimizer on the host; creating one has no side effects."""
@@ -145,12 +146,9 @@ def load_state(state: ShardedStateDict, folder: Path, replicas: dist.ProcessGrou
     Raises:
         CheckpointError: on all ranks, if the folder does not fit the model on any of them, or is damaged.
     """
-    _check_on_all_ranks(state, folder)
-    if (folder / COMMON_STATE_FNAME).exists():  # older versions of megatron-core wrote it
-        load_tensors(folder / COMMON_STATE_FNAME)
+    stored = together_in_world(lambda: _checked_contents(state, folder))
     read_with(ParallelReader)
     try:
-        stored = load_sharded_metadata(str(folder), LoadStrategy())
         divided = replicas is not None and replicas.size() > 1
         strategy = FullyParallelLoadStrategyWrapper(LoadStrategy(), replicas) if divided else LoadStrategy()
         with without_objects(), torch.serialization.safe_globals(_OPTIMIZER_CLASSES):
@@ -165,19 +163,15 @@ def load_state(state: ShardedStateDict, folder: Path, replicas: dist.ProcessGrou
         raise
 
 
-def _check_on_all_ranks(state: ShardedStateDict, folder: Path) -> None:
-    """Like `check_model`, on all ranks: a rank without a problem must not wait in a collective call that others do not
-    reach."""
-    problem: str | None = None
+def _checked_contents(state: ShardedStateDict, folder: Path) -> ShardedStateDict:
+    """Return what a checkpoint contains, by unique key, once it is known to fit; CheckpointError otherwise."""
+    check_model(state, folder)
+    if (folder / COMMON_STATE_FNAME).exists():  # older versions of megatron-core wrote it
+        load_tensors(folder / COMMON_STATE_FNAME)
     try:
-        check_model(state, folder)
-    except CheckpointError as error:
-        problem = str(error)
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, problem)
-    wrong = dict.fromkeys(text for text in found if text is not None)
-    if wrong:
-        raise CheckpointError("\n".join(wrong), on_all_ranks=True)
+        return load_sharded_metadata(str(folder), LoadStrategy())
+    except CheckpointingException as error:
+        raise CheckpointError(f"{folder}: dist_checkpointing cannot load it: {error}") from error
 
 
 def without_absent_extra_state(state: Any, stored: Container[str]) -> Any:
@@ -265,7 +259,7 @@ def load_weights(chunks: Sequence[MegatronModule], folder: Path, replicas: dist.
         replicas: see `load_state`.
 
     Raises:
-        CheckpointError: it is another model, or a parameter was not filled completely.
+        CheckpointError: it is another model; or, on the ranks concerned, a parameter was not filled completely.
     """
     named = [(name, p) for chunk in chunks for name, p in chunk.named_parameters()]
     with torch.no_grad():
@@ -273,11 +267,10 @@ def load_weights(chunks: Sequence[MegatronModule], folder: Path, replicas: dist.
             p.fill_(torch.nan)
     state = model_state(chunks, is_loading=True)
     padding = [x for x in sharded_tensors(state) if x.allow_shape_mismatch]
-    stored = stored_tensors(folder)
     loaded = load_state(state, folder, replicas)
     for i, chunk in enumerate(chunks):
         fill_model(chunk, loaded[f"model{i}"])
-    _zero_padding(padding, stored)
+    _zero_padding(padding, stored_tensors(folder))
     unfilled = [name for name, p in named if p.isnan().any()]
     if unfilled:
         raise CheckpointError(problems(f"{folder} did not fill the model, or holds NaN", unfilled))

@@ -45,7 +45,8 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
         base_dir = None if given["base_dir"] is None else Path(given["base_dir"])
         model = load_part(groups, Path(given["checkpoint"]), base_dir=base_dir)
     except LlavaMcoreError as error:
-        print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+        if rank == 0 or not error.on_all_ranks:
+            print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     recorder = Recorder()
     watch_ours(recorder, model, given["names"], lambda x: _gather(groups, x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -16,13 +17,21 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 
 from llava_mcore.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+_SOON = datetime.timedelta(seconds=1)
+
 # The group for small messages between hosts (errors, stop signals, counts): always gloo, so it never uses a GPU stream.
 ControlGroup = dist.ProcessGroup
 
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's coordinates and its groups."""
+    """This rank's coordinates and its groups.
+
+    `agreement`: for `agree` alone. A rank that fails calls it while others may be in any other collective call; in a
+    group that both use, gloo would take the one's message for the other's, and abort.
+    """
 
     rank: int
     world_size: int
@@ -34,6 +43,7 @@ class Groups:
     dp_size: int
     device: torch.device
     control: ControlGroup
+    agreement: ControlGroup
     control_replica: ControlGroup
     data_parallel: dist.ProcessGroup
     tensor_parallel: dist.ProcessGroup
@@ -79,7 +89,8 @@ def initialize(
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
     )
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return _groups(device, control, _replica_control(timeout))
+    agreement = dist.new_group(backend="gloo", timeout=timeout)
+    return _groups(device, control, agreement, _replica_control(timeout))
 
 
 def _replica_control(timeout: datetime.timedelta) -> ControlGroup:
@@ -95,7 +106,9 @@ def _replica_control(timeout: datetime.timedelta) -> ControlGroup:
     return chosen
 
 
-def _groups(device: torch.device, control: ControlGroup, control_replica: ControlGroup) -> Groups:
+def _groups(
+    device: torch.device, control: ControlGroup, agreement: ControlGroup, control_replica: ControlGroup
+) -> Groups:
     model_parallel = parallel_state.get_model_parallel_group()
     return Groups(
         rank=dist.get_rank(),
@@ -108,6 +121,7 @@ def _groups(device: torch.device, control: ControlGroup, control_replica: Contro
         dp_size=parallel_state.get_data_parallel_world_size(),
         device=device,
         control=control,
+        agreement=agreement,
         control_replica=control_replica,
         data_parallel=parallel_state.get_data_parallel_group(with_context_parallel=True),
         tensor_parallel=parallel_state.get_tensor_model_parallel_group(),
@@ -178,18 +192,41 @@ def join_alone() -> Groups:
             "this in another process, or after torch.distributed.destroy_process_group()"
         )
     world = dist.new_group()
-    return _groups(torch.device("cpu"), world, world)
+    return _groups(torch.device("cpu"), world, world, world)
 
 
 def agree(groups: Groups, problem: str | None) -> list[str]:
-    """Return the problems of all ranks on every rank; an empty list if there are none. A collective call."""
+    """Return the problems of all ranks on every rank; an empty list if there are none. A collective call.
+
+    A rank with a problem logs it when others do not come soon: they may take long, or wait for it elsewhere.
+    """
+    found = agree_in_time(groups, problem, None)
+    assert found is not None, "it waits for all"
+    return found
+
+
+def agree_in_time(groups: Groups, problem: str | None, patience: datetime.timedelta | None) -> list[str] | None:
+    """Like `agree`; None on a rank with a problem that the others have not met within `patience`."""
     failed = torch.tensor([problem is not None], dtype=torch.int32)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=groups.control)
+    work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=groups.agreement, async_op=True)
+    if problem is not None and not _is_done(work, _SOON):
+        logger.warning("%s\n(waiting for the other ranks)", problem)
+        if patience is not None and not _is_done(work, patience):
+            return None
+    work.wait()
     if not failed.item():
         return []
     gathered: list[str | None] = [None] * groups.world_size
-    dist.all_gather_object(gathered, problem, group=groups.control)
+    dist.all_gather_object(gathered, problem, group=groups.agreement)
     return [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if text is not None]
+
+
+def _is_done(work: dist.Work, limit: datetime.timedelta) -> bool:
+    try:
+        work.wait(limit)
+    except RuntimeError:  # gloo's, for the limit as for a lost connection
+        return False
+    return True
 
 
 def gather_to_all[T](groups: Groups, value: T) -> list[T]:

@@ -9,10 +9,26 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
+_PRIME = 1_000_003
+"""Between the seeds of data-parallel ranks, so that they do not meet those of stages and tensor-parallel ranks."""
+
 
 def seed_everything(seed: int) -> None:
-    """Seed torch and megatron-core's tensor-parallel generators; every pipeline stage gets different numbers."""
-    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    """Seed torch and megatron-core's tensor-parallel generators; every pipeline stage gets different numbers.
+
+    Data-parallel ranks get the same ones, with which they create the same weights.
+    """
+    _seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+
+
+def seed_replicas(seed: int) -> None:
+    """Seed the generators again once all weights exist: data-parallel ranks draw different dropout masks from now
+    on."""
+    replica = parallel_state.get_data_parallel_rank()
+    _seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank() + _PRIME * replica)
+
+
+def _seed(stage_seed: int) -> None:
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
 

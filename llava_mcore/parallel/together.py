@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 
 import torch.distributed as dist
 
-from llava_mcore.errors import FileError, LlavaMcoreError, os_error_text, problems
-from llava_mcore.parallel.groups import Groups, agree
+from llava_mcore.errors import CheckpointError, FileError, LlavaMcoreError, os_error_text, problems
+from llava_mcore.parallel.groups import Groups, agree, agree_in_time
+
+PATIENCE = datetime.timedelta(seconds=20)
+"""How long a rank that has failed waits for the others before it ends alone, and the run with it."""
 
 
 def together[T](groups: Groups, action: Callable[[], T]) -> T:
     """Do the same on all ranks; a collective call.
 
+    Collective calls of the action may leave ranks waiting for one that has failed before them: it tells its problem
+    within a second, and raises it alone after `PATIENCE`.
+
     Raises:
         LlavaMcoreError: on all ranks, if any rank's action raised one, of its kind; FileError for an OSError.
     """
-    result: list[T] = []
-    problem, kind = None, LlavaMcoreError
-    try:
-        result.append(action())
-    except LlavaMcoreError as error:
-        problem, kind = str(error), type(error)
-    except OSError as error:
-        problem, kind = os_error_text(error), FileError
-    found = agree(groups, problem)
+    result, problem, kind = _attempt(action)
+    found = agree_in_time(groups, problem, PATIENCE)
+    if found is None:
+        raise kind(f"rank {groups.rank}: {problem}\nThe other ranks were still busy, or waiting for this one.")
     if not found:
         return result[0]
     texts = list(dict.fromkeys(text.partition(": ")[2] for text in found))
     raise kind(texts[0] if len(texts) == 1 else problems("the run cannot start", found), on_all_ranks=True)
+
+
+def together_in_world[T](action: Callable[[], T]) -> T:
+    """Like `together`, for callers without groups: in torch.distributed's whole world, whatever it uses.
+
+    Raises:
+        CheckpointError: on all ranks, if any rank's action raised an error of ours or of the operating system. None may
+            wait in a collective call that others do not reach.
+    """
+    result, problem, _ = _attempt(action)
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    texts = dict.fromkeys(text for text in found if text is not None)
+    if texts:
+        raise CheckpointError("\n".join(texts), on_all_ranks=True)
+    return result[0]
+
+
+def _attempt[T](action: Callable[[], T]) -> tuple[list[T], str | None, type[LlavaMcoreError]]:
+    """Return the result of an action, or an empty list with the text and kind of its error."""
+    try:
+        return [action()], None, LlavaMcoreError
+    except LlavaMcoreError as error:
+        return [], str(error), type(error)
+    except OSError as error:
+        return [], os_error_text(error), FileError
 
 
 def raise_on_all_ranks(groups: Groups, problem: str | None) -> None:

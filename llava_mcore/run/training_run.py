@@ -80,8 +80,8 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     start = find_start(run, groups, watchdog.begin)
     if start.passed_over and groups.rank == 0:
         logger.warning(problems("checkpoints that are not used", start.passed_over))
-    trainer = together(groups, lambda: build_trainer(run, groups, start, begin))
-    resuming = resumes(run, start)
+    trainer = build_trainer(run, groups, start, begin)
+    resuming = together(groups, lambda: resumes(run, start))
     if run.checkpoint.load_optim and start.checkpoint is not None and not resuming:
         logger.info("%s provides only weights: this run starts at iteration 0", start.checkpoint)
     begin("loading the tokenizer")
@@ -91,7 +91,7 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     if resuming:
         checkpoint = start.checkpoint
         assert checkpoint is not None
-        progress, loader_states = together(groups, lambda: resume(trainer))
+        progress, loader_states = resume(trainer)
         on_first_rank(groups, lambda: adopt_ids(run.run_dir, checkpoint))
         logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
     begin("opening the data")

@@ -25,6 +25,9 @@ from llava_mcore.launch.process import (
 )
 from llava_mcore.parent import die_with_parent
 
+LOST_CONNECTION = 1
+"""The same exit code as after a traceback: torchrun's wrapper looks for another rank's first."""
+
 logger = logging.getLogger("llava_mcore.run.worker")  # run with -m, the module has another name
 
 
@@ -69,7 +72,18 @@ def _train(config: Path, signals: StopSignals, started: float) -> int:
     except OSError as error:
         print(f"error: rank {rank}: {os_error_text(error)}", file=sys.stderr, flush=True)
         return FileError.exit_code
+    except RuntimeError as error:
+        if not lost_connection(error):
+            raise
+        print(f"rank {rank} has lost its connection to another rank, which has ended", file=sys.stderr, flush=True)
+        return LOST_CONNECTION
     return 0 if finished else STOPPED_EARLY
+
+
+def lost_connection(error: RuntimeError) -> bool:
+    """Return whether gloo met a closed connection: another rank has ended, and its own message says why."""
+    text = str(error)
+    return "gloo" in text and ("Connection closed by peer" in text or "Connection reset by peer" in text)
 
 
 if __name__ == "__main__":  # a checkpoint save imports this module again: keep the guard

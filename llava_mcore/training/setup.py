@@ -33,6 +33,8 @@ from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.models.vision.replicated import copy_from_first_rank
 from llava_mcore.parallel.groups import Groups, set_virtual_stages, sum_over_ranks
+from llava_mcore.parallel.random import seed_replicas
+from llava_mcore.parallel.together import together
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.model_graphs import model_graphs
 from llava_mcore.training.layer_choice import transformer_impl
@@ -85,14 +87,16 @@ def build_trainer(
 ) -> Trainer:
     """Build model, optimizer and schedule; load the weights of a checkpoint. A collective call.
 
+    Each part that may fail on one rank alone ends with an agreement: no other rank may wait for this one in a later
+    collective call.
+
     Args:
         begin: called with the name of each phase.
     """
     begin("building the model")
-    hf = load_hf_config(start.hf_dir)
-    adaptation = adaptation_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
+    hf, adaptation = together(groups, lambda: _read_model(run, start))
     trained = trained_parameters(hf, run.model) if adaptation is None else adaptation.trained
-    models = build_models(run, groups, hf, trained, initialize=start.checkpoint is None)
+    models = together(groups, lambda: build_models(run, groups, hf, trained, initialize=start.checkpoint is None))
     begin("loading the weights")
     if adaptation is not None:
         quantize, seed = run.adapter.quantize, run.training.seed
@@ -101,7 +105,27 @@ def build_trainer(
         load_checkpoint(models, start.checkpoint, groups)
     begin("building the optimizer")
     # The first chunk's buckets overlap with its own backward pass; those of the others with earlier chunks' passes.
-    chunks = [data_parallel(run, groups, model, buckets=i == 0) for i, model in enumerate(models)]
+    chunks = together(groups, lambda: [data_parallel(run, groups, x, buckets=i == 0) for i, x in enumerate(models)])
+    optimizer, scheduler = together(groups, lambda: _build_optimizer(run, models, chunks))
+    seed_replicas(run.training.seed)
+    _log_parts(models, groups)
+    trained_parts = frozenset(name.partition(".")[0] for name, is_trained in trained.items() if is_trained)
+    if adaptation is not None:
+        trained_parts = adaptation.trained_parts
+    graphs = model_graphs(models[0], chunks[0], run) if run.model.cuda_graphs else []
+    return Trainer(run, groups, hf, chunks, optimizer, scheduler, trained_parts, start.checkpoint, adaptation, graphs)
+
+
+def _read_model(run: RunConfig, start: StartPoint) -> tuple[PretrainedConfig, Adaptation | None]:
+    """Read what describes the model, and its adapters."""
+    hf = load_hf_config(start.hf_dir)
+    return hf, adaptation_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
+
+
+def _build_optimizer(
+    run: RunConfig, models: Sequence[VisionLanguageModel], chunks: Sequence[DistributedDataParallel]
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Build the optimizer and schedule of the model's chunks; a collective call."""
     optimizer = build_optimizer(run, chunks)
     scheduler = build_scheduler(run, optimizer)
     no_sync = [chunk.no_sync for chunk in chunks]
@@ -111,20 +135,19 @@ def build_trainer(
         model.config.finalize_model_grads_func = finalize
         model.config.grad_scale_func = optimizer.scale_loss
         model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    _log_parts(models, groups)
-    trained_parts = frozenset(name.partition(".")[0] for name, is_trained in trained.items() if is_trained)
-    if adaptation is not None:
-        trained_parts = adaptation.trained_parts
-    graphs = model_graphs(models[0], chunks[0], run) if run.model.cuda_graphs else []
-    return Trainer(run, groups, hf, chunks, optimizer, scheduler, trained_parts, start.checkpoint, adaptation, graphs)
+    return optimizer, scheduler
 
 
 def load_checkpoint(models: Sequence[VisionLanguageModel], checkpoint: Path, groups: Groups) -> None:
     """Fill every parameter from a checkpoint; a collective call."""
-    if is_local(checkpoint):
-        load_local_weights(models, checkpoint, groups.rank)
-    else:
-        load_weights(models, checkpoint, groups.data_parallel)
+
+    def load() -> None:
+        if is_local(checkpoint):
+            load_local_weights(models, checkpoint, groups.rank)
+        else:
+            load_weights(models, checkpoint, groups.data_parallel)
+
+    together(groups, load)
 
 
 def load_adapted(
@@ -139,18 +162,23 @@ def load_adapted(
     """Load the model that adapters belong to, add them, and load what they begin with; a collective call."""
     load_checkpoint(models, adaptation.base.folder, groups)
     if quantize != "none" and multiplies_in_fp8:
-        multiply_in_fp8(models, adaptation.layers)
+        together(groups, lambda: multiply_in_fp8(models, adaptation.layers))
     elif quantize != "none":
-        quantize_model(models, adaptation.layers, quantize, groups)
-    for model in models:
-        attach_adapters(
-            model, adaptation.plans, adaptation.layers, tp_size=groups.tp_size, tp_rank=groups.tp_rank, seed=seed
-        )
-    for plan in adaptation.plans:
-        if plan.name in adaptation.folders:
-            load_peft_folder(models, adaptation.folders[plan.name], plan, adaptation.layers, groups)
-    if adaptation.checkpoint is not None:
-        load_adapters(models, adaptation.checkpoint, adaptation.own, groups.rank)
+        together(groups, lambda: quantize_model(models, adaptation.layers, quantize, groups))
+
+    def attach() -> None:
+        for model in models:
+            attach_adapters(
+                model, adaptation.plans, adaptation.layers, tp_size=groups.tp_size, tp_rank=groups.tp_rank, seed=seed
+            )
+        for plan in adaptation.plans:
+            if plan.name in adaptation.folders:
+                load_peft_folder(models, adaptation.folders[plan.name], plan, adaptation.layers, groups)
+
+    together(groups, attach)
+    checkpoint = adaptation.checkpoint
+    if checkpoint is not None:
+        together(groups, lambda: load_adapters(models, checkpoint, adaptation.own, groups.rank))
 
 
 def build_models(

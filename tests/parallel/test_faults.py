@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
@@ -61,6 +62,29 @@ def test_a_step_that_is_not_finite(checkpoint: Path, tmp_path: Path) -> None:
     assert message.startswith("rank 0: ") and "full/metrics.jsonl: No space left on device; free some" in message
     assert on_all_ranks
     assert found[0]["stacks"] == []
+
+
+def test_a_start_that_fails_on_one_rank(checkpoint: Path, tmp_path: Path) -> None:
+    make_hf_llava(tmp_path / "hf", tie=False)
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    tensors[max(name for name in tensors if "down_proj" in name)].view(-1)[3] = torch.nan  # of the last stage
+    save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    import_hf(tmp_path / "hf", tmp_path / "nan")
+    first, second = run_world(
+        2,
+        "tests.parallel.start_checks:start_faults",
+        checkpoint=str(checkpoint),
+        with_nan=str(tmp_path / "nan"),
+        save_dir=str(tmp_path / "save"),
+    )
+    text, on_all_ranks, seconds = second.pop("inside a collective call")
+    assert text.startswith("rank 1 alone\n(waiting for the other ranks)\nrank 1: rank 1 alone") and not on_all_ranks
+    assert seconds < 30
+    assert first.pop("inside a collective call")[0] == ""
+    for phase, (text, on_all_ranks, seconds) in first.items():
+        assert second[phase][:2] == (text, on_all_ranks) and on_all_ranks, phase
+        assert ("holds NaN" if phase == "NaN" else f"the {phase} of this rank cannot be used") in text
+        assert seconds < 60, "not the timeout"
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -10,6 +10,7 @@ import pytest
 
 from llava_mcore.compat.torchrun import limit_closing
 from llava_mcore.run.torchrun import Run, cause
+from llava_mcore.run.worker import lost_connection
 
 
 def failures(**codes: int) -> dict[int, Any]:
@@ -57,3 +58,18 @@ def test_a_torch_that_ends_its_workers_otherwise_is_noticed() -> None:
     api: Any = SimpleNamespace(SubprocessContext=Context)
     with pytest.raises(AttributeError, match=r"torch has changed .*_close"):
         limit_closing(api, lambda failures: 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "[/pytorch/third_party/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31",
+            True,
+        ),
+        ("[…/gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:31435: Connection reset by peer", True),
+        ("mat1 and mat2 shapes cannot be multiplied (4x8 and 7x8)", False),
+    ],
+)
+def test_what_a_rank_is_told_when_another_has_ended(text: str, expected: bool) -> None:
+    assert lost_connection(RuntimeError(text)) is expected

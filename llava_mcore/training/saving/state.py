@@ -23,6 +23,7 @@ from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.random import random_state, set_random_state
+from llava_mcore.parallel.together import together
 from llava_mcore.training.logs.run_record import OF_EVERY_RANK, RANDOM_STATES
 from llava_mcore.training.optimization.optimizer import follow_settings, own_rates
 from llava_mcore.training.optimization.optimizer_state import load_optimizer_state, optimizer_state
@@ -60,28 +61,42 @@ def resume(trainer: Trainer) -> tuple[Progress, list[Any] | None]:
     """
     checkpoint = trainer.loaded_from
     assert checkpoint is not None
-    before = load_run_config(checkpoint / RUN_FILE, [], {})
-    _check_resumable(trainer.run, before, checkpoint)
-    random = _random_state_of(checkpoint, before, trainer.groups)
-    progress = Progress()
-    wanted = _state(trainer, progress, is_loading=True, random=random)
-    with all_cores():
-        if is_local(checkpoint):
-            loaded = load_local(wanted, checkpoint, trainer.groups.rank)
-        else:
-            loaded = load_state(wanted, checkpoint, trainer.groups.data_parallel)
-        follow_settings(loaded["optimizer"], before.optimizer, trainer.run.optimizer)
-        load_optimizer_state(trainer.optimizer, loaded["optimizer"])
-    trainer.scheduler.load_state_dict(loaded["scheduler"])
+    before, random = together(trainer.groups, lambda: _read_saved(trainer, checkpoint))
+    loaded = together(trainer.groups, lambda: _load(trainer, checkpoint, random))
+    loader_states = together(trainer.groups, lambda: _apply(trainer, checkpoint, loaded, before))
     if random is not None:
         set_random_state(loaded["random"])
     else:
         logger.info("the layout differs from the checkpoint's: dropout will draw different random numbers")
-    loader_states = None
-    if trainer.groups.loads_data:
-        loader_states = [load_tensors(file) for file in sorted((checkpoint / LOADER_FOLDER).glob("dp_*.pt"))]
     counters = {field.name: loaded[field.name] for field in fields(Progress) if field.name in loaded}
     return Progress(**counters), loader_states  # older checkpoints lack newer counters
+
+
+def _read_saved(trainer: Trainer, checkpoint: Path) -> tuple[RunConfig, ShardedObject | None]:
+    """Return the run that saved a checkpoint, and the generators to load into (see `_random_state_of`)."""
+    before = load_run_config(checkpoint / RUN_FILE, [], {})
+    _check_resumable(trainer.run, before, checkpoint)
+    return before, _random_state_of(checkpoint, before, trainer.groups)
+
+
+def _load(trainer: Trainer, checkpoint: Path, random: ShardedObject | None) -> dict[str, Any]:
+    """Load all but the weights; a collective call."""
+    state = _state(trainer, Progress(), is_loading=True, random=random)
+    with all_cores():
+        if is_local(checkpoint):
+            return load_local(state, checkpoint, trainer.groups.rank)
+        return load_state(state, checkpoint, trainer.groups.data_parallel)
+
+
+def _apply(trainer: Trainer, checkpoint: Path, loaded: dict[str, Any], before: RunConfig) -> list[Any] | None:
+    """Hand what was loaded to optimizer and schedule; return the loader states on ranks that load data."""
+    with all_cores():
+        follow_settings(loaded["optimizer"], before.optimizer, trainer.run.optimizer)
+        load_optimizer_state(trainer.optimizer, loaded["optimizer"])
+    trainer.scheduler.load_state_dict(loaded["scheduler"])
+    if not trainer.groups.loads_data:
+        return None
+    return [load_tensors(file) for file in sorted((checkpoint / LOADER_FOLDER).glob("dp_*.pt"))]
 
 
 def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> None:

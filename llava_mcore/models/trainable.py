@@ -101,6 +101,15 @@ def whole_name(model: VisionLanguageModel, name: str) -> str:
     return name
 
 
+def alike(model: VisionLanguageModel) -> dict[str, Parameter]:
+    """Return the trained parameters that every tensor-parallel rank has whole, by their names in the whole model."""
+    return {
+        name: parameter
+        for name, parameter in whole_names(model).items()
+        if parameter.requires_grad and not vars(parameter).get("tensor_model_parallel", False)
+    }
+
+
 def set_trained(model: VisionLanguageModel, trained: Mapping[str, bool]) -> None:
     """Freeze or unfreeze the parameters of a stage. Call before the model is wrapped for data parallelism."""
     for name, parameter in whole_names(model).items():

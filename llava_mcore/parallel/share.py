@@ -137,9 +137,17 @@ def _broadcast_lengths(
 def _broadcast_tokens(
     groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_Layout]
 ) -> list[list[Tensor]]:
-    """Broadcast token planes int64 [3 + axes, b, s] and bounds int32 of all micro-batches to the whole replica."""
-    shapes = [[(torch.int64, [3 + x.num_axes, x.b, x.s]), (torch.int32, [x.num_bounds])] for x in layouts]
-    tensors = None if batches is None else [[_token_planes(x), x.cu_seqlens] for x in batches]
+    """Broadcast token planes int64 [2 + axes, b, s], loss masks fp32 [b, s] and bounds int32 of all micro-batches to
+    the whole replica."""
+    shapes = [
+        [
+            (torch.int64, [2 + x.num_axes, x.b, x.s]),
+            (torch.float32, [x.b, x.s]),
+            (torch.int32, [x.num_bounds]),
+        ]
+        for x in layouts
+    ]
+    tensors = None if batches is None else [[_token_planes(x), x.loss_mask, x.cu_seqlens] for x in batches]
     return _broadcast(groups, groups.model_parallel, tensors, shapes)
 
 
@@ -162,10 +170,9 @@ def _no_media(layout: _Layout, device: torch.device) -> dict[str, Tensor]:
 
 
 def _token_planes(batch: TensorFields) -> Tensor:
-    """Stack everything of shape [b, s] into one int64 [3 + axes, b, s]."""
+    """Stack all int64 [b, s] into one [2 + axes, b, s]."""
     shape = batch.input_ids.shape
-    planes = [batch.input_ids, batch.labels, batch.loss_mask.to(torch.int64)]
-    return torch.cat([torch.stack(planes), batch.position_ids.view(-1, *shape)])
+    return torch.cat([torch.stack([batch.input_ids, batch.labels]), batch.position_ids.view(-1, *shape)])
 
 
 def _broadcast(
@@ -204,13 +211,13 @@ def _pinned(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _unpack(tokens: list[Tensor], media: dict[str, Tensor], media_lengths: MediaLengths, layout: _Layout) -> MicroBatch:
-    planes, cu_seqlens = tokens
-    input_ids, labels, loss_mask = planes[:3]
+    planes, loss_mask, cu_seqlens = tokens
+    input_ids, labels = planes[:2]
     return MicroBatch(
         input_ids,
         labels,
-        loss_mask.float(),
-        planes[3] if layout.num_axes == 1 else planes[3:],
+        loss_mask,
+        planes[2] if layout.num_axes == 1 else planes[2:],
         media,
         cu_seqlens,
         layout.max_seqlen,

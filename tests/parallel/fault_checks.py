@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
+import logging
 import resource
 import shutil
 import threading
@@ -24,7 +26,8 @@ from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.layout import latest_checkpoint, latest_iteration
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, FileError, TrainingError
-from llava_mcore.parallel.groups import Groups
+from llava_mcore.parallel.groups import Groups, gather_to_all
+from llava_mcore.parallel.share import share_step
 from llava_mcore.training.closing import attempt
 from llava_mcore.training.determinism import make_deterministic
 from llava_mcore.training.faults.watchdog import Watchdog
@@ -34,9 +37,10 @@ from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.loop import train
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import LOADER_FOLDER, Progress, loader_file, resume
+from llava_mcore.training.saving.writing import Writing
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.stop import StopRules
-from tests.helpers.batches import FakeBatch, FakeLoader
+from tests.helpers.batches import FakeBatch, FakeLoader, micro_batch
 from tests.parallel.checks import join
 from tests.parallel.training_checks import make_trainer, run_config
 
@@ -201,6 +205,45 @@ def replaced_while_the_disk_is_slow(groups: Groups, saver: Saver) -> tuple[bool,
     return went_on, iterations(run_dir) == [9] and not list(run_dir.glob(".iter*"))
 
 
+ERRORS = (
+    OSError("no room"),
+    CheckpointError("no config.json"),
+    RuntimeError("unexpected pos 64 vs 8"),
+    NameError("a name that the program gets wrong"),
+)
+
+
+def problem_of(error: Exception) -> str | None:
+    """Return what the main thread learns of an error in the thread that writes."""
+    writing = Writing(mock.Mock(side_effect=error), Path("save/.iter.partial"))
+    writing.start()
+    try:
+        return writing.problem()
+    except NameError as raised:
+        return str(raised)
+
+
+def what_ranks_have_alike(groups: Groups, saver: Saver) -> tuple[str, list[float], list[float]]:
+    """Return what a save says of a norm that has drifted, the mean of fractional loss masks, and all ranks' draws."""
+    trainer = saver.trainer
+    log = logging.StreamHandler(io.StringIO())
+    logging.getLogger("llava_mcore").addHandler(log)
+    saver._warn_of_drift(6)
+    assert not log.stream.getvalue()
+    parameter = trainer.models[0].get_parameter("language_model.decoder.final_layernorm.weight")
+    before = parameter.data.clone()
+    parameter.data[0] += 1e-3 * groups.tp_rank
+    saver._warn_of_drift(6)
+    parameter.data.copy_(before)
+    logging.getLogger("llava_mcore").removeHandler(log)
+    batch = micro_batch(trainer.hf, [0, 1], set()) if groups.loads_data else None
+    if batch is not None:
+        batch.loss_mask = torch.full_like(batch.loss_mask, 0.25)
+    (shared,) = share_step(groups, None if batch is None else [batch], 1, trainer.fields)
+    means = gather_to_all(groups, shared.loss_mask.mean().item())
+    return gather_to_all(groups, log.stream.getvalue())[0], means, gather_to_all(groups, torch.rand(1).item())
+
+
 def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
     """Save in the background while every weight and moment changes; then a save that cannot be written."""
     groups = join(tp, 1)
@@ -220,6 +263,7 @@ def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
             state["exp_avg"].fill_(7.0)
     saver.finish(8)
     after = (saver.pending, latest_iteration(run.run_dir))
+    alike = what_ranks_have_alike(groups, saver)
     fresh = make_trainer(groups, run)
     progress, states = resume(fresh)
     equal = all(torch.equal(x, expected[name]) for name, x in weights(fresh).items())
@@ -231,6 +275,8 @@ def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
         for background in (True, False)
     ]
     return {
+        "alike": alike,
+        "refused": [problem_of(error) for error in ERRORS],
         "replaced": replaced,
         "during": during,
         "after": after,

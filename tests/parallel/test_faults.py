@@ -100,5 +100,15 @@ def test_a_background_save_holds_what_was_there_when_it_began(checkpoint: Path, 
             assert "could not be written" in message and "is the disk full" in message
         assert result["latest"] == 9
         assert result["replaced"] == (True, True)
+        assert result["refused"] == [
+            "save/.iter.partial: no room",
+            "save/.iter.partial: CheckpointError: no config.json",
+            "save/.iter.partial: RuntimeError: unexpected pos 64 vs 8",
+            "a name that the program gets wrong",
+        ]
+        drifted, masks, draws = result["alike"]
+        assert masks == [0.25, 0.25]
+        assert (draws[0] == draws[1]) == (tp == 2), "replicas draw different dropout masks, ranks of one the same"
+        assert not drifted if tp == 1 else "should have alike differ" in drifted and "(1 problem):" in drifted
     assert not (tmp_path / "async" / "iter_0000010").exists()
     assert not list((tmp_path / "async").glob(".*.partial")), "it would fill the disk"

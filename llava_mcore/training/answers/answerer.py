@@ -16,6 +16,7 @@ from llava_mcore.generation.questions import Question, Questions
 from llava_mcore.generation.records import Asked, Record
 from llava_mcore.generation.settings import Settings, TokenSampling, read_settings, require_known
 from llava_mcore.parallel.groups import agree, gather_to_all
+from llava_mcore.parallel.together import together
 from llava_mcore.training.answers.result import AnswersResult, Example, scored
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.setup import Trainer
@@ -61,7 +62,7 @@ class Answerer:
             sampling=TokenSampling(),
         )
         require_known(settings, hf_dir)
-        return settings
+        return settings.within(self.trainer.models[0].window)
 
     def due(self, iteration: int) -> bool:
         """Return whether questions are asked after this iteration."""
@@ -75,6 +76,7 @@ class Answerer:
 
         Raises:
             DataError: on all ranks, if any cannot read the data.
+            LlavaMcoreError: on all ranks, if rank 0 cannot score the answers, or read the examples once more.
         """
         start = time.perf_counter()
         groups = self.trainer.groups
@@ -89,15 +91,22 @@ class Answerer:
         gathered = gather_to_all(groups, [] if asked is None else asked.records)
         records = sorted((x for part in gathered for x in part), key=lambda record: (record.position, record.key))
         num_skipped = sum(record.problem is not None for record in records)
+        metrics, examples = together(groups, lambda: self._first_ranks(records))
         return AnswersResult(
             iteration=iteration,
-            metrics=scored(records) if groups.rank == 0 else {},
+            metrics=metrics,
             num_answers=len(records) - num_skipped,
             num_skipped=num_skipped,
             seconds=time.perf_counter() - start,
             records=records,
-            examples=self._examples(records) if groups.rank == 0 else [],
+            examples=examples,
         )
+
+    def _first_ranks(self, records: list[Record]) -> tuple[dict[str, float | None], list[Example]]:
+        """Return the metrics and examples on rank 0, and empty ones on others."""
+        if self.trainer.groups.rank != 0:
+            return {}, []
+        return scored(records), self._examples(records)
 
     def _ask(self, iteration: int) -> Asked | None:
         """Return what this replica was asked, on the rank that loads its data."""

@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,42 +35,19 @@ from llava_mcore.checkpoint.save_plan import SavePlan
 from llava_mcore.checkpoint.sharded import num_bytes
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import move, sync_tree, write_synced
+from llava_mcore.models.trainable import alike
 from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import agree, gather_to_first, sum_over_ranks
+from llava_mcore.parallel.replicas import differing
 from llava_mcore.training.description import write_description
 from llava_mcore.training.logs.run_record import run_record
 from llava_mcore.training.saving.host_memory import allocate_in_background
 from llava_mcore.training.saving.save_log import SAVES, Saved
 from llava_mcore.training.saving.state import LOADER_FOLDER, Progress, loader_file, state_to_save
+from llava_mcore.training.saving.writing import Pending, Writing
 from llava_mcore.training.setup import Trainer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Pending:
-    """A save in progress. `thread` writes this rank's files; `problem` is its error message."""
-
-    final: Path
-    record: dict[str, Any]
-    iteration: int
-    write: StateWrite | LocalWrite
-    num_bytes: int
-    started: float
-    waited: float
-    """Seconds that training has waited for it."""
-    thread: threading.Thread | None = None
-    problem: str | None = None
-    checksums: dict[str, str] = field(default_factory=dict)
-    """Checksums of this rank's files, by path relative to the checkpoint's folder."""
-
-    @property
-    def partial(self) -> Path:
-        return self.final.parent / f".{self.final.name}.partial"
-
-    @property
-    def is_written(self) -> bool:
-        return self.thread is None or not self.thread.is_alive()
 
 
 class Saver:
@@ -79,7 +56,7 @@ class Saver:
     def __init__(self, trainer: Trainer, hf_source: Path) -> None:
         """`hf_source`: folder with config, tokenizer and processor files (and ours) to copy into checkpoints."""
         self.trainer, self.hf_source = trainer, hf_source
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._deletion: threading.Thread | None = None
         self._allocation: threading.Thread | None = None
         self._plan = SavePlan(trainer.groups)
@@ -120,18 +97,14 @@ class Saver:
         carried = self._carried(loader_state)
 
         def write() -> None:
-            try:
-                pending.checksums = self._write_files(pending.partial, carried)
-                pending.write.write()
-                pending.checksums |= pending.write.checksums
-            except OSError as error:
-                pending.problem = f"{pending.partial}: {error}"
+            pending.checksums = self._write_files(pending.partial, carried)
+            pending.write.write()
+            pending.checksums |= pending.write.checksums
 
-        if background:
-            pending.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
-            pending.thread.start()
-        else:
-            write()
+        pending.writing = Writing(write, pending.partial)
+        pending.writing.start()
+        if not background:
+            pending.writing.join()
         pending.waited = time.perf_counter() - pending.started
         if not background:
             self.finish(progress.iteration)
@@ -146,11 +119,10 @@ class Saver:
         if pending is None:
             return
         start = time.perf_counter()
-        if pending.thread is not None:
-            pending.thread.join()
+        problem = None if pending.writing is None else pending.writing.problem()
         self._pending = None
         try:
-            self._complete(pending)
+            self._complete(pending, problem)
         except CheckpointError:
             if groups.rank == 0:  # otherwise it fills the disk until the next save, which may need the space
                 shutil.rmtree(pending.partial, ignore_errors=True)
@@ -159,7 +131,7 @@ class Saver:
         end = time.perf_counter()
         done = Saved(
             iteration=pending.iteration,
-            background=pending.thread is not None,
+            background=pending.background,
             finished_after_iteration=iteration,
             gigabytes=pending.num_bytes / 1e9,
             seconds=end - pending.started,
@@ -170,10 +142,14 @@ class Saver:
         if groups.rank == 0:
             done.append_to(self.trainer.run.run_dir / SAVES)
 
-    def _complete(self, pending: _Pending) -> None:
-        """Turn what all ranks have written into a checkpoint. CheckpointError on all ranks if any could not write."""
+    def _complete(self, pending: Pending, problem: str | None) -> None:
+        """Turn what all ranks have written into a checkpoint. CheckpointError on all ranks if any could not write.
+
+        Args:
+            problem: why this rank could not.
+        """
         groups = self.trainer.groups
-        found = agree(groups, pending.problem)
+        found = agree(groups, problem)
         if found:
             raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
         try:
@@ -192,11 +168,23 @@ class Saver:
         if found:
             raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
 
+    def _warn_of_drift(self, iteration: int) -> None:
+        """Log which trained parameters tensor-parallel ranks should have alike and have not; a collective call."""
+        groups = self.trainer.groups
+        drifted = [name for model in self.trainer.models for name in differing(alike(model), groups.tensor_parallel)]
+        if drifted and groups.tp_rank == 0:
+            title = (
+                f"iteration {iteration}: parameters that all tensor-parallel ranks should have alike differ, since "
+                "their gradients are not computed in a fixed order here; the first rank's are saved. "
+                "--deterministic prevents this"
+            )
+            logger.warning(problems(title, drifted))
+
     def _root(self, persistent: bool) -> Path:
         run = self.trainer.run
         return run.run_dir if persistent else run.non_persistent_dir
 
-    def _start(self, progress: Progress, root: Path, *, copy: bool) -> _Pending:
+    def _start(self, progress: Progress, root: Path, *, copy: bool) -> Pending:
         """Create the folder, plan the save and copy the tensors to the host."""
         start = time.perf_counter()
         run, groups = self.trainer.run, self.trainer.groups
@@ -219,6 +207,7 @@ class Saver:
         found = agree(groups, problem)  # also the barrier after which the folder exists
         if found:
             raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        self._warn_of_drift(progress.iteration)
         with all_cores():
             state = state_to_save(self.trainer, progress)
             partial = final.parent / f".{final.name}.partial"
@@ -236,7 +225,7 @@ class Saver:
                     vision_data_parallel=run.parallel.vision_data_parallel,
                 )
         (num_bytes,) = sum_over_ranks(groups, [write.num_bytes])
-        return _Pending(final, record, progress.iteration, write, num_bytes, start, 0.0)
+        return Pending(final, record, progress.iteration, write, num_bytes, copy, start, 0.0)
 
     def _carried(self, loader_state: Any | None) -> bytes | None:
         """Return this rank's position in the data as the bytes of a file, or None if it has none."""
@@ -261,7 +250,7 @@ class Saver:
             checksums[name] = of_bytes(loader_state)
         return checksums
 
-    def _publish(self, pending: _Pending, checksums: Mapping[str, str]) -> None:
+    def _publish(self, pending: Pending, checksums: Mapping[str, str]) -> None:
         """List every file, flush everything, rename the folder, update the tracker, delete old checkpoints."""
         checkpoint, root = self.trainer.run.checkpoint, pending.final.parent
         write_run_json(pending.partial, {**pending.record, KEY: of_folder(pending.partial, checksums)})
@@ -279,7 +268,7 @@ class Saver:
             return
         logger.info("deleted %s", ", ".join(map(str, old)))
         self._deletion = delete_in_background(aside)  # it can take as long as writing
-        if pending.thread is None:
+        if not pending.background:
             self._deletion.join()
 
 

@@ -45,7 +45,7 @@ class Writing(threading.Thread):
 
 @dataclass
 class Pending:
-    """A save in progress. `writing` writes this rank's files; `background`: training goes on meanwhile."""
+    """A save in progress. `writing` writes this rank's files; `background`: training continues meanwhile."""
 
     final: Path
     record: dict[str, Any]

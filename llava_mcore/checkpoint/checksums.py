@@ -74,11 +74,14 @@ def of_folder(folder: Path, known: Mapping[str, str]) -> dict[str, Any]:
     """Return the record of a folder: the checksum of every file in it and below.
 
     Args:
-        known: checksums that have been computed already, by path relative to the folder.
+        known: checksums that have been computed already, by path relative to the folder. They are recorded even if the
+            file is not listed, as on a network file system that this process sees late: whoever reads the folder then
+            misses a file that does not exist, instead of not knowing of it.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE)
     files = {path.relative_to(folder).as_posix(): path for path in paths}
-    return {"algorithm": ALGORITHM, "files": {name: known.get(name) or of_file(path) for name, path in files.items()}}
+    computed = {name: of_file(path) for name, path in files.items() if name not in known}
+    return {"algorithm": ALGORITHM, "files": dict(sorted({**known, **computed}.items()))}
 
 
 def write_checksums(folder: Path, known: Mapping[str, str]) -> None:

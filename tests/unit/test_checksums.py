@@ -51,6 +51,15 @@ def test_an_import_has_the_checksum_of_every_file(imported: Path) -> None:
     assert require_undamaged(checkpoint).startswith(f"{checkpoint}: {len(found)} files match their checksums")
 
 
+def test_a_file_that_another_rank_has_written_is_recorded_before_it_is_seen(tmp_path: Path) -> None:
+    """A network file system may list it late; one that was lost is missed by whoever reads the checkpoint."""
+    (tmp_path / "here").write_bytes(b"here")
+    write_checksums(tmp_path, {"__1_0.distcp": of_bytes(b"elsewhere")})
+    expected = recorded(tmp_path)
+    assert expected is not None and expected.keys() == {"here", "__1_0.distcp"}
+    assert damaged_files(tmp_path, expected) == ["__1_0.distcp cannot be read: No such file or directory"]
+
+
 @pytest.mark.parametrize(
     "name", ["__0_1.distcp", "__0_0.distcp", ".metadata", "hf/unused.safetensors", "hf/config.json"]
 )

@@ -226,6 +226,14 @@ def test_bad_lists_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(DataError) as caught:
         read_listing(listing)
     assert "two sources have the name 'triples'" in str(caught.value) and "choose one of them" in str(caught.value)
+    listing.write_text(
+        "sources: [{path: .data.jsonl}, {path: ../..}, {path: a, name: ''}, {path: b, name: blend.yaml}]"
+    )
+    with pytest.raises(DataError) as caught:
+        read_listing(listing)
+    assert str(caught.value).count("cannot be the name of a folder; give the source another `name`") == 3
+    listing.write_text("sources: [{path: .data.jsonl}, {path: more/.rows.tar.gz}]")
+    assert [*read_listing(listing).by_name()] == ["data", "rows"]
     listing.write_text("sources:\n- {path: a, wieght: 2}\n- {path: b, weight: -1}\n")
     with pytest.raises(DataError, match=r"(?s)2 problems.*sources\.0\.wieght.*sources\.1\.weight"):
         read_listing(listing)

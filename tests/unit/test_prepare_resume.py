@@ -25,7 +25,7 @@ from llava_mcore.data.prepare.output.tar_file import ShardWriter
 from llava_mcore.data.prepare.shard_plan import Options
 from llava_mcore.data.prepare.sources.base import Cuts
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
-from llava_mcore.data.storage.dataset_path import check_dataset
+from llava_mcore.data.storage.dataset_path import META, SCRATCH, check_dataset
 from llava_mcore.errors import DataError
 from tests.helpers import prepare_cases as cases
 from tests.helpers.commands import ROOT
@@ -47,6 +47,25 @@ def source(tmp_path: Path) -> Path:
 def whole(source: Path, tmp_path: Path) -> dict[str, bytes]:
     make(source, tmp_path / "whole")
     return shard_bytes(tmp_path / "whole")
+
+
+def test_everything_is_on_the_disk_before_the_dataset_is_complete(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure must not leave a .nv-meta whose files are empty."""
+    flushed, fsync = list[str](), os.fsync
+
+    def record(descriptor: int) -> None:
+        flushed.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path / "out"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    make(source, tmp_path / "out")
+    shards = {path.name for path in (tmp_path / "out").glob("*.tar")}
+    assert {f"{name}.idx" for name in shards} <= set(flushed)
+    written = {path.name for path in (tmp_path / "out" / META).iterdir()}
+    assert written == {name.rpartition("/")[2] for name in flushed if name.startswith(f"{SCRATCH}/nv-meta/")}
+    assert "." in flushed[flushed.index(f"{SCRATCH}/nv-meta") :]
 
 
 def looks_finished(folder: Path) -> bool:

@@ -13,6 +13,7 @@ from typing import IO, Any, Self
 from llava_mcore.data.prepare.counts import ShardReport
 from llava_mcore.data.storage.dataset_path import META, SCRATCH
 from llava_mcore.errors import DataError, problems
+from llava_mcore.files.atomic import move, write_synced
 
 
 class Journal:
@@ -119,11 +120,8 @@ class Journal:
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically."""
     temporary = path.with_name(f"{path.name}.part")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_synced(temporary, text.encode())
+    move(temporary, path)
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from llava_mcore.data.prepare.record_layouts import Keys
 from llava_mcore.data.prepare.shard_plan import Source
 from llava_mcore.data.prepare.sources.detect import Format, Opening
 from llava_mcore.errors import DataError, problems
-from llava_mcore.files.regular import RefusedFileError, read_regular_file
+from llava_mcore.files.regular import RefusedFileError, plain_name, read_regular_file
 
 BLEND = "blend.yaml"
 SUFFIXES = (".yaml", ".yml")
@@ -107,7 +107,8 @@ def _size(value: Any, known: dict[int, int]) -> int:
 def _disagreements(listing: Listing) -> list[str]:
     names = [_name(source) for source in listing.sources]
     found = [f"two sources have the name {n!r}; give one a `name`" for n in sorted(set(names)) if names.count(n) > 1]
-    found += [f"{n!r} cannot be the name of a folder" for n in names if "/" in n or n.startswith(".") or n == BLEND]
+    unusable = [n for n in names if not plain_name(n) or n.startswith(".") or n == BLEND]
+    found += [f"{n!r} cannot be the name of a folder; give the source another `name`" for n in unusable]
     weighted = [_name(source) for source in listing.sources if source.weight is not None]
     repeated = [_name(source) for source in listing.sources if source.epochs is not None]
     if weighted and repeated:
@@ -116,7 +117,7 @@ def _disagreements(listing: Listing) -> list[str]:
 
 
 def _name(source: ListedSource) -> str:
-    return source.path.name.partition(".")[0] if source.name is None else source.name
+    return source.path.name.lstrip(".").partition(".")[0] if source.name is None else source.name
 
 
 def write_blend(folder: Path, listing: Listing, *, has_val: bool) -> Path:

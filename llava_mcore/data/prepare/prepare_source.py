@@ -24,6 +24,7 @@ from llava_mcore.data.prepare.output.shard import ShardMaker, ShardSetup
 from llava_mcore.data.prepare.row_types import Segment, Skipped
 from llava_mcore.data.prepare.shard_plan import Options, Plan, Source, make_plan
 from llava_mcore.errors import DataError
+from llava_mcore.files.atomic import move, sync
 from llava_mcore.forkserver import end_with_parent, start_forkserver
 
 MANIFEST = "manifest.json"
@@ -156,7 +157,8 @@ def _write_skipped(path: Path, journal: Journal) -> tuple[Skipped, ...]:
         for report in journal.reports():
             first += report.skipped[: NUM_FIRST - len(first)]
             file.writelines(json.dumps(line.to_json(), ensure_ascii=False) + "\n" for line in report.skipped)
-    temporary.replace(path)
+    sync(temporary)
+    move(temporary, path)
     return tuple(first)
 
 

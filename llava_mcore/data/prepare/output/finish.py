@@ -29,6 +29,7 @@ from llava_mcore.data.encoding.stored_tokens import DIGEST_KEY, ORIGIN_FILE
 from llava_mcore.data.prepare.counts import ShardReport
 from llava_mcore.data.storage.dataset_path import META, SCRATCH
 from llava_mcore.errors import DataError
+from llava_mcore.files.atomic import move, sync, sync_tree
 from llava_mcore.forkserver import interrupts_afterwards
 
 DATASET = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
@@ -48,7 +49,7 @@ def write_meta(
     tokens_by: str | None = None,
     on_shard: Callable[[], None] = lambda: None,
 ) -> None:
-    """Index the shards and write .nv-meta atomically.
+    """Index the shards and write .nv-meta atomically, after everything else is on the disk.
 
     `tokens_by` is the fingerprint of the stored tokens; None if there are none.
 
@@ -74,7 +75,8 @@ def write_meta(
     if tokens_by is not None:
         (meta / ORIGIN_FILE).write_text(json.dumps({"by": tokens_by, DIGEST_KEY: "turns"}), encoding="utf-8")
     shutil.rmtree(folder / META, ignore_errors=True)
-    meta.rename(folder / META)
+    sync_tree(meta)
+    move(meta, folder / META)
 
 
 def split_shards(names: Sequence[str], val_ratio: float) -> dict[str, list[str]]:
@@ -100,6 +102,7 @@ def _write_index(folder: Path, written: Sequence[ShardReport], sqlite: Path, on_
         with interrupts_afterwards():  # energon would log it and leave the shard's samples out
             for batch in itertools.batched(_checked(rows, folder, report), INDEX_BATCH_SIZE):
                 index.on_item(list(batch), None)
+        sync(folder / f"{report.name}.idx")
         on_shard()
     index.on_finish(None)
 

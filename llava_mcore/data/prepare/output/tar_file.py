@@ -15,6 +15,7 @@ from llava_mcore.data.encoding.messages import message_of
 from llava_mcore.data.encoding.sample_media import AUDIOS_KEY, FPS_KEY, FRAMES_KEY, VIDEOS_KEY
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
 from llava_mcore.data.prepare.row_types import Conversation, Picture, Recording
+from llava_mcore.files.atomic import move
 
 
 class ShardWriter:
@@ -49,7 +50,7 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        self._temporary.replace(self._final)
+        move(self._temporary, self._final)
         return self._sha.hexdigest()
 
     # -- a file for tarfile, which records what is written --------------------------------------------------------

@@ -23,6 +23,7 @@ from llava_mcore.data.encoding.images import decode_frames, decode_image, decode
 from llava_mcore.data.encoding.picture_header import picture_size, read_header
 from llava_mcore.data.encoding.placeholders import video_shape
 from llava_mcore.data.encoding.preprocess import to_rgb_of
+from llava_mcore.data.prepare.media.item_options import Resizing
 from llava_mcore.data.prepare.media.pictures import inspect, read_picture
 from llava_mcore.data.prepare.row_types import BadSample, Reason
 from llava_mcore.data.samples import Video
@@ -195,6 +196,45 @@ def test_narrow_pictures_are_refused_before_they_are_enlarged(kind: str, size: t
     with pytest.raises(BadSample, match=problem) as refused:
         read_picture(data, tmp_path)
     assert refused.value.reason == Reason.SHAPE
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"resized_height": 60, "resized_width": 100}, (112, 56)),
+        ({"max_pixels": 28 * 28 * 6}, (84, 28)),
+        ({"min_pixels": 28 * 28 * 9, "max_pixels": 28 * 28 * 40}, (140, 84)),
+        ({"detail": "auto"}, (110, 60)),
+    ],
+)
+def test_sizes_of_one_picture(options: dict[str, Any], size: tuple[int, int], tmp_path: Path) -> None:
+    """As qwen-vl-utils resizes it, to multiples of 28; after that the class's processor has nothing to do."""
+    image = Image.effect_noise((60, 110), 90).convert("RGB").transpose(Image.Transpose.ROTATE_90)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    result = read_picture({"bytes": buffer.getvalue(), **options}, tmp_path, resizing=Resizing(28))
+    assert result.size == size and result.extension == "png"
+    assert decode_image(result.data).tobytes() == image.resize(size, Image.Resampling.BICUBIC).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"resized_height": 60}, "one of them is missing"),
+        ({"max_pixels": "60"}, "max_pixels is '60': not a whole number above 0"),
+        ({"min_pixels": 99999, "max_pixels": 99}, "at least 99999 and at most 99 pixels"),
+        ({"min_pixels": 10**12, "max_pixels": 10**13}, r"resized to .*; the limit is 178956970 \(--max-picture-pixels"),
+        ({"detail": "low"}, "detail is 'low': only auto and high are supported"),
+        ({"resized_height": 1, "resized_width": 300}, "aspect ratio"),
+    ],
+)
+def test_sizes_that_cannot_be_honored(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    reference = {"bytes": encoded("PNG", "RGB"), **options}
+    with pytest.raises(BadSample, match=problem):
+        read_picture(reference, tmp_path, resizing=Resizing(28))
+    if "pixels" in str(options):
+        with pytest.raises(BadSample, match=r"--tokenizer-load-dir|not a whole number"):
+            read_picture(reference, tmp_path)
 
 
 def test_pictures_of_most_proportions_are_taken() -> None:

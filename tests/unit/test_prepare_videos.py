@@ -24,6 +24,7 @@ from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.encoding.conversation import TextDecoder, cook_chat
 from llava_mcore.data.encoding.encode import tokenize
 from llava_mcore.data.prepare.media.video_files import NO_PYAV, decode_video, select_frames
+from llava_mcore.data.prepare.media.videos import read_video
 from llava_mcore.data.prepare.row_types import BadSample, Reason
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.prepare.shard_plan import Counting, Options
@@ -245,6 +246,54 @@ def test_which_frames_are_kept(tmp_path: Path, fps: float, max_frames: int, expe
     """Those that a player shows at evenly spaced times; their order is that of time, not of the file."""
     frames, found = decoded(video_file(tmp_path / "a.mp4"), Sampling(fps, max_frames))
     assert greys(frames) == expected and found == pytest.approx(rate)
+
+
+CLIP_OPTIONS: list[tuple[dict[str, Any], list[int], float]] = [
+    ({"fps": 5}, list(range(0, 50, 5)), 5.0),
+    ({"nframes": 4}, [0, 12, 25, 37], 2.0),
+    ({"num_frames": 3}, [0, 16, 33], 1.5),
+    ({"fps": 0.5, "min_frames": 3}, [0, 16, 33], 1.5),
+    ({"fps": 25, "max_frames": 5}, [0, 10, 20, 30, 40], 2.5),
+    ({"video_start": 1, "video_end": 1.5}, [25, 37], 2.0),
+    ({"video_start": 0.5}, [13, 25, 38], 2.0),
+    ({"start_time": 1.0, "nframes": 2}, [25, 37], 2.0),
+]
+
+
+@pytest.mark.parametrize(("options", "expected", "rate"), CLIP_OPTIONS)
+def test_options_of_one_video(tmp_path: Path, options: dict[str, Any], expected: list[int], rate: float) -> None:
+    """A file of 50 frames, 25 per second, which by itself has [0, 12, 25, 37]."""
+    video_file(tmp_path / "a.mp4")
+    clip = read_video({"path": "a.mp4", **options}, tmp_path, Sampling(), LIMITS)
+    assert greys([frame.data for frame in clip.frames]) == expected and clip.fps == pytest.approx(rate, abs=1e-3)
+
+
+def test_the_rate_of_listed_frames(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(noise(8, 9))
+    for name in ("fps", "sample_fps"):
+        assert read_video({"frames": ["a.png"] * 3, name: 0.5}, tmp_path, Sampling(), LIMITS).fps == 0.5
+    assert read_video(["a.png"], tmp_path, Sampling(), LIMITS, frames_fps=4).fps == 4
+
+
+@pytest.mark.parametrize(
+    ("reference", "problem"),
+    [
+        ({"path": "a.mp4", "nframes": 51}, "a video has 50 frames instead of 51 between second 0 and its end"),
+        ({"path": "a.mp4", "nframes": 2.5}, "nframes is 2.5: not a whole number above 0"),
+        ({"path": "a.mp4", "nframes": 4, "fps": 1}, "nframes is 4: fps, min_frames and max_frames cannot be given"),
+        ({"path": "a.mp4", "fps": "1"}, "fps must be a number above 0"),
+        ({"path": "a.mp4", "fps": 1, "sample_fps": 2}, r"fps and sample_fps is \[1, 2\]: they differ"),
+        ({"path": "a.mp4", "min_frames": 9, "max_frames": 3}, "min_frames is 9: max_frames is 3"),
+        ({"path": "a.mp4", "video_start": 3}, "a video has none between second 3.0 and its end"),
+        ({"path": "a.mp4", "video_end": -1}, "video_end is -1: not a number of seconds"),
+        ({"path": "a.mp4", "max_pixels": 99}, "max_pixels is 99: frames of one video cannot be resized"),
+        ({"frames": ["a.png"], "nframes": 1}, "a list of frames has options of a video file"),
+    ],
+)
+def test_options_that_cannot_be_honored(tmp_path: Path, reference: dict[str, Any], problem: str) -> None:
+    video_file(tmp_path / "a.mp4")
+    with pytest.raises(BadSample, match=problem):
+        read_video(reference, tmp_path, Sampling(), LIMITS)
 
 
 OTHERS = [("mkv", "libx264"), ("webm", "libvpx-vp9"), ("avi", "mpeg4"), ("mpg", "mpeg2video")]

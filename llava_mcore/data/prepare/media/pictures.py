@@ -14,6 +14,7 @@ from llava_mcore.data.encoding.picture_header import (
     read_header,
     size_problem,
 )
+from llava_mcore.data.prepare.media.item_options import NO_RESIZING, Resizing, picture_sizes, resize
 from llava_mcore.data.prepare.media.references import PICTURE, read_reference
 from llava_mcore.data.prepare.row_types import BadSample, Picture, Reason
 from llava_mcore.errors import DataError
@@ -22,23 +23,31 @@ EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "DIB": "bmp"}
 """File suffixes that are not the format's name; many phones write MPO into .jpg files."""
 
 
-def read_picture(reference: Any, folder: Path, *, decode: bool = False, limits: Limits = LIMITS) -> Picture:
+def read_picture(
+    reference: Any, folder: Path, *, decode: bool = False, limits: Limits = LIMITS, resizing: Resizing = NO_RESIZING
+) -> Picture:
     """Find a picture and read its header.
 
     Args:
-        reference: see `read_reference`.
+        reference: see `read_reference`; a mapping may have sizes too (see `picture_sizes`).
         decode: decode all of it, to check that it is complete.
+        resizing: how a picture with such sizes is resized.
 
     Raises:
-        BadSample: it is missing, not on disk, of an unsupported format, too large, or broken.
+        BadSample: it is missing, not on disk, of an unsupported format, too large, or broken, or has sizes that cannot
+            be used.
     """
+    sizes = picture_sizes(reference)
     data = read_reference(reference, folder, limits.sample_bytes, PICTURE)
     extension, size = inspect(data, limits)
-    if decode:
-        try:
+    try:
+        if sizes is not None:
+            data = resize(data, sizes, resizing, limits)
+            extension, size = inspect(data, limits)
+        elif decode:
             decode_image(data, limits.picture_pixels)
-        except DataError as error:
-            raise BadSample(Reason.IMAGE_BROKEN, str(error)) from error
+    except DataError as error:
+        raise BadSample(Reason.IMAGE_BROKEN, str(error)) from error
     return Picture(data, extension, size)
 
 

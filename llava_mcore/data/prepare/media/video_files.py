@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.picture_header import ratio_problem
+from llava_mcore.data.prepare.media.item_options import WHOLE_CLIP, ClipOptions
 from llava_mcore.data.prepare.row_types import BadSample, Reason
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.errors import DataError
@@ -31,11 +32,14 @@ QUALITY = 95
 NO_PYAV = 'video files are read by PyAV: pip install "llava-mcore[video]", or list the frames of each video as pictures'
 
 
-def decode_video(file: BinaryIO, sampling: Sampling, limits: Limits) -> tuple[list[bytes], float]:
+def decode_video(
+    file: BinaryIO, sampling: Sampling, limits: Limits, options: ClipOptions = WHOLE_CLIP
+) -> tuple[list[bytes], float]:
     """Return frames as JPEGs, upright, and their number per second.
 
     Args:
         file: opened for reading.
+        options: those of this video, which replace what `sampling` says.
 
     Raises:
         BadSample: it is not a video of a supported format, is damaged, or its frames are larger than allowed.
@@ -45,13 +49,13 @@ def decode_video(file: BinaryIO, sampling: Sampling, limits: Limits) -> tuple[li
         import av
     except ImportError as error:
         raise DataError(NO_PYAV) from error
-    options = {"format_whitelist": CONTAINERS}
+    formats = {"format_whitelist": CONTAINERS}
     try:
-        with av.open(file, "r", options=options) as container:
+        with av.open(file, "r", options=formats) as container:
             clock = _clock(container, _stream(container, limits))
-        chosen, fps = select_frames(clock.seconds, clock.last_duration, sampling)
+        chosen, fps = _select(clock, options, sampling)
         file.seek(0)
-        with av.open(file, "r", options=options) as container:
+        with av.open(file, "r", options=formats) as container:
             frames = _decode(container, _stream(container, limits), clock, chosen, limits)
     except (av.FFmpegError, ArithmeticError, LookupError, OSError, ValueError) as error:
         raise BadSample(Reason.VIDEO_BROKEN, f"{type(error).__name__}: {error}") from error
@@ -71,6 +75,15 @@ def select_frames(times: list[Fraction], last_duration: Fraction, sampling: Samp
     step = 1 / Fraction(sampling.fps) if number == wanted else duration / number
     chosen = [bisect_right(times, times[0] + step * i) - 1 for i in range(number)]
     return chosen, float(1 / step)
+
+
+def _select(clock: _Clock, options: ClipOptions, sampling: Sampling) -> tuple[list[int], float]:
+    """Return the indices of the frames of a video with options, and their number per second. Raises BadSample."""
+    inside = options.window(clock.seconds)
+    times, following = clock.seconds[inside], clock.seconds[inside.stop :]
+    last_duration = following[0] - times[-1] if following else clock.last_duration
+    chosen, fps = select_frames(times, last_duration, options.sampling(sampling))
+    return [inside.start + index for index in chosen], fps
 
 
 def _stream(container: InputContainer, limits: Limits) -> VideoStream:

@@ -9,14 +9,14 @@ from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 from llava_mcore.config.sections.data import Limits
-from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY, check_fps
+from llava_mcore.data.encoding.sample_media import FRAMES_KEY
+from llava_mcore.data.prepare.media.item_options import ClipOptions, clip_options
 from llava_mcore.data.prepare.media.pictures import inspect, read_picture
 from llava_mcore.data.prepare.media.references import REMOTE
 from llava_mcore.data.prepare.media.video_files import decode_video
 from llava_mcore.data.prepare.row_types import BadSample, Clip, Picture, Reason, type_and_value
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import IMAGE_PARTS
-from llava_mcore.errors import DataError
 from llava_mcore.files.regular import RefusedFileError, open_regular_file
 
 
@@ -33,7 +33,8 @@ def read_video(
 
     Args:
         reference: a list of pictures (see `read_picture`), {"frames": such a list, "fps": number}; or a video file:
-            its bytes, {"bytes", "path"}, a path (absolute, or relative to folder) or a file:// URI.
+            its bytes, {"bytes", "path"}, a path (absolute, or relative to folder) or a file:// URI. A mapping may have
+            options too (see `clip_options`).
         sampling: which frames of a video file are kept.
         frames_fps: frames per second of a list of frames that does not say it; None: unknown.
         decode: decode pictures that are listed, to see whether they are whole.
@@ -42,13 +43,15 @@ def read_video(
         BadSample: it is missing, not on disk, broken, without frames, or its frames are too large or of several sizes.
         DataError: it is a video file, and PyAV is not installed.
     """
-    listed, fps = _listed(reference)
+    listed, options = _listed(reference), clip_options(reference)
+    fps = frames_fps if options.fps is None else options.fps
     if listed is None:
         with _opened(reference, folder) as file:
-            found, fps = decode_video(file, sampling, limits)
-        frames = tuple(Picture(data, *inspect(data, limits)) for data in found)
+            pictures, fps = decode_video(file, sampling, limits, options)
+        frames = tuple(Picture(data, *inspect(data, limits)) for data in pictures)
     else:
-        fps = frames_fps if fps is None else fps
+        if options != ClipOptions(fps=options.fps):
+            raise BadSample(Reason.WRONG_TYPE, "a list of frames has options of a video file; only fps can be given")
         frames = tuple(read_picture(frame, folder, decode=decode, limits=limits) for frame in listed)
     if not frames:
         raise BadSample(Reason.NO_FRAMES, "a video lists no frames")
@@ -59,18 +62,13 @@ def read_video(
     return Clip(frames, fps)
 
 
-def _listed(reference: Any) -> tuple[Sequence[Any] | None, float | None]:
-    """Return the frames that are listed, with their rate; None for a video file."""
-    fps = None
+def _listed(reference: Any) -> Sequence[Any] | None:
+    """Return the frames that are listed; None for a video file."""
     if isinstance(reference, Mapping) and reference.get(FRAMES_KEY) is not None:
-        try:
-            fps = check_fps(reference.get(FPS_KEY), "a video")
-        except DataError as error:
-            raise BadSample(Reason.WRONG_TYPE, str(error)) from error
         reference = reference[FRAMES_KEY]
         if not isinstance(reference, (list, tuple)):
             raise BadSample(Reason.WRONG_TYPE, f"the frames of a video are {reference!r:.60}, not a list")
-    return (reference, fps) if isinstance(reference, (list, tuple)) else (None, None)
+    return reference if isinstance(reference, (list, tuple)) else None
 
 
 def _opened(reference: Any, folder: Path) -> BinaryIO:

@@ -18,6 +18,7 @@ from llava_mcore.data.encoding.stored_tokens import digest_of, to_json
 from llava_mcore.data.encoding.text.tokens import TextTokens
 from llava_mcore.data.packing.best_fit import best_fit
 from llava_mcore.data.prepare.counts import Counts, ShardReport
+from llava_mcore.data.prepare.media.item_options import resizing_for
 from llava_mcore.data.prepare.media.pictures import read_picture
 from llava_mcore.data.prepare.media.sounds import read_sound
 from llava_mcore.data.prepare.media.videos import read_video
@@ -68,6 +69,7 @@ class ShardMaker:
         """assets: for counting tokens; None: do not count. on_row: called for every row."""
         self._setup = setup
         self._assets = assets
+        self._resizing = resizing_for(assets)
         self._on_row = on_row
 
     def make(self, shard: int, segments: Sequence[Segment]) -> ShardReport:
@@ -126,7 +128,9 @@ class ShardMaker:
         _check_length(draft.turns, options.limits)
         self._require_media_to_be_taken(draft)
         pictures = tuple(
-            read_picture(image, file.folder, decode=options.check_images, limits=options.limits)
+            read_picture(
+                image, file.folder, decode=options.check_images, limits=options.limits, resizing=self._resizing
+            )
             for image in draft.images
         )
         sounds = tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +18,8 @@ per character for Chinese."""
 NO_LIBRARIES = 'metrics of answers need more packages: pip install "llava-mcore[eval]"'
 
 _KANA = re.compile(r"[\u3041-\u30ff\uff66-\uff9f]")
+_NO_SPACES = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff][\u0e31\u0e34-\u0e3a\u0e47-\u0e4e]*")
+"""A letter of Thai, Lao, Burmese or Khmer with Thai's marks above and below: these have no spaces between words."""
 _HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]")
 
 
@@ -35,20 +38,22 @@ def tokenizer_for(references: Iterable[str]) -> TokenizerName:
 def words_of(tokenizer: TokenizerName) -> Callable[[str], list[str]]:
     """Return the function that lists a text's words, in lower case, for ROUGE and CIDEr.
 
-    For 13a it is ROUGE's own, which keeps a-z and 0-9 only.
+    For 13a, words are runs of letters, their marks, and digits of any script: in ASCII text, those of rouge-score.
 
     Raises:
         ConfigError: a package of the extra `eval` is not installed.
     """
     if tokenizer == "13a":
-        try:
-            from rouge_score.tokenizers import DefaultTokenizer
-        except ImportError as error:
-            raise ConfigError(NO_LIBRARIES) from error
-        tokenize: Callable[[str], list[str]] = DefaultTokenizer(use_stemmer=False).tokenize
-        return tokenize
+        return _unicode_words
     split = bleu_metric(tokenizer).tokenizer
     return lambda text: [word for word in split(text.lower()).split() if any(map(str.isalnum, word))]
+
+
+def _unicode_words(text: str) -> list[str]:
+    """Return the words of a text in lower case. rouge-score's own would keep a-z and 0-9 only."""
+    characters = unicodedata.normalize("NFC", text.lower())
+    spaced = "".join(char if unicodedata.category(char)[0] in "LMN" else " " for char in characters)
+    return _NO_SPACES.sub(r" \g<0> ", spaced).split()
 
 
 def bleu_metric(tokenizer: TokenizerName) -> BLEU:

@@ -45,6 +45,24 @@ def test_rouge_of_english_is_the_librarys_default() -> None:
         assert found == {name: value.fmeasure for name, value in wanted.items()}
 
 
+@pytest.mark.parametrize(
+    ("reference", "close", "other"),
+    [
+        ("красный дом близко", "синий дом близко", "кошка спит"),
+        ("लाल घर नदी के पास है", "नीला घर नदी के पास है", "बिल्ली सोती"),
+        ("빨간 집이 강가에 있다", "파란 집이 강가에 있다", "고양이"),
+        ("بيت أحمر قرب النهر", "بيت أزرق قرب النهر", "قطة نائمة"),
+        ("บ้านสีแดงริมแม่น้ำ", "บ้านสีฟ้าริมแม่น้ำ", "xyz"),
+    ],
+)
+def test_words_of_every_script_count(reference: str, close: str, other: str) -> None:
+    answers = tuple(Answered(answer, (reference,)) for answer in (reference, close, other))
+    same, near, far = (values["rouge1"] for values in rouge(answers, "13a"))
+    assert same == 1 and 0.5 < near < 1 and far == 0
+    ciders = cider((*answers, Answered("a", ("a b c d e",))), "13a")
+    assert ciders is not None and ciders[0] == pytest.approx(10) and 0 < ciders[1] < 10 and ciders[2] == 0
+
+
 def test_japanese_is_compared_by_words() -> None:
     """これ は 犬 です against これ は 猫 です: three of four words, one of three pairs; the full stop is not a word."""
     second = rouge(JAPANESE, "ja-mecab")[1]

@@ -166,10 +166,23 @@ def to_fp8(weight: Tensor, linear: Linear, tp_size: int, tp_rank: int, gather: G
     """
     check_block(weight, linear, FP8_BLOCK, tp_size)
     blocks = weight.float().unflatten(1, (-1, FP8_BLOCK))
-    # Rounded to the dtype that they are used in, so that codes are made with the scale that undoes them.
-    scales = (blocks.abs().amax(-1).clamp(min=1e-12) / _LARGEST_FP8).to(weight.dtype).float()
+    scales = _fp8_scales(blocks.abs().amax(-1), weight.dtype)
     codes = (blocks / scales[..., None]).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
     return Fp8(codes.flatten(1), scales, weight.dtype)
+
+
+def _fp8_scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factors of blocks in fp32, of their largest absolute values.
+
+    They are rounded to the dtype in which they are used, so that codes are made with the factor that undoes them. In
+    fp16 small ones are rounded up: to 0, a block would become NaN, and by a fraction less, its codes would overflow.
+    """
+    scales = largest.clamp(min=1e-12) / _LARGEST_FP8
+    if dtype == torch.float16:
+        step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # between subnormal numbers
+        is_subnormal = scales < torch.finfo(dtype).smallest_normal
+        scales = torch.where(is_subnormal, (scales / step).ceil() * step, scales)
+    return scales.to(dtype).float()
 
 
 def check_block(weight: Tensor, linear: Linear, block: int, tp_size: int) -> None:

@@ -123,6 +123,17 @@ def logits(folder: Path, layers: ModelLayers, kind: str | None, inputs: dict[str
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_fp8_of_blocks_of_zeros_and_of_tiny_values(layers: ModelLayers, dtype: torch.dtype) -> None:
+    """Down to fp16's smallest number: a scale of 0 would make NaN, one that is too small would clip."""
+    largest = torch.tensor([0.0, 6e-8, 1e-7, 1.1e-5, 2.0e-5, 3.7e-5, 1e-3, 0.02, 1.0])
+    weight = (largest[:, None] * torch.linspace(-1, 1, 128)).to(dtype)
+    restored = to_fp8(weight, language(layers)[0], 1, 0, lambda x: [x]).dequantize()
+    error = (restored.float() - weight.float()).abs().amax(1)
+    step = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
+    assert (error <= largest / 16 + step / 2).all()
+
+
 @pytest.mark.parametrize("quantizer", [to_nf4, to_fp8])
 def test_blocks_do_not_cross_ranks(layers: ModelLayers, quantizer: Any) -> None:
     row = next(linear for linear in language(layers) if linear.is_row_parallel)

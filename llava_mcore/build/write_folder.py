@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from llava_mcore.build import language
+from llava_mcore.build.older_transformers import describe_for_older
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.files.hf_folder import locked, partial_sibling, publish
@@ -94,6 +95,7 @@ def _write_into(
             max_shard_size=options.max_shard_size,
         )
         processor.save_pretrained(partial)
+        describe_for_older(partial)
         _make_readable(partial)
         check(partial)
         publish(partial, options.save_dir)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from llava_mcore.adapters.linear_layers import ModelLayers
 from llava_mcore.adapters.peft_tensors import LORA_A, WEIGHTS, misfits, names_in_folder, open_weights
 from llava_mcore.adapters.targets import LoraPlan
@@ -53,12 +55,7 @@ def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: 
     shapes = {name: tuple(tensors[key].shape) for name, key in names.items()}
     ranks = {name.removesuffix(LORA_A): shape[0] for name, shape in shapes.items() if name.endswith(LORA_A)}
     found = _not_supported(config)
-    found += [
-        f"{WEIGHTS} adapts {name}, which is not a linear layer of this model that can be adapted here: merge the "
-        "adapter with PEFT (merge_and_unload) and import the model"
-        for name in ranks
-        if name not in layers.members
-    ]
+    found += [_cannot_adapt(name, layers) for name in ranks if name not in layers.members]
     if not ranks:
         found.append(f"{WEIGHTS} holds no LoRA")
     plan = None if found else _plan(config, name, ranks, layers, is_trained=is_trained)
@@ -67,6 +64,20 @@ def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: 
     if plan is None or found:
         raise ConversionError(problems(f"{folder} cannot be used with this model", found))
     return plan
+
+
+def _cannot_adapt(name: str, layers: ModelLayers) -> str:
+    """Return what is wrong with an adapter of another layer. PEFT finds it in this model only if its name is here."""
+    if name in layers.module_names:
+        return (
+            f"{WEIGHTS} adapts {name}, which is not a linear layer of this model that can be adapted here: merge the "
+            "adapter with PEFT (merge_and_unload) and import the model"
+        )
+    return (
+        f"{WEIGHTS} adapts {name}, and this model has no module of that name, so PEFT would not apply it "
+        "either: merge it into the model it was trained on (merge_and_unload); if that is a part of this model, "
+        "build the model from the result (python -m llava_mcore build)"
+    )
 
 
 def _plan(
@@ -124,22 +135,29 @@ def _modules_to_save(names: Iterable[str], layers: ModelLayers) -> list[str]:
     return [module for name in names for module in sorted(layers.module_names) if module.endswith(name)]
 
 
-def write_config(folder: Path, plan: LoraPlan, layers: ModelLayers, base: str | None) -> None:
+def write_config(
+    folder: Path, plan: LoraPlan, layers: ModelLayers, base: str | None, model_class: type[PreTrainedModel]
+) -> None:
     """Write adapter_config.json.
 
     Args:
+        model_class: class of the model that is adapted.
         base: Hugging Face folder, or name on the hub, of the model that is adapted.
     """
     path = folder / CONFIG
-    path.write_text(json.dumps(peft_config(plan, layers, base), indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(peft_config(plan, layers, base, model_class), indent=2) + "\n", encoding="utf-8")
 
 
-def peft_config(plan: LoraPlan, layers: ModelLayers, base: str | None) -> dict[str, Any]:
+def peft_config(
+    plan: LoraPlan, layers: ModelLayers, base: str | None, model_class: type[PreTrainedModel]
+) -> dict[str, Any]:
     """Return the contents of adapter_config.json."""
     rank, alpha = _most_common(plan.ranks.values()), _most_common(plan.alphas.values())
     return {
         "peft_type": "LORA",
         "task_type": None,
+        # AutoPeftModel opens the base model with it, because no task type of PEFT is that of these classes.
+        "auto_mapping": {"base_model_class": model_class.__name__, "parent_library": model_class.__module__},
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": rank,

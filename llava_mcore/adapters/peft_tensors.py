@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from llava_mcore.adapters.linear_layers import WEIGHT, ModelLayers
 from llava_mcore.adapters.targets import LoraPlan, trained_parameters
 from llava_mcore.errors import ConversionError
-from llava_mcore.files.hf_folder import HfFolder
+from llava_mcore.files.hf_folder import HfFolder, TensorInfo
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -28,21 +28,50 @@ def open_weights(folder: Path) -> HfFolder:
     return HfFolder.of_file(path)
 
 
-def names_in_folder(tensors: Iterable[str], layers: ModelLayers) -> dict[str, str]:
+def names_in_folder(tensors: Mapping[str, TensorInfo], layers: ModelLayers) -> dict[str, str]:
     """Map each tensor's name in today's transformers to its name in the folder.
+
+    An adapter of a part alone, such as the text model, has names without the part's prefix.
 
     Tensors of layers that do not change the model's output are left out: PEFT adapts the tower's last layers too, whose
     features LLaVA does not use.
     """
     modules = aliases(layers) | layers.parameter_aliases
+    names = {key: key.removeprefix(PREFIX).replace(BASE_LAYER, ".") for key in tensors}
+    inner, whole = _prefixes(names, tensors, layers)
     found = {}
-    for key in tensors:
-        name = key.removeprefix(PREFIX).replace(BASE_LAYER, ".")
+    for key, short in names.items():
+        name = whole + short.removeprefix(inner)
         end = next((end for end in (LORA_A, LORA_B, MAGNITUDE) if name.endswith(end)), "")
         module = name.removesuffix(end)
         if (module + WEIGHT if end else module) not in layers.unused:
             found[modules.get(module, module) + end] = key
     return found
+
+
+def _prefixes(names: Mapping[str, str], tensors: Mapping[str, TensorInfo], layers: ModelLayers) -> tuple[str, str]:
+    """Return which beginning of the adapter's names to replace, and by what: nothing, unless it is of a part alone.
+
+    Args:
+        names: of `tensors`, without PEFT's prefix.
+    """
+    known, members = aliases(layers), layers.members
+    shapes = {name.removesuffix(LORA_A): tensors[key].shape for key, name in names.items() if name.endswith(LORA_A)}
+    if not shapes or any(name in known or name + WEIGHT in layers.unused for name in shapes):
+        return "", ""
+    parts = {name.removesuffix(x.key) for name, x in members.items() if name.endswith(x.key)}
+    pairs = [("", "model."), *((inner, part) for part in sorted(parts) for inner in ("", "model."))]
+    fitting = []
+    for inner, part in pairs:
+        named = {part + name.removeprefix(inner): shape for name, shape in shapes.items() if name.startswith(inner)}
+        used = {name: shape for name, shape in named.items() if name in members}
+        is_complete = all(name in members or name + WEIGHT in layers.unused for name in named)
+        if used and is_complete and len(named) == len(shapes):
+            fits = all(shape[1:] == (members[name].inputs,) for name, shape in used.items())
+            fitting.append((not fits, inner, part))
+    # One part fits, or one has these names and its misfits are listed.
+    best = [pair for pair in fitting if pair[0] == min(fitting)[0]] if fitting else []
+    return (best[0][1], best[0][2]) if len(best) == 1 else ("", "")
 
 
 def aliases(layers: ModelLayers) -> dict[str, str]:

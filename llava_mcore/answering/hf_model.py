@@ -16,6 +16,7 @@ from transformers import (
     AutoProcessor,
     BitsAndBytesConfig,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     ProcessorMixin,
     StoppingCriteria,
@@ -36,12 +37,11 @@ from llava_mcore.data.encoding.processors import LOAD_ERRORS
 from llava_mcore.data.encoding.sound.sound_files import decode_sound
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Video
 from llava_mcore.errors import ConfigError, ConversionError
-from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.generation.settings import Settings
-from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.media import DEFAULT_FPS
+from llava_mcore.models.whole_folder import open_whole_folder
 
 Quantization = Literal["4bit", "8bit"]
 NO_BITSANDBYTES = "needs the packages bitsandbytes and accelerate: pip install 'llava-mcore[qlora]' accelerate"
@@ -77,10 +77,9 @@ class HfModel:
             ConversionError, DataError: it is incomplete or not of a supported class.
             ConfigError: packages for the quantization are missing.
         """
-        load_hf_config(hf_dir)
-        HfFolder.open(hf_dir)  # transformers would report a damaged file by a traceback, or a missing one by a warning
+        hf, _ = open_whole_folder(hf_dir)
         assets = reading.assets(hf_dir)
-        return cls(_load_model(hf_dir, dtype, quantization), _load_processor(hf_dir), assets)
+        return cls(_load_model(hf_dir, hf, dtype, quantization), _load_processor(hf_dir), assets)
 
     def inputs(self, conversation: Conversation) -> dict[str, Tensor]:
         """Return what `generate` takes for a conversation that ends with a question.
@@ -172,10 +171,15 @@ def _about(video: Video) -> VideoMetadata:
     return VideoMetadata(total_num_frames=number, fps=video.fps or DEFAULT_FPS, frames_indices=list(range(number)))
 
 
-def _load_model(hf_dir: Path, dtype: Dtype | None, quantization: Quantization | None) -> PreTrainedModel:
+def _load_model(
+    hf_dir: Path, hf: PretrainedConfig, dtype: Dtype | None, quantization: Quantization | None
+) -> PreTrainedModel:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hf = load_hf_config(hf_dir)
-    options: dict[str, Any] = {"dtype": "auto" if dtype is None else DTYPES[dtype], "local_files_only": True}
+    options: dict[str, Any] = {
+        "config": hf,
+        "dtype": "auto" if dtype is None else DTYPES[dtype],
+        "local_files_only": True,
+    }
     options["attn_implementation"] = exact_attention(hf.text_config)
     if quantization is not None:
         if any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "accelerate")):

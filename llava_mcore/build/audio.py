@@ -31,7 +31,7 @@ from llava_mcore.build import language
 from llava_mcore.build.chat_template import choose_template
 from llava_mcore.build.compose import init_projector
 from llava_mcore.build.options import BuildOptions, Say
-from llava_mcore.build.sources import Source, check_loaded, find_source, reading
+from llava_mcore.build.sources import Source, check_loaded, find_source, reading, require_clear_weights
 from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.build.write_folder import Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
@@ -108,6 +108,7 @@ def load_encoder_config(source: Source) -> Qwen2AudioEncoderConfig:
     Raises:
         ConversionError: it is unreadable, not Whisper's, or has settings that are not computed.
     """
+    require_clear_weights(source)
     with reading("the audio model's configuration", source):
         config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
     if config.model_type != WHISPER:

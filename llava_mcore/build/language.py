@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from llava_mcore.build.options import VOCAB_MULTIPLE, Say
-from llava_mcore.build.sources import Source, check_loaded, reading, require_tokenizer_files
+from llava_mcore.build.sources import Source, check_loaded, reading, require_clear_weights, require_tokenizer_files
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.language.registry import texts_of_any_class
 from llava_mcore.templates.named import SOUND_TOKENS
@@ -48,8 +48,9 @@ def load_language_config(source: Source) -> PreTrainedConfig:
     """Read the configuration of a supported, unquantized language model.
 
     Raises:
-        ConversionError: it is unreadable, of an unsupported family, or quantized.
+        ConversionError: it is unreadable, of an unsupported family, or quantized, or its weights are ambiguous.
     """
+    require_clear_weights(source)
     with reading("the language model's configuration", source):
         config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
     if config.model_type not in texts_of_any_class():

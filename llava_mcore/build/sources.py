@@ -13,8 +13,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.files.hf_folder import VOCABULARY_FILES
+from llava_mcore.files.companions import VOCABULARY_FILES
 from llava_mcore.files.torch_files import why_not_loaded
+from llava_mcore.files.weight_files import choose_weight_files, has_weights, refuse_adapter
 
 _TAG = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LIBRARY_ERRORS = (StrictDataclassError, SafetensorError)
@@ -82,6 +83,19 @@ def _gguf_in(folder: Path, flag: str, wanted: str | None) -> str | None:
     if len(found) > 1:
         raise ConfigError(f"{flag} {folder}: holds several GGUF files; choose one with --gguf-file: {', '.join(found)}")
     return found[0]
+
+
+def require_clear_weights(source: Source) -> None:
+    """Refuse a local folder with an adapter or a second copy of the weights: which would be used is not clear.
+
+    Raises:
+        ConversionError: what is in the way.
+    """
+    if source.folder is None or source.gguf_file is not None:
+        return
+    refuse_adapter(source.folder)
+    if has_weights(source.folder):
+        choose_weight_files(source.folder)
 
 
 @contextmanager

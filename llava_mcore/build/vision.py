@@ -12,7 +12,7 @@ from torch import nn
 from transformers import MODEL_MAPPING, AutoConfig, AutoImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from llava_mcore.build.options import BuildOptions
-from llava_mcore.build.sources import Source, check_loaded, reading
+from llava_mcore.build.sources import Source, check_loaded, reading, require_clear_weights
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
 from llava_mcore.models.vision.registry import VISION_FAMILIES, tile_tower, towers_of_any_class
@@ -45,8 +45,9 @@ def load_vision_config(source: Source) -> PreTrainedConfig:
     """Read the tower's configuration, even from a folder that also has a text encoder.
 
     Raises:
-        ConversionError: it is unreadable, or of an unsupported family.
+        ConversionError: it is unreadable, or of an unsupported family, or its weights are ambiguous.
     """
+    require_clear_weights(source)
     with reading("the vision model's configuration", source):
         config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
     if config.model_type in PAIRS:

@@ -9,18 +9,22 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 
 import torch
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from llava_mcore.adapters.vllm_rules import vllm_problems, vllm_rank
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.serve import ENGINES, parser
 from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.errors import ConfigError
-from llava_mcore.files.hf_folder import HfFolder
+from llava_mcore.errors import ConfigError, ConversionError, problems
+from llava_mcore.files.hf_source import holds_adapter_only
+from llava_mcore.files.json_files import read_object
+from llava_mcore.files.weight_files import ADAPTER_CONFIG
 from llava_mcore.launch.process import run_child
-from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.serving.engines import Served, engine_command, installed_command
+from llava_mcore.models.whole_folder import open_whole_folder
+from llava_mcore.serving.engines import Served, adapter_command, engine_command, installed_command
 from llava_mcore.serving.requests import ServedModel
 
 PACKAGES = ("accelerate", "fastapi", "openai", "uvicorn")
@@ -35,10 +39,11 @@ def run(args: argparse.Namespace) -> int:
     served = Served(args.hf_dir, name, args.host, args.port)
     commands = {engine: engine_command(engine, served) for engine in ENGINES[1:]}
     if args.dry_run:
+        if holds_adapter_only(args.hf_dir):
+            return _show_adapter(args.hf_dir, served)
         print("\n".join(shlex.join(command) for command in commands.values()))
         return 0
-    hf = load_hf_config(args.hf_dir)
-    HfFolder.open(args.hf_dir)  # transformers would report a damaged file by a traceback
+    hf, _ = open_whole_folder(args.hf_dir, with_our_config=False)
     assets = load_assets(args.hf_dir)
     if args.engine in commands:
         command = installed_command(args.engine, served)
@@ -46,6 +51,20 @@ def run(args: argparse.Namespace) -> int:
         return run_child(command)
     most_tokens = int(hf.get_text_config().max_position_embeddings)
     return _serve(args, ServedModel(name, most_tokens, assets.chat.special_in, assets.to_rgb))
+
+
+def _show_adapter(folder: Path, served: Served) -> int:
+    """Print vLLM's command for a PEFT folder, and what it would refuse of it or compute differently; return 0 or 2."""
+    config = read_object(folder / ADAPTER_CONFIG, ConversionError)
+    found = vllm_problems(config)
+    if found:
+        print(
+            problems(f"error: vLLM cannot serve {folder} beside its model: export-hf --merge", found),
+            file=sys.stderr,
+        )
+        return 2
+    print(shlex.join(adapter_command(str(config.get("base_model_name_or_path")), vllm_rank(config), served)))
+    return 0
 
 
 def check_flags(args: argparse.Namespace) -> None:

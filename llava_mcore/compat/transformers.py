@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
 
 from llava_mcore.compat.required import required
 
@@ -38,6 +42,37 @@ def model_without_weights(model_class: type[PreTrainedModel], config: Pretrained
     with torch.device("meta"):
         model: PreTrainedModel = required(model_class, "_from_config")(config)
     return model
+
+
+def not_filled(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Return a line for every parameter that transformers would not fill from a folder's tensors, but with random
+    numbers: those that are missing, and those of another shape.
+
+    transformers itself loads tensors of the same names and shapes that take no memory.
+    """
+    dtype = config.dtype or torch.float32
+    nothing = {name: torch.zeros((), dtype=dtype).expand(shape) for name, shape in shapes.items()}
+    before = get_verbosity()
+    set_verbosity_error()  # it reports the same
+    try:
+        with no_init_weights():
+            _, info = model_class.from_pretrained(
+                None,
+                config=deepcopy(config),
+                state_dict=nothing,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    finally:
+        set_verbosity(before)
+    lines = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+    return lines + [
+        f"{name} is {tuple(shape)}, but config.json gives {tuple(expected)}"
+        for name, shape, expected in sorted(info["mismatched_keys"])
+    ]
 
 
 def encoded_lengths(encoder: type[PreTrainedModel], num_frames: int) -> tuple[int, int]:

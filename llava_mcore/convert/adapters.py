@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,12 +76,13 @@ class CheckpointAdapters:
             raise ConversionError(f"--adapter {name}: the checkpoint has {', '.join(names)}")
         return self.plans[0 if name is None else names.index(name)]
 
-    def peft_tensors(self, plan: LoraPlan) -> dict[str, Tensor]:
-        """Return one adapter's tensors as PEFT names them."""
+    def peft_tensors(self, plan: LoraPlan, factors: Mapping[str, float]) -> dict[str, Tensor]:
+        """Return one adapter's tensors as PEFT names them. `factors`: of each layer's B."""
         found = {}
         for name in plan.ranks:
             matrices = self._matrices(plan, name)
-            found[PREFIX + name + LORA_A], found[PREFIX + name + LORA_B] = matrices.A, matrices.B
+            found[PREFIX + name + LORA_A] = matrices.A
+            found[PREFIX + name + LORA_B] = matrices.B * factors[name]
             if matrices.magnitude is not None:
                 found[PREFIX + name + MAGNITUDE] = matrices.magnitude
         for parameter, tensors in self._own(plan).items():

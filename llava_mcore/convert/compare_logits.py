@@ -41,6 +41,7 @@ from llava_mcore.models.audio.lengths import frames_kept
 from llava_mcore.models.model_table import detect_names
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_hf
+from llava_mcore.models.tied_weights import settle_ties
 from llava_mcore.parallel.local_world import run_world
 
 TOLERANCE = 1e-4
@@ -105,6 +106,7 @@ def compare_logits(
     folder = hf_files.HfFolder.open(hf_dir)
     require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=tp * pp)
     hf = load_hf_config(hf_dir)
+    settle_ties(hf, folder)
     dims = model_dims(hf)
     refused = check_parts(dims, tp, pp, str(hf_dir))  # of whole towers every rank has other outputs
     if refused:
@@ -215,7 +217,7 @@ def _hugging_face(
     """Return logits [1, s, vocabulary] and the modules' outputs; the model is freed."""
     disable_progress_bar()
     model = architecture_of(hf).model_class.from_pretrained(
-        hf_dir, dtype=torch.float32, attn_implementation=exact_attention(hf.text_config)
+        hf_dir, config=hf, dtype=torch.float32, attn_implementation=exact_attention(hf.text_config)
     )
     recorder = Recorder()
     names = detect_names(hf, model.state_dict(), source=str(hf_dir))

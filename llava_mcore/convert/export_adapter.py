@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from llava_mcore.adapters.adapter_record import Base, holds_adapters
-from llava_mcore.adapters.peft_config import write_config
+from llava_mcore.adapters.peft_config import CONFIG, write_config
 from llava_mcore.adapters.peft_tensors import WEIGHTS
+from llava_mcore.adapters.vllm_rules import vllm_problems, with_one_scale
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.convert.adapters import CheckpointAdapters
+from llava_mcore.convert.companions import text_companions
 from llava_mcore.convert.jobs import compare_digests
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.companions import copy_files
 from llava_mcore.files.direct_writer import Writer
+from llava_mcore.files.json_files import read_object
 from llava_mcore.files.safetensors_writer import plan_file, write_tensors
 from llava_mcore.files.tensor_bytes import as_bytes, sha256
 from llava_mcore.mapping.table import MappingTable
-
-_MODEL_FILES = ("config.json", "generation_config.json", *layout.companion_skip())
-"""Of a whole model: in a PEFT folder they would tell transformers that it is one."""
+from llava_mcore.models.architectures.registry import architecture_of
 
 
 @dataclass(frozen=True)
@@ -59,30 +61,39 @@ def check_adapter_options(
 
 
 def write_peft_folder(
-    adapters: CheckpointAdapters, checkpoint: Path, target: Path, options: PeftFolder, *, verify: bool
+    adapters: CheckpointAdapters,
+    checkpoint: Path,
+    target: Path,
+    options: PeftFolder,
+    *,
+    verify: bool,
+    say: Callable[[str], None],
 ) -> None:
     """Write adapter_config.json, adapter_model.safetensors, and the files of tokenizer and processor.
 
     Args:
         verify: read the tensors back and compare them.
+        say: called with a line for each feature that vLLM does not compute.
 
     Raises:
         ConversionError: no adapter of that name, or nothing says what the base model is.
     """
     plan, base = adapters.plan(options.adapter), options.base_model or _imported(adapters.base, checkpoint)
-    tensors = {key: x.to(options.dtype or x.dtype) for key, x in adapters.peft_tensors(plan).items()}
+    dtype = options.dtype or adapters.dtype
+    written, factors = with_one_scale(plan, may_change_b=dtype != torch.float16)  # where small numbers lose bits
+    tensors = {key: x.to(dtype) for key, x in adapters.peft_tensors(plan, factors).items()}
     file = plan_file(Path(WEIGHTS), {key: (x.dtype, tuple(x.shape)) for key, x in tensors.items()})
     with hf_files.written_beside(target, num_bytes=file.size, what="the export") as partial:
         write_tensors(file.moved_to(partial / WEIGHTS), tensors.items())
-        write_config(partial, plan, adapters.layers, base)
-        for path in hf_files.companion_files(options.tokenizer_dir or layout.hf_folder(checkpoint)):
-            if path.name not in _MODEL_FILES:
-                shutil.copyfile(path, partial / path.name)
+        write_config(partial, written, adapters.layers, base, architecture_of(adapters.hf).model_class)
+        copy_files(text_companions(options.tokenizer_dir or layout.hf_folder(checkpoint)), partial)
         if verify:
-            written = hf_files.HfFolder.of_file(partial / WEIGHTS)
-            found = {name: sha256((written.where(name),)) for name in written.tensors}
+            file_again = hf_files.HfFolder.of_file(partial / WEIGHTS)
+            found = {name: sha256((file_again.where(name),)) for name in file_again.tensors}
             expected = {name: sha256(x) for name, x in tensors.items()}
             compare_digests(found, expected, title="the file does not hold what the checkpoint does")
+        for problem in vllm_problems(read_object(partial / CONFIG, ConversionError)):
+            say(f"note: vLLM cannot serve this adapter beside its model: {problem}; export-hf --merge writes a model")
 
 
 def _imported(base: Base, checkpoint: Path) -> str:

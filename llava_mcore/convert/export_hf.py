@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,16 +17,17 @@ from llava_mcore.checkpoint.manifest import read_manifest
 from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.config.rules.all_rules import check_layout
 from llava_mcore.convert.adapters import CheckpointAdapters
+from llava_mcore.convert.companions import model_companions, update_config
 from llava_mcore.convert.export_adapter import PeftFolder, check_adapter_options, write_merged, write_peft_folder
 from llava_mcore.convert.jobs import compare_digests, export_all, hash_files
 from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
-from llava_mcore.data.encoding.text import template_file as chat_template
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.companions import copy_files
 from llava_mcore.files.direct_writer import Writer
-from llava_mcore.files.json_files import read_object
 from llava_mcore.files.safetensors_writer import PlannedFile, plan_file
 from llava_mcore.files.tensor_bytes import as_bytes, sha256
+from llava_mcore.files.weight_files import SINGLE, write_index
 from llava_mcore.models.architectures.hf_config import model_dims
 from llava_mcore.parallel.groups import single_process
 
@@ -74,7 +73,7 @@ def export_hf(
         adapter: name of the adapter that goes into the PEFT folder; None: the one that was trained.
         base_dir: folder of checkpoints with the weights that the adapter belongs to; None: where they were.
         base_model: name or folder of the base model that the PEFT folder refers to; None: the folder of the import.
-        say: called with the result of that comparison, one line.
+        say: called with the result of that comparison, and with what vLLM does not compute of an adapter.
 
     Raises:
         CheckpointError, ConversionError, ConfigError: nothing was written, or it was removed again.
@@ -85,7 +84,7 @@ def export_hf(
     how = _Export(tensor_parallel, pipeline_parallel, hf_config, tokenizer_dir, dtype, max_shard_size, workers, verify)
     verified = partial(_say_undamaged, say) if verify_checkpoint else _not_verified
     peft = None if merge else PeftFolder(adapter, base_model, tokenizer_dir, dtype)
-    _export(checkpoint, Path(hf_dir), how, peft, base_dir, verified, is_import=iteration == 0)
+    _export(checkpoint, Path(hf_dir), how, peft, base_dir, verified, say, is_import=iteration == 0)
     return iteration
 
 
@@ -118,6 +117,7 @@ def _export(
     peft: PeftFolder | None,
     base_dir: Path | None,
     verified: Callable[[Path], None],
+    say: Callable[[str], None],
     *,
     is_import: bool,
 ) -> None:
@@ -126,6 +126,7 @@ def _export(
     Args:
         peft: what becomes of adapters; None: they go into the model's weights.
         verified: compares a checkpoint with its checksums.
+        say: called with lines for the user.
         is_import: whether the checkpoint was imported, not trained.
     """
     adapters, base, companions = None, checkpoint, None
@@ -133,15 +134,15 @@ def _export(
         verified(checkpoint)
         adapters = CheckpointAdapters.open(checkpoint)
         if peft is not None:
-            write_peft_folder(adapters, checkpoint, hf_dir, peft, verify=how.verify)
+            write_peft_folder(adapters, checkpoint, hf_dir, peft, verify=how.verify, say=say)
             return
         base, companions = adapters.base.found_at(base_dir), layout.hf_folder(checkpoint)
     side = _hf_side(base, how.hf_config, tp=how.tp, pp=how.pp)
-    replaced = () if how.tokenizer_dir is None else _replaced(how.tokenizer_dir)
+    copied = model_companions(companions or side.files, how.tokenizer_dir)
     with single_process():
         weights = CheckpointWeights(side, base, how.tp)
     files = planned_files(weights, how.dtype, how.max_shard_size)
-    room = sum(x.size for x in files.values()) + sum(x.stat().st_size for x in hf_files.companion_files(side.files))
+    room = sum(x.size for x in files.values()) + sum(x.stat().st_size for x in copied.values())
     verified(base)
     with hf_files.written_beside(hf_dir, num_bytes=room, what="the export") as target:
         digests = _write_weights(weights, files, target, how)
@@ -153,7 +154,8 @@ def _export(
                 _compare_with_import(side.files, digests)
         trained = weights.trained_names()
         dtypes = {x for name, x in weights.dtypes(how.dtype).items() if name in trained}
-        _write_companions(companions or side.files, how.tokenizer_dir, replaced, target, dtypes)
+        copy_files(copied, target)
+        update_config(target, str(next(iter(dtypes))).removeprefix("torch.") if len(dtypes) == 1 else None)
 
 
 def _hf_side(checkpoint: Path, hf_config: Path | None, *, tp: int, pp: int) -> HfSide:
@@ -219,9 +221,9 @@ def _write_weights(
                 digests[name] = sha256(data)
     if how.verify:
         digests |= {copy: digests[original] for copy, original in weights.table.copies.items()}
-    if set(files) != {hf_files.SINGLE}:
+    if set(files) != {SINGLE}:
         names = {name: file for file, plan in files.items() for name in plan.tensors}
-        hf_files.write_index(target, names, sum(x.num_bytes for x in targets.values()))
+        write_index(target, names, sum(x.num_bytes for x in targets.values()))
     return digests
 
 
@@ -237,46 +239,3 @@ def _compare_with_import(companions: Path, digests: dict[str, str]) -> None:
     manifest = read_manifest(companions)
     if manifest is not None:
         compare_digests(digests, manifest.digests, title="the export differs from what was imported")
-
-
-TEMPLATE_FILES = (chat_template.FILE, chat_template.LEGACY_FILE)
-TOKENIZER_FILES = (
-    *hf_files.VOCABULARY_FILES,
-    *("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
-)
-
-
-def _write_companions(
-    source: Path, tokenizer_dir: Path | None, replaced: Sequence[str], target: Path, dtypes: set[torch.dtype]
-) -> None:
-    """Copy config, tokenizer and processor files; the config only changes with the dtype."""
-    hf_files.copy_companions(source, target, skip=(*layout.companion_skip(), *replaced))
-    for path in [] if tokenizer_dir is None else hf_files.companion_files(tokenizer_dir):
-        if path.name not in ("config.json", "generation_config.json"):
-            shutil.copyfile(path, target / path.name)
-    if len(dtypes) != 1:
-        return
-    name = str(next(iter(dtypes))).removeprefix("torch.")
-    path = target / "config.json"
-    config = read_object(path, ConversionError)
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if config.get(key, name) != name:
-        config[key] = name
-        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _replaced(tokenizer_dir: Path) -> tuple[str, ...]:
-    """Return the checkpoint's files that contradict those of another tokenizer's folder.
-
-    Raises:
-        ConversionError: it has no readable tokenizer_config.json.
-    """
-    path = tokenizer_dir / "tokenizer_config.json"
-    try:
-        config = read_object(path, ConversionError)
-    except ConversionError as error:
-        raise ConversionError(f"--tokenizer-dir {tokenizer_dir}: no tokenizer_config.json ({error})") from error
-    names = {path.name for path in hf_files.companion_files(tokenizer_dir)}
-    has_template = bool(config.get("chat_template")) or not names.isdisjoint(TEMPLATE_FILES)
-    tokenizer = () if names.isdisjoint(hf_files.VOCABULARY_FILES) else TOKENIZER_FILES
-    return tokenizer + (TEMPLATE_FILES if has_template else ())

@@ -21,6 +21,7 @@ from llava_mcore.convert.jobs import compare_digests, run_with_progress
 from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.companions import companion_files, copy_companions
 from llava_mcore.files.safetensors_writer import plan_file, write_tensors
 from llava_mcore.files.tensor_bytes import sha256
 from llava_mcore.mapping.table import MappingTable, check_coverage
@@ -29,6 +30,7 @@ from llava_mcore.models.language.decoder import padded_vocab_size
 from llava_mcore.models.meta import meta_model
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.tied_weights import settle_ties, write_ties
 from llava_mcore.parallel.groups import single_process
 
 logger = logging.getLogger(__name__)
@@ -82,7 +84,7 @@ def import_hf(
             streamed = save_streamed({"iteration": 0, "model": state}, entries, checkpoint, write)
             digests = streamed.digests
             digests |= {copy: digests[original] for copy, original in table.copies.items()}
-            digests |= _write_companions(folder, table, checkpoint, tp=tp, pp=pp)
+            digests |= _write_companions(hf, folder, table, checkpoint, tp=tp, pp=pp)
             name = None if dtype is None else str(dtype).removeprefix("torch.")
             manifest = make_manifest(hf_dir, table, digests, dtype=name, tp=tp, pp=pp)
             write_manifest(layout.hf_folder(checkpoint), manifest)
@@ -103,7 +105,7 @@ def _warn_of_values(hf_dir: Path, names: Sequence[str], cast: str) -> None:
 
 def _room_beside(hf_dir: Path) -> int:
     """Return the size in bytes of the files other than weights, and of the checkpoint's metadata."""
-    return sum(x.stat().st_size for x in hf_files.companion_files(hf_dir)) + _DESCRIPTION_BYTES
+    return sum(x.stat().st_size for x in companion_files(hf_dir)) + _DESCRIPTION_BYTES
 
 
 def _verify(checkpoint: Path, expected: dict[str, str], *, tp: int, workers: int) -> None:
@@ -123,6 +125,10 @@ def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[PretrainedConfig, hf
     """
     hf = load_hf_config(hf_dir)
     folder = hf_files.HfFolder.open(hf_dir)
+    folder.warn_of_ignored()
+    untrue = settle_ties(hf, folder)
+    if untrue is not None:
+        logger.warning("warning: %s", untrue)
     wrong = check_layout(model_dims(hf), tp, pp, str(hf_dir), vision_data_parallel=True)
     if wrong:
         raise ConfigError(problems(f"{hf_dir} cannot be split into tp {tp} x pp {pp}", wrong))
@@ -162,26 +168,18 @@ def checked_table(
         dtypes = {folder.tensors[name].dtype for name in entry.hf_names}
         if len(dtypes) > 1:
             found.append(f"{', '.join(entry.hf_names)} become one tensor, but have dtypes {', '.join(sorted(dtypes))}")
-    for copy, original in table.copies.items():
-        if not _same(folder, copy, original):
-            found.append(f"{copy} differs from {original}, but config.json ties them (tie_word_embeddings)")
     if found:
         raise ConversionError(problems(f"{folder.path} cannot be converted exactly", found))
     return table
 
 
-def _same(folder: hf_files.HfFolder, a: str, b: str) -> bool:
-    """Compare two tensors, one in memory at a time."""
-    x, y = folder.where(a), folder.where(b)
-    return (x.shape, x.dtype) == (y.shape, y.dtype) and sha256((x,)) == sha256((y,))
-
-
 def _write_companions(
-    folder: hf_files.HfFolder, table: MappingTable, checkpoint: Path, *, tp: int, pp: int
+    hf: PretrainedConfig, folder: hf_files.HfFolder, table: MappingTable, checkpoint: Path, *, tp: int, pp: int
 ) -> dict[str, str]:
     """Store config, tokenizer, processor and unused tensors in the checkpoint; return the SHA-256 of these tensors."""
     target = layout.hf_folder(checkpoint)
-    hf_files.copy_companions(folder.path, target)
+    copy_companions(folder.path, target)
+    write_ties(hf, target)
     sources = {name: folder.where(name) for name in table.unused}
     plan = plan_file(target / layout.UNUSED, {name: (x.dtype, x.shape) for name, x in sources.items()})
     write_tensors(plan, ((name, x.map()) for name, x in sources.items()))

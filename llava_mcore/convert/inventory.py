@@ -27,6 +27,7 @@ from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.names import HfNames
+from llava_mcore.models.tied_weights import settle_ties
 from llava_mcore.models.vision.registry import vision_family
 
 VISION, PROJECTION, LANGUAGE, OTHER = "vision tower", "projection", "language model", "optimizer and others"
@@ -102,6 +103,7 @@ def of_hf(folder: Path) -> Inventory:
     """
     hf = load_hf_config(folder)
     weights = hf_files.HfFolder.open(folder)
+    settle_ties(hf, weights)
     names = detect_names(hf, weights.tensors, source=str(folder))
     table = mapping_table(hf, names, hf_tensors=weights.tensors, padded_vocab_size=hf.text_config.vocab_size)
     files = {x.file for x in weights.tensors.values()}

@@ -19,13 +19,16 @@ from llava_mcore.convert.io.torch_dist_index import StoredParameter, StoredTenso
 from llava_mcore.convert.jobs import export_all, hash_files
 from llava_mcore.errors import CheckpointError, ConversionError, problems
 from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.companions import require_own_files
 from llava_mcore.files.tensor_bytes import TensorAt
+from llava_mcore.files.weight_files import SINGLE, has_weights
 from llava_mcore.mapping.slices import Scratch, Shape
 from llava_mcore.mapping.table import MappingTable
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.meta import meta_model
 from llava_mcore.models.model_table import detect_names, mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.tied_weights import settle_ties
 from llava_mcore.parallel.groups import single_process
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
@@ -54,7 +57,7 @@ class HfSide:
             CheckpointError, ConversionError: the files are missing or damaged.
         """
         folder = layout.hf_folder(checkpoint)
-        hf_files.require_own_files(folder)
+        require_own_files(folder)
         infos = hf_files.infos_from_record(layout.read_record(checkpoint)["tensors"], folder / layout.RECORD)
         unused = hf_files.HfFolder.of_file(folder / layout.UNUSED)
         return cls(load_hf_config(folder), infos, unused, folder)
@@ -69,8 +72,9 @@ class HfSide:
             ConversionError: the config is missing, or the weights cannot be read.
         """
         hf = load_hf_config(folder)
-        if any((folder / name).is_file() for name in (hf_files.INDEX, hf_files.SINGLE)):
+        if has_weights(folder):
             weights = hf_files.HfFolder.open(folder)
+            settle_ties(hf, weights)
             return cls(hf, weights.tensors, weights, folder)
         return cls(hf, tensors_of_config(hf), hf_files.HfFolder(folder, {}), folder)
 
@@ -91,7 +95,7 @@ def tensors_of_config(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
     found = {}
     for name, entry in table.entries.items():
         for hf_name, x in entry.to_hf(torch.empty(shapes[name], device="meta")).items():
-            found[hf_name] = hf_files.TensorInfo(hf_files.SINGLE, "F32", tuple(x.shape))
+            found[hf_name] = hf_files.TensorInfo(SINGLE, "F32", tuple(x.shape))
     return found
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
+import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,12 @@ from torch import Tensor
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.atomic import sync, sync_tree
 from llava_mcore.files.folder_lock import FolderLock
-from llava_mcore.files.json_files import read_object
-from llava_mcore.files.regular import plain_name, require_regular
+from llava_mcore.files.regular import require_regular
 from llava_mcore.files.safetensors_writer import DTYPES, read_offsets
 from llava_mcore.files.tensor_bytes import TensorAt
+from llava_mcore.files.weight_files import INDEX, choose_weight_files, require_weight_files
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""Files of a tokenizer, which has at least one of them."""
-_LISTED = 20  # names of a damaged index to show in one message
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,37 +38,48 @@ class TensorInfo:
 class HfFolder:
     """Lazy reader of a folder's safetensors files."""
 
-    def __init__(self, path: Path, tensors: dict[str, TensorInfo]) -> None:
-        self.path, self.tensors = path, tensors
+    def __init__(self, path: Path, tensors: dict[str, TensorInfo], ignored: tuple[str, ...] = ()) -> None:
+        self.path, self.tensors, self._ignored = path, tensors, ignored
         self._offsets: dict[str, dict[str, int]] = {}
 
     @classmethod
     def open(cls, path: Path) -> HfFolder:
-        """Read the headers.
+        """Read the headers of the files that transformers would read.
 
         Raises:
-            ConversionError: there are no safetensors, or files of the index are missing, damaged or lack a tensor.
+            ConversionError: there are no safetensors, it is ambiguous which are meant, or files of the index are
+                missing, damaged or lack a tensor.
         """
-        index = path / INDEX
-        if index.is_file():
-            expected = _read_index(index)
-            files = sorted(set(expected.values()))
-        else:
-            expected, files = {}, [SINGLE]
+        chosen = choose_weight_files(path)
         tensors: dict[str, TensorInfo] = {}
-        found: list[str] = []
-        for file in files:
+        wrong: list[str] = []
+        for file in chosen.files:
             try:
-                tensors |= _read_header(path, file)
+                header = _read_header(path, file)
             except (OSError, SafetensorError) as error:
-                found.append(f"{file}: {error}")
-        found += [f"{name}: in {INDEX}, but not in {file}" for name, file in expected.items()
+                wrong.append(f"{file}: {error}")
+                continue
+            wrong += [f"{name}: in {tensors[name].file} and in {file}" for name in header.keys() & tensors.keys()]
+            tensors |= header
+        wrong += [f"{name}: in {INDEX}, but not in {file}" for name, file in chosen.index.items()
                   if name not in tensors and (path / file).is_file()]  # fmt: skip
-        found += [f"{name}: dtype {x.dtype} is not supported" for name, x in tensors.items() if x.dtype not in DTYPES]
-        if found:
+        wrong += [f"{name}: dtype {x.dtype} is not supported" for name, x in tensors.items() if x.dtype not in DTYPES]
+        if wrong:
             hint = "expected model.safetensors or model.safetensors.index.json and its files (no .bin weights)"
-            raise ConversionError(problems(f"{path}: the weights cannot be read; {hint}", found))
-        return cls(path, tensors)
+            raise ConversionError(problems(f"{path}: the weights cannot be read; {hint}", wrong))
+        return cls(path, tensors, chosen.ignored)
+
+    def warn_of_ignored(self) -> None:
+        """Warn of other weight files in the folder, which the user may have meant."""
+        if self._ignored:
+            read = ", ".join(sorted({x.file for x in self.tensors.values()})[:3])
+            logger.warning(
+                "warning: %s: the weights are read from %s, as transformers does; not from %s: delete what is not "
+                "used, other programs may read it",
+                self.path,
+                read,
+                ", ".join(self._ignored[:10]),
+            )
 
     @classmethod
     def of_file(cls, path: Path) -> HfFolder:
@@ -133,72 +140,6 @@ def infos_from_record(record: Mapping[str, Any], source: Path) -> dict[str, Tens
     if unknown:
         raise ConversionError(f"{source}: unknown dtypes: {', '.join(unknown)}")
     return infos
-
-
-def require_weight_files(names: Iterable[object], source: Path) -> None:
-    """Refuse an index that names anything but safetensors files in its folder: they are read, and written by an export.
-
-    Raises:
-        ConversionError: lists every other name.
-    """
-    wrong = sorted({repr(name) for name in names if not plain_name(name) or not str(name).endswith(".safetensors")})
-    if wrong:
-        title = f"{source} names files that are not safetensors files in its folder"
-        raise ConversionError(problems(title, wrong[:_LISTED]))
-
-
-def is_weight_file(path: Path) -> bool:
-    """Return whether a file holds weights or their index, rather than config, tokenizer or processor."""
-    suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
-    return path.name.endswith(suffixes)
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    try:
-        files = dict(read_object(index, ConversionError)["weight_map"])
-    except (ConversionError, ValueError, KeyError, TypeError) as error:
-        raise ConversionError(f"{index}: not an index of weight files, copy it again ({error!r})") from error
-    require_weight_files(files.values(), index)
-    return files
-
-
-def companion_files(folder: Path) -> list[Path]:
-    """Return the files that are copied with the weights: config, tokenizer, processor, templates, licenses."""
-    return sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".") and not is_weight_file(p))
-
-
-def require_own_files(folder: Path) -> None:
-    """Refuse links and pipes among the Hugging Face files of a checkpoint: an export would copy what they point to.
-
-    Nothing that writes a checkpoint creates any. A Hugging Face folder may have links: the hub's cache consists of
-    them.
-
-    Raises:
-        ConversionError: lists them.
-    """
-    paths = sorted(folder.rglob("*"))
-    wrong = [f"{path.name} is a link to {os.readlink(path)}" for path in paths if path.is_symlink()]
-    wrong += [
-        f"{path.name} is not a file" for path in paths if not (path.is_symlink() or path.is_file() or path.is_dir())
-    ]
-    if wrong:
-        raise ConversionError(
-            problems(f"{folder} may hold regular files only; copy them there if they belong to it", wrong)
-        )
-
-
-def copy_companions(source: Path, target: Path, *, skip: Iterable[str] = ()) -> None:
-    """Copy config, tokenizer and processor files, byte for byte."""
-    target.mkdir(parents=True, exist_ok=True)
-    for path in companion_files(source):
-        if path.name not in skip:
-            shutil.copyfile(path, target / path.name)
-
-
-def write_index(folder: Path, files: Mapping[str, str], total_size: int) -> None:
-    """Write the index of a folder with several weight files. `files`: tensor name to file name."""
-    content = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(files.items()))}
-    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def partial_sibling(target: Path) -> Path:

@@ -8,8 +8,7 @@ from typing import Any
 from llava_mcore.errors import ConversionError
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.files.json_files import read_object
-
-ADAPTER_CONFIG = "adapter_config.json"
+from llava_mcore.files.weight_files import ADAPTER_CONFIG
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -20,7 +19,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.is_file():
-        if (folder / ADAPTER_CONFIG).is_file():
+        if holds_adapter_only(folder):
             raise ConversionError(
                 f"{folder} holds a PEFT adapter, not a model: write the whole model with export-hf --merge, or with "
                 "PEFT's merge_and_unload"
@@ -31,6 +30,11 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder}: no config.json; expected a folder of a vision-language model (build one with build_llava_jp.py)"
         )
     return read_object(path, ConversionError)
+
+
+def holds_adapter_only(folder: Path) -> bool:
+    """Return whether a folder holds a PEFT adapter and no model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def require_source(folder: Path) -> None:

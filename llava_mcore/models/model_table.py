@@ -28,8 +28,12 @@ def mapping_table(
     text, vision, architecture = hf.text_config, tower_config(hf), architecture_of(hf)
     num_layers = architecture.features(hf).num_layers
     tower, connector = vision_family(vision), architecture.connector(hf)
-    text_names = TextNames("language_model.", names.text, names.lm_head)
     tied = ties_embeddings(hf)
+    # Files may have a tied matrix under either name, or under both.
+    only_head = tied and names.embedding not in present and names.lm_head in present
+    text_names = TextNames(
+        "language_model.", names.text, names.lm_head if only_head else names.embedding, names.lm_head
+    )
     entries = [
         *tower.weight_entries(vision, megatron="vision_model.", prefix=names.vision, num_layers=num_layers),
         *connector.weight_entries(hf, megatron="vision_projection.", prefix=names.projection),
@@ -38,7 +42,7 @@ def mapping_table(
         *language_family(text).weight_entries(text, text_names),
     ]
     unused = tower.unused(vision, prefix=names.vision, num_layers=num_layers)
-    copies = {names.lm_head: f"{names.text}embed_tokens.weight"} if tied else {}
+    copies = {names.lm_head: names.embedding} if tied and not only_head else {}
     return MappingTable.of(
         entries,
         unused={name: reason for name, reason in unused.items() if name in present},

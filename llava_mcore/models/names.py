@@ -14,10 +14,11 @@ from llava_mcore.errors import ConversionError, problems
 
 @dataclass(frozen=True)
 class TextNames:
-    """Prefixes of the language model on both sides, and the HF name of its output layer."""
+    """Prefixes of the language model on both sides, and the HF names of its embedding and output layer."""
 
     megatron: str
     hf: str
+    embedding: str
     lm_head: str
 
     @property
@@ -55,6 +56,11 @@ class HfNames:
     text: str
     lm_head: str
     newline: str = ""
+
+    @property
+    def embedding(self) -> str:
+        """Return the name of the embedding."""
+        return f"{self.text}embed_tokens.weight"
 
 
 @dataclass(frozen=True)

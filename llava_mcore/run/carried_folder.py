@@ -19,9 +19,12 @@ from llava_mcore.data.encoding.processors import PROCESSOR_FILES
 from llava_mcore.data.encoding.text.template_file import write_chat_template
 from llava_mcore.data.encoding.video_processor import VIDEO_FILE
 from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.companions import copy_companions, require_own_files
+from llava_mcore.files.weight_files import SINGLE, has_weights
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
 from llava_mcore.models.model_table import detect_names, mapping_table
+from llava_mcore.models.tied_weights import settle_ties, write_ties
 
 _DTYPE = "F32"
 
@@ -42,7 +45,7 @@ def write_carried_folder(
     if start.kind == "init":
         write_init_folder(start.hf_dir, target, seed)
     else:
-        hf_files.require_own_files(start.hf_dir)
+        require_own_files(start.hf_dir)
         shutil.copytree(start.hf_dir, target)
         if tokenizer_dir is not None:
             for names in (ALL_TOKENIZER_FILES, PROCESSOR_FILES, (VIDEO_FILE,)):
@@ -67,9 +70,11 @@ def write_init_folder(hf_dir: Path, target: Path, seed: int) -> Path:
     Names and unused tensors come from the folder's weights; without weights they are those of transformers.
     """
     hf = load_hf_config(hf_dir)
-    hf_files.copy_companions(hf_dir, target)
-    has_weights = (hf_dir / hf_files.SINGLE).is_file() or (hf_dir / hf_files.INDEX).is_file()
-    folder = hf_files.HfFolder.open(hf_dir) if has_weights else None
+    copy_companions(hf_dir, target)
+    folder = hf_files.HfFolder.open(hf_dir) if has_weights(hf_dir) else None
+    if folder is not None:
+        settle_ties(hf, folder)
+        write_ties(hf, target)
     infos = _planned_tensors(hf) if folder is None else folder.tensors
     names = detect_names(hf, infos, source=str(hf_dir))
     table = mapping_table(hf, names, hf_tensors=infos, padded_vocab_size=hf.text_config.vocab_size)
@@ -90,7 +95,7 @@ def _planned_tensors(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
         model = architecture_of(hf).model_class(hf)
     tied = {"lm_head.weight"} if ties_embeddings(hf) else set()
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in tied}
-    return {name: hf_files.TensorInfo(hf_files.SINGLE, _DTYPE, shape) for name, shape in shapes.items()}
+    return {name: hf_files.TensorInfo(SINGLE, _DTYPE, shape) for name, shape in shapes.items()}
 
 
 def _initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

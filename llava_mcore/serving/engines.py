@@ -6,7 +6,7 @@ import importlib.util
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llava_mcore.errors import ConfigError
@@ -29,6 +29,12 @@ def engine_command(engine: str, served: Served) -> list[str]:
     else:
         start = ["python", "-m", "sglang.launch_server", "--model-path", str(served.hf_dir)]
     return [*start, "--host", served.host, "--port", str(served.port), "--served-model-name", served.name]
+
+
+def adapter_command(base: str, rank: int, served: Served) -> list[str]:
+    """Return vLLM's command for a PEFT folder beside its base model. `rank`: its --max-lora-rank."""
+    command = engine_command("vllm", replace(served, hf_dir=Path(base), name=Path(base).name))
+    return [*command, "--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{served.name}={served.hf_dir}"]
 
 
 def installed_command(engine: str, served: Served) -> list[str]:

@@ -10,7 +10,7 @@ from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import of_folder
 from llava_mcore.checkpoint.layout import RUN_FILE
 from llava_mcore.config.load import save_run_config
-from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.companions import is_weight_file
 from llava_mcore.training.setup import Trainer
 
 
@@ -35,4 +35,4 @@ def _without_weights(folder: str, names: list[str]) -> list[str]:
 
 def _without_tensors(folder: str, names: list[str]) -> list[str]:
     """Return all files of tensors: none is copied beside an adapter, whose base has them."""
-    return [name for name in names if hf_files.is_weight_file(Path(name))]
+    return [name for name in names if is_weight_file(Path(name))]

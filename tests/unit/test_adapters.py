@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,19 @@ from torch import nn
 from llava_mcore.adapters.adaptation import adaptation_of, base_of
 from llava_mcore.adapters.adapter_record import Base, write_record
 from llava_mcore.adapters.linear_layers import ModelLayers, model_layers
-from llava_mcore.adapters.peft_config import plan_of_folder
+from llava_mcore.adapters.peft_config import peft_config, plan_of_folder
 from llava_mcore.adapters.peft_tensors import PREFIX, WEIGHTS
 from llava_mcore.adapters.targets import plan_from_config, trained_parameters
+from llava_mcore.adapters.vllm_rules import vllm_problems, vllm_rank, with_one_scale
 from llava_mcore.checkpoint.layout import iteration_folder, write_tracker
+from llava_mcore.cli import serve
 from llava_mcore.config.load import load_run_config, save_run_config
 from llava_mcore.config.rules.all_rules import check_run
 from llava_mcore.config.sections.adapter import AdapterConfig
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import CheckpointError, ConfigError, ConversionError
 from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.registry import architecture_of
 from tests.helpers.cases import CASES, Case, make_case
 from tests.helpers.peft_models import make_peft_folder
 from tests.helpers.tiny_hf import make_hf_llava
@@ -174,6 +178,60 @@ def test_layers_that_do_not_change_the_output_are_skipped(
         assert found.ranks.keys() == {x for x in layers.members if x.endswith(options["target_modules"][0])}
     assert "2 tensors belong to layers that do not change the model's output and are skipped" in caplog.text
     assert not [x for x in layers.members if "vision_tower" in x and "layers.3." in x]
+
+
+def test_an_adapter_of_a_part_alone_works_in_the_whole_model(tmp_path: Path, hf: Path, layers: ModelLayers) -> None:
+    """Of the text model (with and without its head), or of the model without its head."""
+    folder = make_peft_folder(hf, tmp_path / "lora", r=2, target_modules=r".*language_model.*\.(q_proj|down_proj)")
+    whole, tensors = plan_of_folder(folder, "x", layers, is_trained=True), load_file(folder / WEIGHTS)
+    long = f"{PREFIX}model.language_model."
+    for short in (PREFIX, f"{PREFIX}model.", f"{PREFIX}language_model."):
+        save_file({name.replace(long, short): x for name, x in tensors.items()}, folder / WEIGHTS)
+        assert plan_of_folder(folder, "x", layers, is_trained=True).ranks == whole.ranks
+    wide = {name.replace(long, PREFIX): torch.zeros(2, 65) if "lora_A" in name else x for name, x in tensors.items()}
+    save_file(wide, folder / WEIGHTS)
+    with pytest.raises(ConversionError, match=r"q_proj.lora_A.weight is \(2, 65\), expected \(2, 64\)"):
+        plan_of_folder(folder, "x", layers, is_trained=True)
+    save_file({name.replace(long, f"{PREFIX}other."): x for name, x in tensors.items()}, folder / WEIGHTS)
+    with pytest.raises(ConversionError, match="this model has no module of that name, so PEFT would not apply it"):
+        plan_of_folder(folder, "x", layers, is_trained=True)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_export_has_one_scale_as_vllm_computes_it(hf: Path, layers: ModelLayers, rslora: bool) -> None:
+    model_class = architecture_of(load_hf_config(hf)).model_class
+    ranks = {"r": 32, "vision_r": 8, "projection_r": 2}
+    trained = plan(layers, **ranks, alpha=16, rslora=rslora)
+    written, factors = with_one_scale(trained, may_change_b=True)
+    config = peft_config(written, layers, "base", model_class)
+    assert vllm_problems(config) == [] and vllm_rank(config) == 32
+    assert config["auto_mapping"] == {
+        "base_model_class": "LlavaForConditionalGeneration",
+        "parent_library": model_class.__module__,
+    }
+    for name in trained.ranks:
+        assert math.frexp(factors[name])[0] == 0.5, "a power of two"
+        assert written.scaling(name) * factors[name] == pytest.approx(trained.scaling(name), rel=1e-12)
+    for kept in (plan(layers, **(ranks | {"vision_r": 6})), trained):
+        same, ones = with_one_scale(kept, may_change_b=kept is not trained)
+        assert same == kept and set(ones.values()) == {1}
+        (problem,) = vllm_problems(peft_config(same, layers, "base", model_class))
+        assert "vLLM scales all by one number" in problem
+
+
+def test_serve_says_what_vllm_refuses_of_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"peft_type": "LORA", "r": 12, "lora_alpha": 12, "base_model_name_or_path": "some/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert serve.main(["--hf-dir", str(tmp_path), "--dry-run", "--served-model-name", "x"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("vllm serve some/base ") and "--max-lora-rank 16" in shown
+    assert f"--lora-modules x={tmp_path}" in shown
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(config | {"use_dora": True, "modules_to_save": ["lm_head"]})
+    )
+    assert serve.main(["--hf-dir", str(tmp_path), "--dry-run"]) == 2
+    shown = capsys.readouterr().err
+    assert "(use_dora), which vLLM refuses" in shown and "lm_head were trained in full" in shown
 
 
 def test_tensors_that_do_not_fit_are_listed_before_a_run_starts(tmp_path: Path, hf: Path, layers: ModelLayers) -> None:

@@ -19,9 +19,9 @@ from llava_mcore.errors import ConfigError, LlavaMcoreError, problems
 from llava_mcore.evaluation.libraries import require_libraries
 from llava_mcore.evaluation.lm_harness import find_tasks, require_data
 from llava_mcore.evaluation.tasks import TaskSettings
-from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.generation.settings import TokenSampling, read_settings, require_known
 from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.whole_folder import open_whole_folder
 
 
 def check(args: argparse.Namespace, given: argparse.Namespace) -> None:
@@ -123,7 +123,7 @@ def _models(args: argparse.Namespace) -> Iterator[str]:
         if not wrong:  # otherwise the folders are checked with what is right for any of them
             reading, sampling = reading_of(args), sampling_of(args)
     for folder in args.hf_dir:
-        yield from _hf_folder(folder, reading)
+        yield from _hf_folder(folder, reading, by_others=bool(args.tasks or args.lmms_tasks))
     wrong = [x for folder in args.megatron_dir for x in _said(partial(_checkpoint, args, folder, reading, sampling))]
     yield from wrong
     if wrong or args.base_dir is None:
@@ -132,10 +132,14 @@ def _models(args: argparse.Namespace) -> Iterator[str]:
         yield "--base-dir has no effect: no checkpoint holds an adapter; omit it"
 
 
-def _hf_folder(folder: Path, reading: Reading) -> list[str]:
+def _hf_folder(folder: Path, reading: Reading, *, by_others: bool) -> list[str]:
+    """Return problems with a folder. `by_others`: harnesses load it too."""
     if not folder.is_dir():
         return [f"--hf-dir {folder}: there is no such folder"]
-    return [*_said(lambda: reading.assets(folder)), *_said(lambda: HfFolder.open(folder))]
+    return [
+        *_said(lambda: reading.assets(folder)),
+        *_said(lambda: open_whole_folder(folder, with_our_config=not by_others)),
+    ]
 
 
 def _checkpoint(args: argparse.Namespace, folder: Path, reading: Reading, sampling: TokenSampling) -> None:

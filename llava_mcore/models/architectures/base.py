@@ -48,9 +48,12 @@ class Architecture(ABC):
     texts: ClassVar[tuple[str, ...]] = ()
     """model_types of its language models in transformers; empty: all that do not belong to a single class."""
 
+    may_tie_embeddings: ClassVar[bool] = True
+    """Whether transformers' class can have one matrix for embedding and output layer."""
+
     def ties_embeddings(self, hf: PretrainedConfig) -> bool:
         """Return whether the output layer has the weight of the embedding."""
-        return bool(hf.tie_word_embeddings)
+        return self.may_tie_embeddings and bool(hf.tie_word_embeddings)
 
     @property
     def has_newline(self) -> bool:

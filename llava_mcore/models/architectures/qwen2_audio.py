@@ -45,10 +45,7 @@ class Qwen2Audio(Architecture):
     towers = ("qwen2_audio_encoder",)
     takes_images = False
     takes_audios = True
-
-    def ties_embeddings(self, hf: PretrainedConfig) -> bool:
-        """Return False: transformers' class never ties them, whatever its config says."""
-        return False
+    may_tie_embeddings = False
 
     def connector(self, hf: PretrainedConfig) -> Connector:
         """Return the linear layer."""

@@ -104,7 +104,7 @@ def end_entries(hf: PretrainedConfig, names: TextNames, *, padded_vocab_size: in
     vocab = PadRows(hf.vocab_size, padded_vocab_size)
     m, h = names.megatron, names.hf
     entries = [
-        Entry(m + "embedding.word_embeddings.weight", h + "embed_tokens.weight", COLUMN, vocab),
+        Entry(m + "embedding.word_embeddings.weight", names.embedding, COLUMN, vocab),
         Entry(m + "decoder.final_layernorm.weight", h + "norm.weight", REPLICATED),
     ]
     if not tied:

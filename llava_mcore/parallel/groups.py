@@ -16,6 +16,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 
 from llava_mcore.errors import ConfigError
+from llava_mcore.files.open_files import allowed_files
+from llava_mcore.parallel.host_sum import sum_on_hosts
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,9 @@ class Groups:
     device: torch.device
     control: ControlGroup
     agreement: ControlGroup
-    control_replica: ControlGroup
+    """Over all ranks, for `agree` alone: what a rank sends here cannot be taken for a message of another call."""
+    control_of_replica: ControlGroup | None
+    """Over this rank's model replica; None for a replica of one rank."""
     data_parallel: dist.ProcessGroup
     tensor_parallel: dist.ProcessGroup
     pipeline_parallel: dist.ProcessGroup
@@ -58,6 +62,12 @@ class Groups:
     @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
+
+    @property
+    def control_replica(self) -> ControlGroup:
+        """The control group of this rank's model replica, which has several ranks."""
+        assert self.control_of_replica is not None, "a replica of one rank has nobody to talk to"
+        return self.control_of_replica
 
     @property
     def loads_data(self) -> bool:
@@ -75,6 +85,10 @@ def initialize(
 ) -> Groups:
     """Join the world that torchrun describes and build megatron-core's groups."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
+    # A group of n ranks on gloo has up to n - 1 sockets per rank. It opens them when they are first needed, else all at
+    # once, with n² connections.
+    allowed_files()
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -87,27 +101,30 @@ def initialize(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
+        create_gloo_process_groups=False,  # for a kind of optimizer checkpoint that is not used
     )
     control = dist.new_group(backend="gloo", timeout=timeout)
     agreement = dist.new_group(backend="gloo", timeout=timeout)
-    return _groups(device, control, agreement, _replica_control(timeout))
+    groups = _groups(device, control, agreement, _replica_control(control, timeout))
+    # Opens the sockets that later calls need, while a missing rank still is an error of the start.
+    sum_over_ranks(groups, [1])
+    wait_for_all(groups)
+    return groups
 
 
-def _replica_control(timeout: datetime.timedelta) -> ControlGroup:
-    """Build a gloo group over this rank's model replica; every rank takes part in creating every group."""
+def _replica_control(control: ControlGroup, timeout: datetime.timedelta) -> ControlGroup | None:
+    """Build a gloo group over this rank's model replica, which no other rank takes part in."""
     mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
-    replicas: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(replicas, mine)
-    chosen = None
-    for ranks in sorted({tuple(r) for r in replicas}):
-        group = dist.new_group(ranks=list(ranks), backend="gloo", timeout=timeout)
-        chosen = group if list(ranks) == mine else chosen
-    assert chosen is not None
-    return chosen
+    if len(mine) == 1:
+        return None
+    if len(mine) == control.size():
+        return control
+    group: ControlGroup = dist.new_group(mine, backend="gloo", timeout=timeout, use_local_synchronization=True)
+    return group
 
 
 def _groups(
-    device: torch.device, control: ControlGroup, agreement: ControlGroup, control_replica: ControlGroup
+    device: torch.device, control: ControlGroup, agreement: ControlGroup, control_of_replica: ControlGroup | None
 ) -> Groups:
     model_parallel = parallel_state.get_model_parallel_group()
     return Groups(
@@ -122,7 +139,7 @@ def _groups(
         device=device,
         control=control,
         agreement=agreement,
-        control_replica=control_replica,
+        control_of_replica=control_of_replica,
         data_parallel=parallel_state.get_data_parallel_group(with_context_parallel=True),
         tensor_parallel=parallel_state.get_tensor_model_parallel_group(),
         pipeline_parallel=parallel_state.get_pipeline_model_parallel_group(),
@@ -183,7 +200,7 @@ def join_alone() -> Groups:
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(0)
     elif dist.get_world_size() > 1 or not parallel_state.model_parallel_is_initialized():
         raise ConfigError(
@@ -192,7 +209,7 @@ def join_alone() -> Groups:
             "this in another process, or after torch.distributed.destroy_process_group()"
         )
     world = dist.new_group()
-    return _groups(torch.device("cpu"), world, world, world)
+    return _groups(torch.device("cpu"), world, world, None)
 
 
 def agree(groups: Groups, problem: str | None) -> list[str]:
@@ -251,6 +268,4 @@ def wait_for_all(groups: Groups) -> None:
 
 def sum_over_ranks(groups: Groups, values: Sequence[int]) -> list[int]:
     """Add counts over all ranks, on the host; ranks with nothing to count pass zeros. A collective call."""
-    totals = torch.tensor(values, dtype=torch.int64)
-    dist.all_reduce(totals, group=groups.control)
-    return [int(total) for total in totals]
+    return [int(total) for total in sum_on_hosts(torch.tensor(values, dtype=torch.int64), groups.control)]

@@ -6,10 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
-from llava_mcore.parallel.groups import Groups
+from llava_mcore.parallel.groups import Groups, sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,4 @@ class StopRules:
 
 def any_rank(groups: Groups, *flags: bool) -> list[bool]:
     """Return for each flag whether it is set on any rank; a collective call on the host."""
-    values = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=groups.control)
-    return [bool(value) for value in values.tolist()]
+    return [number > 0 for number in sum_over_ranks(groups, flags)]

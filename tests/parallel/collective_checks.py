@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import resource
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -17,11 +18,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from benchmarks.runs import read_lines
+from benchmarks.start_world import fake_device_groups
 from llava_mcore.checkpoint import parallel_reader, save_plan
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.checkpoint.save_plan import SavePlan
 from llava_mcore.checkpoint.sharded import num_bytes
-from llava_mcore.parallel.groups import Groups, gather_to_all, sum_over_ranks, wait_for_all
+from llava_mcore.parallel.groups import Groups, agree, gather_to_all, initialize, sum_over_ranks, wait_for_all
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.save_log import SAVES
@@ -34,7 +36,7 @@ from tests.parallel.training_checks import make_trainer, run_config
 
 ON_HOSTS = (
     *("all_reduce", "broadcast", "barrier", "all_gather_object", "gather_object"),
-    *("broadcast_object_list", "scatter_object_list"),
+    *("broadcast_object_list", "scatter_object_list", "send", "isend"),
 )
 
 
@@ -58,6 +60,31 @@ def counted(calls: Counter[str], group: dist.ProcessGroup | None = None) -> Iter
         for name in ON_HOSTS:
             patches.enter_context(mock.patch.object(dist, name, wrapped(name)))
         yield
+
+
+def host_side() -> dict[str, Any]:
+    """Return what this rank's control group has cost and computes, in a world of replicas of one rank."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    made: list[str] = []
+    new_group = dist.new_group
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(str(kwargs.get("backend")))
+        return new_group(*args, **kwargs)
+
+    with fake_device_groups(), mock.patch.object(dist, "new_group", noted):
+        groups = initialize(backend="fake", tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    calls: Counter[str] = Counter()
+    with counted(calls, groups.control):
+        sums = sum_over_ranks(groups, [groups.rank, 1, 2**40])
+    return {
+        "sums": sums,
+        "messages": calls["isend"] + calls["send"],
+        "gloo groups": made.count("gloo"),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "control of the replica": groups.control_of_replica is not None,
+        "problems": agree(groups, "no disk" if groups.rank in (1, 4) else None),
+    }
 
 
 def per_step(checkpoint: str, save_dir: str, tp: int) -> list[dict[str, int]]:

@@ -14,8 +14,9 @@ from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.data.storage import open_shards
-from llava_mcore.data.storage.open_shards import OpenShards, allowed_files
+from llava_mcore.data.storage.open_shards import OpenShards
 from llava_mcore.errors import DataError
+from llava_mcore.files.open_files import allowed_files
 from tests.helpers.bad_data_makers import index, messages, write_tar
 from tests.helpers.tiny_hf import make_hf_llava
 

@@ -13,12 +13,12 @@ from megatron.energon.epathlib import EPath
 from llava_mcore.data.storage.shard_files import MOST_INDEX, OFFSET
 from llava_mcore.data.storage.tar_members import TarIndex
 from llava_mcore.errors import DataError
+from llava_mcore.files.open_files import allowed_files
 from llava_mcore.files.regular import open_regular_file, read_regular_file
 
-MOST_FILES = 65536
-"""Number of open files that a process requests from the system."""
 PART_FOR_SHARDS = 4
-"""Shards use at most this fraction (1 / N) of them: sockets, pipes and libraries need the others."""
+"""Shards use at most this fraction (1 / N) of the files that a process may open: sockets, pipes and libraries need the
+others."""
 FEWEST = 16
 TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
@@ -129,16 +129,6 @@ class OpenShards:
     def _close_all_but(self, number: int) -> None:
         while len(self._shards) > number:
             self._shards.popitem(last=False)[1].close()
-
-
-def allowed_files() -> int:
-    """Raise this process's limit of open files to the hard limit or the requested number, and return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
-    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 OPEN_SHARDS = OpenShards()

@@ -119,7 +119,9 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
         optimizer_offload_fraction=wanted.cpu_offload_fraction if wanted.cpu_offload else 0.0,
         overlap_cpu_optimizer_d2h_h2d=wanted.cpu_offload,
     )
-    return get_megatron_optimizer(config, list(chunks), config_overrides=overrides(run, config))
+    return get_megatron_optimizer(
+        config, list(chunks), config_overrides=overrides(run, config), use_gloo_process_groups=False
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,18 @@
+"""The number of files and sockets that this process may have open."""
+
+from __future__ import annotations
+
+import resource
+
+MOST_FILES = 65536
+"""Number of open files that a process requests from the system."""
+
+
+def allowed_files() -> int:
+    """Raise this process's limit of open files to the hard limit or the requested number, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return MOST_FILES if soft == resource.RLIM_INFINITY else soft

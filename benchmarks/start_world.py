@@ -25,12 +25,13 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 
 from llava_mcore.batch_fields import PICTURE_FIELDS
 from llava_mcore.data.samples import Batch
+from llava_mcore.data.streams.streams import states_to_read
 from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.parallel.groups import Groups, initialize, wait_for_all
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.saving import state
-from llava_mcore.training.saving.state import LOADER_FOLDER, loader_file, saved_positions
+from llava_mcore.training.saving.state import LOADER_FOLDER, loader_file
 
 STREAMS_PER_RANK = 2
 
@@ -144,7 +145,10 @@ def _read_positions(folder: Path, groups: Groups) -> int:
     if not groups.loads_data:
         return 0
     with mock.patch.object(state, "load_tensors", wraps=load_tensors) as reads:
-        saved_positions(folder, groups.dp_rank, groups.dp_size)
+        saved = state.SavedLoaderStates(folder)
+        num_streams = groups.dp_size * STREAMS_PER_RANK
+        for index in states_to_read(len(saved), num_streams, groups.dp_rank, groups.dp_size):
+            saved[index]
     return reads.call_count
 
 

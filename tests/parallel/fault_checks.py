@@ -101,7 +101,9 @@ def faults(checkpoint: str, save_dir: str) -> dict[str, Any]:
     loop(groups, run("stopped", 6, checkpoint__save=True, checkpoint__save_optim=True), FakeLoader, stop_after=4)
     found["stopped at"] = latest_iteration(Path(save_dir) / "stopped")
     stopped = latest_checkpoint(Path(save_dir) / "stopped")[0]
-    found["micro-batches before it"] = torch.load(stopped / LOADER_FOLDER / loader_file(groups), weights_only=True)
+    found["micro-batches before it"] = torch.load(
+        stopped / LOADER_FOLDER / loader_file(groups.dp_rank), weights_only=True
+    )
     try:
         loop(groups, run("diverging", 30, faults__on_nan="skip", optimizer__lr=1e30), FakeLoader)
     except TrainingError as error:

@@ -134,6 +134,21 @@ def test_training_processes_random_numbers_are_left_alone(dataset: Path, assets:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize(("packing", "workers"), [(False, 2), (True, 0)])
+def test_a_step_is_read_again(dataset: Path, assets: Assets, packing: bool, workers: int) -> None:
+    """The batch of a step that was not finite, after the loader has gone on."""
+    loader = open_loader(dataset, assets, workers=workers, packing=packing, dp_rank=1, dp_size=2)
+    take(loader, 5)
+    before = loader.state()
+    step, random = take(loader, 4), torch.get_rng_state()
+    take(loader, 2)
+    assert_equal(loader.read_again(before, 4), step)
+    assert torch.equal(torch.get_rng_state(), random)
+    after = loader.state()
+    assert_equal(loader.read_again(after, 1), take(loader, 1))
+    loader.close()
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_ranks_and_workers_change_nothing(dataset: Path, assets: Assets, packing: bool) -> None:
     """Any number of ranks and loader processes: the same global batches of 4 micro-batches, tensor by tensor."""

@@ -14,8 +14,10 @@ from llava_mcore.checkpoint.dist import StateWrite, load_state
 from llava_mcore.checkpoint.node_local import _on_host
 from llava_mcore.checkpoint.sharded import convert_data, num_bytes
 from llava_mcore.config.load import load_run_config
+from llava_mcore.data.streams.streams import states_to_read, streams_of_rank
 from llava_mcore.parallel.groups import single_process
 from llava_mcore.training.saving.host_memory import steps_before_allocation
+from llava_mcore.training.saving.state import LOADER_FOLDER, SavedLoaderStates, loader_file
 
 
 def sharded(name: str) -> ShardedTensor:
@@ -55,3 +57,20 @@ def test_moments_in_bf16_are_saved_in_fp32_as_they_were(tmp_path: Path) -> None:
         loaded = load_state({name: sharded(name) for name in expected}, tmp_path)
     for name, value in expected.items():
         assert loaded[name].dtype == torch.float32 and torch.equal(loaded[name], value)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "files"), [(8, 8, 1), (8, 16, 1), (8, 4, 2), (12, 8, 3), (6, 5, 6), (5, 6, 5), (1, 24, 1)]
+)
+def test_a_rank_reads_the_positions_of_its_streams_only(tmp_path: Path, before: int, now: int, files: int) -> None:
+    """All positions on every rank would be a million files with 1,024 of them."""
+    num_streams = 48
+    (tmp_path / LOADER_FOLDER).mkdir()
+    for rank in range(before):
+        streams = dict.fromkeys(streams_of_rank(num_streams, rank, before))
+        torch.save({"streams": streams}, tmp_path / LOADER_FOLDER / loader_file(rank))
+    saved = SavedLoaderStates(tmp_path)
+    for rank in range(now):
+        states = [saved[index] for index in states_to_read(len(saved), num_streams, rank, now)]
+        assert len(states) == files
+        assert {n for state in states for n in state["streams"]} >= set(streams_of_rank(num_streams, rank, now))

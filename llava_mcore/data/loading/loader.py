@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -31,7 +31,9 @@ from llava_mcore.data.streams.streams import (
     position_at,
     scaled,
     share,
+    states_to_read,
     streams_of_rank,
+    streams_to_count,
     warnings_of_ranks,
 )
 from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
@@ -69,7 +71,8 @@ class TrainLoader:
             pad_multiple: the number of tokens of a micro-batch is padded to a multiple of this.
             num_micro_batches: of this rank per step. A step needs all of them before it starts, so loader processes
                 prepare as many during the previous step.
-            saved: results of `state` on all ranks of the run that is resumed, whatever their number.
+            saved: results of `state` on the ranks of the run that is resumed, whatever their number: at least of those
+                that served this rank's streams.
 
         Raises:
             ConfigError: no picture or sound fits into a sample.
@@ -81,7 +84,18 @@ class TrainLoader:
         self.path: Path | str = data.path
         self._timeout = data.timeout
         self._settings = settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
-        positions = self._take_over(saved) if saved is not None else {}
+        positions = self._take_over(saved, dp_rank, dp_size) if saved is not None else {}
+
+        self._open_again = partial(
+            TrainLoader,
+            data.model_copy(update={"num_workers": 0}),
+            assets,
+            micro_batch_size=micro_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            seed=seed,
+            pad_multiple=pad_multiple,
+        )
 
         def open_one(number: int, num_streams: int, batch_size: int) -> Stream:
             skips = Skips(stop_if_too_long=data.on_too_long == "error")
@@ -99,10 +113,11 @@ class TrainLoader:
                 log_origin(leaves, assets.chat.fingerprint)
                 for warning in (*warnings_of_large_media(data, assets), *warnings_of_ranks(self.num_streams, dp_size)):
                     logger.warning(warning)
-            num_batches = self._restore(streams, positions)
+            counted = streams_to_count(self.num_streams, dp_rank, dp_size)
+            num_batches = self._restore(streams, positions, counted)
         self._positions = {n: positions.get(n) for n in numbers}
         if self.num_streams % dp_size == 0:
-            turns = partial(Turns, {n: num_batches[n] for n in numbers})
+            turns = partial(Turns, num_batches)
         else:  # other ranks take batches of the same streams
             turns = partial(Turns, num_batches, dp_rank, dp_size)
         self._turns = turns()
@@ -146,8 +161,20 @@ class TrainLoader:
         `torch.save` it, one for each data-parallel rank; `torch.load(…, weights_only=True)` reads it.
         """
         counts = self._turns.num_batches
-        streams = {n: position_at(position, counts[n]) for n, position in self._positions.items()}
+        streams = {n: position_at(self._positions.get(n), count) for n, count in counts.items()}
         return {"format": FORMAT, "settings": self._settings, "streams": streams}
+
+    def read_again(self, state: dict[str, Any], number: int) -> list[Batch]:
+        """Return the micro-batches that followed an earlier state of this loader, which this process reads alone.
+
+        Raises:
+            DataError: the data cannot be read any more.
+        """
+        again = self._open_again(saved=[state])
+        try:
+            return [next(again) for _ in range(number)]
+        finally:
+            again.close()
 
     def close(self) -> None:
         """Stop the loader processes. A second call does nothing."""
@@ -156,12 +183,14 @@ class TrainLoader:
             source.close()
         self._sources = {}
 
-    def _take_over(self, saved: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any] | None]:
-        """Return the position of every stream of a saved run, whose number of streams is kept.
+    def _take_over(
+        self, saved: Sequence[dict[str, Any]], dp_rank: int, dp_size: int
+    ) -> dict[int, dict[str, Any] | None]:
+        """Return the positions of the streams that this rank counts, and keep the saved run's number of streams.
 
         Raises DataError that lists every setting that differs from the saved one.
         """
-        if not saved or any(not isinstance(s, dict) or s.get("format") != FORMAT for s in saved):
+        if not saved or not isinstance(saved[0], dict) or saved[0].get("format") != FORMAT:
             raise DataError(f"this is not a position in the data that this version can read (expected format {FORMAT})")
         before = saved[0]["settings"]
         if self.num_streams is None:
@@ -174,20 +203,27 @@ class TrainLoader:
                 problems(f"the saved position does not belong to this loader of {self.path}; {advice}", found)
             )
         times = before.get(MICRO_BATCH, self._settings[MICRO_BATCH]) // self._settings[MICRO_BATCH]
-        positions = newest([{n: scaled(place, times) for n, place in state["streams"].items()} for state in saved])
-        missing = sorted(set(range(before[NUM_STREAMS])) - set(positions))
+        chosen = states_to_read(len(saved), self.num_streams, dp_rank, dp_size)
+        states = [saved[index] for index in chosen]
+        positions = newest([{n: scaled(place, times) for n, place in state["streams"].items()} for state in states])
+        missing = [n for n in streams_to_count(self.num_streams, dp_rank, dp_size) if n not in positions]
         if missing:
             raise DataError(f"the saved position in {self.path} is incomplete: streams {missing} are missing")
         return positions
 
-    def _restore(self, streams: dict[int, Stream], positions: dict[int, dict[str, Any] | None]) -> dict[int, int]:
-        """Set this rank's streams to their positions, and return how many batches every stream has returned."""
+    def _restore(
+        self,
+        streams: dict[int, Stream],
+        positions: dict[int, dict[str, Any] | None],
+        counted: Iterable[int],
+    ) -> dict[int, int]:
+        """Set this rank's streams to their positions, and return how many batches each of `counted` has returned."""
         try:
             for number, stream in streams.items():
                 position = positions.get(number)
                 if position is not None:  # else it had not returned a batch yet
                     stream.restore(position)
-            return {number: num_given(positions.get(number)) for number in range(self.num_streams)}
+            return {number: num_given(positions.get(number)) for number in counted}
         except (KeyError, TypeError, AttributeError, AssertionError) as error:
             raise DataError(f"the saved position in {self.path} cannot be restored: {error!r}") from error
 

@@ -67,6 +67,24 @@ def streams_of_rank(num_streams: int, dp_rank: int, dp_size: int) -> list[int]:
     return list(range(dp_rank % step, num_streams, step))
 
 
+def streams_to_count(num_streams: int, dp_rank: int, dp_size: int) -> list[int]:
+    """Return the streams whose batches decide when it is a rank's turn: its own, or all that ranks share."""
+    return streams_of_rank(num_streams, dp_rank, dp_size) if num_streams % dp_size == 0 else list(range(num_streams))
+
+
+def states_to_read(num_states: int, num_streams: int, dp_rank: int, dp_size: int) -> range:
+    """Return which of the states that data-parallel ranks have saved hold the positions that a rank needs.
+
+    Stream s is in state s mod n of n states, and belongs to rank s mod dp. So a rank's streams are in the states whose
+    number equals its own modulo gcd(n, dp): one if n = dp, two if half as many ranks continue. Where n or dp does not
+    divide the number of streams, ranks share streams, and all states are needed.
+    """
+    if num_streams % num_states or num_streams % dp_size:
+        return range(num_states)
+    step = math.gcd(num_states, dp_size)
+    return range(dp_rank % step, num_states, step)
+
+
 def warnings_of_ranks(num_streams: int, dp_size: int) -> list[str]:
     """Return what the start of a run says if several ranks read the same streams."""
     if num_streams % dp_size == 0:

@@ -245,7 +245,7 @@ class Saver:
         if groups.rank == 0:
             checksums = write_description(self.trainer, partial, self.hf_source)
         if loader_state is not None:
-            name = f"{LOADER_FOLDER}/{loader_file(groups)}"
+            name = f"{LOADER_FOLDER}/{loader_file(groups.dp_rank)}"
             write_synced(partial / name, loader_state)
             checksums[name] = of_bytes(loader_state)
         return checksums

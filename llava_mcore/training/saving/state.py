@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Progress:
     """Iterations without an update, because loss or gradients were not finite or fp16's loss scaler skipped it."""
 
 
-def resume(trainer: Trainer) -> tuple[Progress, list[Any] | None]:
+def resume(trainer: Trainer) -> tuple[Progress, Sequence[Any] | None]:
     """Load what `save_checkpoint` wrote into a trainer that has begun with its weights; a collective call.
 
     Returns:
@@ -88,7 +89,7 @@ def _load(trainer: Trainer, checkpoint: Path, random: ShardedObject | None) -> d
         return load_state(state, checkpoint, trainer.groups.data_parallel)
 
 
-def _apply(trainer: Trainer, checkpoint: Path, loaded: dict[str, Any], before: RunConfig) -> list[Any] | None:
+def _apply(trainer: Trainer, checkpoint: Path, loaded: dict[str, Any], before: RunConfig) -> Sequence[Any] | None:
     """Hand what was loaded to optimizer and schedule; return the loader states on ranks that load data."""
     with all_cores():
         follow_settings(loaded["optimizer"], before.optimizer, trainer.run.optimizer)
@@ -96,7 +97,7 @@ def _apply(trainer: Trainer, checkpoint: Path, loaded: dict[str, Any], before: R
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     if not trainer.groups.loads_data:
         return None
-    return [load_tensors(file) for file in sorted((checkpoint / LOADER_FOLDER).glob("dp_*.pt"))]
+    return SavedLoaderStates(checkpoint)
 
 
 def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> None:
@@ -128,9 +129,28 @@ def _settings(adapter: AdapterConfig) -> str:
     return ", ".join(f"{key} {value}" for key, value in values.items()) or ("on" if adapter.is_on else "none")
 
 
-def loader_file(groups: Groups) -> str:
-    """Return the name of the file with a rank's position in the data."""
-    return f"dp_{groups.dp_rank:05d}.pt"
+def loader_file(dp_rank: int) -> str:
+    """Return the name of the file with a data-parallel rank's position in the data."""
+    return f"dp_{dp_rank:05d}.pt"
+
+
+class SavedLoaderStates(Sequence[Any]):
+    """The loader states of all data-parallel ranks that saved one, each read when it is asked for.
+
+    If each of 1,024 ranks read them all, that would be a million files.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._folder = checkpoint / LOADER_FOLDER
+        self._number = sum(1 for _ in self._folder.glob("dp_*.pt"))
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, dp_rank: Any) -> Any:
+        if not 0 <= dp_rank < self._number:
+            raise IndexError(dp_rank)
+        return load_tensors(self._folder / loader_file(dp_rank))
 
 
 def state_to_save(trainer: Trainer, progress: Progress) -> dict[str, Any]:

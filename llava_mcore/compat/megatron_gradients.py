@@ -18,17 +18,36 @@ from llava_mcore.compat.required import replace_name, required
 
 
 def gradient_ranges(wrapped: DistributedDataParallel, parameters: Container[Parameter]) -> Iterator[Tensor]:
-    """Yield the gradients of some trained parameters as few flat views, with the padding between them.
+    """Yield what this rank has of the reduced gradients of some trained parameters, as few flat views, with the padding
+    between them.
 
-    Each view is of parameters that no other one is between in a buffer.
+    Each view is of parameters that no other one is between in a buffer. With the distributed optimizer a rank has only
+    its shard of each bucket; the rest of the buffer holds nothing that is used.
     """
     for buffer in required(wrapped, "buffers"):
         places = required(buffer, "param_index_map")  # start, end and bucket of each parameter
         spans = sorted((start, end, param in parameters) for param, (start, end, _) in places.items())
+        reduced = _reduced_here(buffer)
         for is_wanted, found in groupby(spans, key=lambda span: span[2]):
             if is_wanted:
                 together = list(found)
-                yield required(buffer, "grad_data")[together[0][0] : together[-1][1]]
+                for start, end in reduced:
+                    first, last = max(start, together[0][0]), min(end, together[-1][1])
+                    if first < last:
+                        yield required(buffer, "grad_data")[first:last]
+
+
+def _reduced_here(buffer: Any) -> list[tuple[int, int]]:
+    """Return the parts of a gradient buffer in which this rank has sums over the data-parallel ranks."""
+    if not required(buffer, "ddp_config").use_distributed_optimizer:
+        return [(0, required(buffer, "grad_data").numel())]
+    group = required(buffer, "data_parallel_group")
+    shards = []
+    for bucket in required(buffer, "buckets"):
+        length = required(bucket, "grad_data").numel() // group.size()
+        start = required(bucket, "offset") + group.rank() * length
+        shards.append((start, start + length))
+    return shards
 
 
 def reduce_in_fixed_order(wrapped: DistributedDataParallel) -> None:

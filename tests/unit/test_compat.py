@@ -6,6 +6,7 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 
 import functools
 import inspect
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from llava_mcore.compat.energon import jsonl as energon_jsonl
 from llava_mcore.compat.energon import memory as energon_memory
 from llava_mcore.compat.energon import repeat as energon_repeat
 from llava_mcore.compat.megatron_checkpoints import FACTORY_OPTIONS, LoadStrategy
+from llava_mcore.compat.megatron_gradients import gradient_ranges
 from llava_mcore.compat.required import replace_name, required
 from llava_mcore.compat.torch import (
     NUM_STATE,
@@ -219,6 +221,29 @@ def test_gradients_are_clipped_by_the_norm_as_it_is() -> None:
         assert megatron_optimizer.update_unless(optimizer, lambda norm: False) == (True, 2.0)
     assert optimizer.used is optimizer.norm
     assert megatron_optimizer.update_unless(optimizer, math.isfinite) == (False, 2.0)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_rank_adds_up_the_gradients_that_it_has(divided: bool) -> None:
+    """Of a buffer of two buckets, those of the first, third and fourth of five matrices, on four ranks."""
+    ends = (0, 20, 40, 64, 80, 120)
+    places = {f"matrix {i}": (*span, 0) for i, span in enumerate(itertools.pairwise(ends))}
+    yielded = torch.zeros(4, 120)
+    for rank in range(4):
+        buffer = SimpleNamespace(
+            param_index_map=places,
+            grad_data=yielded[rank],
+            ddp_config=SimpleNamespace(use_distributed_optimizer=divided),
+            data_parallel_group=SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 4),
+            buckets=[
+                SimpleNamespace(offset=0, grad_data=torch.zeros(64)),
+                SimpleNamespace(offset=64, grad_data=torch.zeros(56)),
+            ],
+        )
+        for gradients in gradient_ranges(SimpleNamespace(buffers=[buffer]), {"matrix 0", "matrix 2", "matrix 3"}):  # type: ignore[arg-type]
+            gradients += 1
+    expected = torch.tensor([1.0] * 20 + [0.0] * 20 + [1.0] * 40 + [0.0] * 40)
+    assert torch.equal(yielded.sum(0), expected * (1 if divided else 4))
 
 
 def with_replaced(owner: object, name: str, value: object, use: Callable[[], object]) -> None:

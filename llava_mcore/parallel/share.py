@@ -1,15 +1,16 @@
 """Sends a step's micro-batches from the rank of a model replica that read them to its other ranks.
 
-A whole step is sent before the pipeline starts: every rank then knows all shapes, nothing else is communicated between
-stages, and a broken sample stops all ranks before any of them has started.
+A step's shapes and tokens are sent before the pipeline starts: every rank then knows all shapes, and a broken sample
+stops all ranks before any of them has started. The media of a micro-batch, which are much larger, follow when the first
+stage begins with it: at most a pipeline's micro-batches are on the device at a time.
 
 b: samples, s: tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -85,9 +86,40 @@ def _width(field: Field) -> int:
     return 2 + len(field.item_shape)
 
 
+class SharedStep:
+    """The micro-batches of a step on this rank's device, each with its media while it is used.
+
+    On the first stage, going through them sends the media: all ranks of the stage do it alike.
+    """
+
+    def __init__(self, batches: Sequence[MicroBatch], media: Callable[[int], dict[str, Tensor]] | None) -> None:
+        """batches: without media. media: sends those of a micro-batch; None beyond the first stage."""
+        self._batches, self._media = batches, media
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for i in range(len(self)):
+            yield self._with_media(i)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the first micro-batch."""
+        return self._batches[0].shape
+
+    def without_media(self) -> Iterator[MicroBatch]:
+        """Return the micro-batches for a part of the model that does not begin with the tower."""
+        return iter(self._batches)
+
+    def _with_media(self, number: int) -> MicroBatch:
+        batch = self._batches[number]
+        return batch if self._media is None else replace(batch, media=self._media(number))
+
+
 def share_step(
     groups: Groups, batches: Sequence[TensorFields] | None, num_micro_batches: int, fields: Fields
-) -> list[MicroBatch]:
+) -> SharedStep:
     """Send the step's micro-batches to every rank of this model replica; a collective call.
 
     Args:
@@ -95,7 +127,7 @@ def share_step(
         fields: those of `media`.
 
     Returns:
-        The micro-batches on this rank's device, without media beyond the first stage. With a pipeline all are
+        The micro-batches for this rank's device, without media beyond the first stage. With a pipeline all are
         padded to one length, which its fixed-size messages need.
     """
     if batches is not None and groups.pp_size > 1:
@@ -103,7 +135,7 @@ def share_step(
         batches = [pad_to(x, length, fields) for x in batches]
     if groups.tp_size * groups.pp_size == 1:
         assert batches is not None
-        return [_to_device(x, groups.device) for x in batches]
+        return _on_this_rank(batches, groups.device)
     header = torch.zeros(num_micro_batches, _NUM_OWN + sum(map(_width, fields.values())), dtype=torch.int64)
     if batches is not None:
         header = torch.tensor([_Layout.of(x, fields).numbers() for x in batches], dtype=torch.int64)
@@ -111,11 +143,13 @@ def share_step(
     layouts = [_Layout.read(row, fields) for row in header.tolist()]
     lengths = _broadcast_lengths(groups, batches, layouts)
     tokens = _broadcast_tokens(groups, batches, layouts)
-    if groups.is_first_stage:
-        media = _broadcast_media(groups, batches, layouts)
-    else:
-        media = [_no_media(layout, groups.device) for layout in layouts]
-    return [_unpack(t, m, n, layout) for t, m, n, layout in zip(tokens, media, lengths, layouts, strict=True)]
+    media = [_no_media(layout, groups.device) for layout in layouts]
+    shared = [_unpack(t, m, n, layout) for t, m, n, layout in zip(tokens, media, lengths, layouts, strict=True)]
+    if not groups.is_first_stage:
+        return SharedStep(shared, None)
+    return SharedStep(
+        shared, lambda i: _broadcast_media(groups, None if batches is None else batches[i].media, layouts[i])
+    )
 
 
 def _broadcast_lengths(
@@ -151,15 +185,11 @@ def _broadcast_tokens(
     return _broadcast(groups, groups.model_parallel, tensors, shapes)
 
 
-def _broadcast_media(
-    groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_Layout]
-) -> list[dict[str, Tensor]]:
-    """Broadcast the media of all micro-batches within the first stage."""
-    names = list(layouts[0].media)
-    shapes = [list(x.media.values()) for x in layouts]
-    tensors = None if batches is None else [[in_memory(x.media[name]) for name in names] for x in batches]
-    found = _broadcast(groups, groups.tensor_parallel, tensors, shapes)
-    return [{name: as_used(x) for name, x in zip(names, part, strict=True)} for part in found]
+def _broadcast_media(groups: Groups, media: Mapping[str, Tensor] | None, layout: _Layout) -> dict[str, Tensor]:
+    """Broadcast the media of a micro-batch within the first stage."""
+    tensors = None if media is None else [[in_memory(media[name]) for name in layout.media]]
+    (parts,) = _broadcast(groups, groups.tensor_parallel, tensors, [list(layout.media.values())])
+    return {name: as_used(x) for name, x in zip(layout.media, parts, strict=True)}
 
 
 def _no_media(layout: _Layout, device: torch.device) -> dict[str, Tensor]:
@@ -227,19 +257,28 @@ def _unpack(tokens: list[Tensor], media: dict[str, Tensor], media_lengths: Media
     )
 
 
-def _to_device(batch: TensorFields, device: torch.device) -> MicroBatch:
+def _on_this_rank(batches: Sequence[TensorFields], device: torch.device) -> SharedStep:
+    """Copy the micro-batches of a replica of one rank to its device."""
+
     def moved(x: Tensor) -> Tensor:
         return x.to(device, non_blocking=True)
 
-    return MicroBatch(
-        input_ids=moved(batch.input_ids),
-        labels=moved(batch.labels),
-        loss_mask=moved(batch.loss_mask),
-        position_ids=moved(batch.position_ids),
-        media={name: moved(x) for name, x in batch.media.items()},
-        cu_seqlens=moved(batch.cu_seqlens),
-        max_seqlen=longest(batch.cu_seqlens),
-        num_trained=num_trained(batch),
-        max_media_seqlen=longest_media(batch.media),
-        media_lengths=host_lengths(batch.media),
-    )
+    def media(i: int) -> dict[str, Tensor]:
+        return {name: moved(x) for name, x in batches[i].media.items()}
+
+    shared = [
+        MicroBatch(
+            input_ids=moved(batch.input_ids),
+            labels=moved(batch.labels),
+            loss_mask=moved(batch.loss_mask),
+            position_ids=moved(batch.position_ids),
+            media={},
+            cu_seqlens=moved(batch.cu_seqlens),
+            max_seqlen=longest(batch.cu_seqlens),
+            num_trained=num_trained(batch),
+            max_media_seqlen=longest_media(batch.media),
+            media_lengths=host_lengths(batch.media),
+        )
+        for batch in batches
+    ]
+    return SharedStep(shared, media)

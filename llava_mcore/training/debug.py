@@ -40,6 +40,10 @@ class ShowFirst:
         """Return the position in the data."""
         return self.loader.state()
 
+    def read_again(self, state: Any, number: int) -> Any:
+        """Return the micro-batches that followed an earlier state."""
+        return self.loader.read_again(state, number)
+
     def close(self) -> None:
         """Stop the loader's processes."""
         self.loader.close()

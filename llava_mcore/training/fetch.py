@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
-from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups, agree
-from llava_mcore.parallel.share import share_step
+from llava_mcore.parallel.share import SharedStep, share_step
 from llava_mcore.training.batch_counts import Counts, LoadedBatch, count_all
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 
@@ -21,24 +21,52 @@ class Loader(Protocol):
 
     def state(self) -> Any: ...
 
+    def read_again(self, state: Any, number: int) -> Sequence[LoadedBatch]:
+        """Return the micro-batches that followed an earlier state."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReadStep:
+    """What a rank has read for one step. The micro-batches themselves would take host memory until the step's loss is
+    known; they are read again when that is not finite.
+
+    sample_keys: of each micro-batch. before: the loader's state before them.
+    """
+
+    loader: Loader
+    sample_keys: list[list[str]]
+    before: Any
+
+    def again(self) -> Sequence[LoadedBatch]:
+        """Read the micro-batches again. DataError if the data cannot be read any more."""
+        return self.loader.read_again(self.before, len(self.sample_keys))
+
 
 class Remembering:
-    """A loader that remembers the micro-batches of a step, and the position before them."""
+    """A loader that remembers the position before a step, and the samples of the step."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self.last: list[LoadedBatch] = []
+        self._keys: list[list[str]] = []
         self.before: Any = None
 
     def begin(self) -> None:
-        """Begin a step: forget the micro-batches of the previous one."""
+        """Begin a step: forget the previous one."""
         self.before = self._loader.state()
-        self.last = []
+        self._keys = []
+
+    def step(self) -> ReadStep:
+        """Return what has been read since the step began."""
+        return ReadStep(self._loader, self._keys, self.before)
 
     def __next__(self) -> LoadedBatch:
         batch = next(self._loader)
-        self.last.append(batch)
+        self._keys.append(list(batch.sample_keys))
         return batch
+
+    def read_again(self, state: Any, number: int) -> Sequence[LoadedBatch]:
+        return self._loader.read_again(state, number)
 
     def state(self) -> Any:
         return self._loader.state()
@@ -47,7 +75,7 @@ class Remembering:
 class Fetched(NamedTuple):
     """The micro-batches of one step, the counts of the global batch, and which flags are set on any rank."""
 
-    batches: list[MicroBatch]
+    batches: SharedStep
     counts: Counts
     flags: tuple[bool, ...]
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llava_mcore.config.sections.faults import parse_ranges
-from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.on_device import Moment
-from llava_mcore.training.batch_counts import Counts, LoadedBatch
+from llava_mcore.parallel.share import SharedStep
+from llava_mcore.training.batch_counts import Counts
 from llava_mcore.training.faults.not_finite import NotFinite
 from llava_mcore.training.faults.out_of_memory import explain_out_of_memory
 from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import Fetched, Loader, Remembering, fetch_step
+from llava_mcore.training.fetch import Fetched, Loader, ReadStep, Remembering, fetch_step
 from llava_mcore.training.logs.reporter import Reporter
 from llava_mcore.training.optimization.optimizer import learning_rates
 from llava_mcore.training.saving.state import Progress
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 class _Launched:
     """An iteration whose result has not been read.
 
-    step: None if its batch was not trained on. loaded: the micro-batches that this rank has read for it.
+    step: None if its batch was not trained on. read: what this rank has read for it; None if it reads no data.
     began: before its batch was read. waited: seconds for which the device had no work because of the batch.
     """
 
     progress: Progress
     step: LaunchedStep | None
-    loaded: Sequence[LoadedBatch]
+    read: ReadStep | None
     counts: Counts
     rates: Mapping[str, float]
     began: Moment
@@ -105,7 +105,7 @@ class Iterations:
         self._launched = _Launched(
             progress=dataclasses.replace(progress),
             step=step,
-            loaded=[] if self.loader is None else self.loader.last,
+            read=None if self.loader is None else self.loader.step(),
             counts=counts,
             rates=rates,
             began=self.began,
@@ -136,7 +136,7 @@ class Iterations:
                 f"iteration {number}: its data was read but not trained on (--skip-train-iteration-range)"
             )
         else:
-            warning = self.not_finite.check(number, result, launched.loaded)
+            warning = self.not_finite.check(number, result, launched.read)
         if warning is not None and self.trainer.groups.rank == 0:
             logger.warning(warning)
         seconds = launched.end.seconds_since(self._last_end or launched.began)
@@ -145,7 +145,7 @@ class Iterations:
             launched.progress, launched.counts, result, rates=launched.rates, waited=launched.waited, seconds=seconds
         )
 
-    def _step(self, number: int, batches: list[MicroBatch]) -> LaunchedStep:
+    def _step(self, number: int, batches: SharedStep) -> LaunchedStep:
         trainer = self.trainer
         parts = trainer.groups, trainer.chunks, trainer.optimizer, trainer.scheduler
         with explain_out_of_memory(trainer.run, trainer.groups, number):

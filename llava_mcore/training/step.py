@@ -19,6 +19,7 @@ from llava_mcore.compat.megatron_optimizer import update_unless
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.on_device import HostCopy, Moment
+from llava_mcore.parallel.share import SharedStep
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 
 Report = dict[str, Tensor]
@@ -67,13 +68,14 @@ def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple
 
 
 def forward_backward(
-    chunks: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], *, forward_only: bool = False
+    chunks: Sequence[DistributedDataParallel], batches: SharedStep, *, forward_only: bool = False
 ) -> list[Report]:
     """Run the pipeline schedule over one step's micro-batches; returns reports on the last stage."""
-    micro_batch_size, seq_length = batches[0].shape
+    micro_batch_size, seq_length = batches.shape
+    iterators = [iter(batches), *(batches.without_media() for _ in chunks[1:])]  # the first chunk has the tower
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(batches),
         seq_length=seq_length,
@@ -87,7 +89,7 @@ def train_step(
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
-    batches: Sequence[MicroBatch],
+    batches: SharedStep,
     global_batch_size: int,
     graphs: Sequence[LayerGraphs] = (),
     *,

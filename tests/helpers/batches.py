@@ -90,6 +90,12 @@ class FakeLoader:
     def restore(self, state: Any) -> None:
         self.count = state
 
+    def read_again(self, state: Any, number: int) -> list[FakeBatch]:
+        now, self.count = self.count, state
+        batches = [next(self) for _ in range(number)]
+        self.count = now
+        return batches
+
 
 class PackedLoader(FakeLoader):
     """The samples of FakeLoader, each up to its last trained token, one after the other in a single row."""

@@ -56,7 +56,7 @@ def token_losses(groups: Groups, model: torch.nn.Module, batches: list[Batch] | 
         return output, collect
 
     shared = share_step(groups, batches, MICRO_BATCHES, PICTURE_FIELDS)
-    rows, length = shared[0].shape
+    rows, length = shared.shape
     with torch.no_grad():
         get_forward_backward_func()(
             forward_step_func=step,

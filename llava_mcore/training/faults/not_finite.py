@@ -15,6 +15,7 @@ from llava_mcore.errors import TrainingError, problems
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.batch_counts import LoadedBatch
 from llava_mcore.training.closing import attempt
+from llava_mcore.training.fetch import ReadStep
 from llava_mcore.training.step import StepResult
 
 MAX_IN_A_ROW = 10
@@ -29,11 +30,11 @@ class NotFinite:
     groups: Groups
     in_a_row: int = 0
 
-    def check(self, iteration: int, result: StepResult, batches: Sequence[LoadedBatch]) -> str | None:
+    def check(self, iteration: int, result: StepResult, read: ReadStep | None) -> str | None:
         """Return a warning if the step was not finite and the run continues; a collective call in that case.
 
         Args:
-            batches: the micro-batches that this rank has read for the step; empty on ranks that read none.
+            read: what this rank has read for the step; None on ranks that read nothing.
 
         Raises:
             TrainingError: on all ranks, if the run has to end.
@@ -42,7 +43,7 @@ class NotFinite:
             self.in_a_row = 0
             return None
         self.in_a_row += 1
-        message = self._describe(iteration, result, batches)
+        message = self._describe(iteration, result, read)
         if self.run.faults.on_nan == "stop" or self.in_a_row >= MAX_IN_A_ROW:
             advice = (
                 "inspect the samples, lower --lr, or continue without them: --on-nan skip or "
@@ -53,13 +54,14 @@ class NotFinite:
             raise TrainingError(f"{message}\n{advice}", on_all_ranks=True)
         return message
 
-    def _describe(self, iteration: int, result: StepResult, batches: Sequence[LoadedBatch]) -> str:
-        """Save the batch and name its samples: those of micro-batches whose own loss is not finite, or else all."""
+    def _describe(self, iteration: int, result: StepResult, read: ReadStep | None) -> str:
+        """Read the batch again, save it and name its samples: those of micro-batches whose own loss is not finite, or
+        else all."""
         groups, folder = self.groups, self.run.run_dir / "faults" / f"iter_{iteration:07d}"
-        if batches:
+        if read is not None:
             file = folder / f"dp_{groups.dp_rank:05d}.pt"
-            attempt(f"{file} was not written", lambda: save_batches(file, iteration, batches))
-        mine = (groups.dp_rank, [list(batch.sample_keys) for batch in batches], result.not_finite)
+            attempt(f"{file} was not written", lambda: save_batches(file, iteration, read.again()))
+        mine = (groups.dp_rank, [] if read is None else read.sample_keys, result.not_finite)
         everyone: list[Any] = [None] * groups.world_size
         dist.all_gather_object(everyone, mine, group=groups.control)
         keys = {dp_rank: lists for dp_rank, lists, _ in everyone if lists}

@@ -21,6 +21,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from llava_mcore.models import fused_attention
+
 
 def sees_window(config: TransformerConfig, layer_number: int) -> bool:
     """Return whether this layer (counted from 1) only sees config.window_size."""
@@ -72,10 +74,28 @@ class SDPAttention(MegatronModule):
         """Return [s, b, n*d] for [s, b, n or g, d]; [t, n*d] for packed [t, n or g, d]."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("SDPAttention takes no explicit mask: causality and packing define it")
+        if self._is_fused(query, packed_seq_params):
+            return self._fused(query, key, value, packed_seq_params)
         with self._own_random_numbers():
             if packed_seq_params is not None:
                 return self._packed(query, key, value, packed_seq_params)
             return self._attend(query, key, value)
+
+    def _is_fused(self, query: Tensor, params: PackedSeqParams | None) -> bool:
+        """Return whether `fused_attention` computes this, instead of one call per packed sequence and whole masks."""
+        if not self.causal or (self.dropout and self.training) or not fused_attention.fits(query, self.softcap):
+            return False
+        if params is None:
+            return self.softcap is not None or (self.window is not None and query.shape[0] > self.window)
+        return params.cu_seqlens_kv is params.cu_seqlens_q
+
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams | None) -> Tensor:
+        options = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        if params is None:
+            return fused_attention.attend_rows(query, key, value, **options)
+        padded = params.cu_seqlens_q_padded
+        bounds = params.cu_seqlens_q if padded is None else padded
+        return fused_attention.attend_packed(query, key, value, bounds, params.max_seqlen_q, **options)
 
     def _own_random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Make tensor-parallel ranks, which have different heads, use different dropout masks.

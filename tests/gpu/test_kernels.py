@@ -6,8 +6,12 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention as attention
 
+from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.loss.chunk_loss import log_sum_and_target, torch_gradients
 from llava_mcore.models.rotary import rotate, rotate_fused, split_rotated
 
@@ -79,3 +83,33 @@ def test_losses_and_gradients_in_place_of_logits(rows: int, num_true: int, dtype
     for _ in range(3):  # threads may overtake each other in any order
         gradients = logit_gradients.into_gradients(logits.clone(), local, log_sum, at_target, num_true, dtype)
         torch.testing.assert_close(gradients.double(), expected, rtol=2**-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("softcap", [None, 50.0])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("packed", [False, True])
+def test_decoder_attention_without_whole_scores(softcap: float | None, window: int | None, packed: bool) -> None:
+    """Gemma's layers: results and gradients of the plain operations, and the host does not wait."""
+    config = TransformerConfig(num_layers=1, hidden_size=1024, num_attention_heads=4, attention_dropout=0.0)
+    config.window_size = None if window is None else (window - 1, 0)
+    layer = SDPAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=0.05, softcap=softcap)
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (600,) if packed else (300, 2)
+    heads = (4, 2, 2)
+    parts = [torch.randn(*shape, n, 256, device="cuda", generator=generator).bfloat16().requires_grad_() for n in heads]
+    weights = torch.randn(*shape, 1024, device="cuda", generator=generator).bfloat16()
+    bounds = torch.tensor([0, 150, 151, 400, 600], dtype=torch.int32, device="cuda")
+    params = PackedSeqParams("thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=249, max_seqlen_kv=249)
+    given = {"packed_seq_params": params if packed else None}
+    exact = [x.detach().double().requires_grad_() for x in parts]  # fp64 takes the plain operations
+    expected = layer(*exact, **given)
+    there = [expected, *torch.autograd.grad(expected, exact, weights.double())]
+    for mode in ("default", "error"):  # the first time kernels are compiled
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            found = layer(*parts, **given)
+            here = [found, *torch.autograd.grad(found, parts, weights)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(here, there, strict=True):
+        assert (one.double() - other).norm() <= 0.02 * other.norm()

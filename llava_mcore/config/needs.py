@@ -96,6 +96,7 @@ NEEDS: dict[str, Condition] = {
     "training.fp8_vision": _FP8,
     "training.fp8_recipe": _FP8,
     "training.fp8_format": _FP8,
+    "training.fp8_maximum_over": _FP8,
     "training.fp8_first_layers_bf16": _FP8,
     "training.fp8_last_layers_bf16": _FP8,
     "validation.eval_iters": _given("validation.eval_interval"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -44,3 +46,17 @@ def is_running(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_hosts_start_and_step(tmp_path: Path) -> None:
+    """Two replicas of two ranks, and what their start costs on paper."""
+    result = tmp_path / "result.json"
+    command = [sys.executable, "-m", "benchmarks.start_at_scale", "--tp", "2", "--json", str(result)]
+    subprocess.run([*command, "--processes", "4", "--steps", "2"], check=True, cwd=ROOT, timeout=600)
+    [row] = json.loads(result.read_text())["rows"]
+    assert (row["processes"], row["files of positions"]) == (4, 1)
+    subprocess.run([*command, "--ranks", "64"], check=True, cwd=ROOT, timeout=600)
+    rows = {row["per rank"]: (row["plain"], row["now"]) for row in json.loads(result.read_text())["rows"]}
+    assert rows["groups on gloo that it is in"] == ("5", "2")
+    assert rows["the same, over all ranks"] == ("1,024", "32")
+    assert rows["messages one after the other in it"] == ("126", "6")

@@ -43,6 +43,8 @@ class TrainingConfig(Section):
     """How FP8 values are scaled: by the maximum of earlier steps, of this tensor, or of its blocks."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """FP8 format: e4m3 forward and e5m2 for gradients (hybrid), or e4m3 for both."""
+    fp8_maximum_over: Literal["all", "tensor_parallel"] = "all"
+    """Ranks that share the maximum of the delayed recipe: those of a pipeline stage in all replicas, or in one."""
     fp8_first_layers_bf16: int = Field(0, ge=0, le=10**5)
     """First layers of the language model that stay in bf16 (not with the delayed recipe)."""
     fp8_last_layers_bf16: int = Field(0, ge=0, le=10**5)

@@ -114,6 +114,7 @@ class _Loop:
                 self._save_last(number - 1)
                 return True
             self.iteration.launch(fetched)
+            del fetched  # its pictures would stay in host memory through a validation
         if number == self.first:
             self.iteration.settle()
             keep_from_garbage_collection()

@@ -9,6 +9,7 @@ import torch
 
 from llava_mcore.answering.hf_model import HfModel
 from llava_mcore.answering.user_files import asked_turn, read_picture, read_sound, read_video
+from llava_mcore.data.encoding.marks import escape
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn, Video
 from llava_mcore.errors import DataError, LlavaMcoreError
@@ -89,7 +90,7 @@ class Chat:
         for piece in self.model.stream(asked, self.settings):
             pieces.append(piece)
             yield piece
-        self.turns = [*turns, Turn("assistant", "".join(pieces).strip() or "-")]
+        self.turns = [*turns, Turn("assistant", escape("".join(pieces).strip()) or "-")]
         self.images, self.videos, self.audios = images, videos, audios
         self._forget_new()
 

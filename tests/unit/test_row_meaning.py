@@ -70,6 +70,7 @@ READ: dict[str, tuple[dict[str, Any], list[str]]] = {
     "alpaca": ({"instruction": "Sum", "input": "1 2", "output": "3", "system": "S", "history": [["Q", "A"]]},
                ["s:S", "u:Q", "a:A", "u:Sum\n1 2", "a:3"]),
     "query": ({"query": "Q", "response": "A", "history": [[]]}, ["u:Q", "a:A"]),
+    "prompt and completion": ({"prompt": [Q, A, Q], "completion": [A]}, ["u:Q", "a!:A", "u:Q", "a:A"]),
     "input": ({"question": "Q", "input": "7", "answer": "A"}, ["u:Q\n7", "a:A"]),
     "VQAv2": ({"question": "Q", "answers": [{"answer": "nets"}, {"answer": "net"}, {"answer": "Net "}]},
               ["u:Q", "a:net"]),

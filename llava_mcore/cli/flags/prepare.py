@@ -48,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--image-dir", type=Path, help="base folder of relative paths (default: that of the source file)")
     p.add_argument("--source-split", default="train", help="split of a Hugging Face dataset (default: train)")
     p.add_argument("--image-key", help="field with the pictures (default: image or images)")
-    p.add_argument("--question-key", help="field with the question (default: question)")
-    p.add_argument("--answer-key", help="field with the answer (default: answer, or the first of answers)")
+    p.add_argument("--question-key", help="field with the question (default: question, instruction, …)")
+    p.add_argument("--answer-key", help="field with the answer (default: answer, answers, …)")
     p.add_argument("--captions", action="store_true", help="there are no questions; the picture is the question")
     p.add_argument(
         "--tokenizer-load-dir",

@@ -26,6 +26,8 @@ PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("prompt", ("completion", "response")),
 )
 """Fields of a question, and of the answer to it."""
+CONTINUED = ("prompt", "completion")
+"""Fields of two lists of messages, of which only the second one is trained, as in TRL."""
 OBJECT_MARKS = ("<bbox>", "<ref-object>", "<quad>", "<point>")
 """Marks that other programs fill from `objects`."""
 
@@ -114,6 +116,9 @@ def _layout(row: Mapping[str, Any], keys: Keys, layout: str | None, media: Media
     texts = decoded(row.get("texts")) if layout is None else None
     if is_full(texts):
         return from_pairs(texts)
+    continued = _continued(row, media) if layout is None else None
+    if continued is not None:
+        return continued
     asked = _asked(row, keys) if layout is None else None
     if asked is not None:
         return asked
@@ -126,6 +131,18 @@ def _layout(row: Mapping[str, Any], keys: Keys, layout: str | None, media: Media
     names, flag = ", ".join((*TURN_LISTS, "texts", *own)), "--answer-key" if keys.captions else "--question-key"
     message = f"none of {names} exists ({flag} names another), found, of the keys that are read, {sorted(row)}"
     raise BadSample(Reason.NO_CONVERSATION, message)
+
+
+def _continued(row: Mapping[str, Any], media: Media) -> ListedTurns | None:
+    """Return the turns of a prompt and a completion that are lists of messages; only the completion is trained."""
+    prompt, completion = (decoded(row.get(key)) for key in CONTINUED)
+    if not all(isinstance(value, (list, tuple)) and is_full(value) for value in (prompt, completion)):
+        return None
+    result = from_turns([*prompt, *completion], " + ".join(CONTINUED), media)
+    before = [
+        turn if turn.role != "assistant" else replace(turn, trained=False) for turn in result.turns[: len(prompt)]
+    ]
+    return replace(result, turns=[*before, *result.turns[len(prompt) :]], read={*CONTINUED})
 
 
 def _require_same(turns: Sequence[Turn], items: Any, key: str, other: str, media: Media) -> None:

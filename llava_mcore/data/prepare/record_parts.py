@@ -178,7 +178,8 @@ def listed_media(row: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...
     """Return the pictures, videos or sounds that the row lists; empty values mean that there is none."""
     with reason_for(Reason.WRONG_TYPE):
         value = decoded(full_value(row, names))
-    if not is_full(value):
+    has_lists = isinstance(value, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in value)
+    if not is_full(value) and not has_lists:  # a list without frames is a video, and refused later
         return ()
     listed = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for index, item in enumerate(listed):

@@ -14,6 +14,7 @@ from llava_mcore.data.prepare.row_types import BadSample
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn, Video
 from llava_mcore.errors import DataError, problems
+from llava_mcore.files.near_match import near_hint
 from llava_mcore.files.regular import open_regular_file, read_regular_file
 
 
@@ -27,7 +28,7 @@ def read_picture(path: Path, limits: Limits) -> bytes:
         raise DataError(text if str(path) in text else f"{path}: {text}") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise DataError(f"{path} cannot be read: {reason}") from error
+        raise DataError(f"{path} cannot be read: {reason}{near_hint(path)}") from error
     return data
 
 
@@ -40,7 +41,7 @@ def read_video(path: Path, limits: Limits, sampling: Sampling) -> Video:
         raise DataError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise DataError(f"{path} cannot be read: {reason}") from error
+        raise DataError(f"{path} cannot be read: {reason}{near_hint(path)}") from error
     return Video(tuple(frames), fps)
 
 
@@ -54,7 +55,7 @@ def read_sound(path: Path, limits: Limits) -> Sound:
         text = str(error)
         raise DataError(text if str(path) in text else f"{path}: {text}") from error
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror}{near_hint(path)}") from error
     return Sound(data)
 
 

@@ -120,7 +120,7 @@ TURN = KeyTable(
 
 PART = KeyTable(
     level=" of parts",
-    honored=frozenset(("type", "text", "url", "path", "thinking", "reasoning", "frames", "fps", "bytes"))
+    honored=frozenset(("type", "text", "url", "path", "thinking", "reasoning", "frames", "fps", "bytes", "base64"))
     | frozenset((*MEDIA_KEYS, "image_url", "video_url", "audio_url", "input_audio")),
     refused={
         **dict.fromkeys(SIZES, _OF_ONE),

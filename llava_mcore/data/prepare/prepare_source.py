@@ -67,6 +67,8 @@ class Result:
     """Whether a video's tokens or positions depend on its fps, or it is not known which model will be trained."""
     own_text_warning: str | None = None
     """`ChatText.own_text_warning`"""
+    notes: tuple[str, ...] = ()
+    """What of the source is not read."""
 
 
 def prepare(
@@ -137,7 +139,8 @@ def _finish(
     handling = "text" if options.counting is None else options.counting.special_tokens_in_text
     timed = assets is None or assets.plan.timed
     warning = None if assets is None else assets.chat.own_text_warning
-    return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished, handling, timed, warning)
+    about = (handling, timed, warning, plan.notes)
+    return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished, *about)
 
 
 def _manifest(plan: Plan, reports: Sequence[ShardReport], counts: Counts) -> str:

@@ -10,6 +10,7 @@ from llava_mcore.data.encoding.marks import NAMES, TYPES, count_marks, escape
 from llava_mcore.data.encoding.messages import decoded
 from llava_mcore.data.encoding.record_keys import PART, full_value, is_full
 from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY
+from llava_mcore.data.prepare.media.arrays import is_array
 from llava_mcore.data.prepare.row_types import BadSample, Draft, Reason, reason_for, type_and_value
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 
@@ -21,9 +22,9 @@ MARKS = {
 REASONINGS = ("thinking", "reasoning")
 """Types of parts with what an assistant thinks."""
 PART_KEYS = {
-    IMAGE_MARK: ("image_url", "image", "url", "path"),
-    VIDEO_MARK: ("video_url", "video", "url", "path", FRAMES_KEY),
-    AUDIO_MARK: ("audio_url", "audio", "url", "path"),
+    IMAGE_MARK: ("image_url", "image", "url", "path", "base64"),
+    VIDEO_MARK: ("video_url", "video", "url", "path", "base64", FRAMES_KEY),
+    AUDIO_MARK: ("audio_url", "audio", "url", "path", "base64"),
 }
 """Keys of a typed part that may refer to its picture, video or sound."""
 ASKING = ("user", "tool")
@@ -181,7 +182,7 @@ def listed_media(row: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...
     has_lists = isinstance(value, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in value)
     if not is_full(value) and not has_lists:  # a list without frames is a video, and refused later
         return ()
-    listed = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    listed = tuple(value) if isinstance(value, (list, tuple)) and not is_array(value) else (value,)
     for index, item in enumerate(listed):
         if isinstance(item, Mapping):
             _check_keys(item, f"the row's medium {index}")

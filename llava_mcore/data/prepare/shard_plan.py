@@ -15,7 +15,7 @@ from llava_mcore.data.prepare.row_types import Segment
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.prepare.sources.base import Cuts, SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
-from llava_mcore.errors import DataError
+from llava_mcore.errors import DataError, problems
 
 FORMAT = 7
 """Incremented when other shards would be written for the same rows."""
@@ -93,6 +93,8 @@ class Plan:
     num_rows: int
     request: dict[str, Any]
     """Everything that the shards depend on, as plain containers, for comparison with an existing folder."""
+    notes: tuple[str, ...] = ()
+    """What of the source is not read."""
 
 
 def make_plan(source: Source, options: Options, on_file: Callable[[str], None] = lambda name: None) -> Plan:
@@ -104,21 +106,29 @@ def make_plan(source: Source, options: Options, on_file: Callable[[str], None] =
         on_file: called with the name of each file before it is read.
 
     Raises:
-        DataError: a path is not a source or cannot be read, or there are too few shards for a validation split.
+        DataError: a path is not a source, files cannot be read (all of them are listed), or there are too few shards
+            for a validation split.
     """
     how = replace(source.how, most_bytes=options.limits.sample_bytes)
     files = [file for path in source.paths for file in find_files(path, how)]
     shards: list[list[Segment]] = []
-    known, first_row = [], 0
+    known, notes, found, first_row = [], [], [], 0
     for number, file in enumerate(files):
         on_file(file.name)
-        scan = file.scan(Cuts(number, first_row, options.rows_per_shard))
+        try:
+            scan = file.scan(Cuts(number, first_row, options.rows_per_shard))
+        except DataError as error:
+            found.append(str(error))
+            continue
+        notes += [f"{file.name}: {note}" for note in scan.notes]
         for segment in scan.segments:
             shard = segment.row // options.rows_per_shard
             shards += [[] for _ in range(shard + 1 - len(shards))]
             shards[shard].append(segment)
         known.append({"file": file.name, "rows": scan.num_rows, "hash": scan.fingerprint})
         first_row += scan.num_rows
+    if found:
+        raise DataError(found[0] if len(found) == 1 else problems("the source cannot be read", found))
     if not first_row:
         raise DataError(f"{', '.join(map(str, source.paths))}: there are no rows")
     if options.val_ratio and len(shards) < 2:
@@ -127,7 +137,7 @@ def make_plan(source: Source, options: Options, on_file: Callable[[str], None] =
             f"make one of {options.rows_per_shard}; lower --samples-per-shard"
         )
     request = {"sources": known, "options": describe(source.how, options)}
-    return Plan(tuple(files), source.how, tuple(map(tuple, shards)), first_row, request)
+    return Plan(tuple(files), source.how, tuple(map(tuple, shards)), first_row, request, tuple(notes))
 
 
 def describe(how: Opening, options: Options) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def show(console: Console, results: Sequence[Result]) -> None:
             table.add_row(result.folder.name, reason, f"{number:,}")
         console.print(table)
     for result in results:
-        for line in _notes(result):
+        for line in (*result.notes, *_notes(result)):
             console.print(f"{result.folder.name}: {line}", markup=False, soft_wrap=True)
         for token, number in result.counts.typed.most_common():
             what = "read as text" if result.special_tokens_in_text == "text" else "read as the token"

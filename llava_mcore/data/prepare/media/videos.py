@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import unquote
 
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.sample_media import FRAMES_KEY
 from llava_mcore.data.prepare.media.item_options import ClipOptions, clip_options
 from llava_mcore.data.prepare.media.pictures import inspect, read_picture
-from llava_mcore.data.prepare.media.references import REMOTE
+from llava_mcore.data.prepare.media.references import VIDEO, cannot_open, resolve
 from llava_mcore.data.prepare.media.video_files import decode_video
-from llava_mcore.data.prepare.row_types import BadSample, Clip, Picture, Reason, type_and_value
+from llava_mcore.data.prepare.row_types import BadSample, Clip, Picture, Reason
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import IMAGE_PARTS
+from llava_mcore.files.near_match import shortened
 from llava_mcore.files.regular import RefusedFileError, open_regular_file
 
 
@@ -33,8 +33,7 @@ def read_video(
 
     Args:
         reference: a list of pictures (see `read_picture`), {"frames": such a list, "fps": number}; or a video file:
-            its bytes, {"bytes", "path"}, a path (absolute, or relative to folder) or a file:// URI. A mapping may have
-            options too (see `clip_options`).
+            see `resolve`. A mapping may have options too (see `clip_options`).
         sampling: which frames of a video file are kept.
         frames_fps: frames per second of a list of frames that does not say it; None: unknown.
         decode: decode pictures that are listed, to see whether they are whole.
@@ -72,27 +71,13 @@ def _listed(reference: Any) -> Sequence[Any] | None:
 
 
 def _opened(reference: Any, folder: Path) -> BinaryIO:
-    given = reference
-    if isinstance(reference, Mapping):
-        reference = reference.get("bytes") or reference.get("path") or reference.get("url")
-    if isinstance(reference, (bytes, bytearray)):
-        return BytesIO(reference)
-    if not isinstance(reference, str) or not reference:
-        raise BadSample(Reason.WRONG_TYPE, f"a video is {type_and_value(given)}, not a file or frames")
-    if reference.rpartition(".")[2].lower() in IMAGE_PARTS and not reference.lower().endswith(".gif"):
+    source = resolve(reference, folder, VIDEO)
+    if isinstance(source, bytes):
+        return BytesIO(source)
+    if source.suffix.lstrip(".").lower() in IMAGE_PARTS and source.suffix.lower() != ".gif":
         advice = 'frames are listed per video, as a list of lists or {"frames": […]}'
-        raise BadSample(Reason.WRONG_TYPE, f"a video is the picture {reference:.120}; {advice}")
-    if reference.startswith("file:"):
-        path = Path(unquote(reference.removeprefix("file:").removeprefix("//").removeprefix("localhost")))
-    elif REMOTE.match(reference):
-        raise BadSample(Reason.VIDEO_REMOTE, f"{reference:.120}; download it first")
-    else:
-        path = folder / reference
+        raise BadSample(Reason.WRONG_TYPE, f"a video is the picture {shortened(str(reference))}; {advice}")
     try:
-        return open_regular_file(path)
-    except RefusedFileError as error:
-        raise BadSample(Reason.VIDEO_MISSING, str(error)) from error
-    except OSError as error:
-        raise BadSample(Reason.VIDEO_MISSING, f"{path}: {error.strerror}") from error
-    except ValueError as error:  # a name that no file can have
-        raise BadSample(Reason.VIDEO_MISSING, f"{path!r:.120}: {error}") from error
+        return open_regular_file(source)
+    except (OSError, ValueError, RefusedFileError) as error:
+        raise cannot_open(source, error, VIDEO) from error

@@ -46,7 +46,7 @@ from llava_mcore.data.prepare.sources.lines import too_large
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Sound, Turn, Video
 from llava_mcore.errors import DataError
 
-LONGEST_ID = 200
+LONGEST_ID, LONGEST_DETAIL = 200, 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,11 @@ class ShardMaker:
                     draft = self._draft(row, counts)
                     conversation = self._conversation(file, row, draft, segment.row + row.index - segment.index)
                 except BadSample as bad:
-                    skipped.append(Skipped(file.name, row.index, _id_of(row), bad.reason.value, _clean(bad.detail)))
+                    skipped.append(
+                        Skipped(
+                            file.name, row.index, _id_of(row), bad.reason.value, _clean(bad.detail[:LONGEST_DETAIL])
+                        )
+                    )
                     counts.reasons[bad.reason.value] += 1
                     counts.roles.update([bad.value] if bad.reason is Reason.UNKNOWN_ROLE else [])
                 else:

@@ -22,6 +22,8 @@ class Scan:
     num_rows: int
     fingerprint: str
     """Changes if the file's rows change."""
+    notes: tuple[str, ...] = ()
+    """What of it is not read."""
 
 
 class SourceFile(Protocol):

@@ -15,8 +15,10 @@ from llava_mcore.data.prepare.sources.array import LARGEST_ELEMENT, JsonArray
 from llava_mcore.data.prepare.sources.base import SourceFile
 from llava_mcore.data.prepare.sources.columns import ArrowTable, ParquetTable
 from llava_mcore.data.prepare.sources.lines import BOM, JsonLines
-from llava_mcore.data.prepare.sources.triples import TarShard, TripleFolder, is_part
+from llava_mcore.data.prepare.sources.tars import TarShard
+from llava_mcore.data.prepare.sources.triples import TripleFolder, has_samples
 from llava_mcore.errors import DataError
+from llava_mcore.files.near_match import near_hint
 from llava_mcore.files.regular import kind_of
 
 LAYOUTS = {"llava": "conversations", "sharegpt": "messages", "openai": "messages"}
@@ -60,7 +62,7 @@ def find_files(path: Path, how: Opening) -> list[SourceFile]:
     Raises DataError if there are none, they have several formats, or not the requested one.
     """
     if not path.exists():
-        raise DataError(f"{path} does not exist")
+        raise DataError(f"{path} does not exist{near_hint(path)}")
     files = _files_of_folder(path, how) if path.is_dir() else [_open_file(path, path.parent, how)]
     wrong = [file.name for file in files if not _fits(file, how.format)]
     if wrong:
@@ -125,10 +127,9 @@ def _files_of_folder(folder: Path, how: Opening) -> list[SourceFile]:
         folder = folder / how.split
     if (folder / "state.json").is_file():
         return [_open_file(folder / name, folder, how) for name in _saved_files(folder / "state.json")]
-    with os.scandir(folder) as entries:
-        names = {entry.name for entry in entries if entry.name.endswith((".json", ".txt")) and is_part(entry.name)}
-    if any(name.endswith(".json") and f"{name.removesuffix('.json')}.txt" in names for name in names):
-        return [TripleFolder(folder, folder.name, how.image_dir or folder, how.most_bytes)]
+    triples = _folder_of_samples(folder, how.split)
+    if triples is not None:
+        return [TripleFolder(triples, triples.name, how.image_dir or triples, how.most_bytes)]
     found = _by_suffix(folder)
     data = [suffix for suffix in found if suffix not in JSON_SUFFIXES] or list(found)
     if len(data) != 1:
@@ -142,13 +143,33 @@ def _files_of_folder(folder: Path, how: Opening) -> list[SourceFile]:
     return [_open_file(path, folder, how) for path in paths]
 
 
+def _folder_of_samples(folder: Path, split: str) -> Path | None:
+    """Return the folder whose files, perhaps in subfolders, are samples of several files; None if they are rows."""
+    walk = os.walk(folder)
+    _, folders, names = next(walk)
+    if has_samples(names):
+        return folder
+    if any(_suffix(name) in DATA_SUFFIXES and not name.startswith(".") for name in names):
+        return None
+    if not any(has_samples(names) for root, _, names in walk if "/." not in os.path.relpath(root, folder)):
+        return None
+    splits = set(SPLITS) & set(folders)
+    if splits and split not in splits:
+        raise DataError(f"{folder} has no part {split!r}, only {', '.join(sorted(splits))}; choose with --source-split")
+    return folder / split if splits else folder
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
 def _by_suffix(folder: Path) -> dict[str, list[Path]]:
     """Return the data files of a folder and its subfolders, in order and without hidden ones."""
     found: dict[str, list[Path]] = {}
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
-            suffix = os.path.splitext(name)[1].lower()
+            suffix = _suffix(name)
             if suffix in DATA_SUFFIXES and not name.startswith("."):
                 found.setdefault(suffix, []).append(Path(root, name))
     return {suffix: sorted(paths) for suffix, paths in found.items()}

@@ -62,7 +62,7 @@ def test_dots_and_subfolders_in_a_folder(tmp_path: Path) -> None:
 def test_subfolders_named_like_splits(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "src", {**files_of("train/0"), **files_of("val/1")})
     make(source, tmp_path / "out")
-    assert summary(tmp_path / "out") == [("0", "0", 1)]
+    assert summary(tmp_path / "out") == [("0", "train/0", 1)]
     with pytest.raises(DataError, match="no part 'test', only train, val; choose with --source-split"):
         make(source, tmp_path / "none", how=Opening(split="test"))
 

@@ -130,6 +130,26 @@ def test_placeholder_of_another_name_is_text_when_typed() -> None:
         encoded(format_, talk("a", "the tag <image> is"), num_images=1)
 
 
+@pytest.mark.parametrize("name", ["vicuna", "chatml"])
+@pytest.mark.parametrize("special", [False, True])
+def test_marks_of_media_that_the_class_does_not_take_are_text(name: str, special: bool) -> None:
+    """As in questions about HTML. The tokenizer may have a token of that name."""
+    tokenizer = tiny(name)
+    if special:
+        tokenizer.add_tokens(["<video>"], special_tokens=True)
+    format_ = chat(tokenizer, name)
+    turns = talk("What is <video>?", "A film,\n<video>\n as <audio> is a sound.")
+    tokens = encoded(format_, turns, num_images=1)
+    assert tokens.typed == ("<audio>", "<video>") and len(tokens.starts) == 1
+    text = tokenizer.decode(tokens.input_ids)
+    assert "What is <video>?" in text and "A film,\n<video>\n as <audio> is a sound." in text
+    assert not special or tokenizer.convert_tokens_to_ids("<video>") not in tokens.input_ids
+    asked = format_.prompt_tokens(turns[:1], {IMAGE_MARK: 1})
+    assert "What is <video>?" in tokenizer.decode(asked.ids)
+    with pytest.raises(DataError, match="0 <video> in the conversation, but 1 videos"):
+        format_.tokens(turns[2:], {"<video>": 1})
+
+
 def test_private_characters_are_refused_only_beside_them() -> None:
     tokenizer = tiny("vicuna")
     format_ = chat(tokenizer, "vicuna")
@@ -176,6 +196,27 @@ def test_check_and_prepare_count(hf: Path, tmp_path: Path, capsys: pytest.Captur
         assert json.loads((out / "manifest.json").read_text())["totals"]["typed"] == {"</s>": 2}
     tokens = [json.loads((tmp_path / name / ".nv-meta" / "tokens.json").read_text()) for name in ("text", "control")]
     assert tokens[0] != tokens[1]
+
+
+def test_literal_marks_are_counted(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By prepare, which escapes them, for any model; check and training take such text as it is too."""
+    rows = [messages(("user", "What is <video>?"), ("assistant", f"A <video>, {n}.")) for n in range(4)]
+    rows.append(messages(("user", "<image> What?"), ("assistant", "Nothing.")))
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    flags, out = ["--tokenizer-load-dir", str(hf)], tmp_path / "out"
+    command = [str(tmp_path / "rows.jsonl"), "--out", str(out), "--num-workers", "0", "--max-skip-rate", "0.5"]
+    assert prepare_app.main([*command, *flags]) == 0
+    said = "4 samples have <video> in their text; it is read as text: the model takes no such media"
+    assert said in capsys.readouterr().out
+    assert "1 <image> in the text, but 0 pictures" in (out / "skipped.jsonl").read_text()
+    batches = take(open_loader(out, load_assets(hf), num_streams=1, micro_batch_size=4), 1)
+    assert not batches[0].skipped and len(batches[0].sample_keys) == 4
+    write_tar(tmp_path / "own" / "0.tar", {f"{n}": {"json": row} for n, row in enumerate(rows[:4])})
+    assert check(["--data-path", str(index(tmp_path / "own")), *flags, "--json", str(tmp_path / "report.json")]) == 0
+    groups = json.loads((tmp_path / "report.json").read_text())["groups"]
+    assert [(g["level"], g["count"]) for g in groups] == [("remark", 4)] and "<video>" in groups[0]["reason"]
+    batches = take(open_loader(tmp_path / "own", load_assets(hf), num_streams=1, micro_batch_size=4), 1)
+    assert not batches[0].skipped and batches[0].typed_tokens.keys() == {"<video>"}
 
 
 def test_a_resume_with_another_choice_is_refused(hf: Path, tmp_path: Path) -> None:

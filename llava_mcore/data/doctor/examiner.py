@@ -17,6 +17,7 @@ from llava_mcore.data.doctor.unused import unused_keys
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.conversation import chat_from_standard
 from llava_mcore.data.encoding.encode import TooLongError, stored_tokens
+from llava_mcore.data.encoding.marks import LITERAL_REASON
 from llava_mcore.data.encoding.stored_tokens import DIGEST_KEY, TOKENS_KEY, is_by, is_of
 from llava_mcore.data.loading.datasets import Dataset, open_datasets
 from llava_mcore.data.samples import ChatSample, EncodedSample, Sound, TokenConversation, TokenSample, Video
@@ -222,11 +223,16 @@ def _remarks(chat: ChatSample, used: list[TokenConversation], assets: Assets) ->
 
 
 def _typed(chat: ChatSample, assets: Assets) -> list[str]:
-    """Return a remark for each special token in the text."""
+    """Return a remark for each special token in the text, and each mark that is text."""
     found = sorted({token for c in chat.conversations for token in assets.chat.typed_in(c.turns, c.tools)})
     is_text = assets.chat.special_tokens_in_text == "text"
     what = "read as plain text" if is_text else "read as the token"
-    return [f"its text has the special token {token}, {what} (--special-tokens-in-text)" for token in found]
+    return [
+        f"its text has {token}, read as plain text: {LITERAL_REASON}"
+        if token in assets.chat.literal_marks
+        else f"its text has the special token {token}, {what} (--special-tokens-in-text)"
+        for token in found
+    ]
 
 
 def _dropped(chat: ChatSample, assets: Assets) -> list[str]:

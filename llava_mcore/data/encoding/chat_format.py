@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +14,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import Handling
-from llava_mcore.data.encoding.marks import check_marks
+from llava_mcore.data.encoding.marks import TYPES, as_text, check_marks, count_marks
 from llava_mcore.data.encoding.text.around_media import rewritten
 from llava_mcore.data.encoding.text.chat_text import ChatText, Tools
 from llava_mcore.data.encoding.text.spans import tokens_in_span
@@ -65,6 +65,8 @@ class ChatFormat(ChatText):
             mark: int(tokenizer.convert_tokens_to_ids(token)) for mark, token in self._media_tokens.items()
         }
         """Ids of the placeholders by mark."""
+        self.literal_marks = tuple(mark for mark in TYPES if mark not in self._media_tokens)
+        """Marks of media that the class does not take: they are text, such as `<video>` in a text about HTML."""
         self._around_media = around_media
         self._mark_ids = tokenizer.convert_tokens_to_ids(list(around_media.marks))
         self._bos_token = tokenizer.bos_token
@@ -103,6 +105,7 @@ class ChatFormat(ChatText):
         The trained answers are marked with their EOS. Raises DataError if marks do not match `media`, which are numbers
         by mark, or the template cannot render the turns and tools.
         """
+        turns, literal = self._literal(turns, media)
         check_marks(turns, media)
         turns, tools, typed, hidden = self._hidden(turns, tools)
         text, spans = rewritten(*self.segments(turns, tools), self._around_media)
@@ -111,15 +114,23 @@ class ChatFormat(ChatText):
         for span in spans:
             trained[tokens_in_span(encoding, span, len(text))] = True
         num_filled = sum(text.startswith(self.own_text, _first_visible(text, start)) for start, _ in spans)
-        return TextTokens(ids, trained & ~is_media, typed, num_filled if self.own_text else 0)
+        return TextTokens(
+            ids, trained & ~is_media, tuple(sorted((*typed, *literal))), num_filled if self.own_text else 0
+        )
 
     def prompt_tokens(self, turns: Sequence[Turn], media: Mapping[str, int], tools: Tools = ()) -> TextTokens:
         """Tokenize `prompt_text` as `tokens` does a conversation; nothing is trained. DataError like `tokens`."""
+        turns, literal = self._literal(turns, media)
         check_marks(turns, media)
         turns, tools, typed, hidden = self._hidden(turns, tools)
         text, _ = rewritten(self.prompt_text(turns, tools), [], self._around_media)
         _, ids, _ = self._encoded(text, media, hidden=hidden)
-        return TextTokens(ids, np.zeros(len(ids), dtype=np.bool_), typed)
+        return TextTokens(ids, np.zeros(len(ids), dtype=np.bool_), tuple(sorted((*typed, *literal))))
+
+    def _literal(self, turns: Sequence[Turn], media: Mapping[str, int]) -> tuple[Sequence[Turn], list[str]]:
+        """Return turns in which marks of media that the class does not take are escaped, and these marks."""
+        marks = [mark for mark in self.literal_marks if not media.get(mark) and count_marks(turns, mark)]
+        return [replace(turn, text=as_text(turn.text, marks)) for turn in turns] if marks else turns, marks
 
     def _hidden(self, turns: Sequence[Turn], tools: Tools) -> tuple[Sequence[Turn], Tools, tuple[str, ...], bool]:
         """Return turns and tools with special tokens and escaped marks hidden if they must be.
@@ -160,8 +171,8 @@ class ChatFormat(ChatText):
         return encoding, ids, np.isin(ids, [*self.media_ids.values(), *self._mark_ids])
 
     def typed_in(self, turns: Sequence[Turn], tools: Tools = ()) -> tuple[str, ...]:
-        """Return the special tokens in the texts of turns and tools, except marks."""
-        typed: set[str] = set()
+        """Return the special tokens in the texts of turns and tools, and marks that are text; no others."""
+        typed = {mark for mark in self.literal_marks if count_marks(turns, mark)}
         for text in texts_of(turns, tools):
             typed |= self._typed.found_in(text)
         return tuple(sorted(typed))

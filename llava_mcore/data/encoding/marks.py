@@ -16,6 +16,8 @@ TYPES = {IMAGE_MARK: "image", VIDEO_MARK: "video", AUDIO_MARK: "audio"}
 """Of typed parts, as Hugging Face's chat templates call them."""
 NAMES = {IMAGE_MARK: "picture", VIDEO_MARK: "video", AUDIO_MARK: "sound"}
 """For messages."""
+LITERAL_REASON = "the model takes no such media"
+"""For messages: why a mark is text."""
 MARK_WITH_NEWLINES = re.compile(rf"(\n?(?:{'|'.join(map(re.escape, TYPES))})\n?)")
 """Splits a text into marks and what is between them."""
 
@@ -32,6 +34,13 @@ def unescape(text: str) -> str:
     return _LITERAL.sub(lambda match: f"<{match[1][1:]}{match[2]}>", text)
 
 
+def as_text(text: str, marks: Iterable[str]) -> str:
+    """Return the text in which these marks are literal, also those that are already."""
+    for mark in marks:
+        text = text.replace(mark, escape(mark))
+    return text
+
+
 def count_marks(turns: Iterable[Turn], mark: str) -> int:
     """Return the number of occurrences of a mark in the text of turns."""
     return sum(turn.text.count(mark) for turn in turns)
@@ -44,10 +53,13 @@ def without_marks(text: str) -> str:
     return text
 
 
-def check_marks(turns: Iterable[Turn], media: Mapping[str, int]) -> None:
-    """Raise DataError unless turns have as many marks as there are pictures, videos and sounds (`media`, by mark)."""
+def check_marks(turns: Iterable[Turn], media: Mapping[str, int], literal: Collection[str] = ()) -> None:
+    """Raise DataError unless turns have as many marks as there are pictures, videos and sounds (`media`, by mark).
+
+    literal: marks that may be text if there are no media of their kind.
+    """
     turns = list(turns)
     for mark, name in NAMES.items():
         marks, number = count_marks(turns, mark), media.get(mark, 0)
-        if marks != number:
+        if marks != number and (number or mark not in literal):
             raise DataError(f"{marks} {mark} in the conversation, but {number} {name}s")

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encoding.marks import LITERAL_REASON
 from llava_mcore.data.samples import Batch
 from llava_mcore.models.media import DEFAULT_FPS
 
@@ -19,6 +20,7 @@ class SampleWarnings:
         """path: of the data, for the messages; a URL if it is remote."""
         self._path = path
         self._handling = assets.chat.special_tokens_in_text
+        self._literal = assets.chat.literal_marks
         self._told: set[str] = set()
         self._needs_fps = assets.plan.timed
 
@@ -28,6 +30,12 @@ class SampleWarnings:
         for token, key in batch.typed_tokens.items():
             if token not in self._told:
                 self._told.add(token)
+                if token in self._literal:
+                    logger.warning(
+                        "%s: the text of sample %s contains %s; it is read as plain text: %s",
+                        self._path, key, token, LITERAL_REASON
+                    )  # fmt: skip
+                    continue
                 what = "read as plain text" if self._handling == "text" else "read as the token"
                 logger.warning(
                     "%s: the text of sample %s contains the special token %s; it is always %s "

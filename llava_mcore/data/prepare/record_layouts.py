@@ -7,11 +7,12 @@ Known layouts, distinguished by their keys: `conversations` or `messages` (lists
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from llava_mcore.data.encoding.answers import majority
+from llava_mcore.data.encoding.marks import as_text
 from llava_mcore.data.encoding.messages import check_order, complete, decoded, tools_of
 from llava_mcore.data.encoding.record_keys import INPUT_KEY, OBJECTS_KEY, ROW, TURN_LISTS, full_value, is_full
 from llava_mcore.data.prepare.record_parts import Media, listed_media, refuse_marks
@@ -82,14 +83,19 @@ class Keys:
         return frozenset((*texts, *media)) | ROW.honored | ROW.refused.keys()
 
 
-def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None) -> Draft:
+def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None, untaken: Collection[str] = ()) -> Draft:
     """Return the turns and media of a row, with `<image>`, `<video>` and `<audio>` in their positions.
 
-    layout: "conversations" or "messages" to accept no other. Raises BadSample.
+    Args:
+        layout: "conversations" or "messages" to accept no other.
+        untaken: marks of media that the model does not take, which are text in rows without such media.
+
+    Raises:
+        BadSample: the row cannot be a sample.
     """
     with reason_for(Reason.KEY):
         ROW.check(row)
-    media = Media({mark: listed_media(row, names) for mark, names in keys.media.items()})
+    media = Media({mark: listed_media(row, names) for mark, names in keys.media.items()}, untaken)
     result = _layout(row, keys, layout, media)
     _refuse_objects(row, result.turns)
     with reason_for(Reason.KEY):
@@ -97,9 +103,11 @@ def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None) -> Draf
         tools = tools_of(row)
     for index, turn in enumerate(turns):
         if turn.role == "system":
-            refuse_marks(turn.text, turn.role, f"turn {index}")
+            refuse_marks(turn.text, turn.role, f"turn {index}", untaken)
     unused = [*ROW.unused(row, {*(name for names in keys.media.values() for name in names), *result.read})]
     placed = media.all()
+    literal = [mark for mark in untaken if not placed[mark]]
+    turns = tuple(replace(turn, text=as_text(turn.text, literal)) for turn in turns)
     images, videos, audios = (placed[mark] for mark in (IMAGE_MARK, VIDEO_MARK, AUDIO_MARK))
     return Draft(turns, images, videos, audios, tools, frozenset((*unused, *result.unused)))
 
@@ -115,11 +123,11 @@ def _layout(row: Mapping[str, Any], keys: Keys, layout: str | None, media: Media
         return replace(result, read={*full})
     texts = decoded(row.get("texts")) if layout is None else None
     if is_full(texts):
-        return from_pairs(texts)
+        return from_pairs(texts, media)
     continued = _continued(row, media) if layout is None else None
     if continued is not None:
         return continued
-    asked = _asked(row, keys) if layout is None else None
+    asked = _asked(row, keys, media) if layout is None else None
     if asked is not None:
         return asked
     empty = [key for key, value in lists.items() if value is not None]
@@ -147,7 +155,7 @@ def _continued(row: Mapping[str, Any], media: Media) -> ListedTurns | None:
 
 def _require_same(turns: Sequence[Turn], items: Any, key: str, other: str, media: Media) -> None:
     """Raise BadSample if a second list of turns says anything else than the first."""
-    second = from_turns(items, other, Media(media.listed)).turns
+    second = from_turns(items, other, Media(media.listed, media.untaken)).turns
     if second != list(turns):
         raise BadSample(Reason.DIFFERENT, f"`{key}` and `{other}` differ")
 
@@ -155,7 +163,7 @@ def _require_same(turns: Sequence[Turn], items: Any, key: str, other: str, media
 # -- question and answer ---------------------------------------------------------------------------------------------
 
 
-def _asked(row: Mapping[str, Any], keys: Keys) -> ListedTurns | None:
+def _asked(row: Mapping[str, Any], keys: Keys, media: Media) -> ListedTurns | None:
     """Return question and answer, without surrounding white space as in training; None if there is no question."""
     present = [key for key in keys.questions if row.get(key) is not None]
     question_key = next((key for key in present if is_full(row[key])), present[0] if present else "")
@@ -167,7 +175,7 @@ def _asked(row: Mapping[str, Any], keys: Keys) -> ListedTurns | None:
     if answer is None:
         raise BadSample(Reason.NO_ANSWER, "there is a question, but no answer")
     text = text_of(_one_answer(answer), "the answer").strip()
-    refuse_marks(text, "assistant", "the answer")
+    refuse_marks(text, "assistant", "the answer", media.untaken)
     turns = [Turn("user", "\n".join(filter(None, (question, extra)))), Turn("assistant", text)]
     return ListedTurns(turns, {question_key, INPUT_KEY, *answer_keys})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,6 +67,8 @@ class Media:
     """References of a row by mark: those of the row's own fields, and those that have their position."""
 
     listed: Mapping[str, Sequence[Any]]
+    untaken: Collection[str] = ()
+    """Marks of media that the model does not take: text, unless the row has such media."""
     placed: dict[str, list[Any]] = field(init=False)
     waiting: dict[str, list[Any]] = field(init=False)
 
@@ -127,9 +129,9 @@ def read_content(content: str | Sequence[Any], where: str, literal: Sequence[str
     return Content(tuple(pieces), "\n".join(thoughts), tuple(unused))
 
 
-def refuse_marks(text: str, role: str, where: str) -> None:
-    """Raise BadSample for marks in the text of a turn that is not a question."""
-    marks = [mark for mark in TYPES if mark in text] if role not in ASKING else []
+def refuse_marks(text: str, role: str, where: str, untaken: Collection[str] = ()) -> None:
+    """Raise BadSample for marks in the text of a turn that is not a question. untaken: see `Media`."""
+    marks = [mark for mark in TYPES if mark in text and mark not in untaken] if role not in ASKING else []
     if marks:
         raise BadSample(
             Reason.MARKS,
@@ -152,7 +154,8 @@ def place_marks(draft: Draft) -> Draft:
         if num_marks == 0:
             missing += f"{mark}\n" * len(media)
         elif num_marks != len(media):
-            raise BadSample(Reason.MARKS, f"{num_marks} {mark} in the text, but {len(media)} {NAMES[mark]}s")
+            hint = "" if media else f"; if it is text, write {escape(mark)}"
+            raise BadSample(Reason.MARKS, f"{num_marks} {mark} in the text, but {len(media)} {NAMES[mark]}s{hint}")
     if not missing:
         return draft
     index = next((i for i, turn in enumerate(draft.turns) if turn.role == "user"), None)

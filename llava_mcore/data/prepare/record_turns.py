@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ def from_turns(items: Any, key: str, media: Media) -> ListedTurns:
     result = ListedTurns([], {key})
     for number, (record, content) in enumerate(zip(records, contents, strict=True)):
         where = f"{key}[{number}]"
-        turn, read = _turn(record, content, where, literal)
+        turn, read = _turn(record, content, where, literal, media.untaken)
         for piece in read.pieces:
             media.place(piece, where)
         result.turns.append(turn)
@@ -77,7 +77,9 @@ def _role_name(record: Mapping[str, Any]) -> Any:
     return names[0]
 
 
-def _turn(record: Mapping[str, Any], content: Any, where: str, literal: Sequence[str]) -> tuple[Turn, Content]:
+def _turn(
+    record: Mapping[str, Any], content: Any, where: str, literal: Sequence[str], untaken: Collection[str]
+) -> tuple[Turn, Content]:
     name = _role_name(record)
     role = role_of(name)
     if role is None:
@@ -92,14 +94,14 @@ def _turn(record: Mapping[str, Any], content: Any, where: str, literal: Sequence
     if not is_call:
         for piece in read.pieces:
             if isinstance(piece, str):
-                refuse_marks(piece, role, where)
+                refuse_marks(piece, role, where, untaken)
     with reason_for(Reason.KEY):
         turn = turn_of(record, role, str(content) if is_call else read.text, where, is_call=is_call)
     thoughts = [text for text in (turn.reasoning, read.reasoning) if text]
     return replace(turn, reasoning="\n".join(dict.fromkeys(thoughts))), read
 
 
-def from_pairs(pairs: Any) -> ListedTurns:
+def from_pairs(pairs: Any, media: Media) -> ListedTurns:
     """Return the turns of `texts`: objects with user, assistant, and perhaps a system prompt. Raises BadSample."""
     result = ListedTurns([], {"texts"})
     for number, pair in enumerate(list_of(pairs, "texts")):
@@ -114,7 +116,7 @@ def from_pairs(pairs: Any) -> ListedTurns:
             result.turns.append(Turn("system", text_of(system, f"{where}.system")))
         result.turns.append(Turn("user", text_of(pair.get("user"), f"{where}.user")))
         answer = text_of(pair.get("assistant"), f"{where}.assistant")
-        refuse_marks(answer, "assistant", where)
+        refuse_marks(answer, "assistant", where, media.untaken)
         result.turns.append(replace(about, text=answer))
         result.unused += TURN.unused(pair, ("user", "assistant", *SYSTEM_KEYS))
     return result

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from llava_mcore.data.encoding.marks import LITERAL_REASON, TYPES
 from llava_mcore.data.prepare.counts import BINS_PER_OCTAVE, Histogram, add_up
 from llava_mcore.data.prepare.prepare_source import SKIPPED, Result
 from llava_mcore.data.prepare.row_types import FILLED, THOUGHTLESS
@@ -38,9 +39,11 @@ def show(console: Console, results: Sequence[Result]) -> None:
             console.print(f"{result.folder.name}: {line}", markup=False, soft_wrap=True)
         for token, number in result.counts.typed.most_common():
             what = "read as text" if result.special_tokens_in_text == "text" else "read as the token"
+            why = "(--special-tokens-in-text)"
+            if token in TYPES:  # a mark, or it would not be in the text
+                what, why = "read as text:", LITERAL_REASON
             console.print(
-                f"{result.folder.name}: {number:,} samples have {token} in their text; it is {what} "
-                "(--special-tokens-in-text)",
+                f"{result.folder.name}: {number:,} samples have {token} in their text; it is {what} {why}",
                 markup=False,
                 soft_wrap=True,
             )

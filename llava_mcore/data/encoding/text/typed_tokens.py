@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from llava_mcore.data.encoding.marks import escape
+from llava_mcore.data.encoding.marks import TYPES, escape
 from llava_mcore.errors import DataError
 
 OWN, TYPED = 0xF0000, 0x100000
@@ -46,7 +46,7 @@ class TypedTokens:
         swapped = self._own_name | {name: token for token, name in self._typed_name.items()}
         self._swap = _replacer(swapped)
         self._hide = _replacer({token: self._typed_name[token] for token in typed})
-        self._literal = {escape(mark): self._typed_name[mark] for mark in marks if mark in number}
+        self._literal = {escape(mark): self._typed_name[mark] for mark in TYPES if mark in number}
         self._hide_literal = _replacer(self._literal)
         self._renamed: Tokenizer | None = None
 

@@ -54,6 +54,8 @@ def _samples(array: Any) -> NDArray[np.float32]:
 
 def is_array(value: Any) -> bool:
     """Return whether a list has numbers, perhaps in inner lists: then it is one thing, not a list of several."""
+    if not isinstance(value, (list, tuple)) or len(value) < 2:
+        return False
     while isinstance(value, (list, tuple)) and value:
         value = value[0]
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -12,6 +12,7 @@ from llava_mcore.config.sections.data import Limits
 from llava_mcore.data import samples
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.encode import check_length
+from llava_mcore.data.encoding.marks import count_marks, escape
 from llava_mcore.data.encoding.placeholders import audio_tokens, media_tokens, video_tokens
 from llava_mcore.data.encoding.record_keys import ROW
 from llava_mcore.data.encoding.stored_tokens import digest_of, to_json
@@ -121,7 +122,9 @@ class ShardMaker:
         if isinstance(row.data, BadSample):
             raise row.data
         how = self._setup.how
-        draft = parse(row.data, how.keys, how.layout)
+        untaken = () if self._assets is None else self._assets.chat.literal_marks
+        draft = parse(row.data, how.keys, how.layout, untaken)
+        counts.typed.update(mark for mark in untaken if count_marks(draft.turns, escape(mark)))
         counts.unused.update((*draft.unused, *ROW.unused(dict.fromkeys(row.unread, True))))
         draft = place_marks(draft)
         check_turns(draft.turns)

@@ -56,7 +56,7 @@ def row_of(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> d
     media: bytes or path of each picture and sound part, by its name; frames are the parts that "videos" lists.
     """
     if "json" not in texts:
-        there = f", only .{', .'.join(sorted((*texts, *media)))}" if texts or media else ""
+        there = f", only .{', .'.join(sorted({*texts, *media}))}" if texts or media else ""
         return BadSample(Reason.NO_CONVERSATION, f"{stem} has no .json{there}")
     row = decode_row(texts["json"])
     if isinstance(row, BadSample):

@@ -13,6 +13,7 @@ from llava_mcore.checkpoint.identity import RUN_ID, run_id
 from llava_mcore.checkpoint.layout import RUN_FILE, TRACKER, hf_folder, latest_checkpoint, latest_iteration
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import NON_PERSISTENT, RunConfig
+from llava_mcore.config.sections.checkpoint import CheckpointConfig
 from llava_mcore.errors import CheckpointError, ConfigError, problems
 from llava_mcore.files.json_files import read_object
 
@@ -78,6 +79,29 @@ def resumes(run: RunConfig, start: StartPoint) -> bool:
     written_by = start.checkpoint / RUN_FILE
     before = load_run_config(written_by, [], {}) if written_by.is_file() else None
     return before is not None and before.checkpoint.save_optim and before.stage == run.stage
+
+
+def unread_start(run: RunConfig, start: StartPoint) -> str | None:
+    """Return that a resumed run does not use the start that its command names; None if it is the run's own.
+
+    Adapters are not looked at: the folder may be where the model that they belong to is now.
+    """
+    if start.kind != "resume" or start.checkpoint is None or run.adapter.is_on:
+        return None
+    before = load_run_config(start.checkpoint / RUN_FILE, [], {}).checkpoint
+    began, named = _start_named(before), _start_named(run.checkpoint)
+    if named in (None, began, f"--megatron-load-dir {run.run_dir.resolve()}"):
+        return None
+    return (
+        f"this run resumes {start.checkpoint}, so {named} is not used: the run began with {began}. "
+        "To start there, give another --name"
+    )
+
+
+def _start_named(checkpoint: CheckpointConfig) -> str | None:
+    if checkpoint.load is not None:
+        return f"--megatron-load-dir {checkpoint.load.resolve()}"
+    return "--init" if checkpoint.init else None
 
 
 def _own_choice(run: RunConfig, unusable: Mapping[Path, str], damaged: Mapping[Path, str]) -> Choice | None:

@@ -17,6 +17,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from llava_mcore.config.schema import NON_PERSISTENT
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files.atomic import sync
 from llava_mcore.files.json_files import read_object
@@ -27,6 +28,7 @@ RECORD = "tensors.json"
 MANIFEST = "import_manifest.json"
 RUN_FILE = "run.yaml"
 ITERATION_NAME = re.compile(r"iter_(\d{7,})")
+SHOWN_FOLDERS = 5
 _LONGEST_TRACKER = 1000
 _MOST_DIGITS = 18
 _OURS = (UNUSED, RECORD, MANIFEST)
@@ -93,14 +95,27 @@ def latest_checkpoint(root: Path) -> tuple[Path, int]:
     if iteration is None and one is not None and is_iteration(root):
         return root, int(one[1])
     if iteration is None:
-        other = "it is a Hugging Face folder: " if (root / "config.json").is_file() else ""
-        raise CheckpointError(f"{root}: no {TRACKER}; {other}import a model first (convert_hf_to_megatron.py)")
+        raise CheckpointError(f"{root}: no {TRACKER}; {_instead(root)}")
     folder = iteration_folder(root, iteration)
     if not (folder / "metadata.json").is_file():
         raise CheckpointError(
             f"{root / TRACKER} names iteration {iteration}, but {folder} is not a complete checkpoint"
         )
     return folder, iteration
+
+
+def _instead(root: Path) -> str:
+    """Return what a folder without a tracker is, and what to do."""
+    if (root / RUN_FILE).is_file():
+        if (root / NON_PERSISTENT / TRACKER).is_file():
+            return f"this run has only a temporary checkpoint so far, in {root / NON_PERSISTENT}"
+        return "this run has saved no checkpoint: train with --save (at the end) or --save-interval N"
+    runs = sorted(folder.name for folder in root.iterdir() if (folder / TRACKER).is_file())
+    if runs:
+        more = ", …" if len(runs) > SHOWN_FOLDERS else ""
+        return f"give one of the folders in it: {', '.join(runs[:SHOWN_FOLDERS])}{more}"
+    other = "it is a Hugging Face folder: " if (root / "config.json").is_file() else ""
+    return f"{other}import a model first (convert_hf_to_megatron.py)"
 
 
 def newest_iteration(folder: Path) -> Path:

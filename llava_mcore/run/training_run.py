@@ -10,7 +10,7 @@ from typing import Any
 
 from llava_mcore.adapters.adaptation import base_of
 from llava_mcore.adapters.adapter_record import holds_adapters
-from llava_mcore.checkpoint.choose_start import StartPoint, resumes, start_point
+from llava_mcore.checkpoint.choose_start import StartPoint, resumes, start_point, unread_start
 from llava_mcore.checkpoint.node_local import is_local, unusable_here
 from llava_mcore.checkpoint.verify import damage_found_together
 from llava_mcore.config.rules.all_rules import loader_multiple, pad_multiple
@@ -78,8 +78,7 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     groups = _join_world(run)
     begin("choosing a checkpoint")
     start = find_start(run, groups, watchdog.begin)
-    if start.passed_over and groups.rank == 0:
-        logger.warning(problems("checkpoints that are not used", start.passed_over))
+    on_first_rank(groups, lambda: _warn_of_unread_start(run, start))
     trainer = build_trainer(run, groups, start, begin)
     resuming = together(groups, lambda: resumes(run, start))
     if run.checkpoint.load_optim and start.checkpoint is not None and not resuming:
@@ -103,6 +102,8 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     finished = train(trainer, shown, progress, hf_source, stop, watchdog, times, validation, answers)
     if not finished:
         logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
+    if run.checkpoint.unsaved is not None:
+        logger.warning("the run has ended: %s", run.checkpoint.unsaved)
     wait_for_all(groups)  # torchrun ends all ranks soon after the first: none may exit while another closes its logs
     if loader is not None:
         attempt("ending the loader processes", loader.close)
@@ -110,6 +111,15 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
         graphs.close()
     shut_down()
     return finished
+
+
+def _warn_of_unread_start(run: RunConfig, start: StartPoint) -> None:
+    """Log which newer checkpoints, and which start that the command names, are not used."""
+    if start.passed_over:
+        logger.warning(problems("checkpoints that are not used", start.passed_over))
+    unread = unread_start(run, start)
+    if unread is not None:
+        logger.warning(unread)
 
 
 def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = lambda _: None) -> StartPoint:

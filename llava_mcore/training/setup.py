@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
 from transformers import PretrainedConfig
 
 from llava_mcore.adapters.adaptation import Adaptation, adaptation_of
@@ -72,6 +73,13 @@ class Trainer:
     def models(self) -> list[VisionLanguageModel]:
         """Return the bare models, for checkpoints."""
         return [unwrap(chunk) for chunk in self.chunks]
+
+    @property
+    def uses_dropout(self) -> bool:
+        """Return whether this rank's part of the model, or an adapter, uses dropout in training."""
+        modules = (module for model in self.models for module in model.modules())
+        configs = [module.config for module in modules if isinstance(module, MegatronModule)]
+        return self.run.adapter.dropout > 0 or any(x.attention_dropout or x.hidden_dropout for x in configs)
 
 
 def unwrap(chunk: torch.nn.Module) -> VisionLanguageModel:

@@ -46,3 +46,10 @@ class CheckpointConfig(Section):
     def saves(self) -> bool:
         """Whether the run saves checkpoints."""
         return self.save or self.save_interval is not None
+
+    @property
+    def unsaved(self) -> str | None:
+        """Say that a run saves no checkpoint; None if it does."""
+        if self.saves:
+            return None
+        return "no checkpoint is saved: --save saves at the end of a run, --save-interval N also every N iterations"

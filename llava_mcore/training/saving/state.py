@@ -67,7 +67,7 @@ def resume(trainer: Trainer) -> tuple[Progress, Sequence[Any] | None]:
     loader_states = together(trainer.groups, lambda: _apply(trainer, checkpoint, loaded, before))
     if random is not None:
         set_random_state(loaded["random"])
-    else:
+    elif trainer.uses_dropout:
         logger.info("the layout differs from the checkpoint's: dropout will draw different random numbers")
     counters = {field.name: loaded[field.name] for field in fields(Progress) if field.name in loaded}
     return Progress(**counters), loader_states  # older checkpoints lack newer counters

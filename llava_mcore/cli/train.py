@@ -29,6 +29,8 @@ def _run(arguments: list[str]) -> int:
         return rerun_in_container(run.launch.sif_path, command, dry_run=command_line.dry_run)
     launch = prepare(run, command_line.typed)
     if command_line.dry_run:
+        if run.checkpoint.unsaved is not None:
+            print(f"note: {run.checkpoint.unsaved}", file=sys.stderr)
         print(f"# {launch.config_file}\n{run_config_yaml(launch.run)}\n# command\n{shlex.join(launch.command)}")
         return 0
     return start(launch, command_line.notices)
@@ -38,6 +40,8 @@ def _submit(run: RunConfig, arguments: Sequence[str], command_line: CommandLine)
     """Write SAVE_DIR/NAME/train.sbatch and submit it; with --dry-run, print it."""
     kept = [text for text in arguments if text not in ("--submit", "--dry-run")]
     job = prepare_job(run, kept, command_line.typed)
+    for note in job.notes:
+        print(f"note: {note}", file=sys.stderr)
     if command_line.dry_run:
         print(f"# {job.file}\n{job.text}", end="")
     else:

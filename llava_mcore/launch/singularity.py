@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -110,14 +111,19 @@ def inner_command(command: str, arguments: Sequence[str]) -> list[str]:
     return ["python3", "-m", "llava_mcore", command, *arguments, *overrides]
 
 
+def require_image(sif: Path) -> None:
+    """Raise ConfigError without the image: a file, or the folder of an unpacked one."""
+    if not sif.is_file() and not sif.is_dir():
+        raise ConfigError(f"{FLAG} {sif}: no such image; environments/recipe_latest.def builds one")
+
+
 def rerun_in_container(sif: Path, argv: Sequence[str], *, dry_run: bool = False) -> int:
     """Run a command of ours inside an image and return its exit code; with `dry_run`, print the exact command.
 
     `argv` is the command to run inside the image (see `inner_command`); `--sif-path` is removed from it.
     Raises ConfigError without an engine or without the image.
     """
-    if not sif.is_file() and not sif.is_dir():
-        raise ConfigError(f"{FLAG} {sif}: no such image; environments/recipe_latest.def builds one")
+    require_image(sif)
     engine = next((name for name in ENGINES if shutil.which(name)), None)
     if engine is None and not dry_run:
         raise ConfigError(f"{FLAG} needs {' or '.join(ENGINES)} on PATH, but neither is installed: install one of them")
@@ -134,6 +140,7 @@ def rerun_in_container(sif: Path, argv: Sequence[str], *, dry_run: bool = False)
         cwd=cwd,
     )
     if dry_run:
+        print("note: only the image was checked; everything else is checked in it, before the start", file=sys.stderr)
         print(shlex.join(command))
         return 0
     return run_child(command)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.load import as_run_config, save_run_config
-from llava_mcore.config.rules.all_rules import check_run
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.files.text_files import naming
@@ -18,7 +17,7 @@ from llava_mcore.launch.nodes import Nodes, find_nodes
 from llava_mcore.launch.process import run_child
 from llava_mcore.launch.slurm import describe, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
-from llava_mcore.run.preflight import preflight, resolve
+from llava_mcore.run.preflight import preflight, preflight_of_job, resolve
 from llava_mcore.run.run_lock import RunLock
 
 WORKER = "llava_mcore.run.worker"
@@ -104,6 +103,8 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
             save_run_config(run, launch.config_file)
         for notice in notices:
             print(notice, flush=True)
+        if run.checkpoint.unsaved is not None and launch.nodes.rank == 0:
+            print(f"note: {run.checkpoint.unsaved}", flush=True)
         job = read_job(os.environ)
         if job is not None and launch.nodes.rank == 0:
             print(describe(job), flush=True)
@@ -122,10 +123,11 @@ def _without_submit(keys: Collection[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A batch file for SLURM: its path and its text."""
+    """A batch file for SLURM: its path, its text, and what the user should know before it is submitted."""
 
     file: Path
     text: str
+    notes: tuple[str, ...] = ()
 
 
 def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str] = ()) -> BatchJob:
@@ -143,15 +145,17 @@ def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str
     if gpus < 0:
         raise ConfigError("--submit needs the number of GPUs per node (with --backend gloo: of processes): give -g")
     run, world_size = resolve(typed, gpus if on_gpus else 0)
-    inside = typed.launch.sif_path is not None  # this machine may have neither the libraries nor the models
-    if inside:
-        found = check_run(run, None, world_size, on_gpus, typed=keys)
+    num_gpus, notes = gpus if on_gpus else 0, []
+    if run.launch.sif_path is not None:
+        found, notes = preflight_of_job(run, world_size, num_gpus, keys)
     else:
-        found = preflight(run, world_size, gpus if on_gpus else 0, keys)
+        found = preflight(run, world_size, num_gpus, keys)
     if found:
         raise ConfigError(problems("The run cannot start", found))
+    if run.checkpoint.unsaved is not None:
+        notes.append(run.checkpoint.unsaved)
     text = sbatch.batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus)
-    return BatchJob(run.run_dir / sbatch.FILE, text)
+    return BatchJob(run.run_dir / sbatch.FILE, text, tuple(notes))
 
 
 def submit(job: BatchJob) -> str:

@@ -16,6 +16,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import LlavaMcoreError, os_error_text
 from llava_mcore.evaluation.libraries import require_libraries
 from llava_mcore.launch.nodes import check_gpu_ids, check_interface
+from llava_mcore.launch.singularity import require_image
 from llava_mcore.templates.named import absolute_choice, check_choice
 
 if TYPE_CHECKING:
@@ -52,8 +53,15 @@ def _absolute[T](path: T | None) -> T | Path | None:
     return path.absolute() if isinstance(path, Path) else path
 
 
-def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection[str] = ()) -> list[str]:
-    """Return everything that prevents a resolved run from starting. `typed`: keys set by flags (`check_needs`)."""
+def preflight(
+    run: RunConfig, world_size: int, gpu_count: int, typed: Collection[str] = (), *, in_image: bool = False
+) -> list[str]:
+    """Return everything that prevents a resolved run from starting.
+
+    Args:
+        typed: keys set by flags (`check_needs`).
+        in_image: the run takes place in an image, which has libraries of its own.
+    """
     # These import transformers and energon, for which --help and errors in flags should not wait.
     from llava_mcore.adapters.adaptation import adaptation_of
     from llava_mcore.checkpoint.choose_start import resumes, start_point
@@ -63,11 +71,8 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection
     from llava_mcore.run.assets import run_assets
 
     found: list[str] = check_devices(run.launch.num_gpus, gpu_count)
-    if run.logging.mlflow and importlib.util.find_spec("mlflow") is None:
-        found.append("--mlflow needs the package mlflow-skinny: pip install 'llava-mcore[mlflow]'")
-    if run.validation.eval_generate is not None:
-        with collecting(found):
-            require_libraries()
+    if not in_image:
+        found += _missing_libraries(run)
     found += [*check_gpu_ids(run.launch, gpu_count), *check_interface(run.launch)]
     dims: ModelDims | None = None
     source = ""
@@ -90,6 +95,47 @@ def preflight(run: RunConfig, world_size: int, gpu_count: int, typed: Collection
         with collecting(found), _without_messages():
             check_budgets(run.data, run_assets(run, start.hf_dir))
     return found + check_run(run, dims, world_size, gpu_count > 0, source, typed)
+
+
+def preflight_of_job(
+    run: RunConfig, world_size: int, gpu_count: int, typed: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Return what prevents a job in an image from starting, and what this machine cannot check.
+
+    The image, the model and the data have the same paths on the nodes. Without our libraries on this machine, only that
+    they exist is checked.
+    """
+    found: list[str] = []
+    assert run.launch.sif_path is not None
+    with collecting(found):
+        require_image(run.launch.sif_path)
+    try:
+        return [*found, *preflight(run, world_size, gpu_count, typed, in_image=True)], []
+    except ModuleNotFoundError as error:
+        package = error.name
+    folders = {
+        "--megatron-load-dir": run.checkpoint.load,
+        "--data-path": run.data.path,
+        "adapter.load": run.adapter.load,
+    }
+    found += [
+        f"{flag} {path}: not on this machine; the job would look for it there"
+        for flag, path in folders.items()
+        if isinstance(path, Path) and not path.exists()
+    ]
+    found += check_run(run, None, world_size, gpu_count > 0, typed=typed)
+    unchecked = "whether the checkpoint and the data can be read, and whether the layout divides the model"
+    return found, [f"not checked, because this machine has no {package}: {unchecked}. The job checks that at its start"]
+
+
+def _missing_libraries(run: RunConfig) -> list[str]:
+    found: list[str] = []
+    if run.logging.mlflow and importlib.util.find_spec("mlflow") is None:
+        found.append("--mlflow needs the package mlflow-skinny: pip install 'llava-mcore[mlflow]'")
+    if run.validation.eval_generate is not None:
+        with collecting(found):
+            require_libraries()
+    return found
 
 
 @contextlib.contextmanager

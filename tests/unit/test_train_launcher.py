@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 
+from llava_mcore.checkpoint.choose_start import start_point, unread_start
+from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.cli import train
-from llava_mcore.config.load import load_run_config, run_config_yaml
+from llava_mcore.config.flags import parse_command_line
+from llava_mcore.config.load import load_run_config, run_config_yaml, save_run_config
+from llava_mcore.config.sections.checkpoint import CheckpointConfig
+from llava_mcore.errors import CheckpointError
 from llava_mcore.run import launch
 from llava_mcore.run.preflight import resolve
 from tests.helpers.shards import make_dataset
@@ -251,3 +256,53 @@ def test_submit_checks_and_shows_the_batch_file(folders: Folders, capsys: pytest
     assert not folders.save.exists()
     assert "--tp 3 does not divide" in refusal(folders.flags(*several, "--tp", "3"), capsys)
     assert "give -g" in refusal(["--submit"], capsys)
+
+
+def test_submit_into_an_image_checks_image_model_data_and_layout(
+    folders: Folders, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sif = folders.save.parent / "image.sif"
+    flags = folders.flags("--backend", "gloo", "--submit", "--dry-run", "--sif-path", str(sif))
+    wrong = refusal([*flags, "--tp", "4", "-g", "4", "--data-path", "missing"], capsys)
+    for line in ("image.sif: no such image", "--tp 4 does not divide the key/value heads", "/missing"):
+        assert line in wrong
+    sif.touch()
+    assert train.main([*flags, "--mlflow"]) == 0  # the image may have what this machine has not
+    assert (
+        capsys.readouterr().err
+        == "note: no checkpoint is saved: --save saves at the end of a run, --save-interval N also every N iterations\n"
+    )
+    # A machine without our libraries checks what it can, and says what it cannot.
+    monkeypatch.setitem(sys.modules, "llava_mcore.run.assets", None)
+    assert train.main([*flags, "--save"]) == 0
+    assert "not checked, because this machine has no" in capsys.readouterr().err
+    assert "--data-path" in refusal([*flags, "--data-path", "missing"], capsys)
+    assert not folders.save.exists()
+
+
+def test_a_run_that_saves_nothing_says_so(
+    folders: Folders, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "run_child", lambda *_, **__: 0)
+    assert train.main(folders.flags()) == 0
+    assert capsys.readouterr().out.startswith("note: no checkpoint is saved: --save")
+    assert CheckpointConfig(save_interval=2).unsaved is None
+    with pytest.raises(CheckpointError, match=r"this run has saved no checkpoint: train with --save"):
+        latest_checkpoint(folders.save / "r")
+    with pytest.raises(CheckpointError, match=r"give one of the folders in it: mega$"):
+        latest_checkpoint(folders.megatron.parent)
+
+
+def test_another_start_of_a_resumed_run_is_named(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    folders.add_checkpoint(folders.save / "r", 3)
+    before = parse_command_line(folders.flags(), "run.py").load()
+    save_run_config(before, folders.save / "r" / "iter_0000003" / "run.yaml")
+    other = folders.megatron.with_name("other")
+    for load, expected in (
+        (folders.megatron, None),
+        (folders.save / "r", None),
+        (other, f"{other} is not used: the run began"),
+    ):
+        run = parse_command_line(folders.flags("--load-optim", "--megatron-load-dir", str(load)), "run.py").load()
+        line = unread_start(run, start_point(run))
+        assert line is None if expected is None else line is not None and expected in line

@@ -41,8 +41,9 @@ install() {
     if command -v uv >/dev/null 2>&1; then
         uv pip install --quiet --python "$venv/bin/python" "$@"
     else
-        # Twice quiet: errors are shown, notes about indexes and versions are not.
-        "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input "$@"
+        # Twice quiet: errors are shown, notes about indexes and versions are not. Nothing is compiled here: one process
+        # would compile all files, of which a run imports a quarter. Python compiles these when they are first imported.
+        "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input --no-compile "$@"
     fi
 }
 

@@ -116,7 +116,7 @@ def survival() -> list[Cells]:
             "`tests/e2e/test_resume.py`",
         ),
         (
-            "another tp, pp or dp after it",
+            "another tp, pp or dp after it, with the same micro-batch size",
             "the same losses within 1e-5",
             "`tests/parallel/test_resume_layouts.py`",
         ),

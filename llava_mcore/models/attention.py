@@ -90,12 +90,16 @@ class SDPAttention(MegatronModule):
         return params.cu_seqlens_kv is params.cu_seqlens_q
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams | None) -> Tensor:
-        options = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         if params is None:
-            return fused_attention.attend_rows(query, key, value, **options)
+            return fused_attention.attend_rows(
+                query, key, value, scale=self.scale, window=self.window, softcap=self.softcap
+            )
         padded = params.cu_seqlens_q_padded
         bounds = params.cu_seqlens_q if padded is None else padded
-        return fused_attention.attend_packed(query, key, value, bounds, params.max_seqlen_q, **options)
+        longest = params.max_seqlen_q
+        return fused_attention.attend_packed(
+            query, key, value, bounds, longest, scale=self.scale, window=self.window, softcap=self.softcap
+        )
 
     def _own_random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Make tensor-parallel ranks, which have different heads, use different dropout masks.

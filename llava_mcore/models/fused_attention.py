@@ -79,7 +79,7 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, cap:
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return torch.tanh(score / cap) * cap
 
-    attend = _compiled() if q.device.type == "cuda" else flex_attention
+    attend: Callable[..., Any] = _compiled() if q.device.type == "cuda" else flex_attention
     out: Tensor = attend(q, k, v, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out
 

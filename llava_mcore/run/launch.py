@@ -145,7 +145,7 @@ def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str
     if gpus < 0:
         raise ConfigError("--submit needs the number of GPUs per node (with --backend gloo: of processes): give -g")
     run, world_size = resolve(typed, gpus if on_gpus else 0)
-    num_gpus, notes = gpus if on_gpus else 0, []
+    num_gpus, notes = gpus if on_gpus else 0, list[str]()
     if run.launch.sif_path is not None:
         found, notes = preflight_of_job(run, world_size, num_gpus, keys)
     else:

@@ -130,10 +130,10 @@ def scaled(position: dict[str, Any] | None, times: int) -> dict[str, Any] | None
 
 
 class Turn(NamedTuple):
-    """The batch number `index` of a stream, counted from 0 at the beginning of the run."""
+    """A batch of a stream; its index is counted from 0 at the beginning of the run."""
 
     stream: int
-    index: int
+    batch_index: int
 
 
 class Turns:

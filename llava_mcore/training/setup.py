@@ -12,7 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.attention import Attention
 from transformers import PretrainedConfig
 
 from llava_mcore.adapters.adaptation import Adaptation, adaptation_of
@@ -30,6 +30,7 @@ from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
+from llava_mcore.models.connectors.perceiver import PerceiverLayer
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.models.vision.replicated import copy_from_first_rank
@@ -77,9 +78,10 @@ class Trainer:
     @property
     def uses_dropout(self) -> bool:
         """Return whether this rank's part of the model, or an adapter, uses dropout in training."""
-        modules = (module for model in self.models for module in model.modules())
-        configs = [module.config for module in modules if isinstance(module, MegatronModule)]
-        return self.run.adapter.dropout > 0 or any(x.attention_dropout or x.hidden_dropout for x in configs)
+        modules = [module for model in self.models for module in model.modules()]
+        # Other modules have a config too, in which this field may be megatron-core's default.
+        rates = [x.config.attention_dropout for x in modules if isinstance(x, Attention | PerceiverLayer)]
+        return self.run.adapter.dropout > 0 or any(rates)
 
 
 def unwrap(chunk: torch.nn.Module) -> VisionLanguageModel:

@@ -54,8 +54,8 @@ def choose_weight_files(folder: Path) -> WeightFiles:
             copies of the weights, or an adapter beside them.
     """
     refuse_adapter(folder)
-    name = _explicit(folder) or (SINGLE if (folder / SINGLE).is_file() else INDEX)
-    if not (folder / name).is_file():
+    name = _explicit(folder) or (SINGLE if (folder / SINGLE).exists() else INDEX)
+    if not (folder / name).exists():
         raise ConversionError(f"{folder}: no weights that can be read; {_found_instead(folder) or _NO_SUCH_FILE}")
     index = read_index(folder / name) if name.endswith(_INDEX_END) else {}
     files = tuple(sorted(set(index.values()))) or (name,)
@@ -127,15 +127,12 @@ def _explicit(folder: Path) -> str | None:
 
 
 def _second_copy(folder: Path) -> set[str]:
-    """Return the files of an index beside the single file. Some may be gone, or the index damaged: it is a left-over.
+    """Return the files of an index beside the single file. Some may be gone: it is a left-over.
 
     Raises:
-        ConversionError: all are there, so that the folder has two copies of the weights.
+        ConversionError: all are there, so that the folder has two copies of the weights, or the index is damaged.
     """
-    try:
-        files = set(read_index(folder / INDEX).values())
-    except ConversionError:
-        return set()
+    files = set(read_index(folder / INDEX).values())
     if files - {SINGLE} and all((folder / name).is_file() for name in files):
         shown = ", ".join(sorted(files - {SINGLE})[:3])
         raise ConversionError(

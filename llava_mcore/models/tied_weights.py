@@ -62,6 +62,8 @@ def _set(hf: PretrainedConfig, *, tied: bool) -> None:
 
 def write_ties(hf: PretrainedConfig, folder: Path) -> None:
     """Write to a folder's config.json whether the weights are tied, if it says something else."""
+    if not architecture_of(hf).may_tie_embeddings:
+        return
     path = folder / CONFIG
     values = read_object(path, ConversionError)
     tied = bool(hf.tie_word_embeddings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.choose_start import StartPoint
@@ -18,14 +19,17 @@ from llava_mcore.data.encoding.assets import ALL_TOKENIZER_FILES
 from llava_mcore.data.encoding.processors import PROCESSOR_FILES
 from llava_mcore.data.encoding.text.template_file import write_chat_template
 from llava_mcore.data.encoding.video_processor import VIDEO_FILE
+from llava_mcore.errors import CheckpointError
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.companions import copy_companions, require_own_files
+from llava_mcore.files.json_files import read_object
 from llava_mcore.files.weight_files import SINGLE, has_weights
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.tied_weights import settle_ties, write_ties
 
+GENERATION_FILE = "generation_config.json"
 _DTYPE = "F32"
 
 
@@ -52,6 +56,23 @@ def write_carried_folder(
                 _replace_files(names, tokenizer_dir, target)
     write_chat_template(target, chat_template)
     return target
+
+
+def write_stop_token(folder: Path, eos_token_id: int) -> None:
+    """Add the token that trained answers end with to the stop tokens of generation_config.json, if it is not one.
+
+    They may be those of a model that was trained with another tokenizer or template; answers would not end there.
+    """
+    file = folder / GENERATION_FILE
+    if file.is_file():
+        values = read_object(file, CheckpointError)
+    else:
+        values = {"eos_token_id": GenerationConfig.from_model_config(load_hf_config(folder)).eos_token_id}
+    listed = values.get("eos_token_id")
+    ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
+    if eos_token_id not in ids:
+        values["eos_token_id"] = [eos_token_id, *ids] if ids else eos_token_id
+        file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _replace_files(names: Sequence[str], source: Path, target: Path) -> None:

@@ -31,7 +31,7 @@ from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wa
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, together
 from llava_mcore.run.assets import run_assets
-from llava_mcore.run.carried_folder import write_carried_folder
+from llava_mcore.run.carried_folder import write_carried_folder, write_stop_token
 from llava_mcore.training.answers.answerer import AnswerData
 from llava_mcore.training.closing import attempt
 from llava_mcore.training.debug import ShowFirst, show_shapes_once
@@ -203,6 +203,7 @@ def _carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: As
         chat_template=assets.chat.template,
         tokenizer_dir=run.checkpoint.hf_dir,
     )
+    write_stop_token(target, assets.eos_token_id)
     if run.data.pixels != PixelRange():
         write_pixel_range(target, assets.pixels, PICTURES)
     if run.data.video_pixels != PixelRange():

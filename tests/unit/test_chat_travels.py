@@ -22,7 +22,7 @@ from llava_mcore.data.encoding.text.template_file import require_same_template, 
 from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import single_process
 from llava_mcore.parallel.random import seed_everything
-from llava_mcore.run.carried_folder import write_carried_folder
+from llava_mcore.run.carried_folder import write_carried_folder, write_stop_token
 from llava_mcore.templates.named import NAMES
 from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import Progress
@@ -105,6 +105,21 @@ def test_tokenizer_and_processor_of_training_are_exported(root: Path, tmp_path: 
     assert "0.125" in (carried / file.name).read_text()
     assert (carried / "config.json").read_bytes() == (start.hf_dir / "config.json").read_bytes()
     require_same_tokenizer(carried, other)
+    stops = carried / "generation_config.json"
+    for given, expected in (
+        (None, [7]),
+        ({"eos_token_id": 7}, 7),
+        ({"eos_token_id": [3, 7], "top_k": 5}, [3, 7]),
+        ({}, 7),
+    ):
+        stops.unlink(missing_ok=True)
+        if given is not None:
+            stops.write_text(json.dumps(given))
+        write_stop_token(carried, 7)
+        written = json.loads(stops.read_text())["eos_token_id"]
+        assert written == expected if given is not None else written[:1] == expected
+    write_stop_token(carried, 9)
+    assert json.loads(stops.read_text()) == {"eos_token_id": [9, 7]}
     with pytest.raises(CheckpointError, match="cannot be resumed with the tokenizer of"):
         require_same_tokenizer(carried, root / "hf")
 

@@ -158,7 +158,7 @@ BAD: dict[str, tuple[dict[str, Any], Reason, str]] = {
     "none": ({"videos": [[]]}, Reason.NO_FRAMES, ""),
     "sizes": ({"videos": [["f0.png", "small.png"]]}, Reason.FRAME_SIZES, "frames 0 and 1 .* 30 x 20 and 30 x 10"),
     "frame": ({"videos": [["f0.png", "gone.png"]]}, Reason.IMAGE_MISSING, "gone.png"),
-    "fps": ({"videos": [{"frames": FRAMES, "fps": -1}]}, Reason.WRONG_TYPE, "fps must be a number above 0"),
+    "fps": ({"videos": [{"frames": FRAMES, "fps": -1}]}, Reason.KEY, "fps must be a number above 0"),
     "frames": ({"videos": [{"frames": "f0.png"}]}, Reason.WRONG_TYPE, "the frames of a video are 'f0.png'"),
     "marks": ({"videos": [FRAMES, FRAMES]}, Reason.MARKS, "1 <video> in the text, but 2 videos"),
     "no video": ({}, Reason.MARKS, "1 <video> in the text, but 0 videos"),

@@ -24,11 +24,19 @@ TOOLS_KEYS = ("tools", "functions")
 TURN_LISTS = ("conversations", "messages")
 OBJECTS_KEY, HISTORY_KEY, INPUT_KEY = "objects", "history", "input"
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-SIZES = (
-    *("resized_height", "resized_width", "min_pixels", "max_pixels", "total_pixels"),
-    *("nframes", "min_frames", "max_frames", "video_start", "video_end"),
-)
-"""Options of qwen-vl-utils for one picture or video."""
+SIZE_KEYS = ("resized_height", "resized_width", "min_pixels", "max_pixels", "total_pixels")
+"""Options of one picture by qwen-vl-utils' names: what it is resized to."""
+CLIP_KEYS = {
+    "fps": ("fps", "sample_fps"),
+    "num_frames": ("nframes", "num_frames"),
+    "min_frames": ("min_frames",),
+    "max_frames": ("max_frames",),
+    "start": ("video_start", "start_time", "start"),
+    "end": ("video_end", "end_time", "end"),
+}
+"""Options of one video, which frames are taken, and the spellings of each."""
+PICTURE_OPTIONS = frozenset((*SIZE_KEYS, "detail"))
+VIDEO_OPTIONS = frozenset((*SIZE_KEYS, *(key for spellings in CLIP_KEYS.values() for key in spellings)))
 
 
 class DifferingError(DataError):
@@ -74,7 +82,7 @@ class KeyTable:
         return is_full(value) and not any(value is x or value == x for x in self.refused[key].neutral)
 
 
-_OF_ONE = Refused("options of one picture or video are not supported; see --max-pixels and --video-fps")
+_OF_ROW = Refused("write it beside the reference to the picture or video that it is for")
 
 ROW = KeyTable(
     level="",
@@ -82,7 +90,7 @@ ROW = KeyTable(
     | NEGATED_LOSS_KEYS
     | frozenset((*SYSTEM_KEYS, *TOOLS_KEYS, HISTORY_KEY, "id", "pack", "txt", "__key__")),
     refused={
-        **dict.fromkeys(SIZES, _OF_ONE),
+        **dict.fromkeys((*SIZE_KEYS, "nframes", "min_frames", "max_frames", "video_start", "video_end"), _OF_ROW),
         "mask": Refused("which roles are masked; write `loss: false` to turns instead", ("User", "user", "human")),
         "roles_to_train": Refused("write `loss: false` to turns instead", (["assistant"], ["gpt"], "assistant")),
         "chat_template": Refused("give it with --chat-template"),
@@ -120,12 +128,11 @@ TURN = KeyTable(
 
 PART = KeyTable(
     level=" of parts",
-    honored=frozenset(("type", "text", "url", "path", "thinking", "reasoning", "frames", "fps", "bytes", "base64"))
-    | frozenset((*MEDIA_KEYS, "image_url", "video_url", "audio_url", "input_audio")),
+    honored=frozenset(("type", "text", "url", "path", "thinking", "reasoning", "frames", "bytes", "base64"))
+    | frozenset((*MEDIA_KEYS, "image_url", "video_url", "audio_url", "input_audio"))
+    | PICTURE_OPTIONS
+    | VIDEO_OPTIONS,
     refused={
-        **dict.fromkeys(SIZES, _OF_ONE),
-        "detail": Refused("the detail of one picture is not supported", ("auto",)),
-        "sample_fps": Refused("write `fps`: the number of the listed frames per second"),
         "raw_fps": Refused("write `fps`: the number of the listed frames per second"),
     },
     ignored=frozenset(("cache_control", "id", "index", "annotations", "signature", "file_name", "name")),

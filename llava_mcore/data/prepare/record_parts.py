@@ -8,8 +8,8 @@ from typing import Any
 
 from llava_mcore.data.encoding.marks import NAMES, TYPES, count_marks, escape
 from llava_mcore.data.encoding.messages import decoded
-from llava_mcore.data.encoding.record_keys import PART, full_value, is_full
-from llava_mcore.data.encoding.sample_media import FPS_KEY, FRAMES_KEY
+from llava_mcore.data.encoding.record_keys import PART, PICTURE_OPTIONS, VIDEO_OPTIONS, full_value, is_full
+from llava_mcore.data.encoding.sample_media import FRAMES_KEY
 from llava_mcore.data.prepare.media.arrays import is_array
 from llava_mcore.data.prepare.row_types import BadSample, Draft, Reason, reason_for, type_and_value
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
@@ -27,6 +27,8 @@ PART_KEYS = {
     AUDIO_MARK: ("audio_url", "audio", "url", "path", "base64"),
 }
 """Keys of a typed part that may refer to its picture, video or sound."""
+OPTIONS = {IMAGE_MARK: PICTURE_OPTIONS, VIDEO_MARK: VIDEO_OPTIONS}
+"""Keys of a typed part that say how its picture or video is read."""
 ASKING = ("user", "tool")
 """Roles in whose text marks stand for media."""
 
@@ -210,17 +212,36 @@ def _media_part(part: Mapping[str, Any], mark: str, where: str) -> MediaPart:
     with reason_for(Reason.WRONG_TYPE):
         source = full_value(part, PART_KEYS[mark])
     _check_keys(part, where)
+    options = _options(part, mark, where)
     if isinstance(source, Mapping) and source.get("url") is not None:
         _check_keys(source, where)
+        options |= _options(source, mark, where)
         source = source["url"]
-    if mark == VIDEO_MARK and isinstance(source, (list, tuple)):
-        source = {FRAMES_KEY: source, FPS_KEY: part.get(FPS_KEY)}
-    elif is_full(part.get(FPS_KEY)):
-        message = f"{where}: `{FPS_KEY}` of one video file is not supported; see --video-fps"
-        raise BadSample(Reason.KEY, message)
     if isinstance(source, (str, bytes)) and not source:
         source = None
-    return MediaPart(mark, source)
+    if mark == VIDEO_MARK and isinstance(source, (list, tuple)):
+        return MediaPart(mark, {FRAMES_KEY: source, **options})
+    return MediaPart(mark, _with_options(source, options, where) if options else source)
+
+
+def _options(part: Mapping[str, Any], mark: str, where: str) -> dict[str, Any]:
+    """Return what a part says about how its picture or video is read."""
+    allowed = OPTIONS.get(mark, frozenset())
+    full = {key: part[key] for key in part if key in PICTURE_OPTIONS | VIDEO_OPTIONS and is_full(part[key])}
+    others = ", ".join(f"`{key}`" for key in full if key not in allowed)
+    if others:
+        raise BadSample(Reason.KEY, f"{where}: {others} beside a {NAMES[mark]}, which has no such option")
+    return full
+
+
+def _with_options(source: Any, options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a reference as an object that has options too."""
+    if source is None:
+        keys = ", ".join(f"`{key}`" for key in options)
+        raise BadSample(Reason.KEY, f"{where}: {keys} must be beside the reference that the row lists")
+    if isinstance(source, Mapping):
+        return {**source, **options}
+    return {"bytes" if isinstance(source, (bytes, bytearray)) else "path": source, **options}
 
 
 def _check_keys(part: Mapping[str, Any], where: str) -> None:

@@ -18,26 +18,17 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.encoding.images import ToRgb, decode_image, on_white
+from llava_mcore.data.encoding.record_keys import CLIP_KEYS, SIZE_KEYS
 from llava_mcore.data.encoding.sample_media import check_fps
 from llava_mcore.data.prepare.row_types import BadSample, Reason
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.errors import DataError
 from llava_mcore.models.patch_plan import PatchPlan
 
-SIZES = ("resized_height", "resized_width", "min_pixels", "max_pixels", "total_pixels")
 USUAL_DETAILS = ("auto", "high")
 """Values of OpenAI's `detail` with which a picture is read as usual."""
 FEWEST_TOKENS, MOST_TOKENS = 4, 16384
 """Default limits of a picture that has options, as in qwen-vl-utils."""
-CLIP_KEYS = {
-    "fps": ("fps", "sample_fps"),
-    "num_frames": ("nframes", "num_frames"),
-    "min_frames": ("min_frames",),
-    "max_frames": ("max_frames",),
-    "start": ("video_start", "start_time", "start"),
-    "end": ("video_end", "end_time", "end"),
-}
-"""The spellings of each option of a video."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +72,7 @@ def picture_sizes(reference: Any) -> PictureSizes | None:
     detail = reference.get("detail")
     if detail is not None and detail not in USUAL_DETAILS:
         raise _refused("detail", detail, f"only {' and '.join(USUAL_DETAILS)} are supported; use max_pixels")
-    height, width, smallest, largest, total = (_count(reference, key) for key in SIZES)
+    height, width, smallest, largest, total = (_count(reference, key) for key in SIZE_KEYS)
     if total is not None:
         raise _refused("total_pixels", total, "it is an option of videos")
     if (height is None) != (width is None):
@@ -166,7 +157,7 @@ def clip_options(reference: Any) -> ClipOptions:
     """Return the options beside a video's reference. Raises BadSample for invalid ones, and sizes of its frames."""
     if not isinstance(reference, Mapping):
         return WHOLE_CLIP
-    for key in SIZES:
+    for key in SIZE_KEYS:
         if reference.get(key) is not None:
             raise _refused(key, reference[key], "frames of one video cannot be resized; see --video-max-pixels")
     values: dict[str, Any] = {}
@@ -193,7 +184,7 @@ def _rate(reference: Mapping[str, Any], key: str) -> float | None:
     try:
         return check_fps(reference[key], "a video")
     except DataError as error:
-        raise BadSample(Reason.WRONG_TYPE, str(error)) from error
+        raise BadSample(Reason.KEY, str(error)) from error
 
 
 def _seconds(reference: Mapping[str, Any], key: str) -> float:
@@ -204,9 +195,9 @@ def _seconds(reference: Mapping[str, Any], key: str) -> float:
 
 
 def _refused(key: str, value: Any, why: str) -> BadSample:
-    return BadSample(Reason.WRONG_TYPE, f"{key} is {value!r:.60}: {why}")
+    return BadSample(Reason.KEY, f"{key} is {value!r:.60}: {why}")
 
 
 def _shown(sizes: PictureSizes) -> str:
-    values = zip(SIZES, (sizes.height, sizes.width, sizes.smallest, sizes.largest), strict=False)
+    values = zip(SIZE_KEYS, (sizes.height, sizes.width, sizes.smallest, sizes.largest), strict=False)
     return ", ".join(f"{key} {value}" for key, value in values if value is not None)

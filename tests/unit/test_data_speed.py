@@ -171,14 +171,14 @@ def test_a_step_is_made_while_the_one_before_is_computed(
     dataset: Path, assets: Assets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a step that is larger than what torch's loader makes in advance, and not more."""
-    made, original = multiprocessing.Value("i", 0), streams.Stream.__next__
+    made, original = multiprocessing.Value("i", 0), streams.Stream.batch
 
-    def counted(stream: streams.Stream) -> Batch:
+    def counted(stream: streams.Stream, index: int) -> Batch:
         with made.get_lock():
             made.value += 1
-        return original(stream)
+        return original(stream, index)
 
-    monkeypatch.setattr(streams.Stream, "__next__", counted)
+    monkeypatch.setattr(streams.Stream, "batch", counted)
     for in_step, ahead in ((1, 4), (10, 10)):
         made.value = 0
         loader = open_loader(dataset, assets, workers=2, num_micro_batches=in_step)

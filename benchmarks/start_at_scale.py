@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
 import torch.distributed as dist
 from megatron.core import parallel_state  # noqa: TID251  (nothing is trained here)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import llava_mcore.parallel  # noqa: F401  as for every import of megatron.core
 from benchmarks import start_world
 from benchmarks.record import ROOT, show, write_record
 from llava_mcore.parallel import groups, host_sum, share
@@ -55,10 +56,10 @@ def count(ranks: int, tp: int, pp: int) -> list[dict[str, Any]]:
     """Return a row for each cost: with megatron-core's and gloo's defaults, now, and the code that decides it."""
     replica, dp = tp * pp, ranks // (tp * pp)
     plain, made = (made_groups(ranks, tp, pp, gloo=gloo) for gloo in (True, False))
-    control = 1 + (1 < replica < ranks)  # the world's, and this rank's replica's
+    control = 2 + (1 < replica < ranks)  # the world's, that of agreements, and this rank's replica's
     steps = (rounds(ranks), rounds(replica))
     everyone = ranks - 1 + 3 * (dp - 1) + replica - 1  # in the world's group, three of the replicas, and the replica's
-    partners = most_partners(ranks) + (steps[1] if control > 1 else 0)
+    partners = most_partners(ranks) + 2 + (steps[1] if control > 2 else 0)  # two neighbors in the ring of agreements
 
     def row(what: str, before: int, now: int, code: Callable[..., Any]) -> dict[str, Any]:
         return {"per rank": what, "plain": f"{before:,}", "now": f"{now:,}", "code": place(code)}
@@ -68,8 +69,9 @@ def count(ranks: int, tp: int, pp: int) -> list[dict[str, Any]]:
         row("groups on gloo that it is in", 5, control, groups._replica_control),
         row("sockets to other ranks", everyone, partners, groups.initialize),
         row("sockets of rank 0 after a save", everyone, ranks - 1, groups.gather_to_first),
-        row("files of positions at a resume", dp, 1, state.saved_positions),
-        row("the same, over all ranks", dp * dp, dp, state.saved_positions),
+        # The first says how many streams there are.
+        row("files of positions at a resume", dp, 2, state.SavedLoaderStates),
+        row("the same, over all ranks", dp * dp, 2 * dp - 1, state.SavedLoaderStates),
         row("sums over all hosts per step", 1, 1, batch_counts.count_all),
         row("messages one after the other in it", 2 * (ranks - 1), steps[0], host_sum.sum_on_hosts),
         row("the same, of the batch's shapes", steps[1], steps[1], share.share_step),
@@ -85,7 +87,8 @@ def made_groups(ranks: int, tp: int, pp: int, *, gloo: bool) -> int:
         return made.call_count
     finally:
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # else the line above has ended it, as one of the groups
+            dist.destroy_process_group()
 
 
 def rounds(ranks: int) -> int:

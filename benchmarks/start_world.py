@@ -146,7 +146,7 @@ def _read_positions(folder: Path, groups: Groups) -> int:
         return 0
     with mock.patch.object(state, "load_tensors", wraps=load_tensors) as reads:
         saved = state.SavedLoaderStates(folder)
-        num_streams = groups.dp_size * STREAMS_PER_RANK
+        num_streams = saved[0]["settings"]["data.num_streams"]
         for index in states_to_read(len(saved), num_streams, groups.dp_rank, groups.dp_size):
             saved[index]
     return reads.call_count

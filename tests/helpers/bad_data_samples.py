@@ -82,7 +82,8 @@ PICTURES = [
     BadData("png with transparency", pictured(picture("PNG", "RGBA"), "0.png"), "fine"),
     BadData("png with a palette", pictured(picture("PNG", "P"), "0.png"), "fine"),
     BadData("jpg turned by exif", pictured(rotated()), "fine"),
-    BadData("picture of one row", pictured(picture(size=(300, 1))), "fine"),
+    BadData("picture of one row", pictured(picture(size=(199, 1))), "fine"),
+    BadData("narrow picture", pictured(picture(size=(300, 1))), "skip", "the longer side may be at most 200 times"),
     BadData("part in capitals", pictured(picture(), "0.JPG"), "fine"),
     BadData("png called jpg", pictured(picture("PNG")), "fine"),
 ]
@@ -182,7 +183,9 @@ FORMS = [
         "skip",
         "it has a video, but LlavaForCond.* does not support videos; classes that do: ",
     ),
-    BadData("video mark alone", said(("user", "<video>"), ANSWERED), "skip", "1 <video> in the .*, but 0 videos"),
+    BadData(
+        "video mark alone", said(("user", "<video>"), ANSWERED), "fine", "its text has <video>, read as plain text"
+    ),
     BadData(
         "video file", one_sample(FILM | {"json": CLIP | {"videos": ["a.mp4"]}}), "skip", "a shard holds the frames"
     ),

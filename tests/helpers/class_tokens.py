@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encoding.picture_header import MOST_RATIO
 from llava_mcore.data.encoding.placeholders import expand
 from llava_mcore.data.samples import Turn
 from llava_mcore.models.architectures.hf_config import load_hf_config
@@ -41,13 +42,14 @@ def assert_same_ids(folder: Path, assets: Assets, sizes: list[Size], together: i
 
 
 def random_sizes(number: int, longest: int, seed: int = 0) -> list[Size]:
-    """Sizes of every proportion, small ones and equal sides among them."""
+    """Sizes of every proportion that is read, small ones and equal sides among them."""
     choose = random.Random(seed)
-    found = []
-    for _ in range(number):
+    found: list[Size] = []
+    while len(found) < number:
         height = round(longest ** choose.random())
         width = choose.choice([height, round(longest ** choose.random()), choose.randint(1, longest)])
-        found.append((height, width))
+        if max(height, width) <= MOST_RATIO * min(height, width):
+            found.append((height, width))
     return found
 
 

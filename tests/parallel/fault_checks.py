@@ -285,7 +285,7 @@ def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
         "equal": equal,
         "moments": all(bool((x.abs() < 7).all()) for x in moments),
         "progress": progress.iteration,
-        "loader": states if groups.loads_data else None,
+        "loader": None if states is None else list(states),
         "failed": saved,
         "latest": latest_iteration(run.run_dir),
     }

@@ -36,7 +36,6 @@ BEFORE = {
     "run.yaml": (state, "load_run_config"),
     "rates": (state, "follow_settings"),
     "moments": (state, "load_optimizer_state"),
-    "position in the data": (state, "load_tensors"),
 }
 """What fails on one rank before it does anything, by phase."""
 AFTER = {
@@ -58,11 +57,7 @@ def start_faults(checkpoint: str, with_nan: str, save_dir: str) -> dict[str, Any
     found = {}
     for phases, before in ((BEFORE, True), (AFTER, False)):
         for name, (module, function) in phases.items():
-            # Only the first rank of this layout reads positions in the data.
-            rank = 0 if name == "position in the data" else 1
-            fails = (
-                failing(vars(module)[function], name, before=before) if groups.rank == rank else vars(module)[function]
-            )
+            fails = failing(vars(module)[function], name, before=before) if groups.rank == 1 else vars(module)[function]
             with mock.patch.object(module, function, fails):
                 found[name] = raised(lambda: resume(build_trainer(run, groups, start_point(run))))
     other = run_config(1, 2, with_nan, f"{save_dir}/other")

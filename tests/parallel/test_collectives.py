@@ -29,13 +29,13 @@ def test_all_hosts_meet_once_per_step(checkpoint: Path, tmp_path: Path, tp: int)
     assert found == [[{"isend": 1} if tp == 1 else {"isend": 1, "broadcast": 1}] * 5] * 2
 
 
-def test_hosts_of_many_replicas_need_one_group_and_few_messages() -> None:
-    """The device's groups are torch's fake ones: on GPUs, too, only the control group is gloo's."""
+def test_hosts_of_many_replicas_need_two_groups_and_few_messages() -> None:
+    """The device's groups are torch's fake ones: on GPUs, too, only the two of the hosts are gloo's."""
     size = 5
     for rank, found in enumerate(run_world(size, "tests.parallel.collective_checks:host_side")):
         assert found["sums"] == [10, size, size * 2**40]
         assert found["messages"] == [3, 2, 2, 2, 1][rank]
-        assert (found["gloo groups"], found["control of the replica"]) == (1, False)
+        assert (found["gloo groups"], found["control of the replica"]) == (2, False)
         assert found["files"] > 256
         assert found["problems"] == ["rank 1: no disk", "rank 4: no disk"]
 

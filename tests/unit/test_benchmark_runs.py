@@ -54,7 +54,7 @@ def test_hosts_start_and_step(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.start_at_scale", "--tp", "2", "--json", str(result)]
     subprocess.run([*command, "--processes", "4", "--steps", "2"], check=True, cwd=ROOT, timeout=600)
     [row] = json.loads(result.read_text())["rows"]
-    assert (row["processes"], row["files of positions"]) == (4, 1)
+    assert (row["processes"], row["files of positions"]) == (4, 2)
     subprocess.run([*command, "--ranks", "64"], check=True, cwd=ROOT, timeout=600)
     rows = {row["per rank"]: (row["plain"], row["now"]) for row in json.loads(result.read_text())["rows"]}
     assert rows["groups on gloo that it is in"] == ("5", "2")

@@ -267,7 +267,8 @@ def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
     after = (saver.pending, latest_iteration(run.run_dir))
     alike = what_ranks_have_alike(groups, saver)
     fresh = make_trainer(groups, run)
-    progress, states = resume(fresh)
+    progress, saved = resume(fresh)
+    states = None if saved is None else list(saved)  # the checkpoint is replaced below
     equal = all(torch.equal(x, expected[name]) for name, x in weights(fresh).items())
     moments = [x["exp_avg"] for one in fresh.optimizer.chained_optimizers for x in one.optimizer.state.values()]
     replaced = replaced_while_the_disk_is_slow(groups, saver)
@@ -285,7 +286,7 @@ def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
         "equal": equal,
         "moments": all(bool((x.abs() < 7).all()) for x in moments),
         "progress": progress.iteration,
-        "loader": None if states is None else list(states),
+        "loader": states,
         "failed": saved,
         "latest": latest_iteration(run.run_dir),
     }

@@ -56,7 +56,7 @@ def count(ranks: int, tp: int, pp: int) -> list[dict[str, Any]]:
     """Return a row for each cost: with megatron-core's and gloo's defaults, now, and the code that decides it."""
     replica, dp = tp * pp, ranks // (tp * pp)
     plain, made = (made_groups(ranks, tp, pp, gloo=gloo) for gloo in (True, False))
-    control = 2 + (1 < replica < ranks)  # the world's, that of agreements, and this rank's replica's
+    control = 2 + (replica > 1)  # the world's, that of agreements, and this rank's replica's
     steps = (rounds(ranks), rounds(replica))
     everyone = ranks - 1 + 3 * (dp - 1) + replica - 1  # in the world's group, three of the replicas, and the replica's
     partners = most_partners(ranks) + 2 + (steps[1] if control > 2 else 0)  # two neighbors in the ring of agreements
@@ -66,7 +66,7 @@ def count(ranks: int, tp: int, pp: int) -> list[dict[str, Any]]:
 
     return [
         row("calls that make groups", plain + 1 + dp, made + control, groups.initialize),
-        row("groups on gloo that it is in", 5, control, groups._replica_control),
+        row("groups on gloo that it is in", 5, control, groups._replica_group),
         row("sockets to other ranks", everyone, partners, groups.initialize),
         row("sockets of rank 0 after a save", everyone, ranks - 1, groups.gather_to_first),
         # The first says how many streams there are.

@@ -97,6 +97,7 @@ def initialize(
     # No `device_id`: with it, NCCL opens a communicator for every group at once, which takes several GiB of each GPU,
     # most of them for groups that exchange nothing.
     dist.init_process_group(backend, timeout=timeout)
+    replica = _replica_group(tensor_model_parallel_size, pipeline_model_parallel_size, timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
@@ -105,20 +106,26 @@ def initialize(
     )
     control = dist.new_group(backend="gloo", timeout=timeout)
     agreement = dist.new_group(backend="gloo", timeout=timeout)
-    groups = _groups(device, control, agreement, _replica_control(control, timeout))
+    groups = _groups(device, control, agreement, replica)
     # Opens the sockets that later calls need, while a missing rank still is an error of the start.
     sum_over_ranks(groups, [1])
     wait_for_all(groups)
     return groups
 
 
-def _replica_control(control: ControlGroup, timeout: datetime.timedelta) -> ControlGroup | None:
-    """Build a gloo group over this rank's model replica, which no other rank takes part in."""
-    mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
-    if len(mine) == 1:
+def _replica_group(tp_size: int, pp_size: int, timeout: datetime.timedelta) -> ControlGroup | None:
+    """Build a gloo group over this rank's model replica, which no other rank takes part in; None for a single rank.
+
+    Torch names such a group by its ranks and by how many groups a rank is in already. That number differs between
+    stages once megatron-core has built its groups, so this one is built before them.
+    """
+    size = tp_size * pp_size
+    if size == 1:
         return None
-    if len(mine) == control.size():
-        return control
+    generator = parallel_state.RankGenerator(
+        tp=tp_size, ep=1, dp=dist.get_world_size() // size, pp=pp_size, cp=1, order="tp-cp-ep-dp-pp"
+    )
+    (mine,) = (ranks for ranks in generator.get_ranks("tp-pp") if dist.get_rank() in ranks)
     group: ControlGroup = dist.new_group(mine, backend="gloo", timeout=timeout, use_local_synchronization=True)
     return group
 
@@ -127,6 +134,9 @@ def _groups(
     device: torch.device, control: ControlGroup, agreement: ControlGroup, control_of_replica: ControlGroup | None
 ) -> Groups:
     model_parallel = parallel_state.get_model_parallel_group()
+    model_parallel_ranks = dist.get_process_group_ranks(model_parallel)
+    if control_of_replica is not None:
+        assert dist.get_process_group_ranks(control_of_replica) == model_parallel_ranks
     return Groups(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -144,7 +154,7 @@ def _groups(
         tensor_parallel=parallel_state.get_tensor_model_parallel_group(),
         pipeline_parallel=parallel_state.get_pipeline_model_parallel_group(),
         model_parallel=model_parallel,
-        model_parallel_source=dist.get_process_group_ranks(model_parallel)[0],
+        model_parallel_source=model_parallel_ranks[0],
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 PRELOADED = ["tests.helpers.preload"]
 """Imported once by the server that the processes are forked from: importing costs each of them 5 to 8 seconds."""
@@ -48,8 +49,10 @@ def run_world(
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder)
         torch.save({"function": function, "arguments": arguments}, job / "job.pt")
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-        world |= environment or {}
+        # The store is here and not on rank 0, as with torchrun: ranks open connections through it until the end.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size)}
+        world |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **(environment or {})}
         processes = [
             context.Process(target=_rank_main, args=(job, world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
             for rank in range(size)

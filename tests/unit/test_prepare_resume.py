@@ -102,7 +102,7 @@ PLACES: list[tuple[Any, str, int]] = [
     (finish, "_write_yaml", 0),
     (finish, "_write_yaml", 2),
     (Path, "rename", 0),
-    (Path, "replace", 4),
+    (Path, "rename", 7),
     (shutil, "rmtree", 1),
 ]
 

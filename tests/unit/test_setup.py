@@ -72,7 +72,7 @@ def test_another_environment_with_another_lock_or_none(project: Path, lock: str)
     assert (project / ".venv-newest" / "bin" / "python").exists() and not (project / ".venv").exists()
     install, _ = (project / "calls").read_text().splitlines()
     constraint = "" if lock == "none" else f" --constraint {lock}"
-    assert install.endswith(f"--no-input{constraint} --editable .[dev]")
+    assert install.endswith(f"--no-input --no-compile{constraint} --editable .[dev]")
 
 
 def test_pyenv_is_looked_into(project: Path) -> None:

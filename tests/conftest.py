@@ -8,12 +8,15 @@ import os
 import shutil
 import signal
 import subprocess
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.helpers.packages import WANTED
 
 # Tests make all they need: looking for a model on a hub is a mistake, and must not wait for a time-out.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -81,3 +84,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List what was skipped for want of which package, a line for each package."""
+    skipped = defaultdict[str, list[str]](list)
+    for report in terminalreporter.stats.get("skipped", []):
+        if isinstance(report.longrepr, tuple) and WANTED in report.longrepr[2]:
+            skipped[report.longrepr[2].partition(WANTED)[2]].append(report.nodeid)
+    for package, names in sorted(skipped.items()):
+        terminalreporter.write_line(f"skipped for want of {package}: {', '.join(names)}", yellow=True)

@@ -149,8 +149,11 @@ def curves(tp: int, pp: int, checkpoint: str, save_dir: str, fp8: bool = True) -
     return run_all(join(tp, pp), runs, save_dir)
 
 
-def adapters(tp: int, checkpoint: str, save_dir: str) -> dict[str, dict[str, list[float]]]:
-    """Train adapters on torch's layers and on Transformer Engine's, whose norms are inside their matrices."""
+def adapters(tp: int, checkpoint: str, save_dir: str, nf4: bool) -> dict[str, dict[str, list[float]]]:
+    """Train adapters on torch's layers and on Transformer Engine's, whose norms are inside their matrices.
+
+    nf4: on matrices of 4 bits alone, which need bitsandbytes; else on all others.
+    """
     lora = BF16 | {
         "adapter.r": 8,
         "adapter.vision_r": 4,
@@ -159,7 +162,11 @@ def adapters(tp: int, checkpoint: str, save_dir: str) -> dict[str, dict[str, lis
         "parallel.sequence_parallel": tp > 1,
         "parallel.use_distributed_optimizer": True,
     }
-    dora, nf4 = lora | {"adapter.dora": True}, lora | {"adapter.quantize": "nf4"}
+    if nf4:
+        quantized = lora | {"adapter.quantize": "nf4"}
+        runs = {"local": (checkpoint, MIXED, quantized), "te": (checkpoint, MIXED, quantized | TE)}
+        return run_all(join(tp, 1), runs, save_dir)
+    dora = lora | {"adapter.dora": True}
     runs = {
         "local": (checkpoint, MIXED, lora),
         "te": (checkpoint, MIXED, lora | TE),
@@ -167,8 +174,6 @@ def adapters(tp: int, checkpoint: str, save_dir: str) -> dict[str, dict[str, lis
         "recomputed te": (checkpoint, MIXED, lora | TE | {"model.recompute": "full"}),
         "local dora": (checkpoint, MIXED, dora),
         "te dora": (checkpoint, MIXED, dora | TE),
-        "local nf4": (checkpoint, MIXED, nf4),
-        "te nf4": (checkpoint, MIXED, nf4 | TE),
     }
     if tp == 1:  # of two ranks each would hold half of one of the blocks of 128 values
         runs["te fp8 weights"] = (checkpoint, MIXED, lora | TE | {"adapter.quantize": "fp8"})

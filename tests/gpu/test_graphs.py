@@ -12,6 +12,7 @@ from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.convert.import_hf import import_hf
 from tests.gpu.graph_checks import KINDS, TOWERS, WHOLE, Curve
 from tests.gpu.te_checks import RECIPES
+from tests.helpers.packages import needs
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import ROPE, make_hf_qwen
 from tests.helpers.world import run_world
@@ -92,6 +93,8 @@ def test_a_tower_in_fp8(tmp_path: Path) -> None:
     "kind", ["all trained", "distributed", "lora", "nf4", "delayed", "tensorwise", "blockwise", "lora in FP8"]
 )
 def test_a_run_with_graphs_resumes_bit_for_bit(checkpoint: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "nf4":
+        needs("bitsandbytes")
     hf = str(hf_folder(iteration_folder(checkpoint, 0)))
     arguments = {"kind": kind, "checkpoint": str(checkpoint), "save_dir": str(tmp_path), "hf": hf}
     expected, resumed = run_world(1, "tests.gpu.graph_checks:resumed", **arguments)[0]

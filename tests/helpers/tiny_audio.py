@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import soundfile
 from numpy.typing import NDArray
 from transformers import (
     Qwen2AudioConfig,
@@ -16,6 +15,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+from tests.helpers.packages import needs
 from tests.helpers.tiny_hf import make_tokenizer, randomise, text_config
 
 RATE = 16_000
@@ -82,7 +82,8 @@ def encoded(
     subtype: str | None = None,
     endian: str | None = None,
 ) -> bytes:
-    """A sound file of a kind that libsndfile writes."""
+    """A sound file of a kind that libsndfile writes; skips the test where soundfile is not installed."""
+    soundfile = needs("soundfile")
     buffer = BytesIO()
     mono = wave(seconds, seed, rate=rate)
     soundfile.write(buffer, np.stack([mono] * channels, axis=1), rate, format=kind, subtype=subtype, endian=endian)

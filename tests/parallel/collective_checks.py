@@ -41,8 +41,8 @@ ON_HOSTS = (
 
 
 @contextlib.contextmanager
-def counted(calls: Counter[str], group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Count calls of torch.distributed's functions, for one group or else for groups as large as the world."""
+def counted(calls: Counter[str], *groups: dist.ProcessGroup | None) -> Iterator[None]:
+    """Count calls of torch.distributed's functions, for some groups or else for groups as large as the world."""
 
     def wrapped(name: str) -> Any:
         function = getattr(dist, name)
@@ -50,7 +50,7 @@ def counted(calls: Counter[str], group: dist.ProcessGroup | None = None) -> Iter
         def call(*args: Any, **kwargs: Any) -> Any:
             given = kwargs.get("group")
             size = dist.get_world_size() if given is None else given.size()
-            if given is group if group is not None else size == dist.get_world_size():
+            if any(given is group for group in groups) if groups else size == dist.get_world_size():
                 calls[name] += 1
             return function(*args, **kwargs)
 
@@ -99,8 +99,11 @@ def per_step(checkpoint: str, save_dir: str, tp: int) -> list[dict[str, int]]:
         return fetch(self, flags)
 
     run = run_config(tp, 1, checkpoint, save_dir, **{"training.train_iters": 6, "name": f"steps{tp}"})
-    # The group belongs to the world that `loop` trains in, as the trainer's does.
-    with mock.patch.object(Iterations, "fetch", begin), counted(calls, groups.control):
+    # The groups belong to the world that `loop` trains in, as the trainer's do.
+    with (
+        mock.patch.object(Iterations, "fetch", begin),
+        counted(calls, groups.control, groups.control_of_replica or groups.control),
+    ):
         loop(groups, run, FakeLoader)
     return [dict(after - before) for before, after in itertools.pairwise(steps)]
 

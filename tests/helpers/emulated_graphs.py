@@ -92,9 +92,9 @@ def small_buckets() -> Iterator[None]:
 def use_in(setup: ModuleType) -> None:
     """Let every trainer that `llava_mcore.training.setup` builds in this process use emulated graphs."""
     build = setup.build_trainer
+    until_the_end = contextlib.ExitStack()  # the function below keeps it: once it is freed, the patches are undone
 
     def build_trainer(run: Any, *arguments: Any, **named: Any) -> Any:
-        until_the_end = contextlib.ExitStack()
         until_the_end.enter_context(emulated_graphs())
         trainer = build(run, *arguments, **named)
         model, [chunk] = trainer.models[0].language_model, trainer.chunks

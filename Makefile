@@ -55,7 +55,7 @@ ACROSS_VERSIONS += tests/parallel/test_resume_layouts.py
 ACROSS_VERSIONS += tests/parallel/test_training.py::test_one_process_trains_as_plain_hugging_face
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,answering data_loader library serve serve_answers)
 
-# Without ten thousand shapes of videos: the shorter tests of the same files compare with the same processors.
+# Without ten thousand sizes of pictures: the shorter tests of the same files compare with the same processors.
 test-newest: $(NEWEST)/.installed-dev ## Run the tests with the newest versions that pyproject.toml allows
 	$(NEWEST)/bin/python $(PYTEST) -m $(USUAL) -k 'not ten_thousand' $(ACROSS_VERSIONS)
 

@@ -30,7 +30,7 @@ from tests.helpers.class_checks import batch_of
 from tests.helpers.tiny_qwen import KINDS, make_each_kind
 from tests.helpers.videos import noise
 
-NUM_SIZES = [999, pytest.param(3_000, marks=pytest.mark.long)]
+NUM_SIZES = [999, pytest.param(10_002, marks=pytest.mark.long)]
 """Three in each conversation."""
 NUM_ENCODED = 300
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.helpers.packages import WANTED
+from tests.helpers.packages import SKIP_REASON
 
 # Tests make all they need: looking for a model on a hub is a mistake, and must not wait for a time-out.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -87,10 +87,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List what was skipped for want of which package, a line for each package."""
+    """List the tests that were skipped because a package is missing, a line for each package."""
     skipped = defaultdict[str, list[str]](list)
     for report in terminalreporter.stats.get("skipped", []):
-        if isinstance(report.longrepr, tuple) and WANTED in report.longrepr[2]:
-            skipped[report.longrepr[2].partition(WANTED)[2]].append(report.nodeid)
+        if isinstance(report.longrepr, tuple) and SKIP_REASON in report.longrepr[2]:
+            skipped[report.longrepr[2].partition(SKIP_REASON)[2]].append(report.nodeid)
     for package, names in sorted(skipped.items()):
-        terminalreporter.write_line(f"skipped for want of {package}: {', '.join(names)}", yellow=True)
+        terminalreporter.write_line(f"skipped, {package} is not installed: {', '.join(names)}", yellow=True)

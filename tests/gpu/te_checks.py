@@ -152,7 +152,7 @@ def curves(tp: int, pp: int, checkpoint: str, save_dir: str, fp8: bool = True) -
 def adapters(tp: int, checkpoint: str, save_dir: str, nf4: bool) -> dict[str, dict[str, list[float]]]:
     """Train adapters on torch's layers and on Transformer Engine's, whose norms are inside their matrices.
 
-    nf4: on matrices of 4 bits alone, which need bitsandbytes; else on all others.
+    nf4: only the runs on matrices of 4 bits, which need bitsandbytes; otherwise all other runs.
     """
     lora = BF16 | {
         "adapter.r": 8,

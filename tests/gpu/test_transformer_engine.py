@@ -105,7 +105,7 @@ BIASES_ALONE = {
 
 
 @pytest.mark.parametrize("tp", (1, 2)[:NUM_GPUS])
-@pytest.mark.parametrize("nf4", [False, True], ids=["", "nf4"])
+@pytest.mark.parametrize("nf4", [False, True], ids=["all but nf4", "nf4"])
 def test_adapters(torchs: tuple[str, list[float]], tmp_path: Path, tp: int, nf4: bool) -> None:
     """On Transformer Engine's layers adapters read what the norm inside gives, also with FP8 and quantized matrices."""
     if nf4:

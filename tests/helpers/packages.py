@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-WANTED = "needs the package "
+SKIP_REASON = "needs the package "
+"""Followed by the name of the package."""
 
 
 def needs(package: str) -> Any:
-    """Return a package; skip the test that calls this where it is not installed."""
-    return pytest.importorskip(package, reason=WANTED + package)
+    """Return a package; skip the calling test if it is not installed."""
+    return pytest.importorskip(package, reason=SKIP_REASON + package)

@@ -82,7 +82,7 @@ def encoded(
     subtype: str | None = None,
     endian: str | None = None,
 ) -> bytes:
-    """A sound file of a kind that libsndfile writes; skips the test where soundfile is not installed."""
+    """A sound file of a kind that libsndfile writes. Skips the calling test if soundfile is not installed."""
     soundfile = needs("soundfile")
     buffer = BytesIO()
     mono = wave(seconds, seed, rate=rate)

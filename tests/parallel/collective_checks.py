@@ -41,7 +41,7 @@ ON_HOSTS = (
 
 
 @contextlib.contextmanager
-def counted(calls: Counter[str], *groups: dist.ProcessGroup | None) -> Iterator[None]:
+def counted(calls: Counter[str], *groups: dist.ProcessGroup) -> Iterator[None]:
     """Count calls of torch.distributed's functions, for some groups or else for groups as large as the world."""
 
     def wrapped(name: str) -> Any:

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -22,23 +23,39 @@ from llava_mcore.models.media import Size
 from llava_mcore.pixels import normalize
 from tests.helpers.encoding import tiles
 
+BATCH = 12
+
 
 def assert_same_ids(folder: Path, assets: Assets, sizes: list[Size], together: int = 3) -> None:
-    """Compare the ids of conversations with some pictures each with those of the folder's processor, and the tiles."""
+    """Compare the ids of conversations with some pictures each with those of the folder's processor, and the tiles.
+
+    The processor is given BATCH conversations at once, since a call takes longer than its pictures.
+    """
     processor, per_tile = AutoProcessor.from_pretrained(folder), features_per_tile(load_hf_config(folder))
-    for some in itertools.batched(sizes, together):
-        turns = [Turn("user", "What?" + "\n<image>" * len(some)), Turn("assistant", "This.")]
-        text = assets.chat.render(turns)
-        found = expand(
-            assets.chat.text_tokens(turns, num_images=len(some)), assets.plan.placeholders, assets.plan.tokens(some)
-        )
-        pictures = [Image.new("RGB", (width, height)) for height, width in some]
-        expected = processor(images=pictures, text=text, add_special_tokens=False, return_tensors="pt")
-        assert found.input_ids.tolist() == expected["input_ids"][0].tolist(), some
-        tokens = assets.plan.tokens(some)
-        num_rows = expected["pixel_values"].flatten(0, -4).shape[0]
-        assert sum(item.num_rows for item in tokens) == num_rows, some
-        assert [item.num_features for item in tokens] == [item.num_rows * per_tile for item in tokens]
+    conversations = list(itertools.batched(sizes, together))
+    questions = {count: _question_about(assets, count) for count in set(map(len, conversations))}
+    for batch in itertools.batched(conversations, BATCH):
+        ids, num_rows, texts = [], 0, []
+        for some in batch:
+            text, text_tokens = questions[len(some)]
+            tokens = assets.plan.tokens(some)
+            ids.append(expand(text_tokens, assets.plan.placeholders, tokens).input_ids.tolist())
+            texts.append(text)
+            num_rows += sum(item.num_rows for item in tokens)
+            assert [item.num_features for item in tokens] == [item.num_rows * per_tile for item in tokens]
+        pictures = [[Image.new("RGB", (width, height)) for height, width in some] for some in batch]
+        expected = processor(images=pictures, text=texts, add_special_tokens=False, padding=True, return_tensors="pt")
+        for some, here, there, mask in zip(batch, ids, expected["input_ids"], expected["attention_mask"], strict=True):
+            assert here == there[mask.bool()].tolist(), some
+        # Where pictures have other numbers of tiles, the processor fills up with tiles of zeros; black is not 0.
+        tiles_made = expected["pixel_values"].flatten(0, -4).flatten(1).any(1).sum()
+        assert num_rows == tiles_made, batch
+
+
+def _question_about(assets: Assets, count: int) -> tuple[str, Any]:
+    """Return the text of a conversation about so many pictures, and its tokens."""
+    turns = [Turn("user", "What?" + "\n<image>" * count), Turn("assistant", "This.")]
+    return assets.chat.render(turns), assets.chat.text_tokens(turns, num_images=count)
 
 
 def random_sizes(number: int, longest: int, seed: int = 0) -> list[Size]:

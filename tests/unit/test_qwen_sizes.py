@@ -30,8 +30,8 @@ from tests.helpers.class_checks import batch_of
 from tests.helpers.tiny_qwen import KINDS, make_each_kind
 from tests.helpers.videos import noise
 
-NUM_SIZES = [999, pytest.param(10_002, marks=pytest.mark.long)]
-"""Three in each conversation."""
+NUM_SIZES = [(999, 3), pytest.param(10_008, 18, marks=pytest.mark.long)]
+"""And how many of them are in each conversation."""
 NUM_ENCODED = 300
 
 
@@ -40,19 +40,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_each_kind(tmp_path_factory.mktemp("qwen"))
 
 
-@pytest.mark.parametrize("number", NUM_SIZES)
+@pytest.mark.parametrize(("number", "together"), NUM_SIZES)
 @pytest.mark.parametrize("name", KINDS)
-def test_pictures_of_any_size_have_the_processors_tokens(folders: dict[str, Path], name: str, number: int) -> None:
-    """The ids of three pictures and the text around them, and the patches that the processor makes of each."""
+def test_pictures_of_any_size_have_the_processors_tokens(
+    folders: dict[str, Path], name: str, number: int, together: int
+) -> None:
+    """The ids of some pictures and the text around them, and the patches that the processor makes of each."""
     assets, processor = load_assets(folders[name]), AutoProcessor.from_pretrained(folders[name])
     assert isinstance(assets.plan, PatchPlan)
-    turns = [Turn("user", "What?" + "\n<image>" * 3), Turn("assistant", "This.")]
+    turns = [Turn("user", "What?" + "\n<image>" * together), Turn("assistant", "This.")]
     text, choose = assets.chat.render(turns), random.Random(0)
     sides = iter(lambda: round(2000 ** choose.random()) + 9, None)
     sizes = (size for size in itertools.batched(sides, 2) if max(size) / min(size) <= 200)
-    for some in itertools.batched(itertools.islice(sizes, number), 3):
+    for some in itertools.batched(itertools.islice(sizes, number), together):
         items = assets.plan.tokens(some)
-        found = expand(assets.chat.text_tokens(turns, num_images=3), assets.plan.placeholders, items)
+        found = expand(assets.chat.text_tokens(turns, num_images=together), assets.plan.placeholders, items)
         pictures = [Image.new("RGB", (width, height)) for height, width in some]
         made = processor(images=pictures, text=text, add_special_tokens=False, return_tensors="pt")
         assert found.input_ids.tolist() == made["input_ids"][0].tolist(), some

@@ -74,7 +74,7 @@ lint: .venv/.installed-dev ## Check style, types, the order of imports, spelling
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports --no-logo
 	.venv/bin/codespell
-	.venv/bin/codespell --builtin en-GB_to_en-US docs README.md CHANGELOG.md
+	.venv/bin/codespell --builtin en-GB_to_en-US docs *.md
 	$(PYTHON) environments/wording.py
 
 format: .venv/.installed-dev ## Rewrite the files in the project's style

@@ -1,4 +1,4 @@
-"""Write the tables of figures in README.md and examples/*/README.md out of benchmarks/results.
+"""Write the tables of figures in README.md, docs/performance.md and examples/*/README.md out of benchmarks/results.
 
 python -m benchmarks.marked_tables
 
@@ -9,18 +9,46 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- /measured -->)", re.DOTALL)
+IN_FP8 = "÷ hf-fp8"
+PEERS = {
+    "÷ hf": "Hugging Face, packed",
+    IN_FP8: "Hugging Face in FP8, packed",
+    "÷ hf-padded": "Hugging Face, padded",
+    "÷ PEFT": "PEFT with Liger",
+}
+"""Columns of ratios to a peer that was measured in the same run."""
+IN_BF16 = {"none": "", "ours lora": "", "ours nf4": " (NF4)"}
+WITH_FP8 = {"delayed": "", "delayed+vision": " (tower too)", "ours fp8only": ""}
+"""Our rows -> what is said beside their speed."""
+MEASURED = {
+    "train_step_7b_2": "LLaVA-1.5-7B",
+    "train_step_7b_4_gbs192": "LLaVA-1.5-7B, older version",
+    "train_step_onevision_2": "LLaVA-OneVision-7B, tower trained",
+    "train_step_qwen2_5_vl_2": "Qwen2.5-VL-7B, tower trained",
+    "train_step_qwen2_5_vl_2_frozen": "Qwen2.5-VL-7B",
+    "train_step_qwen2_audio_1": "Qwen2-Audio-7B, 8 of 32 layers",
+    "train_step_13b_2_pp": "LLaVA-1.5-13B, pp 2",
+    "train_step_jp_1_8b_2": "llm-jp-3-1.8b and CLIP-L/336",
+    "train_step_1b_2_gbs96": "LLaVA with 1B parameters",
+    "adapters_7b": "LLaVA-1.5-7B, LoRA",
+    "adapters_7b_nf4": "LLaVA-1.5-7B, QLoRA",
+}
+"""Files of results in the table of docs/performance.md, and what they are called there."""
+ON_FRONT_PAGE = (
+    *("train_step_7b_2", "train_step_7b_4_gbs192", "train_step_onevision_2", "train_step_qwen2_5_vl_2"),
+    *("train_step_qwen2_audio_1", "adapters_7b", "adapters_7b_nf4"),
+)
 CHAOS_ROW = re.compile(r"^\| ([\w -]+) \| (\d+) \| (\d+) \| [\d.]+ s \|$", re.MULTILINE)
 """What happened, rounds, rounds that ended as they should."""
 QWEN_FROZEN = "train_step_qwen2_5_vl_2_frozen"
 Row = dict[str, Any]
-Cells = tuple[str, str, str]
 
 
 def main() -> None:
@@ -39,105 +67,45 @@ def with_table(text: str, table: str) -> str:
 
 
 def front_page() -> str:
-    """Return README.md's table: speed beside the best peer, exactness, what survives."""
-    lines = ["| | | shown by |", "|---|---|---|"]
-    for heading, rows in FRONT_PAGE.items():
-        lines.append(f"| **{heading}** | | |")
-        lines += [f"| {what} | {figure} | {source} |" for what, figure, source in rows()]
+    """Return README.md's table: speed beside the best peer."""
+    return speed_table(ON_FRONT_PAGE, memory=False)
+
+
+def speed_table(names: Sequence[str], *, memory: bool) -> str:
+    """Return a table with a row per file of results: our speed in BF16 and in FP8, and the ratio to each peer."""
+    columns = ["model", "GPUs", "BF16", "FP8", "peer", "BF16 ÷ peer", "FP8 ÷ peer", "FP8 ÷ peer in FP8"]
+    columns += ["GiB, BF16", "GiB, FP8", "MFU %, BF16"] if memory else []
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name in names:
+        ours = [row for row in _rows(name) if row.get("graphs") != "off"]
+        plain = next(row for row in ours if row["what"] in IN_BF16)
+        fp8 = next((row for row in ours if row["what"] in WITH_FP8), {})
+        peer = next((x for x in ("÷ hf-padded", "÷ hf", "÷ PEFT") if x in plain), None)
+        cells = [MEASURED[name], _gpu(name), _speed(plain, IN_BF16), _speed(fp8, WITH_FP8)]
+        cells += [PEERS[peer], _ratio(plain, peer), _ratio(fp8, peer)] if peer else ["not measured", "-", "-"]
+        cells += [_ratio(fp8, IN_FP8)]
+        cells += [_gib(plain), _gib(fp8), str(plain.get("MFU %", "-"))] if memory else []
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
-def speed() -> list[Cells]:
-    """Return the rows about speed, each from one file, in which the peer was measured too."""
-    plain, fp8 = _rows("train_step_7b_2")[:2]
-    padded, padded_fp8 = (row["÷ hf-padded"] for row in _rows("train_step_7b_4_gbs192")[:2])
-    names = ("onevision_2", "qwen2_5_vl_2", "qwen2_audio_1")
-    onevision, qwen, audio = (
-        next(row for row in _rows(f"train_step_{name}") if row.get("graphs") != "off") for name in names
-    )
-    adapter, before = _rows("adapters_7b")[0], _rows("adapters_7b_h200")[0]
-    page = "[performance.md](docs/performance.md)"
-    return [
-        (
-            f"LLaVA-1.5-7B, {_gpu('train_step_7b_2')}, BF16 (FP8)",
-            f"{plain['tok/s/GPU']:,} ({fp8['tok/s/GPU']:,}) tokens/s per GPU: {plain['÷ hf']:.2f} ({fp8['÷ hf']:.2f}) "
-            f"times Hugging Face in BF16, packed; in FP8 {fp8['÷ hf-fp8']:.2f} times Hugging Face in FP8",
-            page,
-        ),
-        (
-            f"The same, {_gpu('train_step_7b_4_gbs192')}",
-            f"{padded:.2f} ({padded_fp8:.2f}) times Hugging Face in BF16, padded",
-            page,
-        ),
-        (
-            f"LLaVA-OneVision-7B, tower trained, {_gpu('train_step_onevision_2')}, BF16",
-            f"{onevision['tok/s/GPU']:,} tokens/s per GPU: {onevision['÷ hf']:.2f} times Hugging Face, packed",
-            page,
-        ),
-        (
-            f"Qwen2.5-VL-7B, tower trained, CUDA graphs, {_gpu('train_step_qwen2_5_vl_2')}, BF16",
-            f"{qwen['tok/s/GPU']:,} tokens/s per GPU: {qwen['÷ hf']:.2f} times Hugging Face, packed",
-            page,
-        ),
-        (
-            f"Qwen2-Audio-7B, 8 of 32 layers, {_gpu('train_step_qwen2_audio_1')}, BF16",
-            f"{audio['tok/s/GPU']:,} tokens/s: {audio['÷ hf']:.2f} times Hugging Face, packed",
-            page,
-        ),
-        (
-            f"LoRA of LLaVA-1.5-7B, {_gpu('adapters_7b')}, BF16",
-            f"{adapter['tok/s']:,} tokens/s: {adapter['÷ PEFT']:.2f} times PEFT with Liger (an older version on "
-            f"{_gpu('adapters_7b_h200')}: {before['÷ PEFT']:.2f})",
-            page,
-        ),
-    ]
+def _speed(row: Row, notes: dict[str, str]) -> str:
+    return f"{row.get('tok/s/GPU') or row['tok/s']:,}{notes[row['what']]}" if row else "-"
 
 
-def exactness() -> list[Cells]:
-    """Return the rows about what is exact."""
-    adamw = "losses compared with Hugging Face and torch's AdamW"
-    return [
-        ("weights, Hugging Face → Megatron → Hugging Face", "bit for bit", "`tests/unit/test_import_export.py`"),
-        ("logits, Hugging Face's and ours", "within 1e-5 at every tested layout", "`tests/parallel/test_layouts.py`"),
-        (adamw, "within 1e-5 at every tp, pp and dp", "`tests/parallel/test_training.py`"),
-        ("answers of a checkpoint", "the tokens of transformers' `generate`", "`tests/parallel/test_generate.py`"),
-    ]
+def _ratio(row: Row, peer: str) -> str:
+    return f"{row[peer]:.2f}" if peer in row else "-"
 
 
-def survival() -> list[Cells]:
-    """Return the rows about what a run survives; the counts are those of results/chaos.md."""
+def _gib(row: Row) -> str:
+    return f"{row.get('GiB') or row['peak GiB']:.1f}" if row else "-"
+
+
+def survived() -> tuple[int, int]:
+    """Return how many rounds of results/chaos.md disturbed a run, and how many of these ended as they should."""
     text = (RESULTS / "chaos.md").read_text(encoding="utf-8")
     table = {name: (int(rounds), int(right)) for name, rounds, right in CHAOS_ROW.findall(text)}
-    disturbed, right = (table["all"][i] - table["nothing"][i] for i in (0, 1))
-    return [
-        (
-            "`kill -9`, then the same command",
-            "the losses of an uninterrupted run, bit for bit",
-            "`tests/e2e/test_resume.py`",
-        ),
-        (
-            "another tp, pp or dp after it, with the same micro-batch size",
-            "the same losses within 1e-5",
-            "`tests/parallel/test_resume_layouts.py`",
-        ),
-        (
-            f"{disturbed} kills, hangs, flipped bytes and full disks at random moments",
-            f"the same losses, bit for bit, each time; {right} rounds passed, one failed because of a test bug",
-            "[chaos.md](benchmarks/results/chaos.md)",
-        ),
-        (
-            "broken samples",
-            "skipped, logged and counted; too many end the run with a list",
-            "`tests/unit/test_bad_data_table.py`",
-        ),
-    ]
-
-
-FRONT_PAGE: dict[str, Callable[[], list[Cells]]] = {
-    "Speed compared with the best peer": speed,
-    "Exactness, on CPUs in fp32": exactness,
-    "What a run survives": survival,
-}
+    return table["all"][0] - table["nothing"][0], table["all"][1] - table["nothing"][1]
 
 
 def llava() -> str:
@@ -200,6 +168,7 @@ def _gpu(name: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "README.md": front_page,
+    "docs/performance.md": lambda: speed_table(tuple(MEASURED), memory=True),
     "examples/llava-1.5-7b/README.md": llava,
     "examples/llava-onevision-7b/README.md": lambda: _steps(
         [(name, _rows(name)[0]) for name in ("train_step_onevision_2", "train_step_siglip_qwen_4")]

@@ -1,5 +1,4 @@
-"""What benchmarks write with --json: rows, and what they were measured with; docs/performance.md is generated from
-them."""
+"""The files that benchmarks write with --json: rows, and what they were measured with."""
 
 from __future__ import annotations
 

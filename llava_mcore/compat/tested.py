@@ -53,4 +53,4 @@ def installed_versions() -> dict[str, str]:
 def untested_line() -> str | None:
     """Return one line with the packages in untested versions; None if there are none."""
     found = untested_versions(installed_versions())
-    return f"versions that have not been tested: {', '.join(found)}; see docs/versions.md" if found else None
+    return f"versions that have not been tested: {', '.join(found)}; see docs/install.md" if found else None

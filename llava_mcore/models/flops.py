@@ -1,4 +1,4 @@
-"""Model FLOPs of one training step, and model FLOPs utilization (MFU). The formula: docs/performance_formulas.md.
+"""Model FLOPs of one training step, and model FLOPs utilization (MFU). The formula: benchmarks/formulas.md.
 
 Counted are the matrix products that the model's definition needs, 2 * m * n * k each, on real tokens: pads,
 recomputation and parts of a kernel that a causal mask discards are not counted, nor is anything that is not a matrix

@@ -1,4 +1,4 @@
-"""The README's commands, run as they stand (on small folders), and the quickstart in short."""
+"""The commands of README.md and of docs/build.md on small folders, and the quickstart in short."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.commands import ROOT, read_metrics
-from tests.helpers.shards import write_shards
-from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_tokenizer, text_config, vision_config
+from tests.helpers.shards import jpeg, write_shards
+from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava, make_tokenizer, text_config, vision_config
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -38,27 +38,52 @@ def make_sources(root: Path) -> None:
     write_shards(root / "shards")
 
 
+def run_commands(blocks: list[str], folder: Path, **variables: str) -> str:
+    """Run blocks of commands in a folder with this Python; return what they print."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    commands = ["bash", "-euo", "pipefail", "-c", "\n".join(blocks)]
+    done = subprocess.run(commands, env=env, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
 @pytest.mark.long
 def test_readme_commands(tmp_path: Path) -> None:
+    """From a Hugging Face folder to an answer, with fewer and smaller steps."""
+    (block,) = shell_blocks(README)
+    for written, short in (
+        ("--train-iters 1000", "--train-iters 2"),
+        ("--global-batch-size 16", "--global-batch-size 2"),
+    ):
+        assert block.count(written) == 1
+        block = block.replace(written, short)
+    make_hf_llava(tmp_path / "llava", text_overrides={"max_position_embeddings": 4096})
+    (tmp_path / "pictures").mkdir()
+    turns = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "A picture of noise."}]
+    rows = [{"id": str(i), "image": f"{i}.jpg", "conversations": turns} for i in range(12)]
+    for i in range(12):
+        (tmp_path / "pictures" / f"{i}.jpg").write_bytes(jpeg(i))
+    (tmp_path / "photo.jpg").write_bytes(jpeg(3))
+    (tmp_path / "conversations.json").write_text(json.dumps(rows))
+    run_commands([block], tmp_path)
+    assert len(read_metrics(tmp_path / "runs" / "my-run")) == 2
+    assert (tmp_path / "trained" / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_commands_from_parts_to_a_trained_model(tmp_path: Path) -> None:
+    """docs/build.md: a language model and a vision tower become a LLaVA that is trained in two stages."""
     make_sources(tmp_path)
-    two_commands, *steps = shell_blocks(README)
-    assert two_commands.split("\n")[:2] == ["make quickstart", "make test"]  # the second runs this very test
+    page = (ROOT / "docs" / "build.md").read_text(encoding="utf-8")
+    section = page.split("## From parts to a trained model")[1].split("\n## ")[0]
+    steps = shell_blocks(section)
     assert len(steps) == 4
     places = {"TEXT_MODEL": "text", "VISION_MODEL": "vision", "SHARDS": "shards", "WORK": "work"}
     for name in places:
-        assert f"{name}=" in README, "the README tells the reader to set it"
-    env = os.environ | {name: str(tmp_path / folder) for name, folder in places.items()}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join(steps)],
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    assert "bit for bit" in done.stdout
+        assert f"{name}=" in section, "the page tells the reader to set it"
+    printed = run_commands(steps, tmp_path, **{name: str(tmp_path / folder) for name, folder in places.items()})
+    assert "bit for bit" in printed
     for stage in ("stage1", "stage2"):
         assert len(read_metrics(tmp_path / "work" / "runs" / stage)) == 2
 

@@ -146,7 +146,7 @@ JSONS = [
         "another tokenizer's count",
         one_sample({"json": messages(ASKED, ANSWERED) | {"num_tokens": 7}}),
         "fine",
-        "num_tokens 7, but it has",
+        "another token count than when it was prepared",
     ),
 ]
 

@@ -23,15 +23,15 @@ SERVED = {case.architecture for case in EACH_CLASS}
 """tests/unit/test_serve.py: those that take pictures."""
 ON_GPUS = {
     LLAVA: "trained, also in FP8",
-    "llava_next": "logits",
+    "llava_next": "forward only",
     "llava_onevision": "trained",
-    "internvl": "logits",
-    "idefics2": "logits",
-    "idefics3": "logits",
-    "smolvlm": "logits",
-    "qwen2_vl": "logits",
+    "internvl": "forward only",
+    "idefics2": "forward only",
+    "idefics3": "forward only",
+    "smolvlm": "forward only",
+    "qwen2_vl": "forward only",
     "qwen2_5_vl": "trained, also in FP8",
-    "qwen3_vl": "logits",
+    "qwen3_vl": "forward only",
     "qwen2_audio": "trained, 8 layers",
 }
 """What has run on an H200: tests/gpu and benchmarks.train_step."""
@@ -55,7 +55,7 @@ def row(name: str, kind: Architecture) -> list[str]:
     return [
         kind.model_class.__name__.removesuffix("ForConditionalGeneration"),
         pictures(name, kind),
-        "frames" if kind.takes_videos else NO,
+        YES if kind.takes_videos else NO,
         "clips" if kind.takes_audios else NO,
         *tested,
         served,

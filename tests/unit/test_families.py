@@ -224,7 +224,7 @@ def test_a_siglip_2_of_fixed_resolution_is_a_siglip(tmp_path: Path) -> None:
 
 
 def test_the_page_about_adding_a_family_names_what_there_is() -> None:
-    page = (ROOT / "docs" / "add_a_family.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "extend" / "family.md").read_text(encoding="utf-8")
     files = set(re.findall(r"`((?:llava_mcore|tests|docs)/[\w/]+\.(?:py|md))`", page))
     assert len(files) >= 10
     assert [name for name in files if not (ROOT / name).is_file()] == []

@@ -18,7 +18,7 @@ from llava_mcore.models.vision.features import feature_choice
 from llava_mcore.models.vision.registry import vision_family
 from tests.helpers.tiny_hf import text_config, vision_config
 
-DOCS = Path(__file__).parents[2] / "docs" / "performance_formulas.md"
+DOCS = Path(__file__).parents[2] / "benchmarks" / "formulas.md"
 
 
 def llava(
@@ -195,7 +195,7 @@ def test_peaks_and_utilization() -> None:
 
 
 def example_table() -> str:
-    """The table of docs/performance_formulas.md: LLaVA-1.5-7B, one packed row of 4096 tokens of three samples."""
+    """The table of benchmarks/formulas.md: LLaVA-1.5-7B, one packed row of 4096 tokens of three samples."""
     hf = LlavaConfig(
         vision_config=CLIPVisionConfig(
             hidden_size=1024,

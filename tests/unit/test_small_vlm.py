@@ -160,7 +160,7 @@ def test_the_text_only_rows_are_the_same_without_pictures(pictures: ModuleType) 
 def test_the_page_has_the_scores_of_the_recorded_run() -> None:
     docs = Path(__file__).parents[2] / "docs"
     results = json.loads((docs / "small_vlm.json").read_text(encoding="utf-8"))
-    page = (docs / "small_vlm.md").read_text(encoding="utf-8")
+    page = (docs / "quickstart.md").read_text(encoding="utf-8")
     for name, shares in results["exact_match"].items():
         assert f"| {name} | {' | '.join(f'{100 * share:.1f} %' for share in shares.values())} |" in page
     for kind in ("seconds", "cpu_seconds"):

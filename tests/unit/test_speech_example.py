@@ -1,4 +1,4 @@
-"""docs/audio.md has the word error rates of the recorded run of examples/speech."""
+"""docs/quickstart.md has the word error rates of the recorded run of examples/speech."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 def test_the_page_has_the_scores_of_the_recorded_run() -> None:
     docs = Path(__file__).parents[2] / "docs"
     results = json.loads((docs / "speech.json").read_text(encoding="utf-8"))
-    page = (docs / "audio.md").read_text(encoding="utf-8")
+    page = (docs / "quickstart.md").read_text(encoding="utf-8")
     before, after = (results["scores"][when] for when in ("before training", "after training"))
     known = results["held_out"]["prompts with known words only"]
     for name, share in after.items():

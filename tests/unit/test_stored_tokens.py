@@ -174,7 +174,8 @@ def test_check_tokenises_again(data: Path, hf: Path, tmp_path: Path, capsys: pyt
     capsys.readouterr()
     other = edited(data / "stored", tmp_path / "new", lambda about: about["messages"][1].update(content="Another one."))
     assert check([*flags, str(other)]) == 0
-    assert f"1 note: its text was changed after its {TOKENS_KEY} were made" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"note, 1 sample: its text was changed after its {TOKENS_KEY} were made" in printed
     bad = edited(data / "stored", tmp_path / "bad", lambda about: about[TOKENS_KEY].update(trained=[0, 1]))
     assert check([*flags, str(bad)]) != 0
     assert f"{TOKENS_KEY} differ from the tokens of its text" in " ".join(capsys.readouterr().out.split())

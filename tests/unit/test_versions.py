@@ -52,7 +52,7 @@ def test_the_tested_versions_are_those_of_the_locks_and_the_cap_is_the_next(name
 
 
 def test_the_docs_have_the_same_table() -> None:
-    rows = [line.split("|")[1:-1] for line in (ROOT / "docs" / "versions.md").read_text().splitlines() if "`>=" in line]
+    rows = [line.split("|")[1:-1] for line in (ROOT / "docs" / "install.md").read_text().splitlines() if "`>=" in line]
     found = {
         name.strip(): (low.strip(), high.strip(), SpecifierSet(rest.strip(" `"))) for name, low, high, rest in rows
     }
@@ -94,7 +94,7 @@ def test_a_command_says_so_in_one_line(
     known = importlib.metadata.version
     monkeypatch.setattr("llava_mcore.compat.tested.version", lambda x: "3.0.1" if x == "torch" else known(x))
     inspect_folder.main(arguments)
-    line = "warning: versions that have not been tested: torch 3.0.1 (tested: 2.11.0 to 2.15.0); see docs/versions.md\n"
+    line = "warning: versions that have not been tested: torch 3.0.1 (tested: 2.11.0 to 2.15.0); see docs/install.md\n"
     assert capsys.readouterr().err == line + before
 
 
@@ -113,5 +113,5 @@ def test_a_training_process_says_so_on_the_first_rank(rank: int, tmp_path: Path)
         timeout=60,
     )
     assert done.returncode == 2, done.stderr
-    said = "versions that have not been tested: torch 9.0 (tested: 2.11.0 to 2.15.0); see docs/versions.md\n"
+    said = "versions that have not been tested: torch 9.0 (tested: 2.11.0 to 2.15.0); see docs/install.md\n"
     assert done.stdout == (said if rank == 0 else "")

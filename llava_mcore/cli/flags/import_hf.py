@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--hf-dir", type=Path, required=True, help="Hugging Face folder to read")
     p.add_argument("--megatron-dir", type=Path, required=True, help="folder to write; must be new or empty")
-    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size to split and pad for (default 1)")
+    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size for chunks and padding (default 1)")
     p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
     add_flags(p, source="each tensor in the source")
     return p

@@ -60,7 +60,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--chat-template", help="template to count with, a name or a .jinja file (default: that of T)")
     p.add_argument("--lang", choices=("jp", "en"), help="selects the template if T has none")
     p.add_argument("--pack-to", type=positive, metavar="N", help="pack conversations offline into samples of N tokens")
-    p.add_argument("--samples-per-shard", type=positive, default=1000, metavar="N", help="source rows (default 1000)")
+    p.add_argument(
+        "--samples-per-shard",
+        type=positive,
+        default=1000,
+        metavar="N",
+        help="rows per tar file; --val-ratio counts these files (default 1000)",
+    )
     p.add_argument(
         "--val-ratio", type=_ratio, default=0.0, metavar="R", help="fraction of the shards for validation (0)"
     )

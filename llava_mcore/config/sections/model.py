@@ -51,8 +51,7 @@ class ModelConfig(Section):
     """Also run the layers of a trained tower as CUDA graphs (Qwen-VL, and with data.max_media_tokens Idefics2).
     This takes more memory; see docs/parallel.md."""
     attention_backend: Literal["fused", "flash"] | None = None
-    """Transformer Engine's attention: cuDNN's fused kernels, or those of the package flash-attn; not given: its own
-    choice."""
+    """Attention by cuDNN's fused kernels or by the package flash-attn; not given: Transformer Engine chooses."""
     make_vocab_size_divisible_by: Size = 128
     """The embedding is padded to a multiple of this times the tensor-parallel size; the padding is never exported."""
 

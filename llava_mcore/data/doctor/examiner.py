@@ -203,8 +203,8 @@ def _stored(raw: Any, num_tokens: int) -> list[str]:
     if len(counts) < len(members) or sum(counts) == num_tokens:
         return []
     return [
-        f"its json says num_tokens {sum(counts)}, but it has {num_tokens}: it was prepared with another tokenizer, "
-        "chat template or number of tokens per picture (training counts again)"
+        f"another token count than when it was prepared ({num_tokens}, not {sum(counts)}): other --max-pixels, "
+        "tokenizer or chat template? (training counts again)"
     ]
 
 

@@ -14,7 +14,7 @@ from llava_mcore.models.media import DEFAULT_FPS
 BAR = 40
 MOST_NAMES = 20
 """Unused keys to list."""
-LEVELS = {"stop": "would end training", "left out": "would be left out", "remark": "note"}
+LEVELS = {"stop": "would end training", "left out": "would be left out"}
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -133,7 +133,9 @@ def _epoch_in_words(epoch: dict[str, int]) -> str:
 
 def _print_group(group: Group, console: Console) -> None:
     style = "red" if group.level == "stop" else "yellow" if group.level == "left out" else ""
-    _line(console, f"{group.count} {LEVELS[group.level]}: {group.reason}", style=style)
+    note = f"note, {group.count} sample{'s' if group.count > 1 else ''}"
+    head = f"{group.count} {LEVELS[group.level]}" if group.level in LEVELS else note
+    _line(console, f"{head}: {group.reason}", style=style)
     for path, shard, key in group.examples:
         _line(console, f"    {path}: shard {shard}, sample {key}")
     if group.count > len(group.examples):

@@ -20,7 +20,7 @@ def command(script: str, *arguments: object) -> list[str]:
 
 
 def run(
-    script: str, *arguments: object, expect: int = 0, timeout: float = 300, env: dict[str, str] | None = None
+    script: str, *arguments: object, expect: int = 0, timeout: float = 900, env: dict[str, str] | None = None
 ) -> str:
     """Run one of our scripts and return everything it printed."""
     done = subprocess.run(
@@ -38,7 +38,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def run_and_kill(run_dir: Path, iteration: int, script: str, *arguments: object, timeout: float = 300) -> None:
+def run_and_kill(run_dir: Path, iteration: int, script: str, *arguments: object, timeout: float = 900) -> None:
     """Start a script and kill it with all its workers (-9) as soon as metrics.jsonl shows an iteration."""
     process = subprocess.Popen(
         command(script, *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT

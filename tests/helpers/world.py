@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed import TCPStore
 
@@ -35,13 +36,13 @@ def free_port() -> int:
 
 
 def run_world(
-    size: int, function: str, *, timeout: float = 300, environment: Mapping[str, str] | None = None, **arguments: Any
+    size: int, function: str, *, timeout: float = 1200, environment: Mapping[str, str] | None = None, **arguments: Any
 ) -> list[Any]:
     """Run `package.module:function(**arguments)` on `size` ranks and return what each returned.
 
     `environment`: variables of the ranks, set before anything of CUDA starts.
 
-    Raises AssertionError with the output of all ranks when one fails or the time is up.
+    Raises AssertionError with the output of all ranks when one fails, when all hang, or when the time is up.
     """
     context = multiprocessing.get_context("forkserver")
     if not torch.cuda.is_available():  # a process that has looked for GPUs must not be forked
@@ -70,11 +71,11 @@ def run_world(
 
 
 def _wait(processes: list[BaseProcess], timeout: float) -> list[int | None]:
-    """Wait for all; when one fails the others are ended, since they would wait for it."""
-    end = time.monotonic() + timeout
+    """Wait for all; when one fails the others are ended, since they would wait for it. So are ranks that do nothing."""
+    end, watch = time.monotonic() + timeout, _Watch(processes)
     while any(p.exitcode is None for p in processes):
         failed = any(p.exitcode not in (None, 0) for p in processes)
-        if failed or time.monotonic() > end:
+        if failed or time.monotonic() > end or watch.hangs():
             time.sleep(1)
             for p in processes:
                 p.kill()
@@ -83,6 +84,34 @@ def _wait(processes: list[BaseProcess], timeout: float) -> list[int | None]:
     for p in processes:
         p.join()
     return [p.exitcode for p in processes]
+
+
+class _Watch:
+    """Tells ranks that all wait from ranks that are slow, because other tests run: the latter compute."""
+
+    SECONDS, LEAST_CPU_SECONDS = 120, 0.5
+
+    def __init__(self, processes: list[BaseProcess]) -> None:
+        self._processes = processes
+        self._since, self._used = time.monotonic(), dict[int, float]()
+
+    def hangs(self) -> bool:
+        """Return whether for SECONDS nothing has been computed."""
+        if time.monotonic() < self._since + self.SECONDS:
+            return False
+        before, self._used, self._since = self._used, self._cpu_seconds(), time.monotonic()
+        return sum(used - before.get(pid, 0.0) for pid, used in self._used.items()) < self.LEAST_CPU_SECONDS
+
+    def _cpu_seconds(self) -> dict[int, float]:
+        """Return what each rank that still runs has used, and each of its children."""
+        used = {}
+        for rank in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(rank.pid)
+                for one in (process, *process.children(recursive=True)):
+                    times = one.cpu_times()
+                    used[one.pid] = float(times.user + times.system)
+        return used
 
 
 def _log(job: Path, rank: str) -> Path:

@@ -42,13 +42,15 @@ def curves(
     dropped: dict[str, str],
     classes: dict[str, str],
     save_dir: str,
+    num_steps: int,
 ) -> dict[str, Any]:
-    """Train every adapter for 20 steps; a few steps of one packed, recomputed and so on, and of other classes.
+    """Train every adapter; a few steps of one packed, recomputed and so on, and of other classes.
 
     Args:
         wide: a checkpoint whose rows are several blocks of 64 numbers on each of two ranks, an adapter on it, and
             inputs whose logits are returned.
         dropped: adapters with dropout.
+        num_steps: steps of `adapters` and `wide`, of a schedule of 20.
     """
     short, mixed = {"training.train_iters": 3}, {1, 4, 5, 6, 7}
     runs = {name: (checkpoint, mixed, adapter_flags(tp, dp, folder)) for name, folder in adapters.items()}
@@ -67,7 +69,7 @@ def curves(
     for name, other in classes.items():
         runs[name] = (other, mixed, adapter_flags(tp, dp) | short | everywhere | {"adapter.bias": "lora_only"})
     groups = join(tp, pp)
-    found = run_all(groups, runs, save_dir)
+    found = run_all(groups, runs, save_dir, num_steps)
     with_masks = {name: (checkpoint, mixed, adapter_flags(tp, dp, folder) | short) for name, folder in dropped.items()}
     with fixed_here():
         found |= run_all(groups, with_masks, save_dir)

@@ -31,8 +31,12 @@ class GivenLoader:
 RECOMPUTED = {"model.recompute": "full", "model.recompute_vision": "full"}
 
 
-def train(tp: int, pp: int, cases: dict[str, dict[str, Any]], save_dir: str) -> dict[str, dict[str, list[float]]]:
+def train(
+    tp: int, pp: int, cases: dict[str, dict[str, Any]], save_dir: str, most_steps: int
+) -> dict[str, dict[str, list[float]]]:
     """Train each case's checkpoint on its steps, one pack each, and a few steps of two packs with other options.
+
+    `most_steps`: how many of the former, at most.
 
     The latter also padded, where each conversation is a row. With data parallelism each rank has one of the two.
 
@@ -54,7 +58,7 @@ def train(tp: int, pp: int, cases: dict[str, dict[str, Any]], save_dir: str) -> 
             ways[name] = ({}, 1, True)
         for way, (flags, batches, packed) in ways.items():
             run = run_config(tp, pp, case["checkpoint"], save_dir, **_flags(case, batches, packed=packed) | flags)
-            found[way] = _steps(groups, run, case, batches, packed=packed)
+            found[way] = _steps(groups, run, case, batches, most_steps, packed=packed)
     return found
 
 
@@ -67,18 +71,21 @@ def _flags(case: dict[str, Any], batches: int, *, packed: bool) -> dict[str, Any
     }
 
 
-def _steps(groups: Groups, run: RunConfig, case: dict[str, Any], num: int, *, packed: bool) -> dict[str, list[float]]:
+def _steps(
+    groups: Groups, run: RunConfig, case: dict[str, Any], num: int, most_steps: int, *, packed: bool
+) -> dict[str, list[float]]:
     """Train on steps of `num` micro-batches."""
     steps: Sequence[Sequence[Conversation]] = case["steps"]
     trainer = make_trainer(groups, run)
     loader = None
     if groups.loads_data:
         assets = load_assets(Path(case["hf"]))
-        own = steps[groups.dp_rank :: groups.dp_size]
+        # Encoding them takes about as long as training on them.
+        own = steps[: most_steps if num == 1 else 4 * num][groups.dp_rank :: groups.dp_size]
         loader = GivenLoader([batch_of(assets, conversations, packed=packed) for conversations in own])
     losses, norms, rates = [], [], []
     size = run.training.global_batch_size
-    for _ in range(min(run.training.train_iters, len(steps) if num == 1 else 4)):
+    for _ in range(min(run.training.train_iters, most_steps if num == 1 else 4)):
         batches, *_ = fetch_step(groups, loader, num // groups.dp_size, SkipBudget(0.0), trainer.fields)
         result = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, size).result()
         losses.append(result.loss)

@@ -46,6 +46,9 @@ LAYOUTS: list[Any] = [
     pytest.param((1, 2, 1), marks=pytest.mark.long),
 ]
 """tp (with sequence parallelism), pp, dp (with the distributed optimizer)."""
+WHOLE = ((1, 1, 1), (2, 1, 1))
+"""Layouts that train all 20 steps; the others train the first ones of the same schedule."""
+FIRST_STEPS = 6
 CLASSES = [
     Case("siglip", "phi3"),
     Case("clip", "gemma2", {"tie": True}),
@@ -101,6 +104,7 @@ def found(folders: Path) -> Callable[[Any], Any]:
             adapters={name: str(folders / name) for name in KINDS if name != ONE_PROCESS or layout == ONE},
             dropped={name: str(folders / name) for name in DROPPED},
             classes={case.name: str(folders / case.name) for case in CLASSES}, save_dir=str(folders / "save"),
+            num_steps=20 if layout in WHOLE else FIRST_STEPS,
         )  # fmt: skip
         for name in ("curves", "masks"):
             assert all(rank[name] == ranks[0][name] for rank in ranks), f"ranks disagree about {name}"
@@ -127,26 +131,27 @@ def peft(folders: Path, results: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != ONE_PROCESS])
-def test_twenty_steps_are_those_of_peft(results: Any, peft: Any, kind: str, layout: tuple[int, int, int]) -> None:
-    assert_same_curve(results(layout)[kind], peft[kind])
+def test_steps_are_those_of_peft(results: Any, peft: Any, kind: str, layout: tuple[int, int, int]) -> None:
+    assert_same_curve(results(layout)[kind], peft[kind], layout, 1e-6)
 
 
 def test_twenty_steps_of_rslora_are_those_of_peft(results: Any, peft: Any) -> None:
-    assert_same_curve(results(ONE)[ONE_PROCESS], peft[ONE_PROCESS])
+    assert_same_curve(results(ONE)[ONE_PROCESS], peft[ONE_PROCESS], ONE, 1e-6)
 
 
-def assert_same_curve(here: dict[str, Any], reference: dict[str, Any]) -> None:
-    assert len(here["loss"]) == 20 and here["loss"][-1] < 0.95 * here["loss"][0]
-    assert here["loss"] == pytest.approx(reference["loss"], rel=1e-6)
-    assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
+def assert_same_curve(
+    here: dict[str, Any], reference: dict[str, Any], layout: tuple[int, int, int], tolerance: float
+) -> None:
+    """Compare losses, relative to a tolerance, and gradient norms, relative to ten times as much."""
+    num_steps = 20 if layout in WHOLE else FIRST_STEPS
+    assert len(here["loss"]) == num_steps and here["loss"][-1] < (0.95 if num_steps == 20 else 1) * here["loss"][0]
+    assert here["loss"] == pytest.approx(reference["loss"][:num_steps], rel=tolerance)
+    assert here["grad_norm"] == pytest.approx(reference["grad_norm"][:num_steps], rel=10 * tolerance)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_qlora_trains_as_peft_on_a_model_in_4_bits(results: Any, peft: Any, layout: tuple[int, int, int]) -> None:
-    here, reference = results(layout)["nf4"], peft["nf4"]
-    assert len(here["loss"]) == 20 and here["loss"][-1] < 0.95 * here["loss"][0]
-    assert here["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-    assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+    assert_same_curve(results(layout)["nf4"], peft["nf4"], layout, 1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

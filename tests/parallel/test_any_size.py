@@ -21,10 +21,12 @@ from tests.helpers.world import run_world
 NUM_SAMPLES = 24
 CONSTANT = {SHORT_SOUNDS.name: {"0.vision_model.position_embeddings.weight"}}
 """What training leaves as it is: Whisper's positions are those of sines."""
-SIZES = ((56, 56), (140, 60), (50, 170), (200, 190), (30, 31))
+SIZES = ((56, 56), (130, 60), (50, 140), (120, 115), (30, 31))
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
 OF_ANY_SIZE = [x for x in CASES if x.architecture != "llava"]
 OF_ANY_SIZE = [SHORT_SOUNDS if x.architecture == SHORT_SOUNDS.architecture else x for x in OF_ANY_SIZE]
+FIRST_OF_CLASS = {x.architecture: x.name for x in reversed(OF_ANY_SIZE)}
+"""Architecture -> the case that every layout trains; the others, of other language models, train at two."""
 
 
 def resized(index: int) -> bytes:
@@ -75,34 +77,37 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_every_layout_trains_alike(material: dict[str, Any]) -> None:
-    found = {}
-    given = material | {"cases": {case.name: material["cases"][case.name] for case in OF_ANY_SIZE}}
+    curves = {}
     for tp, pp in LAYOUTS:
+        names = [x.name for x in OF_ANY_SIZE if tp == pp or x.name == FIRST_OF_CLASS[x.architecture]]
+        given = material | {"cases": {name: material["cases"][name] for name in names}}
         ranks = run_world(tp * pp, "tests.parallel.any_size_checks:train", tp=tp, pp=pp, **given)
-        found[tp, pp] = ranks[0]
-    one = found[1, 1]
-    assert len(one) == 2 * len(OF_ANY_SIZE) and all(len(found[x]) == len(OF_ANY_SIZE) for x in LAYOUTS[1:])
+        curves[tp, pp] = ranks[0]
+        assert len(ranks[0]) == (2 if tp * pp == 1 else 1) * len(names)
+    one = curves[1, 1]
     for expected in one.values():
         assert len(set(expected["tiles"])) > 1, "batches hold different numbers of tiles or patches"
         assert expected["loss"][-1] < expected["loss"][0]
     for layout in LAYOUTS[1:]:
-        for run, here in found[layout].items():
+        for run, here in curves[layout].items():
             assert here["tokens"] == one[run]["tokens"] and here["tiles"] == one[run]["tiles"]
             assert here["loss"] == pytest.approx(one[run]["loss"], rel=1e-5), (layout, run)
             assert here["grad_norm"] == pytest.approx(one[run]["grad_norm"], rel=1e-4), (layout, run)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 2), (2, 2, 1)])
-def test_every_class_resumes_bit_for_bit(material: dict[str, Any], tp: int, pp: int, dp: int) -> None:
+def test_every_class_resumes_bit_for_bit(material: dict[str, Any], tp: int, pp: int, dp: int, half: int) -> None:
     """A run with a stop has the losses, gradient norms and weights of one without, with the distributed optimizer."""
+    names = [case.name for case in EACH_CLASS][half::2]
     given = material | {
-        "cases": {case.name: material["cases"][case.name] for case in EACH_CLASS},
+        "cases": {name: material["cases"][name] for name in names},
         "save_dir": f"{material['save_dir']}-{tp}-{pp}-{dp}",
     }
     ranks = run_world(tp * pp * dp, "tests.parallel.any_size_checks:stop_and_resume", tp=tp, pp=pp, **given)
     for rank, results in enumerate(ranks):
-        assert len(results) == len(ARCHITECTURES)
+        assert list(results) == names
         for name, run in results.items():
             assert run["found"] == run["expected"], (rank, name)
             assert not run["different"], (rank, name)

@@ -24,6 +24,9 @@ from tests.unit import test_idefics2, test_qwen
 
 LAYOUTS: list[Any] = [(1, 1), (2, 2), *(pytest.param(*layout, marks=pytest.mark.long) for layout in ((1, 2), (2, 1)))]
 LONG = ((1, 2), (2, 1), (1, 1, 2), (2, 1, 2))
+WHOLE = ((1, 1, 1), (2, 2, 1))
+"""Layouts that train all steps; the others train the first ones of the same schedule."""
+FIRST_STEPS = 6
 """tp, pp and dp, which is 1 if not given."""
 Curve = dict[str, dict[str, list[float]]]
 
@@ -92,7 +95,9 @@ def curve_of(material: dict[str, Any]) -> Callable[..., Curve]:
 
     @functools.cache
     def train(tp: int, pp: int, dp: int = 1) -> Curve:
-        found: Curve = run_world(tp * pp * dp, "tests.parallel.class_curve_checks:train", tp=tp, pp=pp, **material)[0]
+        steps = max(x.num_steps for x in TRAINED.values()) if (tp, pp, dp) in WHOLE else FIRST_STEPS
+        function = "tests.parallel.class_curve_checks:train"
+        found: Curve = run_world(tp * pp * dp, function, tp=tp, pp=pp, most_steps=steps, **material)[0]
         return found
 
     return train
@@ -113,6 +118,8 @@ def test_steps_are_those_of_transformers_and_adamw(
 ) -> None:
     losses, norms = expected_of(name)
     ours = curve_of(tp, pp)[name]
+    if (tp, pp, 1) not in WHOLE:
+        losses, norms = losses[:FIRST_STEPS], norms[:FIRST_STEPS]
     assert ours["loss"] == pytest.approx(losses, rel=1e-5)
     assert ours["grad_norm"][0] == pytest.approx(norms[0], rel=1e-5)
     assert ours["grad_norm"] == pytest.approx(norms, rel=1e-3)

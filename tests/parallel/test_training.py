@@ -24,6 +24,8 @@ ONE: Layout = (1, 1, 1)
 COMBINED: list[Layout] = [(2, 1, 2), (2, 2, 2)]
 """Tensor and data parallelism together: half of all processes, so only what one axis might do to the other runs."""
 OF_COMBINED = ("plain", "distributed", "tied", "text only", "packed")
+FIRST_STEPS = 6
+"""How many of a run's steps these train."""
 WHOLE = [layout for layout in LAYOUTS if layout not in COMBINED]
 """Layouts that run everything."""
 COMPARED = ("plain", "distributed", "tied", "text only", "pictures only", "stage 1", "rates", "last layer")
@@ -52,7 +54,15 @@ def results(folder: Path) -> Results:
     def of(layout: Layout) -> dict[str, Any]:
         tp, pp, dp = layout
         function = "tests.parallel.validation_checks:curves_and_validation"
-        what: dict[str, Any] = {"material": material} if layout in WHOLE else {"material": None, "runs": OF_COMBINED}
+        what: dict[str, Any] = (
+            {"material": material}
+            if layout in WHOLE
+            else {
+                "material": None,
+                "runs": OF_COMBINED,
+                "most_steps": FIRST_STEPS,
+            }
+        )
         ranks = run_world(tp * pp * dp, function, tp=tp, pp=pp, **what, **given)
         assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
         return ranks[0]
@@ -63,7 +73,8 @@ def results(folder: Path) -> Results:
 @pytest.mark.parametrize(("layout", "run"), CELLS)
 def test_loss_curve_equals_one_process(results: Results, layout: Layout, run: str) -> None:
     reference, here = results(ONE)["plain" if run == "distributed" else run], results(layout)[run]
-    assert here["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+    expected = reference["loss"] if layout in WHOLE else reference["loss"][:FIRST_STEPS]
+    assert here["loss"] == pytest.approx(expected, rel=1e-5)
     assert here["grad_norm"][0] == pytest.approx(reference["grad_norm"][0], rel=1e-5)
 
 

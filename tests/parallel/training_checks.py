@@ -47,9 +47,13 @@ def make_trainer(groups: Groups, run: RunConfig) -> Trainer:
 
 
 def curve(
-    groups: Groups, run: RunConfig, text_only: set[int], kind: type[FakeLoader] = FakeLoader
+    groups: Groups,
+    run: RunConfig,
+    text_only: set[int],
+    kind: type[FakeLoader] = FakeLoader,
+    most_steps: int | None = None,
 ) -> dict[str, list[float]]:
-    """Train and return losses and gradient norms."""
+    """Train and return losses and gradient norms; `most_steps` ends it early."""
     trainer = make_trainer(groups, run)
     size = run.training.micro_batch_size
     loader = None
@@ -58,7 +62,7 @@ def curve(
             trainer.hf, micro_batch_size=size, dp_rank=groups.dp_rank, dp_size=groups.dp_size, text_only=text_only
         )
     losses, norms, rates = [], [], []
-    for _ in range(run.training.train_iters):
+    for _ in range(min(run.training.train_iters, most_steps or run.training.train_iters)):
         batches, *_ = fetch_step(
             groups, loader, GLOBAL_BATCH // (size * groups.dp_size), SkipBudget(0.0), trainer.fields
         )
@@ -77,9 +81,13 @@ def curves(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict
 
 
 def curves_of(
-    groups: Groups, checkpoints: dict[str, str], save_dir: str, chosen: Collection[str] | None = None
+    groups: Groups,
+    checkpoints: dict[str, str],
+    save_dir: str,
+    chosen: Collection[str] | None = None,
+    most_steps: int | None = None,
 ) -> dict[str, dict[str, list[float]]]:
-    """The same in a world that has been joined; of `chosen` runs alone, if given."""
+    """The same in a world that has been joined; only the `chosen` runs, if given, and their first steps."""
     mixed = {1, 4, 5, 6, 7}  # some data-parallel ranks meet only text in some micro-batches
     untied, tied = checkpoints["untied"], checkpoints["tied"]
     short = {"training.train_iters": 3}
@@ -116,7 +124,8 @@ def curves_of(
         "fp16": (untied, mixed, short | {"training.precision": "fp16", "training.loss_scale": 128.0}),
         "fp16, adapting": (untied, mixed, {"training.precision": "fp16", "training.train_iters": 8}),
     }
-    return run_all(groups, {name: runs[name] for name in runs if chosen is None or name in chosen}, save_dir)
+    runs = {name: run for name, run in runs.items() if chosen is None or name in chosen}
+    return run_all(groups, runs, save_dir, most_steps)
 
 
 def curves_of_classes(
@@ -140,14 +149,16 @@ def curves_of_classes(
 
 
 def run_all(
-    groups: Groups, runs: dict[str, tuple[str, set[int], dict[str, Any]]], save_dir: str
+    groups: Groups,
+    runs: dict[str, tuple[str, set[int], dict[str, Any]]],
+    save_dir: str,
+    most_steps: int | None = None,
 ) -> dict[str, dict[str, list[float]]]:
-    """Train every run and return its curve."""
+    """Train every run, for `most_steps` at most, and return its curve."""
     out = {}
     for name, (checkpoint, text_only, flags) in runs.items():
         kind = PackedLoader if name.startswith("packed") else FakeLoader
-        out[name] = curve(
-            groups, run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, **flags), text_only, kind
-        )
+        run = run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, **flags)
+        out[name] = curve(groups, run, text_only, kind, most_steps)
     torch.distributed.barrier()
     return out

@@ -52,10 +52,11 @@ def curves_and_validation(
     save_dir: str,
     material: dict[str, str] | None,
     runs: Collection[str] | None = None,
+    most_steps: int | None = None,
 ) -> dict[str, Any]:
     """Return the curves of one layout and, under "validation", what `validate` returns if it has `material`."""
     groups = join(tp, pp)
-    found: dict[str, Any] = dict(curves_of(groups, checkpoints, save_dir, runs))
+    found: dict[str, Any] = dict(curves_of(groups, checkpoints, save_dir, runs, most_steps))
     if material is not None:
         found["validation"] = validate(groups, save_dir=save_dir, **material)
     return found

@@ -1,4 +1,4 @@
-"""What a run with adapters saves and loads: adapters, and the model's own parameters that belong to them."""
+"""The state that a run with adapters saves and loads: adapters, and the model's own parameters that belong to them."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class HfParameter:
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """What adapters need to know about a model.
+    """The facts about a model that adapters need.
 
     `entries`: of the mapping table, under transformers' names. `module_names`: all of transformers' model. `unused`:
     parameters of transformers' model that do not change its output, such as those of tower layers after the feature

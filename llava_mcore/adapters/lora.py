@@ -124,7 +124,8 @@ class LinearAdapter:
             a, base = self._dropped_products(x, weight)
         else:
             a = self._low_rank(x, remake, training=training)
-        # What ranks have computed of A x: of divided inputs a part of the sum, of divided tokens those of each.
+        # Each tensor-parallel rank holds a partial sum of A x (row-parallel) or A x of its own tokens (sequence
+        # parallelism).
         a = self._summed(a) if self.division.is_row_parallel else self._whole(a)
         if not (self.dora or self.division.gathers):
             of_blocks = self._by_block([one.lora_B for one in self.factors.values()])

@@ -1,4 +1,4 @@
-"""What vLLM computes of a PEFT adapter that it serves beside its model, and an export that it computes as PEFT does.
+"""The part of a PEFT adapter that vLLM computes beside its model, and an export that it computes as PEFT does.
 
 vLLM multiplies every layer's B A by one number, lora_alpha / r (rsLoRA: / √r) of adapter_config.json; PEFT also reads
 rank_pattern and alpha_pattern.

@@ -1,4 +1,4 @@
-"""What is asked of which model: the arguments of `generate` after they were checked."""
+"""The arguments of `generate` after they were checked: a model, prompts and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every build ends with: the vocabulary, the folder on disk, and reading it back."""
+"""The last steps of every build: the vocabulary, the folder on disk, and reading it back."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A checkpoint is written under another name and renamed when all of it is on disk. Its run.json, which is written last,
 lists every file with its size: a folder that lost files later, because of a full disk or an interrupted copy, is
-detected
-without reading the weights.
+detected without reading the weights.
 """
 
 from __future__ import annotations

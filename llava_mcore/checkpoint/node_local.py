@@ -1,8 +1,7 @@
 """A checkpoint whose tensors are on each node's own disk: every rank writes and reads its own tensors.
 
 The iteration's folder, which all nodes see, holds everything else: run.yaml, the positions in the data, the Hugging
-Face
-files, and local.json, which names every rank's file. It only works with the same layout on the same nodes.
+Face files, and local.json, which names every rank's file. It only works with the same layout on the same nodes.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class SavePlan:
         self.strategy: SaveStrategy | FullyParallelSaveStrategyWrapper = SaveStrategy()
         self._planned: _Structure | None = None
         self._divided: _Structure | None = None
-        """What `strategy` was made for."""
+        """The structure that `strategy` was made for."""
         self._next: _Structure = []
 
     @property

@@ -28,11 +28,11 @@ from llava_mcore.models.architectures.hf_config import load_hf_config
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "auto"}
 WIDTH = 160
-"""Of the table where there is no terminal."""
+"""Width of the table where there is no terminal."""
 
 
 class Report:
-    """What is finished. The file is written again with every part, because the next one may take hours and fail."""
+    """The finished results. The file is written again with every part, because the next one may take hours and fail."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path

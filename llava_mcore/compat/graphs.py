@@ -68,7 +68,7 @@ def destroy_graphs(graphs: Iterable[Callable[..., Tensor]]) -> None:
 
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-"""What a tensor of undefined values is made from."""
+"""Arguments from which a tensor of undefined values is made."""
 
 
 class DropActivations(torch.autograd.graph.saved_tensors_hooks):

@@ -30,7 +30,7 @@ from llava_mcore.models.architectures.registry import architecture_of
 
 @dataclass(frozen=True)
 class PeftFolder:
-    """What decides the contents of a PEFT folder.
+    """The options of a PEFT folder.
 
     `adapter`: its name, None: the trained one. `base_model`: name or folder of the model, None: the folder that was
     imported. `tokenizer_dir`: copy tokenizer and processor from here instead of from the checkpoint. `dtype`: cast to

@@ -33,9 +33,9 @@ from llava_mcore.parallel.batch import longest_media
 from llava_mcore.pixels import NO_SCALE
 
 Videos = Sequence[Sequence[VideoShape | tuple[int, int, int]]]
-"""Of each row: number of frames, their height and width in pixels."""
+"""For each row: number of frames, their height and width in pixels."""
 Audios = Sequence[Sequence[int]]
-"""Of each row: the number of samples of its sounds."""
+"""For each row: the number of samples of its sounds."""
 
 
 def model_inputs(

@@ -64,7 +64,7 @@ def _gather(groups: Groups, x: Tensor) -> Tensor:
 
 
 _TOKENS = ("input_ids", "position_ids")
-"""What of a forward pass's inputs is not media."""
+"""The inputs of a forward pass that are not media."""
 
 
 def given_media(inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ class Scores:
     """exact_match, anls, rouge1, rouge2, rougeL: means, 0 to 1. bleu: 0 to 100, of all answers together. cider: mean,
     0 to 10; absent where it is not defined (see `cider`)."""
     samples: tuple[dict[str, float], ...]
-    """Of each sample, in the order given: all of the above but bleu."""
+    """Metrics of each sample, in the order given: all of the above but bleu."""
 
 
 def score(answered: Sequence[Answered], tokenizer: TokenizerName | None = None) -> Scores:

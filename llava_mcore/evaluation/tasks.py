@@ -1,4 +1,4 @@
-"""What tasks of lm-eval and lmms-eval are asked for, and what they found."""
+"""Requests for tasks of lm-eval and lmms-eval, and their results."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ PIECE = 256
 
 
 class CachedRows:
-    """What the caches of all layers need to know about the sequences.
+    """The state of the sequences, for the caches of all layers.
 
     `prefilled`: the row whose prompt is being read; None while every row gets one token. `lengths`: int64 [r] on the
     device, tokens of each row before this pass. `longest`: the largest of them.

@@ -75,7 +75,7 @@ class Questions:
             raise DataError(f"the part {split} of {path} has no samples")
         wanted = min(total, total if most_samples is None else most_samples)
         self.numbers = [i * total // wanted for i in range(wanted)]
-        """Of the samples."""
+        """Indices of the samples."""
 
     def read(self, numbers: Sequence[int]) -> Iterator[Question | Skip]:
         """Yield the questions of some samples in their order; or why a sample cannot be used.

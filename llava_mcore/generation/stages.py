@@ -36,7 +36,7 @@ class CachedModel:
         is_divided = self.config.sequence_parallel
         self._parts = groups.tp_size if is_divided else 1
         self.num_tokens = math.ceil(rows.num_rows / math.lcm(multiple, self._parts)) * math.lcm(multiple, self._parts)
-        """Of a pass that gives each row its next token, with padding."""
+        """Tokens of a pass that gives each row its next token, with padding."""
         self._angles = [TokenAngles(model.language_model, groups.device) for model in models]
         self._ring = dist.get_process_group_ranks(groups.pipeline_parallel)
 

@@ -98,13 +98,11 @@ class StopSignals:
     """Handles signals of a training process, whatever its main thread is doing.
 
     SIGUSR1 asks it to save and end. torchrun forwards a SIGTERM that it got as SIGUSR1, and sends SIGTERM itself only
-    to
-    the remaining ranks when one has failed. These end within 2.5 seconds, but wait for the SIGUSR1 that follows when
+    to the remaining ranks when one has failed. These end within 2.5 seconds, but wait for the SIGUSR1 that follows when
     every process was sent a SIGTERM. SIGINT interrupts the main thread, and ends the process after the same time.
 
     As a context it suppresses what an interrupted main thread raises: other ranks may end earlier. Before it is
-    entered,
-    SIGINT ends the process at once.
+    entered, SIGINT ends the process at once.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ class VideoShape(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """What a picture or sound takes of a pack. `patches` are counted in `MediaPlan.unit`."""
+    """How much of a pack one picture or sound uses. `patches` are counted in `MediaPlan.unit`."""
 
     tokens: int
     patches: int
@@ -144,7 +144,7 @@ def position_ids(
 
 
 DEFAULT_FPS = 24.0
-"""What transformers takes for frames of which nobody says how many belong to a second."""
+"""Frame rate that transformers assumes when it is unknown."""
 
 
 class MediaPlan(ABC):
@@ -155,9 +155,9 @@ class MediaPlan(ABC):
     audio_token_id: int | None = None
     """The same for a sound."""
     sampling_rate: int = 0
-    """Of sounds: samples per second."""
+    """Samples per second of sounds."""
     unit: ClassVar[str] = "patches of pictures and frames"
-    """What `patches_per_tile` and data.max_media_tokens count, for messages about a sample."""
+    """The unit of `patches_per_tile` and data.max_media_tokens, for messages about a sample."""
     video_token_id: int | None = None
     """The same for a video; None: videos are not supported."""
     timed: ClassVar[bool] = False
@@ -167,7 +167,7 @@ class MediaPlan(ABC):
     any_size: bool
     """Whether the tokens depend on the sizes of the pictures."""
     num_axes: int = 1
-    """Of a position: 1, or 3 for time, height and width."""
+    """Coordinates of a position: 1, or 3 for time, height and width."""
     patches_per_tile: int
     """Patches that the tower computes on per tile. Without tiles (packed patches, sound): of the smallest item."""
     rows_per_tile: int = 1
@@ -175,7 +175,7 @@ class MediaPlan(ABC):
     tokens_per_tile: int
     """Tokens, in the same sense. If the number varies, rarely fewer. Determines the size of pixel buffers."""
     around_media: AroundMedia = NOTHING_AROUND
-    """What is rewritten in the text; the tokens of a picture are only what replaces its placeholder."""
+    """Changes to the text around pictures; the tokens of a picture are only those that replace its placeholder."""
 
     def pixels(
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
@@ -235,12 +235,12 @@ class MediaPlan(ABC):
 
     @property
     def smallest(self) -> Extent:
-        """What every picture takes at least; without pictures, every sound."""
+        """The least that a picture uses; without pictures, a sound."""
         return Extent(self.tokens_per_tile, self.patches_per_tile)
 
     @property
     def largest(self) -> Extent | None:
-        """What a picture (or sound) takes at most; None: the range of the image processor's areas decides."""
+        """The most that a picture (or sound) uses; None: the range of the image processor's areas decides."""
         return None
 
     @property

@@ -32,7 +32,7 @@ from llava_mcore.models.vision.geometry import patch_side
 from llava_mcore.models.vision.qwen import Grid, QwenTower
 
 IMAGE, VIDEO = 1, 2
-"""Of transformers' mm_token_type_ids, in which text is 0."""
+"""Values of transformers' mm_token_type_ids, in which text is 0."""
 NUM_KNOWN = 512
 """Grids of which tokens are kept: pictures of a dataset often have the same size."""
 

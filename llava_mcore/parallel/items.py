@@ -26,11 +26,11 @@ MediaLengths = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Items:
-    """What belongs to each item of a micro-batch, in the order of the items.
+    """The parts of a micro-batch that belong to each item, in the order of the items.
 
-    `costs`: what ranks get about the same of: patches, or hidden frames of sound. `num_features`: rows of the tower's
-    output. `rows`: rows of the fields that are divided; the others are whole on every rank. `numbering`: those of them
-    whose values count their own rows from 0.
+    `costs`: work of each item, of which ranks get about the same: patches, or hidden frames of sound. `num_features`:
+    rows of the tower's output. `rows`: rows of the fields that are divided; the others are whole on every rank.
+    `numbering`: those of them whose values count their own rows from 0.
     """
 
     costs: Sequence[int]

@@ -1,4 +1,4 @@
-"""What the host learns of the device's work without stopping it."""
+"""Progress and results of the device's work, which the host reads without stopping it."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def _broadcast(
 
 
 def _pinned(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host for whose copy to the device the host need not wait. The loader's are pinned, those
+    """Pin a tensor of the host so that its copy to the device is asynchronous. The loader's are pinned, those
     that are built of them are not."""
     return x.pin_memory() if device.type == "cuda" and not x.is_pinned() else x
 

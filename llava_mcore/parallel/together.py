@@ -1,4 +1,4 @@
-"""What all ranks do, or one of them for all: when it fails on any, every rank raises the same error."""
+"""Actions of all ranks, or of one for all: if it fails on any, every rank raises the same error."""
 
 from __future__ import annotations
 

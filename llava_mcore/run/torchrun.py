@@ -29,8 +29,7 @@ _SECONDS_TO_END = 3
 """Seconds until a rank is killed after another one has failed; its own limit is slightly shorter."""
 _OTHER_LIMITS = {STOPPED_EARLY: 30, HUNG: 1}
 """The same after these exit codes: when a run stops early, ranks may still be closing their logs; when one hangs, they
-have
-already timed out."""
+have already timed out."""
 
 
 class Failure(Protocol):

@@ -26,7 +26,7 @@ QUESTIONS = "questions.jsonl"
 MOST_EXAMPLES = 8
 SECONDS_TO_CONNECT, SECONDS_TO_ANSWER = 5, 600
 MOST_BYTES = 20 << 20
-"""Of a picture: as base64 it has a third more, and a request may have 32 MiB (`serve --max-request-bytes`)."""
+"""Largest picture: as base64 it has a third more, and a request may have 32 MiB (`serve --max-request-bytes`)."""
 NOTICE = "⚠️ The server"
 """Begins what the page says when an answer failed."""
 INTERRUPTED = 130

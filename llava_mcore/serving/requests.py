@@ -52,7 +52,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What requests are checked against.
+    """The model that requests are checked against.
 
     `name`: of the model. `most_tokens`: of a prompt and its answer together, the model's number of positions.
     `special_in`: returns the special tokens in a text; transformers would read them as control tokens and placeholders

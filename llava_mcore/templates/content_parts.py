@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>", "audio": "".join(SOUND_TOKENS)}
-"""Of the types of parts besides text."""
+"""Placeholder of each type of part besides text."""
 _NAMES = {"image": "a picture", "video": "a video", "audio": "a sound"}
 _TEXT = "What does 7f3a show?"
 _ANSWER = "A 9c1e."

@@ -39,7 +39,7 @@ class Counts:
     num_tiles: int = 0
     """Pictures of the vision tower's size, of towers that take those."""
     num_patches: int = 0
-    """Of pictures of any size, of towers that take those."""
+    """Patches of pictures of any size, of towers that take those."""
     num_patch_pairs: int = 0
     """Pairs of patches in attention to whole pictures."""
     num_window_pairs: int = 0
@@ -49,7 +49,7 @@ class Counts:
 
     @property
     def media(self) -> MediaWork:
-        """What the vision tower computes on."""
+        """The work of the vision tower."""
         pairs = (self.num_patch_pairs, self.num_window_pairs)
         return MediaWork(self.num_tiles, self.num_patches, *pairs, self.num_patch_sequences)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself beside its tensors: the run, Hugging Face's files, its adapters."""
+"""Writes a checkpoint's metadata: run.yaml, Hugging Face's files, the record of its adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llava_mcore.training.setup import Trainer
 
 
 def write_description(trainer: Trainer, checkpoint: Path, hf_source: Path) -> dict[str, str]:
-    """Write it and return the checksums of the Hugging Face files, by path relative to the checkpoint.
+    """Write the metadata and return the checksums of the Hugging Face files, by path relative to the checkpoint.
 
     Args:
         hf_source: folder of these files.

@@ -28,7 +28,7 @@ class Loader(Protocol):
 
 @dataclass(frozen=True)
 class ReadStep:
-    """What a rank has read for one step. The micro-batches themselves would take host memory until the step's loss is
+    """Keys of the samples that a rank has read for one step. Micro-batches would take host memory until the loss is
     known; they are read again when that is not finite.
 
     sample_keys: of each micro-batch. before: the loader's state before them.
@@ -88,7 +88,7 @@ def fetch_step(
     fields: Fields,
     flags: Sequence[bool] = (),
 ) -> Fetched:
-    """Read one step's micro-batches; a collective call, the only one of all hosts in a step after which nothing is due.
+    """Read one step's micro-batches; collective. In a step without validation or save, the only host-side one.
 
     Args:
         flags: what else the ranks have to agree on; as many on every rank.

@@ -1,4 +1,4 @@
-"""What Idefics2, Idefics3 and SmolVLM have in common: their tower is a SigLIP without pooling head."""
+"""The common part of Idefics2, Idefics3 and SmolVLM: their tower is a SigLIP without pooling head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `evaluate` finds out before it loads a model: a wrong path would otherwise end a run of hours."""
+"""Checks of `evaluate` before it loads a model: a wrong path would otherwise end a run of hours."""
 
 from __future__ import annotations
 

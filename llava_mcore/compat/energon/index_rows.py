@@ -1,4 +1,4 @@
-"""What megatron-energon 7.4.1 writes into the index of a dataset."""
+"""The rows that megatron-energon 7.4.1 writes into the index of a dataset."""
 
 from __future__ import annotations
 

@@ -51,11 +51,11 @@ class Finding:
     num_tokens: int = 0
     """Media included; 0 if it could not be tokenized."""
     num_patches: int = 0
-    """Of its pictures, frames and sounds (`MediaPlan.unit`)."""
+    """Patches of its pictures, frames and sounds (`MediaPlan.unit`)."""
     num_trained: int = 0
     num_images: int = 0
     num_frames: tuple[int, ...] = ()
-    """Of each video."""
+    """Frames of each video."""
     num_sounds: int = 0
     num_without_fps: int = 0
     """Videos whose fps is assumed; 0 if the model's tokens and positions do not depend on it."""

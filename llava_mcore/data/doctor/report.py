@@ -23,7 +23,7 @@ class Report:
     seq_length: int
     max_media_tokens: int | None
     unit: str
-    """What that counts (`MediaPlan.unit`)."""
+    """The unit of `max_media_tokens` (`MediaPlan.unit`)."""
     packing_buffer_size: int
     max_skip_rate: float
     full: bool

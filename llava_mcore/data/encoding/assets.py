@@ -63,7 +63,7 @@ class Assets:
     """Language of the prompts for data without questions (data.prompts)."""
     limits: Limits = LIMITS
     pixels: PixelRange = field(default_factory=PixelRange)
-    """What pictures are resized to; empty for classes that do not resize to a range of areas."""
+    """The range of areas that pictures are resized to; empty for classes that do not resize to one."""
     video_pixels: PixelRange = field(default_factory=PixelRange)
     """The same for frames of videos; empty too if there is no video processor."""
     refused: Mapping[str, str] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
 
 TYPES = {IMAGE_MARK: "image", VIDEO_MARK: "video", AUDIO_MARK: "audio"}
-"""Of typed parts, as Hugging Face's chat templates call them."""
+"""Types of content parts, as Hugging Face's chat templates call them."""
 NAMES = {IMAGE_MARK: "picture", VIDEO_MARK: "video", AUDIO_MARK: "sound"}
 """For messages."""
 LITERAL_REASON = "the model takes no such media"

@@ -23,13 +23,13 @@ OF_VIDEOS, VIDEO_SECTION = "video_preprocessor_config.json", "video_processor"
 
 @dataclass(frozen=True, slots=True)
 class Ranged:
-    """What is resized to a range: its flags, its processor, and where a folder has that processor's settings."""
+    """Pictures or frames, resized to a range: their flags, their processor, and where a folder has its settings."""
 
     name: str
     flags: tuple[str, str]
     processor: str
     section: str
-    """Of `NESTED`."""
+    """Section of `NESTED`."""
     file: str
 
     def given(self, pixels: PixelRange) -> str:

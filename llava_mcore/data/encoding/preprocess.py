@@ -35,7 +35,7 @@ class MediaPreprocessor(Protocol):
     """Encoded media -> rows of PIXEL_VALUES."""
 
     pixel_scale: Tensor
-    """What normalizes the rows on the device (see `pixels.normalize`); empty if they are normalized."""
+    """Normalizes the rows on the device (see `pixels.normalize`); empty if they are normalized."""
 
     @property
     def num_bytes(self) -> int:

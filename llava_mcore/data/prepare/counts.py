@@ -68,7 +68,7 @@ class Counts:
     """Videos that do not say how many frames belong to a second."""
     sounds: int = 0
     sound_seconds: int = 0
-    """Of all sounds, each rounded to a whole number."""
+    """Seconds of all sounds, each rounded to a whole number."""
     bytes: int = 0
     """Size of the shards in bytes."""
     tokens: Histogram = field(default_factory=Histogram)

@@ -68,7 +68,7 @@ class Result:
     own_text_warning: str | None = None
     """`ChatText.own_text_warning`"""
     notes: tuple[str, ...] = ()
-    """What of the source is not read."""
+    """Parts of the source that are not read."""
 
 
 def prepare(

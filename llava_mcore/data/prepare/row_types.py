@@ -167,7 +167,7 @@ class Conversation:
     sounds: tuple[Recording, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    """What the summary counts: `FILLED`, `THOUGHTLESS`."""
+    """Remarks that the summary counts: `FILLED`, `THOUGHTLESS`."""
 
 
 FILLED = "filled"

@@ -94,7 +94,7 @@ class Plan:
     request: dict[str, Any]
     """Everything that the shards depend on, as plain containers, for comparison with an existing folder."""
     notes: tuple[str, ...] = ()
-    """What of the source is not read."""
+    """Parts of the source that are not read."""
 
 
 def make_plan(source: Source, options: Options, on_file: Callable[[str], None] = lambda name: None) -> Plan:

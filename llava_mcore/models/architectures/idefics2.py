@@ -36,7 +36,7 @@ _STYLE = HfNames("model.vision_model.", "model.connector.", "model.text_model.",
 _DEFAULT_SEQ_LEN = 64
 """The processor's image_seq_len."""
 _NUM_PARTS = 5
-"""Of a picture that is split: its quarters and the whole."""
+"""Parts of a picture that is split: its quarters and the whole."""
 _FAKE = "<fake_token_around_image>"
 """The processor's name of what surrounds a picture, unless the tokenizer has one."""
 
@@ -64,7 +64,7 @@ class Idefics2(Architecture):
         return _Pictures(hf, processing)
 
     def pixel_shape(self, hf: PretrainedConfig) -> tuple[int, ...]:
-        """Return the numbers of a patch."""
+        """Return the number of values in a flattened patch, as a shape."""
         return (vision_family(hf.vision_config).patch_numbers(hf.vision_config),)
 
     def connector_products(self, hf: PretrainedConfig, work: MediaWork) -> list[int]:

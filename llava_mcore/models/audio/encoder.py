@@ -37,7 +37,7 @@ from llava_mcore.parallel.items import Items, MediaLengths
 
 @dataclass(frozen=True)
 class AudioShape:
-    """What TransformerConfig has no field for. `names`, `layers_name`: Hugging Face's."""
+    """Sizes that TransformerConfig has no field for. `names`, `layers_name`: Hugging Face's."""
 
     num_mel_bins: int
     num_positions: int

@@ -164,7 +164,7 @@ class Perceiver(Connector):
 
 @dataclass(frozen=True)
 class Reading:
-    """What the latents read: the features of the first picture, its latents, those of the second, …
+    """The order in which the latents read: the features of the first picture, its latents, those of the second, …
 
     `order`: int64 [n + p * l], indices into all features followed by all latents. `lengths`: where pictures begin,
     among latents and in what they read.

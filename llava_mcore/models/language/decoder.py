@@ -89,7 +89,7 @@ def with_plain_linears(spec: ModuleSpec) -> ModuleSpec:
 
 
 def _with_own_classes(spec: ModuleSpec, shape: DecoderShape) -> ModuleSpec:
-    """Exchange the attention's class, and the layer's where features come in later."""
+    """Use our attention class, and `DeepstackLayer` if vision features are also added in later layers."""
     if shape.local_rope is None:
         spec.submodules.self_attention.module = TokenRopeSelfAttention
     if shape.deepstack:

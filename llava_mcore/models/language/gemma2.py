@@ -1,8 +1,7 @@
 """Gemma 2: norms also after attention and MLP, GeGLU, scaled embeddings, capped scores, windows in every other layer.
 
 LLaVA in transformers computes logits without Gemma's final_logit_softcapping, which belongs to Gemma2ForCausalLM; so
-does
-this model.
+does this model.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ from llava_mcore.parallel.items import Items, MediaLengths
 
 @dataclass(frozen=True)
 class PatchShape:
-    """What the families differ in, beside TransformerConfig.
+    """The differences between the families, beside TransformerConfig.
 
     `patch_numbers`: f. `merged`: m, which are next to each other. `inv_freq`: float32 [head size / 4], of rows and of
     columns; None: nothing is rotated. `num_positions`: rows of the table of position embeddings; 0: there is none.

@@ -24,7 +24,7 @@ from llava_mcore.training.validation import without_side_effects
 
 
 class AnswerData(NamedTuple):
-    """What a rank that loads data needs to ask questions."""
+    """Assets and questions, on a rank that loads data."""
 
     assets: Assets
     questions: Questions

@@ -1,4 +1,4 @@
-"""What a round of answers found."""
+"""The result of a round of answers."""
 
 from __future__ import annotations
 

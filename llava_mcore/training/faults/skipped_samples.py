@@ -21,8 +21,7 @@ SHOWN = 10
 @dataclass
 class SkipBudget:
     """The share of samples that a run may skip. The totals are over all ranks; `last` holds this rank's latest skips,
-    without
-    duplicates from later epochs."""
+    without duplicates from later epochs."""
 
     max_rate: float
     last: deque[str] = field(default_factory=lambda: deque(maxlen=SHOWN))

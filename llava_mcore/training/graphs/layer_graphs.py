@@ -61,7 +61,7 @@ class LayerGraphs:
         self._without: set[tuple[int, ...]] = set()
         """Shapes that have no graphs and get none."""
         self._pass: tuple[PackedSeqParams, tuple[Tensor, ...]] | None = None
-        """What all segments take in the current pass, after the hidden states."""
+        """Arguments of all segments in the current pass, after the hidden states."""
         self._pool = new_pool()
         for number, segment in enumerate(self._segments):
             for layer in segment.layers:

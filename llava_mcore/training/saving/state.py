@@ -1,4 +1,4 @@
-"""What a run saves and resumes: weights, optimizer, schedule, random state, position in the data, counters."""
+"""The state of a run for saving and resuming: weights, optimizer, schedule, random state, data position, counters."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ CONTAINERS = "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,gif"
 """FFmpeg's names of the formats that are read (mov: mp4 too; matroska: webm too). Playlists are not among them: they
 name other files, or addresses, which FFmpeg would open."""
 QUALITY = 95
-"""Of the JPEGs."""
+"""Quality of the JPEGs."""
 NO_PYAV = 'video files are read by PyAV: pip install "llava-mcore[video]", or list the frames of each video as pictures'
 
 

@@ -23,7 +23,7 @@ class Scan:
     fingerprint: str
     """Changes if the file's rows change."""
     notes: tuple[str, ...] = ()
-    """What of it is not read."""
+    """Parts of the file that are not read."""
 
 
 class SourceFile(Protocol):

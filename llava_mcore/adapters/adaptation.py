@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from llava_mcore.adapters.adapter_record import Base, holds_adapters, read_base, read_plans
 from llava_mcore.adapters.linear_layers import ModelLayers, model_layers
 from llava_mcore.adapters.peft_config import plan_of_folder
-from llava_mcore.adapters.targets import LoraPlan, own_parameters, plan_from_config, trained_parameters
+from llava_mcore.adapters.targets import LoraSettings, own_parameters, plan_from_config, trained_parameters
 from llava_mcore.checkpoint.layout import RUN_FILE, latest_checkpoint
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.sections.adapter import AdapterConfig
@@ -19,7 +19,7 @@ from llava_mcore.errors import ConfigError, problems
 
 
 @dataclass(frozen=True)
-class Adaptation:
+class AdapterSetup:
     """A run's adapters.
 
     `plans`: the trained one first. `folders`: PEFT folders that adapters begin with, by name. `trained`: for every
@@ -27,7 +27,7 @@ class Adaptation:
     `checkpoint`: holds the adapters' weights, if they come from one.
     """
 
-    plans: tuple[LoraPlan, ...]
+    plans: tuple[LoraSettings, ...]
     layers: ModelLayers
     base: Base
     trained: Mapping[str, bool]
@@ -52,9 +52,9 @@ class Adaptation:
         return sum(r * found[x].width for plan in self.plans for x, r in plan.ranks.items() if found[x].part == part)
 
 
-def adaptation_of(
+def adapter_setup_of(
     adapter: AdapterConfig, hf: PretrainedConfig, checkpoint: Path | None, load: Path | None
-) -> Adaptation | None:
+) -> AdapterSetup | None:
     """Return a run's adapters, or None if it trains without.
 
     Args:
@@ -90,10 +90,14 @@ def adaptation_of(
 
 
 def _adaptation(
-    plans: tuple[LoraPlan, ...], layers: ModelLayers, base: Base, folders: Mapping[str, Path], checkpoint: Path | None
-) -> Adaptation:
+    plans: tuple[LoraSettings, ...],
+    layers: ModelLayers,
+    base: Base,
+    folders: Mapping[str, Path],
+    checkpoint: Path | None,
+) -> AdapterSetup:
     trained = trained_parameters(plans[0], layers)
-    return Adaptation(plans, layers, base, trained, own_parameters(plans, layers), folders, checkpoint)
+    return AdapterSetup(plans, layers, base, trained, own_parameters(plans, layers), folders, checkpoint)
 
 
 def _check_settings(adapter: AdapterConfig, checkpoint: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.adapters.linear_layers import ModelLayers
-from llava_mcore.adapters.targets import LoraPlan
+from llava_mcore.adapters.targets import LoraSettings
 from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.identity import is_of_import, weights_identity
 from llava_mcore.checkpoint.layout import is_iteration, iteration_folder, newest_iteration
@@ -96,7 +96,7 @@ def check_base_dir(checkpoint: Path, base_dir: Path | None) -> None:
         raise ConfigError(f"{checkpoint} holds a whole model: --base-dir has no effect, omit it")
 
 
-def write_record(checkpoint: Path, base: Base, plans: Sequence[LoraPlan], layers: ModelLayers) -> None:
+def write_record(checkpoint: Path, base: Base, plans: Sequence[LoraSettings], layers: ModelLayers) -> None:
     """Write adapters.json."""
     content = {
         "format": _FORMAT,
@@ -106,7 +106,7 @@ def write_record(checkpoint: Path, base: Base, plans: Sequence[LoraPlan], layers
     (checkpoint / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _plan_record(plan: LoraPlan, layers: ModelLayers) -> dict[str, Any]:
+def _plan_record(plan: LoraSettings, layers: ModelLayers) -> dict[str, Any]:
     members = layers.members
     return {
         "name": plan.name,
@@ -132,13 +132,13 @@ def read_base(checkpoint: Path) -> Base:
         raise _damaged(checkpoint, error) from error
 
 
-def read_plans(checkpoint: Path, layers: ModelLayers) -> tuple[LoraPlan, ...]:
+def read_plans(checkpoint: Path, layers: ModelLayers) -> tuple[LoraSettings, ...]:
     """Return a checkpoint's adapters. CheckpointError if adapters.json is damaged, or of another model."""
     content = _read(checkpoint)
     by_key = {f"{x.part}/{x.key}": name for name, x in layers.members.items()}
     try:
         return tuple(
-            LoraPlan(
+            LoraSettings(
                 name=str(x["name"]),
                 ranks={by_key[key]: int(rank) for key, (rank, _) in x["layers"].items()},
                 alphas={by_key[key]: float(alpha) for key, (_, alpha) in x["layers"].items()},

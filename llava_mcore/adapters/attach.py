@@ -13,10 +13,10 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
 from llava_mcore.adapters.factors import new_factors, part_adapters
-from llava_mcore.adapters.linear_layers import WEIGHT, Linear, ModelLayers
+from llava_mcore.adapters.linear_layers import WEIGHT, MegatronLinear, ModelLayers
 from llava_mcore.adapters.lora import Division, Factors, LinearAdapter
 from llava_mcore.adapters.products import SharedMatrices
-from llava_mcore.adapters.targets import LoraPlan
+from llava_mcore.adapters.targets import LoraSettings
 from llava_mcore.compat.frozen_linears import FrozenProduct, is_in_fp8
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.language.layers import NormedRowParallelLinear
@@ -28,7 +28,7 @@ _ATTACHED = "attached_adapters"
 
 def attach_adapters(
     model: VisionLanguageModel,
-    plans: Sequence[LoraPlan],
+    plans: Sequence[LoraSettings],
     layers: ModelLayers,
     *,
     tp_size: int,
@@ -71,7 +71,7 @@ def _matrix(module: Any) -> Tensor:
     return weight.dequantize() if is_in_fp8(module) else weight
 
 
-def _division(model: VisionLanguageModel, module: Any, linear: Linear, tp_size: int, tp_rank: int) -> Division:
+def _division(model: VisionLanguageModel, module: Any, linear: MegatronLinear, tp_size: int, tp_rank: int) -> Division:
     if model.has_whole(linear.name):
         return Division(1, 0, linear.is_row_parallel, sequence_parallel=False, own_tokens=True)
     gathers = isinstance(module, ColumnParallelLinear) and module.gather_output and tp_size > 1
@@ -81,8 +81,8 @@ def _division(model: VisionLanguageModel, module: Any, linear: Linear, tp_size: 
 def _new_adapter(
     model: VisionLanguageModel,
     module: Any,
-    plan: LoraPlan,
-    linear: Linear,
+    plan: LoraSettings,
+    linear: MegatronLinear,
     division: Division,
     seed: int,
     memory: SharedMatrices,

@@ -28,9 +28,9 @@ from megatron.core import tensor_parallel
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from llava_mcore.adapters.linear_layers import Linear
+from llava_mcore.adapters.linear_layers import MegatronLinear
 from llava_mcore.adapters.products import AddUp, BaseRows, BlockMatrix, Down, SharedMatrices, block_matrix
-from llava_mcore.adapters.targets import LoraPlan
+from llava_mcore.adapters.targets import LoraSettings
 
 
 class Factors(nn.Module):
@@ -68,8 +68,8 @@ class LinearAdapter:
 
     def __init__(
         self,
-        plan: LoraPlan,
-        linear: Linear,
+        plan: LoraSettings,
+        linear: MegatronLinear,
         division: Division,
         factors: Mapping[int, Factors],
         rows: Sequence[int],
@@ -78,7 +78,7 @@ class LinearAdapter:
         """
         Args:
             factors: by the number of the member in `linear`, for those that have an adapter.
-            rows: of every block of the layer (see `Linear.blocks`).
+            rows: of every block of the layer (see `MegatronLinear.blocks`).
             memory: for matrices of all B, shared by all layers of a model.
         """
         self.linear, self.division, self.dora, self.dropout, self.rows = linear, division, plan.dora, plan.dropout, rows

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from llava_mcore.adapters.linear_layers import ModelLayers
 from llava_mcore.adapters.peft_tensors import LORA_A, WEIGHTS, misfits, names_in_folder, open_weights
-from llava_mcore.adapters.targets import LoraPlan
+from llava_mcore.adapters.targets import LoraSettings
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.json_files import read_object
 
@@ -35,7 +35,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which PEFT leaves the model's own weights as they are."""
 
 
-def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: bool) -> LoraPlan:
+def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: bool) -> LoraSettings:
     """Return the adapter of a PEFT folder. Its tensors say which layers it has, and of which ranks.
 
     Raises:
@@ -82,10 +82,10 @@ def _cannot_adapt(name: str, layers: ModelLayers) -> str:
 
 def _plan(
     config: Mapping[str, Any], name: str, ranks: Mapping[str, int], layers: ModelLayers, *, is_trained: bool
-) -> LoraPlan:
+) -> LoraSettings:
     default, patterns = config.get("lora_alpha", 8), _literal(config.get("alpha_pattern") or {})
     modules = tuple(_modules_to_save(config.get("modules_to_save") or (), layers))
-    return LoraPlan(
+    return LoraSettings(
         name=name,
         ranks={module: ranks[module] for module in layers.members if module in ranks},
         alphas={module: float(_by_pattern(patterns, module, default)) for module in ranks},
@@ -136,7 +136,7 @@ def _modules_to_save(names: Iterable[str], layers: ModelLayers) -> list[str]:
 
 
 def write_config(
-    folder: Path, plan: LoraPlan, layers: ModelLayers, base: str | None, model_class: type[PreTrainedModel]
+    folder: Path, plan: LoraSettings, layers: ModelLayers, base: str | None, model_class: type[PreTrainedModel]
 ) -> None:
     """Write adapter_config.json.
 
@@ -149,7 +149,7 @@ def write_config(
 
 
 def peft_config(
-    plan: LoraPlan, layers: ModelLayers, base: str | None, model_class: type[PreTrainedModel]
+    plan: LoraSettings, layers: ModelLayers, base: str | None, model_class: type[PreTrainedModel]
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json."""
     rank, alpha = _most_common(plan.ranks.values()), _most_common(plan.alphas.values())
@@ -175,7 +175,7 @@ def peft_config(
     }
 
 
-def target_modules(plan: LoraPlan, layers: ModelLayers) -> list[str]:
+def target_modules(plan: LoraSettings, layers: ModelLayers) -> list[str]:
     """Return names by which PEFT finds exactly the adapted layers: their last parts, if no other module has these."""
     ends = sorted({name.rpartition(".")[2] for name in plan.ranks})
     matched = {name for name in layers.module_names if name.rpartition(".")[2] in ends}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llava_mcore.adapters.linear_layers import WEIGHT, ModelLayers
-from llava_mcore.adapters.targets import LoraPlan, trained_parameters
+from llava_mcore.adapters.targets import LoraSettings, trained_parameters
 from llava_mcore.errors import ConversionError
 from llava_mcore.files.hf_folder import HfFolder, TensorInfo
 
@@ -81,7 +81,7 @@ def aliases(layers: ModelLayers) -> dict[str, str]:
     return named | {name: name for name in members}
 
 
-def expected_tensors(plan: LoraPlan, layers: ModelLayers) -> dict[str, tuple[int, ...]]:
+def expected_tensors(plan: LoraSettings, layers: ModelLayers) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that an adapter has, by its name in transformers' model."""
     trained, members = trained_parameters(plan, layers), layers.members
     found = {x.name: x.shape for x in layers.parameters if trained[x.megatron]}
@@ -93,7 +93,7 @@ def expected_tensors(plan: LoraPlan, layers: ModelLayers) -> dict[str, tuple[int
     return found
 
 
-def misfits(found: Mapping[str, tuple[int, ...]], plan: LoraPlan, layers: ModelLayers) -> list[str]:
+def misfits(found: Mapping[str, tuple[int, ...]], plan: LoraSettings, layers: ModelLayers) -> list[str]:
     """Return every tensor that is missing, has another shape, or has no counterpart here.
 
     Args:

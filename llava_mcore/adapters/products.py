@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llava_mcore.mapping.layouts import Layout
+from llava_mcore.mapping.layouts import TensorTransform
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class BlockMatrix:
 
 
 def block_matrix(
-    layout: Layout,
+    layout: TensorTransform,
     rows: Sequence[int],
     columns: Sequence[tuple[int, int] | None],
     factors: Sequence[float],

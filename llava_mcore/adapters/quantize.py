@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llava_mcore.adapters.attach import linear_modules
-from llava_mcore.adapters.linear_layers import Linear, ModelLayers
+from llava_mcore.adapters.linear_layers import MegatronLinear, ModelLayers
 from llava_mcore.adapters.quantized import QUANTIZERS, Quantized
 from llava_mcore.compat.frozen_linears import freeze_with, keep_in_fp8
 from llava_mcore.errors import ConfigError
@@ -60,7 +60,7 @@ def multiply_in_fp8(models: Sequence[VisionLanguageModel], layers: ModelLayers) 
     logger.info("fp8: %s weights of this rank's %d layers have no 16-bit copy", f"{weights:,}", len(found))
 
 
-def frozen_linears(model: VisionLanguageModel, layers: ModelLayers) -> Iterator[tuple[Linear, Any]]:
+def frozen_linears(model: VisionLanguageModel, layers: ModelLayers) -> Iterator[tuple[MegatronLinear, Any]]:
     """Yield the linear layers of PART that are not trained."""
     modules = linear_modules(model)
     for linear in layers.linears:

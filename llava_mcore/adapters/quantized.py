@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llava_mcore.adapters.linear_layers import Linear
+from llava_mcore.adapters.linear_layers import MegatronLinear
 from llava_mcore.errors import ConfigError
 
 NF4_BLOCK, SCALE_BLOCK, FP8_BLOCK = 64, 256, 128
@@ -78,7 +78,7 @@ class Nf4:
         )
 
 
-def to_nf4(weight: Tensor, linear: Linear, tp_size: int, tp_rank: int, gather: Gather) -> Nf4:
+def to_nf4(weight: Tensor, linear: MegatronLinear, tp_size: int, tp_rank: int, gather: Gather) -> Nf4:
     """Quantize a rank's part of a layer; a collective call.
 
     Raises:
@@ -118,14 +118,16 @@ def to_nf4(weight: Tensor, linear: Linear, tp_size: int, tp_rank: int, gather: G
     )
 
 
-def _whole(own: list[Tensor], linear: Linear, gather: Gather) -> Tensor:
+def _whole(own: list[Tensor], linear: MegatronLinear, gather: Gather) -> Tensor:
     """Return the scales of a whole Hugging Face matrix, of a rank's parts of its blocks of rows."""
     if linear.is_row_parallel:
         return torch.cat(gather(own[0]), dim=1)
     return torch.cat([x for block in own for x in gather(block)])
 
 
-def _own_rows(own: list[Tensor], whole: Tensor, linear: Linear, tp_size: int, tp_rank: int) -> list[tuple[Tensor, int]]:
+def _own_rows(
+    own: list[Tensor], whole: Tensor, linear: MegatronLinear, tp_size: int, tp_rank: int
+) -> list[tuple[Tensor, int]]:
     """Return which rows of the whole matrix a rank's blocks are, and the first column."""
     if linear.is_row_parallel:
         return [(torch.arange(len(whole), device=whole.device), tp_rank * own[0].shape[1])]
@@ -158,7 +160,7 @@ class Fp8:
         return (blocks * self.scales[..., None].to(self.dtype)).flatten(1)
 
 
-def to_fp8(weight: Tensor, linear: Linear, tp_size: int, tp_rank: int, gather: Gather) -> Fp8:
+def to_fp8(weight: Tensor, linear: MegatronLinear, tp_size: int, tp_rank: int, gather: Gather) -> Fp8:
     """Quantize a rank's part of a layer.
 
     Raises:
@@ -185,7 +187,7 @@ def _fp8_scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return scales.to(dtype).float()
 
 
-def check_block(weight: Tensor, linear: Linear, block: int, tp_size: int) -> None:
+def check_block(weight: Tensor, linear: MegatronLinear, block: int, tp_size: int) -> None:
     """Raise ConfigError unless a rank's part of every row holds whole blocks."""
     if weight.shape[1] % block:
         name = linear.members[0].name

@@ -17,7 +17,7 @@ _SHOWN = 16  # maximum number of names in a message
 
 
 @dataclass(frozen=True)
-class LoraPlan:
+class LoraSettings:
     """One adapter. Names are those of modules in transformers' model.
 
     `ranks`: of every layer that it adapts; `alphas` likewise. `biases`, `modules_to_save`: what of the model itself is
@@ -40,7 +40,7 @@ class LoraPlan:
         return self.alphas[module] / (math.sqrt(rank) if self.rslora else rank)
 
 
-def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraPlan:
+def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraSettings:
     """Return the adapter that the configuration asks for.
 
     Raises:
@@ -65,7 +65,7 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraPlan:
             found.append(f"{_RANKS[part]} {rank}: --lora-targets {','.join(adapter.targets)} has no layer in that part")
     if found:
         raise ConfigError(problems("this model cannot get such an adapter", found))
-    return LoraPlan(
+    return LoraSettings(
         name=adapter.name,
         ranks={name: chosen[name] for name in layers.members if name in chosen},
         alphas=dict.fromkeys(chosen, float(adapter.alpha)),
@@ -77,7 +77,7 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraPlan:
     )
 
 
-def own_parameters(plans: Iterable[LoraPlan], layers: ModelLayers) -> frozenset[str]:
+def own_parameters(plans: Iterable[LoraSettings], layers: ModelLayers) -> frozenset[str]:
     """Return the parameters of the model itself, by their Megatron names, that adapters have values of their own for.
 
     Raises:
@@ -96,7 +96,7 @@ def own_parameters(plans: Iterable[LoraPlan], layers: ModelLayers) -> frozenset[
     return frozenset(owners)
 
 
-def trained_parameters(plan: LoraPlan, layers: ModelLayers) -> dict[str, bool]:
+def trained_parameters(plan: LoraSettings, layers: ModelLayers) -> dict[str, bool]:
     """Return for every parameter of the model itself, by its Megatron name, whether it is trained with the adapter.
 
     Raises:
@@ -118,7 +118,7 @@ def trained_parameters(plan: LoraPlan, layers: ModelLayers) -> dict[str, bool]:
     return trained
 
 
-def _is_trained(name: str, plan: LoraPlan) -> bool:
+def _is_trained(name: str, plan: LoraSettings) -> bool:
     module = name.rpartition(".")[0]
     if _inside(module, plan.modules_to_save):
         return True

@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llava_mcore.adapters.targets import LoraPlan
+from llava_mcore.adapters.targets import LoraSettings
 
 _EQUAL = 1e-9  # relative difference of two scales that count as one
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank."""
 
 
-def with_one_scale(plan: LoraPlan, *, may_change_b: bool) -> tuple[LoraPlan, dict[str, float]]:
+def with_one_scale(plan: LoraSettings, *, may_change_b: bool) -> tuple[LoraSettings, dict[str, float]]:
     """Return the plan with alphas that give all layers one scale, and the factors of their B that make up for it.
 
     Factors are powers of two, which change no bit of B but the exponent. Where others would be needed, or B may not

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 from transformers.video_utils import VideoMetadata
 
-from llava_mcore.answering.job import Dtype, Reading
+from llava_mcore.answering.job import Dtype, ReadOptions
 from llava_mcore.compat.transformers import exact_attention
 from llava_mcore.convert.jobs import DTYPES
 from llava_mcore.data.encoding.assets import Assets
@@ -45,7 +45,7 @@ from llava_mcore.models.whole_folder import open_whole_folder
 
 Quantization = Literal["4bit", "8bit"]
 NO_BITSANDBYTES = "needs the packages bitsandbytes and accelerate: pip install 'llava-mcore[qlora]' accelerate"
-READING = Reading()
+READING = ReadOptions()
 IMAGE, VIDEO = 1, 2
 """Values in transformers' mm_token_type_ids, in which text is 0."""
 
@@ -63,7 +63,7 @@ class HfModel:
     def load(
         cls,
         hf_dir: Path,
-        reading: Reading = READING,
+        reading: ReadOptions = READING,
         *,
         dtype: Dtype | None = None,
         quantization: Quantization | None = None,

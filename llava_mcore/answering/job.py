@@ -34,7 +34,7 @@ class StoredModel:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How conversations are read.
 
     `chat_template`: instead of the folder's. `pixels`: range of the areas of resized pictures, as of `load_assets`.
@@ -74,7 +74,7 @@ class Job:
     """
 
     asked: Conversation | DataJob
-    reading: Reading
+    reading: ReadOptions
     sampling: TokenSampling
     max_new_tokens: int
     dtype: Dtype | None = None

@@ -25,7 +25,7 @@ from llava_mcore.data.samples import Skip
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.generation.generate import generate
 from llava_mcore.generation.questions import Question
-from llava_mcore.generation.records import Asked, Record
+from llava_mcore.generation.records import PromptQueue, Record
 from llava_mcore.generation.settings import Settings, read_settings, require_known
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of
@@ -33,7 +33,7 @@ from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups, gather_to_all, initialize, shut_down
 from llava_mcore.parallel.local_world import enter
 from llava_mcore.parallel.random import seed_everything
-from llava_mcore.parallel.together import together
+from llava_mcore.parallel.together import raise_together
 
 ANSWERS, PROBLEM = "answers.jsonl", "problem.txt"
 
@@ -76,18 +76,18 @@ def run_rank(
 
 def _answer(groups: Groups, stored: StoredModel, job: Job, num_rows: int) -> list[Record]:
     """Return the records on the rank that loads data, and an empty list on the others. A collective call."""
-    opened = together(groups, lambda: _open(groups, stored.checkpoint, job))
-    model = together(groups, lambda: _load(groups, stored, job))
+    opened = raise_together(groups, lambda: _open(groups, stored.checkpoint, job))
+    model = raise_together(groups, lambda: _load(groups, stored, job))
     ids = gather_to_all(groups, None if opened is None else opened[0].eos_token_id)
     eos = [found for found in ids if found is not None]
-    settings = together(groups, lambda: _settings(stored.checkpoint, model, job, eos[0] if eos else None))
+    settings = raise_together(groups, lambda: _settings(stored.checkpoint, model, job, eos[0] if eos else None))
     fields = architecture_of(model.hf).fields
     if opened is None:
         for _ in generate([model], groups, None, settings, fields, num_rows=num_rows):
             pass
         return []
     assets, total, questions = opened
-    asked = Asked(questions, assets, settings)
+    asked = PromptQueue(questions, assets, settings)
     with shown_progress(total) as show, written_to(job.partial) as write:
         answers = generate([model], groups, asked.prompts(), settings, fields, num_rows=num_rows)
         for done, answer in enumerate(answers, 1):

@@ -31,7 +31,7 @@ from llava_mcore.build import language
 from llava_mcore.build.chat_template import choose_template
 from llava_mcore.build.compose import init_projector
 from llava_mcore.build.options import BuildOptions, Say
-from llava_mcore.build.sources import Source, check_loaded, find_source, reading, require_clear_weights
+from llava_mcore.build.sources import ModelSource, check_loaded, find_source, reading, require_clear_weights
 from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.build.write_folder import Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
@@ -102,7 +102,7 @@ def _refuse_picture_flags(options: BuildOptions) -> None:
         raise ConfigError(f"--audio-model builds Qwen2-Audio, which has no pictures: omit {', '.join(given)}")
 
 
-def load_encoder_config(source: Source) -> Qwen2AudioEncoderConfig:
+def load_encoder_config(source: ModelSource) -> Qwen2AudioEncoderConfig:
     """Return the configuration of Whisper's encoder as Qwen2-Audio has it.
 
     Raises:
@@ -120,7 +120,7 @@ def load_encoder_config(source: Source) -> Qwen2AudioEncoderConfig:
     return found
 
 
-def load_extractor(source: Source) -> WhisperFeatureExtractor:
+def load_extractor(source: ModelSource) -> WhisperFeatureExtractor:
     """Read the feature extractor. Raises ConversionError if it is unreadable or another one."""
     with reading("the feature extractor", source, "It is preprocessor_config.json of the Whisper folder."):
         extractor = AutoFeatureExtractor.from_pretrained(source.name, **source.load_arguments)
@@ -129,7 +129,7 @@ def load_extractor(source: Source) -> WhisperFeatureExtractor:
     return extractor
 
 
-def load_encoder(source: Source, config: Qwen2AudioEncoderConfig, dtype: torch.dtype) -> Qwen2AudioEncoder:
+def load_encoder(source: ModelSource, config: Qwen2AudioEncoderConfig, dtype: torch.dtype) -> Qwen2AudioEncoder:
     """Read the weights of Whisper's encoder, without the layers of its decoder.
 
     Raises:
@@ -201,7 +201,7 @@ def check_folder(folder: Path, *, config: PretrainedConfig, processor: Processor
 
 
 def _summary(
-    model: Qwen2AudioForConditionalGeneration, source: Source, text_source: Source, options: BuildOptions
+    model: Qwen2AudioForConditionalGeneration, source: ModelSource, text_source: ModelSource, options: BuildOptions
 ) -> list[Part]:
     """Return one row per part."""
     text, encoder, whole = model.config.text_config, model.config.audio_config, model.model

@@ -24,7 +24,7 @@ from llava_mcore.build.classes.registry import folder_class
 from llava_mcore.build.compose import compose, whole_config
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
-from llava_mcore.build.sources import Source, find_source
+from llava_mcore.build.sources import ModelSource, find_source
 from llava_mcore.build.write_folder import PROBE, Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_folder import require_absent
@@ -39,10 +39,10 @@ _PROBE = f"USER: {IMAGE_TOKEN}\n{PROBE}"
 class Sources:
     """Sources of all parts."""
 
-    text: Source
-    vision: Source
-    tokenizer: Source
-    image_processor: Source
+    text: ModelSource
+    vision: ModelSource
+    tokenizer: ModelSource
+    image_processor: ModelSource
 
 
 def find_sources(options: BuildOptions) -> Sources:
@@ -198,7 +198,7 @@ def features_for(connector: str) -> Iterator[None]:
 
 def _say_features(
     kind: FolderClass,
-    plan: vision.FeaturePlan,
+    plan: vision.FeatureShape,
     model: PreTrainedModel,
     processor: ProcessorMixin,
     options: BuildOptions,

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from llava_mcore.build.options import VOCAB_MULTIPLE, Say
-from llava_mcore.build.sources import Source, check_loaded, reading, require_clear_weights, require_tokenizer_files
+from llava_mcore.build.sources import ModelSource, check_loaded, reading, require_clear_weights, require_tokenizer_files
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.language.registry import texts_of_any_class
 from llava_mcore.templates.named import SOUND_TOKENS
@@ -44,7 +44,7 @@ class TokenIds:
     audio: int | None = None
 
 
-def load_language_config(source: Source) -> PreTrainedConfig:
+def load_language_config(source: ModelSource) -> PreTrainedConfig:
     """Read the configuration of a supported, unquantized language model.
 
     Raises:
@@ -61,7 +61,7 @@ def load_language_config(source: Source) -> PreTrainedConfig:
     return config
 
 
-def load_language_model(source: Source, dtype: torch.dtype | str, say: Say) -> PreTrainedModel:
+def load_language_model(source: ModelSource, dtype: torch.dtype | str, say: Say) -> PreTrainedModel:
     """Read the causal language model with its head. `dtype`: a torch dtype or "auto" (that of the files).
 
     Raises:
@@ -83,7 +83,7 @@ def load_language_model(source: Source, dtype: torch.dtype | str, say: Say) -> P
     return model
 
 
-def load_tokenizer(source: Source, named: Mapping[str, str]) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: ModelSource, named: Mapping[str, str]) -> PreTrainedTokenizerBase:
     """Read a tokenizer that has an EOS token, and add named special tokens to it.
 
     Raises:
@@ -106,7 +106,7 @@ def load_tokenizer(source: Source, named: Mapping[str, str]) -> PreTrainedTokeni
     return tokenizer
 
 
-def _repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
+def _repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> None:
     """Read from the file what transformers 5.17 gets wrong: EOS (it returns BOS), pad, and SmolLM's digit rule."""
     from gguf import GGUFReader
 

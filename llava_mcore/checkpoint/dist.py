@@ -24,13 +24,13 @@ from torch.distributed.checkpoint import CheckpointException
 from llava_mcore.checkpoint.checksums import of_files
 from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE, take_scales, with_plain_scales
 from llava_mcore.checkpoint.parallel_reader import ParallelReader
-from llava_mcore.checkpoint.save_plan import SavePlan
+from llava_mcore.checkpoint.save_plan import SaveAssignment
 from llava_mcore.checkpoint.sharded import convert_data, sharded_tensors
 from llava_mcore.checkpoint.torch_dist_metadata import require_plain
 from llava_mcore.compat.megatron_checkpoints import LoadStrategy, keep_write_results_here, read_with
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.torch_files import LOAD_ERRORS, load_tensors, why_refused, without_objects
-from llava_mcore.parallel.together import together_in_world
+from llava_mcore.parallel.together import raise_together_in_world
 
 _OPTIMIZER_CLASSES = [Adam, CPUAdam]
 """Classes in the parameter groups of an optimizer on the host; creating one has no side effects."""
@@ -47,7 +47,7 @@ class StateWrite:
     """
 
     def __init__(
-        self, state: ShardedStateDict, folder: Path, *, copy: bool = False, plan: SavePlan | None = None
+        self, state: ShardedStateDict, folder: Path, *, copy: bool = False, plan: SaveAssignment | None = None
     ) -> None:
         """Plan the save and copy the tensors to the host.
 
@@ -56,7 +56,7 @@ class StateWrite:
             plan: of the run's earlier saves; None: this save is planned alone, and every tensor written by its first
                 replica.
         """
-        plan = SavePlan() if plan is None else plan
+        plan = SaveAssignment() if plan is None else plan
         live = convert_data(sharded_tensors(state))
         is_new = plan.begin(state)
         keep_write_results_here()
@@ -146,7 +146,7 @@ def load_state(state: ShardedStateDict, folder: Path, replicas: dist.ProcessGrou
     Raises:
         CheckpointError: on all ranks, if the folder does not fit the model on any of them, or is damaged.
     """
-    stored = together_in_world(lambda: _checked_contents(state, folder))
+    stored = raise_together_in_world(lambda: _checked_contents(state, folder))
     read_with(ParallelReader)
     try:
         divided = replicas is not None and replicas.size() > 1

@@ -18,7 +18,7 @@ FILE_BYTES = 1 << 30
 """A rank that writes more writes several files, up to `MAX_FILES`: each in a thread of its own."""
 
 
-class SavePlan:
+class SaveAssignment:
     """Which rank writes what, and the metadata of all of it.
 
     For a new plan megatron-core checks that the ranks together write every tensor once. To do so, and to plan, every

@@ -31,7 +31,7 @@ WIDTH = 160
 """Width of the table where there is no terminal."""
 
 
-class Report:
+class EvaluationReport:
     """The finished results. The file is written again with every part, because the next one may take hours and fail."""
 
     def __init__(self, path: Path | None) -> None:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Score; returns 0. What is finished is printed and written even if a later part fails."""
     given, args = args, with_defaults(args)
     check(args, given)
-    report = Report(args.json)
+    report = EvaluationReport(args.json)
     try:
         for folder in args.hf_dir:
             report.begin(folder)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ask_folder(report: Report, hf_dir: Path, args: argparse.Namespace) -> None:
+def _ask_folder(report: EvaluationReport, hf_dir: Path, args: argparse.Namespace) -> None:
     if args.data_path is not None:
         report.add(data=score_records(answer_folder(hf_dir, _job(args))))
     if args.tasks:

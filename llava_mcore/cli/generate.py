@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llava_mcore.answering.answer_file import finish, partial_of
 from llava_mcore.answering.hf_model import Quantization
-from llava_mcore.answering.job import DataJob, Job, Layout, Reading
+from llava_mcore.answering.job import DataJob, Job, Layout, ReadOptions
 from llava_mcore.answering.megatron_answers import answer_checkpoint
 from llava_mcore.answering.transformers_answers import answer_folder
 from llava_mcore.answering.user_files import MediaFiles, conversation_of_files
@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def reading_of(args: argparse.Namespace) -> Reading:
+def reading_of(args: argparse.Namespace) -> ReadOptions:
     """Return how conversations are read. ConfigError for an invalid limit."""
-    return Reading(args.chat_template, args.special_tokens_in_text, limits_of(args), pixels_of(args))
+    return ReadOptions(args.chat_template, args.special_tokens_in_text, limits_of(args), pixels_of(args))
 
 
 def sampling_of(args: argparse.Namespace) -> TokenSampling:
@@ -99,7 +99,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ConfigError("; ".join(found))
 
 
-def _asked(args: argparse.Namespace, reading: Reading) -> Conversation | DataJob:
+def _asked(args: argparse.Namespace, reading: ReadOptions) -> Conversation | DataJob:
     if args.data_path is None:
         sampling = Sampling(args.video_fps, args.video_max_frames)
         files = MediaFiles(args.image, args.video, args.audio)

@@ -27,7 +27,7 @@ from llava_mcore.data.prepare.listing import BLEND, is_listing, read_listing, wr
 from llava_mcore.data.prepare.prepare_source import Result, prepare
 from llava_mcore.data.prepare.record_layouts import Keys
 from llava_mcore.data.prepare.sampling import Sampling
-from llava_mcore.data.prepare.shard_plan import Counting, Options, Source
+from llava_mcore.data.prepare.shard_plan import Counting, Options, SourcePaths
 from llava_mcore.data.prepare.sources.detect import Opening
 from llava_mcore.data.prepare.summary import draw, failures, show
 from llava_mcore.errors import DataError, problems
@@ -106,7 +106,7 @@ def _check(args: argparse.Namespace) -> None:
 def _prepare_one(args: argparse.Namespace, options: Options, console: Console) -> Result:
     keys = Keys(args.image_key, args.question_key, args.answer_key, args.captions, args.video_key, args.audio_key)
     opening = Opening(args.format, args.image_dir, args.source_split, keys, frames_fps=args.frames_fps)
-    source = Source(tuple(args.sources), opening)
+    source = SourcePaths(tuple(args.sources), opening)
     return _prepare(source, args.out, args, options, console)
 
 
@@ -125,7 +125,7 @@ def _prepare_listed(args: argparse.Namespace, options: Options, console: Console
     return results
 
 
-def _prepare(source: Source, out: Path, args: argparse.Namespace, options: Options, console: Console) -> Result:
+def _prepare(source: SourcePaths, out: Path, args: argparse.Namespace, options: Options, console: Console) -> Result:
     with _Bar(console) as bar:
         return prepare(
             source,

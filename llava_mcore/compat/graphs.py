@@ -67,7 +67,7 @@ def destroy_graphs(graphs: Iterable[Callable[..., Tensor]]) -> None:
         required(graph, "reset")()
 
 
-_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+_TensorSpec = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 """Arguments from which a tensor of undefined values is made."""
 
 
@@ -85,7 +85,7 @@ class DropActivations(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         kept = {parameter.data_ptr() for parameter in parameters}
 
-        def pack(x: Tensor) -> Tensor | _Layout:
+        def pack(x: Tensor) -> Tensor | _TensorSpec:
             # Integers may be indices, except those of one byte, which hold FP8 values. Quantized weights are of classes
             # of their own and kept between passes anyway.
             values = type(x) is Tensor and (x.is_floating_point() or x.dtype == torch.uint8)
@@ -93,7 +93,7 @@ class DropActivations(torch.autograd.graph.saved_tensors_hooks):
                 return x.detach()
             return x.size(), x.stride(), x.dtype, x.device
 
-        def unpack(x: Tensor | _Layout) -> Tensor:
+        def unpack(x: Tensor | _TensorSpec) -> Tensor:
             if isinstance(x, Tensor):
                 return x
             size, stride, dtype, device = x

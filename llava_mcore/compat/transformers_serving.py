@@ -126,7 +126,7 @@ class _Pinned:
     generations: Any
 
 
-class _Generation:
+class _RequestGeneration:
     """Generates one answer as its request asks. transformers' handler calls it as it would its own manager."""
 
     def __init__(self, pinned: _Pinned, body: dict[str, Any], stops: Sequence[str]) -> None:
@@ -179,11 +179,11 @@ class _Generation:
 class _OneState(_State):
     """transformers' state of generation, with the generation of one request."""
 
-    def __init__(self, generation: _Generation) -> None:
+    def __init__(self, generation: _RequestGeneration) -> None:
         super().__init__()
         self._generation = generation
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> _Generation:
+    def get_manager(self, model_id: str, use_cb: bool = False) -> _RequestGeneration:
         return self._generation
 
 
@@ -192,7 +192,7 @@ class _OneAnswer(_Handler):
 
     def __init__(self, pinned: _Pinned, body: dict[str, Any]) -> None:
         stops = body.get("stop") or []
-        super().__init__(pinned.models, _OneState(_Generation(pinned, body, stops)))
+        super().__init__(pinned.models, _OneState(_RequestGeneration(pinned, body, stops)))
         self._pinned, self._cut = pinned, StopCut(stops)
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:

@@ -19,7 +19,7 @@ from llava_mcore.adapters.linear_layers import WEIGHT, ModelLayers, model_layers
 from llava_mcore.adapters.lora import Factors
 from llava_mcore.adapters.merge import Matrices, merged
 from llava_mcore.adapters.peft_tensors import BASE_LAYER, LORA_A, LORA_B, MAGNITUDE, PREFIX
-from llava_mcore.adapters.targets import LoraPlan, own_parameters
+from llava_mcore.adapters.targets import LoraSettings, own_parameters
 from llava_mcore.checkpoint.dist import stored_tensors
 from llava_mcore.checkpoint.layout import hf_folder
 from llava_mcore.convert.megatron_weights import EMBEDDING, OUTPUT
@@ -42,7 +42,7 @@ class CheckpointAdapters:
 
     hf: PretrainedConfig
     layers: ModelLayers
-    plans: tuple[LoraPlan, ...]
+    plans: tuple[LoraSettings, ...]
     base: Base
     model: VisionLanguageModel
     dtype: torch.dtype
@@ -69,14 +69,14 @@ class CheckpointAdapters:
         dtype = next(x.dtype for key, x in stored.items() if is_adapter(key))
         return cls(hf, layers, plans, read_base(checkpoint), model, dtype)
 
-    def plan(self, name: str | None) -> LoraPlan:
+    def plan(self, name: str | None) -> LoraSettings:
         """Return the adapter of a name, None: the trained one. ConversionError if there is none of that name."""
         names = [plan.name for plan in self.plans]
         if name is not None and name not in names:
             raise ConversionError(f"--adapter {name}: the checkpoint has {', '.join(names)}")
         return self.plans[0 if name is None else names.index(name)]
 
-    def peft_tensors(self, plan: LoraPlan, factors: Mapping[str, float]) -> dict[str, Tensor]:
+    def peft_tensors(self, plan: LoraSettings, factors: Mapping[str, float]) -> dict[str, Tensor]:
         """Return one adapter's tensors as PEFT names them. `factors`: of each layer's B."""
         found = {}
         for name in plan.ranks:
@@ -107,7 +107,7 @@ class CheckpointAdapters:
             names = table.entries[parameter].hf_names
             yield from ((name, x.to(weights.where(name).dtype)) for name, x in zip(names, tensors, strict=True))
 
-    def _own(self, plan: LoraPlan) -> dict[str, tuple[Tensor, ...]]:
+    def _own(self, plan: LoraSettings) -> dict[str, tuple[Tensor, ...]]:
         """Return what an adapter has of the model itself: Megatron's name, and the Hugging Face tensors."""
         own = own_parameters([plan], self.layers)
         return {
@@ -116,7 +116,7 @@ class CheckpointAdapters:
             if name in own
         }
 
-    def _matrices(self, plan: LoraPlan, name: str) -> Matrices:
+    def _matrices(self, plan: LoraSettings, name: str) -> Matrices:
         member = self.layers.members[name]
         factors = self.model.get_submodule(f"{member.part}.{CHILD}.{plan.name}.{member.key}")
         assert isinstance(factors, Factors)
@@ -136,7 +136,7 @@ def _allocate(model: VisionLanguageModel, own: Collection[str]) -> None:
             model.get_submodule(owner).register_parameter(last, allocated)
 
 
-def _peft_name(name: str, plan: LoraPlan) -> str:
+def _peft_name(name: str, plan: LoraSettings) -> str:
     """Return PEFT's name of a parameter of the model: adapted layers are wrapped."""
     module, _, last = name.rpartition(".")
     return f"{PREFIX}{module}{BASE_LAYER if module in plan.ranks else '.'}{last}"

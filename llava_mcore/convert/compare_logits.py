@@ -153,7 +153,7 @@ def require_memory(num_numbers: int, *, num_processes: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class _ComparedPrompt:
     """A question as inputs of Hugging Face's model and of ours, both with input_ids [1, s].
 
     `kept`: of how many tokens of Hugging Face's tower how many are not padding.
@@ -164,7 +164,7 @@ class _Prompt:
     kept: Mapping[int, int]
 
 
-def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _Prompt:
+def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPrompt:
     """Return a question about a picture or sound, from the folder's own processor."""
     takes_audio = architecture_of(hf).takes_audios
     try:
@@ -200,7 +200,7 @@ def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _Prompt:
             media, positions = processed_media(hf, processor, theirs, [[(image.height, image.width)]])
     except (ConversionError, DataError) as error:
         raise ConversionError(f"{hf_dir}: {error}") from error
-    return _Prompt(theirs, {"input_ids": theirs["input_ids"], "position_ids": positions, **media}, kept)
+    return _ComparedPrompt(theirs, {"input_ids": theirs["input_ids"], "position_ids": positions, **media}, kept)
 
 
 def _wave(hf: PretrainedConfig, processor: ProcessorMixin, file: Path) -> NDArray[np.float32]:
@@ -212,7 +212,7 @@ def _wave(hf: PretrainedConfig, processor: ProcessorMixin, file: Path) -> NDArra
 
 
 def _hugging_face(
-    hf: PretrainedConfig, hf_dir: Path, prompt: _Prompt, shown_as: HfNames
+    hf: PretrainedConfig, hf_dir: Path, prompt: _ComparedPrompt, shown_as: HfNames
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return logits [1, s, vocabulary] and the modules' outputs; the model is freed."""
     disable_progress_bar()

@@ -81,7 +81,9 @@ def export_hf(
     hf_files.require_absent(Path(hf_dir), what="the export")
     checkpoint, iteration = layout.latest_readable(Path(megatron_dir))
     check_adapter_options(checkpoint, merge=merge, adapter=adapter, base_dir=base_dir, base_model=base_model)
-    how = _Export(tensor_parallel, pipeline_parallel, hf_config, tokenizer_dir, dtype, max_shard_size, workers, verify)
+    how = _FolderExport(
+        tensor_parallel, pipeline_parallel, hf_config, tokenizer_dir, dtype, max_shard_size, workers, verify
+    )
     verified = partial(_say_undamaged, say) if verify_checkpoint else _not_verified
     peft = None if merge else PeftFolder(adapter, base_model, tokenizer_dir, dtype)
     _export(checkpoint, Path(hf_dir), how, peft, base_dir, verified, say, is_import=iteration == 0)
@@ -89,7 +91,7 @@ def export_hf(
 
 
 @dataclass(frozen=True)
-class _Export:
+class _FolderExport:
     """How a folder is written (see `export_hf`)."""
 
     tp: int
@@ -113,7 +115,7 @@ def _not_verified(checkpoint: Path) -> None:
 def _export(
     checkpoint: Path,
     hf_dir: Path,
-    how: _Export,
+    how: _FolderExport,
     peft: PeftFolder | None,
     base_dir: Path | None,
     verified: Callable[[Path], None],
@@ -205,7 +207,7 @@ def _write_weights(
     weights: CheckpointWeights,
     files: dict[str, PlannedFile],
     target: Path,
-    how: _Export,
+    how: _FolderExport,
 ) -> dict[str, str]:
     """Write all weight files and the index; return the SHA-256 of every tensor if they are to be verified."""
     placed = {file: plan.moved_to(target / file) for file, plan in files.items()}

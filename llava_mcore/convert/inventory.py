@@ -35,7 +35,7 @@ _MEGATRON_PARTS = {"vision_model.": VISION, "vision_projection.": PROJECTION, "l
 
 
 @dataclass(frozen=True)
-class Row:
+class InventoryRow:
     """`count` tensors that differ only in their layer number.
 
     `state`: trainable, frozen, unused, copy, or empty for other tensors. `ignored`: why training does not use
@@ -65,7 +65,7 @@ class Inventory:
     """`facts`: lines about the whole."""
 
     facts: list[str]
-    rows: list[Row]
+    rows: list[InventoryRow]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def of_megatron(checkpoint: Path, iteration: int | None) -> Inventory:
     return Inventory(facts, _with_tower(_rows(tensors) + _carried(companions), hf))
 
 
-def _with_tower(rows: list[Row], hf: PretrainedConfig | None) -> list[Row]:
+def _with_tower(rows: list[InventoryRow], hf: PretrainedConfig | None) -> list[InventoryRow]:
     """Return the rows with the tower named after what it perceives."""
     what = VISION if hf is None else vision_family(tower_config(hf)).what
     return [replace(row, part=what) if row.part == VISION else row for row in rows]
@@ -171,7 +171,7 @@ def _frozen(run: RunConfig | None) -> dict[str, bool]:
     }
 
 
-def _carried(companions: Path) -> list[Row]:
+def _carried(companions: Path) -> list[InventoryRow]:
     """Return the tensors that are stored for an export."""
     path = companions / layout.UNUSED
     if not path.is_file():
@@ -217,7 +217,7 @@ def _model_facts(hf: PretrainedConfig) -> list[str]:
     ]
 
 
-def _rows(tensors: Iterable[_Tensor]) -> list[Row]:
+def _rows(tensors: Iterable[_Tensor]) -> list[InventoryRow]:
     """Put tensors that differ only in their first number on one line: layers.{0-31}.mlp…"""
     groups: dict[tuple[object, ...], list[_Tensor]] = {}
     for x in tensors:
@@ -226,13 +226,13 @@ def _rows(tensors: Iterable[_Tensor]) -> list[Row]:
     return [_row(str(key[0]), members) for key, members in groups.items()]
 
 
-def _row(pattern: str, members: list[_Tensor]) -> Row:
+def _row(pattern: str, members: list[_Tensor]) -> InventoryRow:
     first = members[0]
     name = first.name
     if len(members) > 1:
         name = pattern.replace("{}", "{" + _ranges(_layer(x.name) for x in members) + "}")
     dtype = str(first.dtype).removeprefix("torch.")
-    return Row(
+    return InventoryRow(
         name, first.part, first.shape, dtype, len(members), first.state, first.ignored, itemsize=first.dtype.itemsize
     )
 

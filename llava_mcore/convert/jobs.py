@@ -12,7 +12,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from llava_mcore.convert.io.export_jobs import EntryRead, Export, Exported, HashTensors, export_entries, hash_tensors
+from llava_mcore.convert.io.export_jobs import (
+    EntryExport,
+    EntryRead,
+    Exported,
+    HashTensors,
+    export_entries,
+    hash_tensors,
+)
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.atomic import sync
 from llava_mcore.files.tensor_bytes import TensorAt
@@ -84,7 +91,7 @@ def batches[Item: Sized](items: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
 
 def export_all(title: str, reads: Sequence[EntryRead], *, hashed: bool, workers: int) -> dict[str, str]:
     """Write every entry to its targets and return the SHA-256 of each Hugging Face tensor, if `hashed`."""
-    jobs = [Export(batch, hashed) for batch in batches(reads)]
+    jobs = [EntryExport(batch, hashed) for batch in batches(reads)]
     return _digests(run_with_progress(title, export_entries, jobs, workers=workers))
 
 

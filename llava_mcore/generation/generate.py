@@ -36,7 +36,7 @@ class Answer:
 
 
 @dataclass
-class _Row:
+class _PromptRow:
     """A prompt that is being answered. `length`, `position`: of the next token to read. `most`: tokens of the answer.
     `ids`: int64 [1, s]."""
 
@@ -74,16 +74,16 @@ def generate(
     """
     with torch.no_grad(), cached_rows(models, num_rows, groups.device) as rows:
         model = CachedModel(models, groups, rows, multiple=multiple)
-        yield from _Generation(model, prompts, settings, fields, num_rows).answers()
+        yield from _AnswerLoop(model, prompts, settings, fields, num_rows).answers()
 
 
-class _Generation:
+class _AnswerLoop:
     def __init__(
         self, model: CachedModel, prompts: Iterator[Prompt] | None, settings: Settings, fields: Fields, num_rows: int
     ) -> None:
         self.model, self.prompts, self.settings, self.fields = model, prompts, settings, fields
         self.groups = model.groups
-        self.rows: list[_Row | None] = [None] * num_rows
+        self.rows: list[_PromptRow | None] = [None] * num_rows
         self.num_read, self.has_more = 0, True
 
     def answers(self) -> Iterator[Answer]:
@@ -106,7 +106,9 @@ class _Generation:
             ids = batch.input_ids[:, :length]
             draws = own_generator(self.settings.seed, self.num_read) if self.settings.draws else None
             most = self.settings.longest_answer(length)
-            row = _Row(self.num_read, length, position, most, ids, self.settings.processors(length, ids.device), draws)
+            row = _PromptRow(
+                self.num_read, length, position, most, ids, self.settings.processors(length, ids.device), draws
+            )
             self.num_read += 1
             logits = self.model.read_prompt(batch, length, index)
             self.rows[index] = row
@@ -125,7 +127,7 @@ class _Generation:
             row.length, row.position = row.length + 1, row.position + 1
         yield from self._take(indices, self._chosen(None if logits is None else logits[indices], rows))
 
-    def _chosen(self, logits: Tensor | None, rows: Sequence[_Row]) -> list[int]:
+    def _chosen(self, logits: Tensor | None, rows: Sequence[_PromptRow]) -> list[int]:
         """Return the next token of each of these rows, on all stages."""
         tokens = None
         if logits is not None:

@@ -43,7 +43,7 @@ class Record:
         return values
 
 
-class Asked:
+class PromptQueue:
     """Turns questions into prompts and remembers what was asked."""
 
     def __init__(

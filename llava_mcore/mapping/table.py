@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llava_mcore.compat.torch import is_view_of
 from llava_mcore.errors import ConversionError, problems
-from llava_mcore.mapping.layouts import Copy, Layout
+from llava_mcore.mapping.layouts import Copy, TensorTransform
 from llava_mcore.mapping.sharding import Shard
 from llava_mcore.mapping.slices import Shape, TensorSlice
 
@@ -30,7 +30,7 @@ class Entry:
     megatron: str
     hf: tuple[str, ...] | str
     shard: Shard
-    layout: Layout = field(default_factory=Copy)
+    layout: TensorTransform = field(default_factory=Copy)
 
     @property
     def hf_names(self) -> tuple[str, ...]:

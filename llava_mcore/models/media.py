@@ -38,7 +38,7 @@ class VideoShape(NamedTuple):
     fps: float | None = None
 
 
-class Extent(NamedTuple):
+class MediaBudget(NamedTuple):
     """How much of a pack one picture or sound uses. `patches` are counted in `MediaPlan.unit`."""
 
     tokens: int
@@ -234,12 +234,12 @@ class MediaPlan(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not support sound")
 
     @property
-    def smallest(self) -> Extent:
+    def smallest(self) -> MediaBudget:
         """The least that a picture uses; without pictures, a sound."""
-        return Extent(self.tokens_per_tile, self.patches_per_tile)
+        return MediaBudget(self.tokens_per_tile, self.patches_per_tile)
 
     @property
-    def largest(self) -> Extent | None:
+    def largest(self) -> MediaBudget | None:
         """The most that a picture (or sound) uses; None: the range of the image processor's areas decides."""
         return None
 
@@ -266,7 +266,7 @@ class SameTokens(MediaPlan):
         return [self._picture] * len(sizes)
 
     @property
-    def largest(self) -> Extent:
+    def largest(self) -> MediaBudget:
         """Every picture takes the same."""
         return self.smallest
 

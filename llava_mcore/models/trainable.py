@@ -23,7 +23,7 @@ _LAYERS = "language_model.decoder.layers."
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _HfTensor:
     """A Hugging Face tensor of a Megatron parameter, with all its names."""
 
     parameter: str
@@ -72,12 +72,12 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
     return trained
 
 
-def _pieces(hf: PretrainedConfig) -> list[_Piece]:
+def _pieces(hf: PretrainedConfig) -> list[_HfTensor]:
     rows = hf.text_config.vocab_size  # only names are needed
     styles = (usual_names(hf), *architecture_of(hf).names.styles)  # a pattern may refer to any of them
     tables = [mapping_table(hf, names, hf_tensors=(), padded_vocab_size=rows).entries for names in styles]
     return [
-        _Piece(name, (name, *(table[name].hf_names[i] for table in tables)))
+        _HfTensor(name, (name, *(table[name].hf_names[i] for table in tables)))
         for name, entry in tables[0].items()
         for i in range(len(entry.hf_names))
     ]

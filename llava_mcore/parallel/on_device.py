@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Moment:
+class DeviceEvent:
     """A point in the device's work: it is reached when all that was launched before is done."""
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +23,7 @@ class Moment:
         """Whether the device has come this far; the host does not wait."""
         return self._event is None or self._event.query()
 
-    def seconds_since(self, earlier: Moment) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         """Return the device's time between two moments; the host waits for both."""
         if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
@@ -31,7 +31,7 @@ class Moment:
         return earlier._event.elapsed_time(self._event) / 1000
 
 
-class HostCopy:
+class AsyncHostCopy:
     """A copy of a few numbers on the host, for which neither host nor device waits until they are read."""
 
     def __init__(self, numbers: Tensor) -> None:

@@ -14,7 +14,7 @@ PATIENCE = datetime.timedelta(seconds=20)
 """How long a rank that has failed waits for the others before it ends alone, and the run with it."""
 
 
-def together[T](groups: Groups, action: Callable[[], T]) -> T:
+def raise_together[T](groups: Groups, action: Callable[[], T]) -> T:
     """Do the same on all ranks; a collective call.
 
     Collective calls of the action may leave ranks waiting for one that has failed before them: it tells its problem
@@ -33,8 +33,8 @@ def together[T](groups: Groups, action: Callable[[], T]) -> T:
     raise kind(texts[0] if len(texts) == 1 else problems("the run cannot start", found), on_all_ranks=True)
 
 
-def together_in_world[T](action: Callable[[], T]) -> T:
-    """Like `together`, for callers without groups: in torch.distributed's whole world, whatever it uses.
+def raise_together_in_world[T](action: Callable[[], T]) -> T:
+    """Like `raise_together`, for callers without groups: in torch.distributed's whole world, whatever it uses.
 
     Raises:
         CheckpointError: on all ranks, if any rank's action raised an error of ours or of the operating system. None may
@@ -67,13 +67,13 @@ def raise_on_all_ranks(groups: Groups, problem: str | None) -> None:
 
 
 def on_first_rank(groups: Groups, action: Callable[[], None]) -> None:
-    """Do something on rank 0 only; a collective call, which raises on all ranks as `together` does."""
-    together(groups, lambda: action() if groups.rank == 0 else None)
+    """Do something on rank 0 only; a collective call, which raises on all ranks as `raise_together` does."""
+    raise_together(groups, lambda: action() if groups.rank == 0 else None)
 
 
 def decided_by_first_rank[T](groups: Groups, action: Callable[[], T]) -> T:
     """Do something on rank 0 and give every rank its result: storage may look different elsewhere for a while."""
-    box = [together(groups, lambda: action() if groups.rank == 0 else None)]
+    box = [raise_together(groups, lambda: action() if groups.rank == 0 else None)]
     dist.broadcast_object_list(box, src=0, group=groups.control)
     assert box[0] is not None
     return box[0]

@@ -63,7 +63,7 @@ def preflight(
         in_image: the run takes place in an image, which has libraries of its own.
     """
     # These import transformers and energon, for which --help and errors in flags should not wait.
-    from llava_mcore.adapters.adaptation import adaptation_of
+    from llava_mcore.adapters.adaptation import adapter_setup_of
     from llava_mcore.checkpoint.choose_start import resumes, start_point
     from llava_mcore.data.loading.budgets import check_budgets
     from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
@@ -84,7 +84,7 @@ def preflight(
         hf = load_hf_config(start.hf_dir)
         dims = model_dims(hf)
         if start.checkpoint is not None:
-            adaptation_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
+            adapter_setup_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
     with collecting(found):
         check_dataset(run.data.path)
         if run.validation.eval_interval is not None or run.validation.eval_generate is not None:

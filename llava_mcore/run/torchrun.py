@@ -32,7 +32,7 @@ _OTHER_LIMITS = {STOPPED_EARLY: 30, HUNG: 1}
 have already timed out."""
 
 
-class Failure(Protocol):
+class ProcessFailure(Protocol):
     """torchrun's record of a failed process. `exitcode`: -n if signal n ended it."""
 
     @property
@@ -46,7 +46,7 @@ class Run:
         """Start handling signals in a separate thread: torchrun may be importing or waiting."""
         self.module = ""
         self.ended_by: signal.Signals | None = None
-        self.first: dict[int, Failure] = {}
+        self.first: dict[int, ProcessFailure] = {}
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # in all later threads; workers unblock them
         threading.Thread(target=self._attend, name="signals", daemon=True).start()
 
@@ -88,7 +88,7 @@ class Run:
                 worker.send_signal(number)
         return bool(found)
 
-    def seconds_to_end(self, failures: Mapping[int, Failure]) -> int:
+    def seconds_to_end(self, failures: Mapping[int, ProcessFailure]) -> int:
         """Record which ranks failed first, and return the seconds that the others have."""
         if not self.first:
             self.first.update(failures)
@@ -96,7 +96,7 @@ class Run:
         return max((_OTHER_LIMITS.get(code, _SECONDS_TO_END) for code in codes), default=1)
 
 
-def cause(failures: Mapping[int, Failure]) -> tuple[int, int]:
+def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, int]:
     """Return rank and exit code of the failure that caused the others.
 
     Ranks that lose their connection to a killed rank fail too, with code 1, perhaps before torchrun notices.

@@ -33,7 +33,7 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
 
 
-class Failure(Exception):
+class AnswerFailure(Exception):
     """An answer that failed; the page shows NOTICE and this text."""
 
 
@@ -69,7 +69,7 @@ def build_page(server: str, shown: list[dict[str, Any]]) -> gr.Blocks:
             for piece in ask(server, [*map(_message, answered(history)), _asked(message)]):
                 text += piece
                 yield text
-        except Failure as failure:
+        except AnswerFailure as failure:
             yield f"{text}\n\n{NOTICE} {failure}".strip()
 
     return gr.ChatInterface(
@@ -148,20 +148,20 @@ def ask(server: str, messages: list[dict[str, Any]]) -> Iterator[str]:
         with httpx.stream("POST", f"{server}/chat/completions", json=body, timeout=timeout) as answer:
             if answer.status_code != httpx.codes.OK:
                 answer.read()
-                raise Failure(_reason(answer))
+                raise AnswerFailure(_reason(answer))
             for line in answer.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield _piece(line.removeprefix("data: "))
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
-        raise Failure(
+        raise AnswerFailure(
             f"at {server} does not answer ({reason}). Start it: python -m llava_mcore serve --hf-dir …"
         ) from error
 
 
 def _piece(event: str) -> str:
     if event.startswith('{"error"'):  # transformers does not escape what it puts in there
-        raise Failure(f"failed: {event}")
+        raise AnswerFailure(f"failed: {event}")
     delta = json.loads(event)["choices"][0]["delta"]
     return delta.get("content") or ""
 

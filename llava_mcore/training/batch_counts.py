@@ -21,7 +21,7 @@ class LoadedBatch(HostBatch, Protocol):
 
 
 @dataclass(frozen=True)
-class Counts:
+class StepCounts:
     """Contents of one step's micro-batches."""
 
     num_tokens: int = 0
@@ -54,10 +54,10 @@ class Counts:
         return MediaWork(self.num_tiles, self.num_patches, *pairs, self.num_patch_sequences)
 
 
-def count(batches: Sequence[LoadedBatch]) -> Counts:
+def count(batches: Sequence[LoadedBatch]) -> StepCounts:
     """Count what this rank has loaded for one step."""
     works = [media_work(batch.media) for batch in batches]
-    return Counts(
+    return StepCounts(
         num_tokens=sum(batch.num_tokens for batch in batches),
         num_positions=sum(batch.input_ids.numel() for batch in batches),
         num_conversations=sum(len(batch.sample_keys) for batch in batches),
@@ -72,7 +72,9 @@ def count(batches: Sequence[LoadedBatch]) -> Counts:
     )
 
 
-def count_all(groups: Groups, batches: Sequence[LoadedBatch], flags: Sequence[bool]) -> tuple[Counts, tuple[bool, ...]]:
+def count_all(
+    groups: Groups, batches: Sequence[LoadedBatch], flags: Sequence[bool]
+) -> tuple[StepCounts, tuple[bool, ...]]:
     """Count what all ranks have loaded for one step, and find which flags are set on any; one collective call."""
     totals = sum_over_ranks(groups, [*flags, *asdict(count(batches)).values()])
-    return Counts(*totals[len(flags) :]), tuple(number > 0 for number in totals[: len(flags)])
+    return StepCounts(*totals[len(flags) :]), tuple(number > 0 for number in totals[: len(flags)])

@@ -10,7 +10,7 @@ from llava_mcore.errors import LlavaMcoreError, os_error_text
 logger = logging.getLogger(__name__)
 
 
-def attempt(what: str, action: Callable[[], object]) -> None:
+def warn_on_failure(what: str, action: Callable[[], object]) -> None:
     """Do something that a run can do without; a failure is logged as a warning on one line.
 
     Later steps still run, and the error that ended the run, if any, stays the one that is reported. Caught are failures

@@ -20,11 +20,11 @@ def write_description(trainer: Trainer, checkpoint: Path, hf_source: Path) -> di
     Args:
         hf_source: folder of these files.
     """
-    hf, adaptation = layout.hf_folder(checkpoint), trainer.adaptation
-    shutil.copytree(hf_source, hf, ignore=_without_weights if adaptation is None else _without_tensors)
+    hf, adapter_setup = layout.hf_folder(checkpoint), trainer.adapter_setup
+    shutil.copytree(hf_source, hf, ignore=_without_weights if adapter_setup is None else _without_tensors)
     save_run_config(trainer.run, checkpoint / RUN_FILE)
-    if adaptation is not None:
-        write_record(checkpoint, adaptation.base, adaptation.plans, adaptation.layers)
+    if adapter_setup is not None:
+        write_record(checkpoint, adapter_setup.base, adapter_setup.plans, adapter_setup.layers)
     return {f"{hf.name}/{name}": text for name, text in of_folder(hf, {})["files"].items()}
 
 

@@ -10,11 +10,11 @@ from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
 from llava_mcore.parallel.groups import Groups, agree
 from llava_mcore.parallel.share import SharedStep, share_step
-from llava_mcore.training.batch_counts import Counts, LoadedBatch, count_all
+from llava_mcore.training.batch_counts import LoadedBatch, StepCounts, count_all
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 
 
-class Loader(Protocol):
+class MicroBatchLoader(Protocol):
     """The source of a rank's micro-batches."""
 
     def __next__(self) -> LoadedBatch: ...
@@ -34,7 +34,7 @@ class ReadStep:
     sample_keys: of each micro-batch. before: the loader's state before them.
     """
 
-    loader: Loader
+    loader: MicroBatchLoader
     sample_keys: list[list[str]]
     before: Any
 
@@ -43,10 +43,10 @@ class ReadStep:
         return self.loader.read_again(self.before, len(self.sample_keys))
 
 
-class Remembering:
+class RecordingLoader:
     """A loader that remembers the position before a step, and the samples of the step."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: MicroBatchLoader) -> None:
         self._loader = loader
         self._keys: list[list[str]] = []
         self.before: Any = None
@@ -76,13 +76,13 @@ class Fetched(NamedTuple):
     """The micro-batches of one step, the counts of the global batch, and which flags are set on any rank."""
 
     batches: SharedStep
-    counts: Counts
+    counts: StepCounts
     flags: tuple[bool, ...]
 
 
 def fetch_step(
     groups: Groups,
-    loader: Loader | None,
+    loader: MicroBatchLoader | None,
     num_micro_batches: int,
     budget: SkipBudget,
     fields: Fields,

@@ -9,18 +9,18 @@ from pathlib import Path
 from llava_mcore.data.loading.validation_data import ValidationData
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.groups import wait_for_all
-from llava_mcore.parallel.together import raise_on_all_ranks, together
+from llava_mcore.parallel.together import raise_on_all_ranks, raise_together
 from llava_mcore.training.answers.answerer import AnswerData, Answerer
-from llava_mcore.training.closing import attempt
+from llava_mcore.training.closing import warn_on_failure
 from llava_mcore.training.faults.watchdog import Watchdog
-from llava_mcore.training.fetch import Loader
+from llava_mcore.training.fetch import MicroBatchLoader
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.reporter import Reporter
 from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.profiling import IterationProfiler
 from llava_mcore.training.saving.host_memory import steps_before_allocation
 from llava_mcore.training.saving.save import Saver
-from llava_mcore.training.saving.state import Progress
+from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.stop import StopRules, any_rank
 from llava_mcore.training.validation import Validator
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 def train(
     trainer: Trainer,
-    loader: Loader | None,
-    progress: Progress,
+    loader: MicroBatchLoader | None,
+    progress: TrainingProgress,
     hf: Path,
     stop: StopRules,
     watchdog: Watchdog,
@@ -74,8 +74,8 @@ class _Loop:
     def __init__(
         self,
         trainer: Trainer,
-        loader: Loader | None,
-        progress: Progress,
+        loader: MicroBatchLoader | None,
+        progress: TrainingProgress,
         hf: Path,
         watchdog: Watchdog,
         times: StartTimes,
@@ -84,11 +84,11 @@ class _Loop:
     ) -> None:
         self.run, self.groups = trainer.run, trainer.groups
         self.progress, self.watchdog = progress, watchdog
-        self.reporter = together(self.groups, lambda: Reporter(trainer, progress, times))
+        self.reporter = raise_together(self.groups, lambda: Reporter(trainer, progress, times))
         self.iteration = Iterations(trainer, loader, progress, self.reporter)
         self.saver = Saver(trainer, hf)
         self.validator = Validator(trainer, validation, watchdog)
-        self.answerer = together(self.groups, lambda: Answerer(trainer, answers, hf, watchdog))
+        self.answerer = raise_together(self.groups, lambda: Answerer(trainer, answers, hf, watchdog))
         self.profiler = IterationProfiler(self.run, self.groups)
         self.first = progress.iteration + 1
         self.allocates_after = steps_before_allocation(self.run)
@@ -110,21 +110,21 @@ class _Loop:
             if failed:
                 self.raise_log_problem()
             if asked and number > self.first:  # every start of a run trains at least once
-                self.iteration.settle()
+                self.iteration.report_pending()
                 self._save_last(number - 1)
                 return True
             self.iteration.launch(fetched)
             del fetched  # its pictures would stay in host memory through a validation
         if number == self.first:
-            self.iteration.settle()
+            self.iteration.report_pending()
             keep_from_garbage_collection()
         if number - self.first + 1 == self.allocates_after and self._saves_in_background_after(number):
-            self.iteration.settle()
+            self.iteration.report_pending()
             self.saver.prepare(self.progress)
         if not self._is_anything_due(number):
             self._finish_save(number, writing=writing)
             return False
-        self.iteration.settle()
+        self.iteration.report_pending()
         return self._do_what_is_due(number, stop)
 
     def _flags(self, stop: StopRules) -> tuple[bool, bool, bool]:
@@ -198,8 +198,8 @@ class _Loop:
         """After an error on all ranks: report the previous iteration, finish the save that is being written and close
         the logs; a collective call."""
         self.watchdog.begin("finishing a save")
-        attempt("the previous iteration", self.iteration.settle)
-        attempt("the previous save", lambda: self.saver.finish(self.progress.iteration))
+        warn_on_failure("the previous iteration", self.iteration.report_pending)
+        warn_on_failure("the previous save", lambda: self.saver.finish(self.progress.iteration))
         self.watchdog.begin("closing the logs")
         self.reporter.close()
         wait_for_all(self.groups)  # torchrun ends all ranks soon after the first, even the one that reports the error

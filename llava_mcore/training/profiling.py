@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.logs import parse_numbers, parse_span
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.closing import attempt
+from llava_mcore.training.closing import warn_on_failure
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class IterationProfiler:
         done, self._profile = self._profile, None
         if done is not None:
             done.stop()
-            attempt("the profile was not written", lambda: self._write(done))
+            warn_on_failure("the profile was not written", lambda: self._write(done))
 
     def _write(self, done: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

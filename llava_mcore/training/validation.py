@@ -114,7 +114,7 @@ class Validator:
             seconds=time.perf_counter() - start,
         )
 
-    def _fetch(self, passing: ValidationPass | None, budget: SkipBudget) -> tuple[list[Any], _Counts]:
+    def _fetch(self, passing: ValidationPass | None, budget: SkipBudget) -> tuple[list[Any], _ValidationCounts]:
         """Read as many micro-batches as a training step has, or those that are left; [] on ranks that do not read."""
         groups = self.trainer.groups
         batches: list[Any] = []
@@ -134,7 +134,7 @@ class Validator:
         used = sum(len(batch.sample_keys) for batch in batches)
         skipped = sum(len(batch.skipped) for batch in batches)
         used, skipped, *per_replica = sum_over_ranks(groups, [used, skipped, *mine])
-        return batches, _Counts(used, skipped, tuple(per_replica))
+        return batches, _ValidationCounts(used, skipped, tuple(per_replica))
 
     def _measure(self, read: Sequence[HostBatch], number: int) -> torch.Tensor:
         """Return (summed loss, trained tokens) of this replica's micro-batches; zeros on ranks that do not report the
@@ -156,7 +156,7 @@ class Validator:
 
 
 @dataclass(frozen=True)
-class _Counts:
+class _ValidationCounts:
     """Conversations used and skipped on all ranks, and micro-batches of each replica."""
 
     used: int

@@ -15,7 +15,7 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from llava_mcore.adapters.adaptation import adaptation_of, base_of
+from llava_mcore.adapters.adaptation import adapter_setup_of, base_of
 from llava_mcore.adapters.adapter_record import Base, write_record
 from llava_mcore.adapters.linear_layers import ModelLayers, model_layers
 from llava_mcore.adapters.peft_config import peft_config, plan_of_folder
@@ -260,7 +260,7 @@ def test_two_adapters_cannot_have_the_same_module(tmp_path: Path, hf: Path) -> N
     folder = make_peft_folder(hf, tmp_path / "style", **saved)
     adapter = AdapterConfig(r=2, modules_to_save=("multi_modal_projector",), frozen=(folder,))
     with pytest.raises(ConfigError, match=r"default and style both have vision_projection\.\S+"):
-        adaptation_of(adapter, load_hf_config(hf), first, None)
+        adapter_setup_of(adapter, load_hf_config(hf), first, None)
 
 
 def test_a_run_that_starts_from_an_adapter_has_its_settings(tmp_path: Path, hf: Path, layers: ModelLayers) -> None:
@@ -276,11 +276,11 @@ def test_a_run_that_starts_from_an_adapter_has_its_settings(tmp_path: Path, hf: 
     (tmp_path / "iter").mkdir()
     write_record(tmp_path / "iter", Base.of(first), [plan_from_config(run.adapter, layers)], layers)
     save_run_config(run, tmp_path / "iter" / "run.yaml")
-    same = adaptation_of(run.adapter, load_hf_config(hf), tmp_path / "iter", None)
+    same = adapter_setup_of(run.adapter, load_hf_config(hf), tmp_path / "iter", None)
     assert same is not None and same.plans[0].ranks == plan(layers, r=8).ranks
     other = run.adapter.model_copy(update={"r": 16, "dora": True, "frozen": (tmp_path / "style",)})
     with pytest.raises(ConfigError) as error:
-        adaptation_of(other, load_hf_config(hf), tmp_path / "iter", None)
+        adapter_setup_of(other, load_hf_config(hf), tmp_path / "iter", None)
     message = str(error.value)
     assert "3 problems" in message and "adapter.r: it has 8, this run asks for 16" in message
     assert "adapter.frozen: it has none, this run asks for style" in message
@@ -312,4 +312,4 @@ def test_a_run_that_continues_another_run_s_adapter_resumes(tmp_path: Path, hf: 
 
 
 def test_without_an_adapter_nothing_is_looked_up(hf: Path) -> None:
-    assert adaptation_of(AdapterConfig(), load_hf_config(hf), None, None) is None
+    assert adapter_setup_of(AdapterConfig(), load_hf_config(hf), None, None) is None

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from llava_mcore.adapters.adapter_record import holds_adapters, read_base
-from llava_mcore.answering.job import Layout, Reading
+from llava_mcore.answering.job import Layout, ReadOptions
 from llava_mcore.answering.lmms_harness import require_lmms
 from llava_mcore.answering.megatron_answers import usable_checkpoint
 from llava_mcore.checkpoint.layout import hf_folder, newest_iteration
@@ -116,7 +116,7 @@ def _dataset(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _models(args: argparse.Namespace) -> Iterator[str]:
-    reading, sampling = Reading(), TokenSampling()
+    reading, sampling = ReadOptions(), TokenSampling()
     if args.data_path is not None:
         wrong = [*_said(lambda: reading_of(args)), *_said(lambda: sampling_of(args))]
         yield from wrong
@@ -132,7 +132,7 @@ def _models(args: argparse.Namespace) -> Iterator[str]:
         yield "--base-dir has no effect: no checkpoint holds an adapter; omit it"
 
 
-def _hf_folder(folder: Path, reading: Reading, *, by_others: bool) -> list[str]:
+def _hf_folder(folder: Path, reading: ReadOptions, *, by_others: bool) -> list[str]:
     """Return problems with a folder. `by_others`: harnesses load it too."""
     if not folder.is_dir():
         return [f"--hf-dir {folder}: there is no such folder"]
@@ -142,7 +142,7 @@ def _hf_folder(folder: Path, reading: Reading, *, by_others: bool) -> list[str]:
     ]
 
 
-def _checkpoint(args: argparse.Namespace, folder: Path, reading: Reading, sampling: TokenSampling) -> None:
+def _checkpoint(args: argparse.Namespace, folder: Path, reading: ReadOptions, sampling: TokenSampling) -> None:
     hf_dir = hf_folder(usable_checkpoint(folder, layout_of(args), base_dir_of(args, folder)))
     reading.assets(hf_dir)
     require_known(read_settings(hf_dir, load_hf_config(hf_dir), None, max_new_tokens=1, sampling=sampling), hf_dir)

@@ -99,7 +99,7 @@ class EntryRead:
 
 
 @dataclass(frozen=True)
-class Export:
+class EntryExport:
     """Some entries, and whether to hash their tensors."""
 
     entries: tuple[EntryRead, ...]
@@ -165,7 +165,7 @@ def _read(job: EntryRead, tensor_slice: TensorSlice, scratch: Scratch) -> Tensor
     return data.reshape(tensor_slice.size).to(job.dtype)
 
 
-def export_entries(job: Export) -> Exported:
+def export_entries(job: EntryExport) -> Exported:
     """Write and hash the tensors of some entries.
 
     Raises:

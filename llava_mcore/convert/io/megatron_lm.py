@@ -164,7 +164,7 @@ class _Unknown:
     def __setstate__(self, _state: object) -> None: ...
 
 
-class _Unpickler(pickle.Unpickler):
+class _LegacyUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
@@ -175,4 +175,4 @@ class _Unpickler(pickle.Unpickler):
         return _Unknown
 
 
-_PICKLE = types.SimpleNamespace(Unpickler=_Unpickler, __name__="pickle")
+_PICKLE = types.SimpleNamespace(Unpickler=_LegacyUnpickler, __name__="pickle")

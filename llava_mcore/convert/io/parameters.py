@@ -15,7 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from llava_mcore.convert.io.import_jobs import EntryWrite, Piece
+from llava_mcore.convert.io.import_jobs import EntryWrite, TensorChunk
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.tensor_bytes import TensorAt
 from llava_mcore.mapping.sharding import Shard
@@ -107,11 +107,11 @@ def _stored_slice(pieces: list[ShardedTensor], shape: Shape) -> StoredSlice:
     return StoredSlice(pieces[0].key, TensorSlice(origin, (1,) * pieces[0].prepend_axis_num + shape))
 
 
-def _piece(cut: ShardedTensor, origin: Shape) -> Piece:
+def _piece(cut: ShardedTensor, origin: Shape) -> TensorChunk:
     layers = cut.prepend_axis_num
     stored = TensorSlice(tuple(cut.global_offset), (1,) * layers + tuple(cut.local_shape))
     seen = stored.seen_from(origin)
-    return Piece(cut.key, stored.start, stored.size, TensorSlice(seen.start[layers:], seen.size[layers:]))
+    return TensorChunk(cut.key, stored.start, stored.size, TensorSlice(seen.start[layers:], seen.size[layers:]))
 
 
 def _with_data(sharded: ShardedTensor | ShardedTensorFactory, full: Tensor) -> list[ShardedTensor]:

@@ -15,7 +15,7 @@ NUM_BINS = 10
 
 
 @dataclass(frozen=True)
-class Report:
+class DataReport:
     """The results of checking a data path."""
 
     data_path: str

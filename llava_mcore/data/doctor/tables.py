@@ -7,7 +7,7 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from llava_mcore.data.doctor.report import NUM_BINS, Report
+from llava_mcore.data.doctor.report import NUM_BINS, DataReport
 from llava_mcore.data.doctor.tally import Group, bins
 from llava_mcore.models.media import DEFAULT_FPS
 
@@ -17,7 +17,7 @@ MOST_NAMES = 20
 LEVELS = {"stop": "would end training", "left out": "would be left out", "remark": "note"}
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: DataReport, console: Console) -> None:
     """Print datasets, lengths and problems; the last line says whether to train."""
     tally = report.tally
     if tally.num_looked_at:
@@ -51,7 +51,7 @@ def _line(console: Console, text: str, style: str = "") -> None:
     console.print(text, style=style or None, markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_datasets(report: Report, console: Console) -> None:
+def _print_datasets(report: DataReport, console: Console) -> None:
     tally = report.tally
     looked = "every sample" if report.full else "a choice from every shard"
     rate = tally.num_looked_at / max(report.seconds, 1e-9)
@@ -77,7 +77,7 @@ def _print_datasets(report: Report, console: Console) -> None:
     console.print(table)
 
 
-def _print_lengths(report: Report, console: Console) -> None:
+def _print_lengths(report: DataReport, console: Console) -> None:
     tally = report.tally
     if not tally.lengths:
         return
@@ -109,7 +109,7 @@ def _print_lengths(report: Report, console: Console) -> None:
     _line(console, "")
 
 
-def _print_fill(report: Report, console: Console) -> None:
+def _print_fill(report: DataReport, console: Console) -> None:
     if report.fill is None:
         return
     budget = report.max_media_tokens
@@ -140,7 +140,7 @@ def _print_group(group: Group, console: Console) -> None:
         _line(console, f"    and {group.count - len(group.examples)} more")
 
 
-def _print_verdict(report: Report, console: Console) -> None:
+def _print_verdict(report: DataReport, console: Console) -> None:
     against = report.reasons_not_to_train
     if against:
         _line(console, f"do not train: {'; '.join(against)}", style="bold red")

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from llava_mcore.data.doctor.examiner import Finding
-from llava_mcore.data.packing.best_fit import LEVELS, Media, levels_of, online_fill
+from llava_mcore.data.packing.best_fit import LEVELS, PatchBudget, levels_of, online_fill
 
 EXAMPLES = 3
 VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
@@ -188,5 +188,5 @@ def expected_fill(sizes: Counter[tuple[int, int]], seq_length: int, buffer_size:
         return None
     values = sorted(usable)
     drawn = random.Random(0).choices(values, [usable[value] for value in values], k=DRAWN)
-    media = Media([steps for _, steps in drawn], LEVELS)
+    media = PatchBudget([steps for _, steps in drawn], LEVELS)
     return online_fill([length for length, _ in drawn], seq_length, buffer_size, media)

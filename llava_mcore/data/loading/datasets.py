@@ -46,7 +46,7 @@ OPEN_ERRORS = (
 
 
 @dataclass(frozen=True)
-class Shard:
+class DatasetShard:
     """The samples of one shard that belong to the data: numbers first to first + count - 1 of their dataset."""
 
     name: str
@@ -59,7 +59,7 @@ class Dataset:
     """One dataset of a data path."""
 
     path: str
-    shards: tuple[Shard, ...]
+    shards: tuple[DatasetShard, ...]
     share: str
     """Its weight in a blend, or repetitions per epoch; empty if the blend does not say."""
     repeats: float | None
@@ -78,7 +78,7 @@ class Dataset:
         """Samples of all its shards."""
         return sum(shard.count for shard in self.shards)
 
-    def shard_of(self, number: int) -> Shard:
+    def shard_of(self, number: int) -> DatasetShard:
         """Return the shard of a sample."""
         return self.shards[bisect_right(self.firsts, number) - 1]
 
@@ -145,7 +145,7 @@ def _open(loaded: LoadedDataset, encoder: ChatTaskEncoder, workers: WorkerConfig
     )
 
 
-def _shards(factory: Any) -> tuple[Shard, ...]:
+def _shards(factory: Any) -> tuple[DatasetShard, ...]:
     """Return the shards of a dataset, limited to the subset in a blend."""
     webdataset = isinstance(factory, BaseWebdatasetFactory)
     counts = [(s.name, s.count) for s in factory.shards] if webdataset else [(factory.path.name, len(factory))]
@@ -156,7 +156,7 @@ def _shards(factory: Any) -> tuple[Shard, ...]:
     for name, count in counts:
         first, last = max(number, start), min(number + count, end)
         if first < last:
-            shards.append(Shard(name, first, last - first))
+            shards.append(DatasetShard(name, first, last - first))
         number += count
     return tuple(shards)
 

@@ -15,7 +15,7 @@ from llava_mcore.data.encoding.stored_tokens import log_origin
 from llava_mcore.data.loading.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loading.resume_settings import MICRO_BATCH, NUM_STREAMS, differences, settings_to_resume_with
 from llava_mcore.data.loading.sample_warnings import SampleWarnings
-from llava_mcore.data.loading.source import LEAST_AHEAD, Source, reading
+from llava_mcore.data.loading.source import MIN_PREFETCH, BatchSource, reading
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.data.streams.open_stream import check_streams, open_stream
@@ -84,7 +84,7 @@ class TrainLoader:
         self.path: Path | str = data.path
         self._timeout = data.timeout
         self._settings = settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
-        positions = self._take_over(saved, dp_rank, dp_size) if saved is not None else {}
+        positions = self._restore_positions(saved, dp_rank, dp_size) if saved is not None else {}
 
         self._open_again = partial(
             TrainLoader,
@@ -183,7 +183,7 @@ class TrainLoader:
             source.close()
         self._sources = {}
 
-    def _take_over(
+    def _restore_positions(
         self, saved: Sequence[dict[str, Any]], dp_rank: int, dp_size: int
     ) -> dict[int, dict[str, Any] | None]:
         """Return the positions of the streams that this rank counts, and keep the saved run's number of streams.
@@ -243,7 +243,7 @@ def _serve(
     seed: int,
     buffer_bytes: int,
     num_micro_batches: int,
-) -> dict[int, Source]:
+) -> dict[int, BatchSource]:
     """Return the source of each stream's deliveries: loader processes, or this process.
 
     Args:
@@ -252,12 +252,12 @@ def _serve(
     num_workers = data.num_workers
     if num_workers > len(streams):
         logger.info("this rank serves %d streams: %d of %d loader processes", len(streams), len(streams), num_workers)
-    sources: dict[int, Source] = {}
+    sources: dict[int, BatchSource] = {}
     shares = share(list(streams), max(1, num_workers))
-    num_ahead = max(LEAST_AHEAD, math.ceil(num_micro_batches / len(shares)))
+    num_ahead = max(MIN_PREFETCH, math.ceil(num_micro_batches / len(shares)))
     for numbers in shares:
         buffers = PixelBuffers(buffer_bytes, num_ahead) if num_workers else None
         server = StreamServer({n: streams[n] for n in numbers}, turns(), buffers)
-        source = Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout, num_ahead=num_ahead)
+        source = BatchSource(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout, num_ahead=num_ahead)
         sources |= dict.fromkeys(numbers, source)
     return sources

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.loading.sample_warnings import SampleWarnings
-from llava_mcore.data.loading.source import Source, reading
+from llava_mcore.data.loading.source import BatchSource, reading
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
 from llava_mcore.data.streams.open_stream import open_stream
@@ -109,7 +109,8 @@ class ValidationPass:
         in_process = data.num_workers == 0
         shares = share(numbers, max(1, data.num_workers)) if numbers else []
         self._sources = deque(
-            Source(_Server(open_one, part), in_process=in_process, seed=seed, timeout=data.timeout) for part in shares
+            BatchSource(_Server(open_one, part), in_process=in_process, seed=seed, timeout=data.timeout)
+            for part in shares
         )
 
     def __iter__(self) -> Self:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llava_mcore.data.prepare.journal import write_whole
 from llava_mcore.data.prepare.record_layouts import Keys
-from llava_mcore.data.prepare.shard_plan import Source
+from llava_mcore.data.prepare.shard_plan import SourcePaths
 from llava_mcore.data.prepare.sources.detect import Format, Opening
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.regular import RefusedFileError, plain_name, read_regular_file
@@ -47,12 +47,12 @@ class ListedSource(BaseModel):
     subflavors: dict[str, Any] = {}
     """Passed on to energon's blend."""
 
-    def source(self, root: Path) -> Source:
+    def source(self, root: Path) -> SourcePaths:
         """Return the source to prepare."""
         keys = Keys(self.image_key, self.question_key, self.answer_key, self.captions, self.video_key, self.audio_key)
         image_dir = None if self.image_dir is None else root / self.image_dir
         opening = Opening(self.format, image_dir, self.source_split, keys, frames_fps=self.frames_fps)
-        return Source((root / self.path,), opening)
+        return SourcePaths((root / self.path,), opening)
 
 
 class Listing(BaseModel):

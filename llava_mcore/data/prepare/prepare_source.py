@@ -17,12 +17,12 @@ from typing import Protocol
 
 from llava_mcore.config.sections.data import Handling
 from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.prepare.counts import Counts, ShardReport, add_up
+from llava_mcore.data.prepare.counts import PrepareCounts, ShardReport, add_up
 from llava_mcore.data.prepare.journal import META, Journal, write_whole
 from llava_mcore.data.prepare.output.finish import write_meta
 from llava_mcore.data.prepare.output.shard import ShardMaker, ShardSetup
-from llava_mcore.data.prepare.row_types import Segment, Skipped
-from llava_mcore.data.prepare.shard_plan import Options, Plan, Source, make_plan
+from llava_mcore.data.prepare.row_types import RowRange, Skipped
+from llava_mcore.data.prepare.shard_plan import Options, ShardList, SourcePaths, make_plan
 from llava_mcore.errors import DataError
 from llava_mcore.files.atomic import move, sync
 from llava_mcore.forkserver import end_with_parent, start_forkserver
@@ -36,7 +36,7 @@ SHARDS_AHEAD = 2
 """Number of shards queued for each process."""
 
 
-class Progress(Protocol):
+class PrepareProgress(Protocol):
     """Receives progress reports."""
 
     def begin(self, what: str, total: int | None) -> None:
@@ -53,7 +53,7 @@ class Result:
     """The contents of a finished folder."""
 
     folder: Path
-    counts: Counts
+    counts: PrepareCounts
     num_shards: int
     num_made: int
     """Shards that this run has written; the others existed."""
@@ -72,10 +72,10 @@ class Result:
 
 
 def prepare(
-    source: Source,
+    source: SourcePaths,
     folder: Path,
     options: Options,
-    progress: Progress,
+    progress: PrepareProgress,
     *,
     num_workers: int = 0,
     max_skip_rate: float = 0.01,
@@ -109,10 +109,10 @@ def prepare(
 
 
 def _finish(
-    plan: Plan,
+    plan: ShardList,
     options: Options,
     journal: Journal,
-    progress: Progress,
+    progress: PrepareProgress,
     made: set[int],
     max_skip_rate: float,
     assets: Assets | None,
@@ -143,7 +143,7 @@ def _finish(
     return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished, *about)
 
 
-def _manifest(plan: Plan, reports: Sequence[ShardReport], counts: Counts) -> str:
+def _manifest(plan: ShardList, reports: Sequence[ShardReport], counts: PrepareCounts) -> str:
     shards = [
         {"name": r.name, "samples": r.counts.entries, "bytes": r.counts.bytes, "sha256": r.sha256}
         for r in reports
@@ -171,9 +171,9 @@ def _write_skipped(path: Path, journal: Journal) -> tuple[Skipped, ...]:
 def _make(
     setup: ShardSetup,
     assets: Assets | None,
-    shards: dict[int, tuple[Segment, ...]],
+    shards: dict[int, tuple[RowRange, ...]],
     num_workers: int,
-    progress: Progress,
+    progress: PrepareProgress,
 ) -> Iterator[ShardReport]:
     """Yield the reports of shards as they are completed, in any order."""
     if not shards:
@@ -213,7 +213,7 @@ class _Reader:
 
 
 def _collect(
-    pool: ProcessPoolExecutor, shards: dict[int, tuple[Segment, ...]], num_workers: int, reader: _Reader
+    pool: ProcessPoolExecutor, shards: dict[int, tuple[RowRange, ...]], num_workers: int, reader: _Reader
 ) -> Iterator[ShardReport]:
     waiting = iter(shards.items())
     running: set[Future[ShardReport]] = set()
@@ -245,6 +245,6 @@ def _start_process(setup: ShardSetup, counter: Synchronized[int]) -> None:
     _maker = ShardMaker(setup, None if counting is None else counting.load(), count)
 
 
-def _make_shard(shard: int, segments: tuple[Segment, ...]) -> ShardReport:
+def _make_shard(shard: int, segments: tuple[RowRange, ...]) -> ShardReport:
     assert _maker is not None
     return _maker.make(shard, segments)

@@ -11,7 +11,7 @@ from typing import Any
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.encoding.assets import ASSET_FILES, Assets, load_assets
 from llava_mcore.data.encoding.text.template_choice import Lang
-from llava_mcore.data.prepare.row_types import Segment
+from llava_mcore.data.prepare.row_types import RowRange
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.prepare.sources.base import Cuts, SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
@@ -76,7 +76,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourcePaths:
     """Paths that become one folder of shards."""
 
     paths: tuple[Path, ...]
@@ -84,12 +84,12 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShardList:
     """Shards of one source, by number."""
 
     files: tuple[SourceFile, ...]
     how: Opening
-    shards: tuple[tuple[Segment, ...], ...]
+    shards: tuple[tuple[RowRange, ...], ...]
     num_rows: int
     request: dict[str, Any]
     """Everything that the shards depend on, as plain containers, for comparison with an existing folder."""
@@ -97,7 +97,7 @@ class Plan:
     """Parts of the source that are not read."""
 
 
-def make_plan(source: Source, options: Options, on_file: Callable[[str], None] = lambda name: None) -> Plan:
+def make_plan(source: SourcePaths, options: Options, on_file: Callable[[str], None] = lambda name: None) -> ShardList:
     """Read through all files once and divide their rows over shards.
 
     Shard k contains the rows [k * rows_per_shard, (k + 1) * rows_per_shard), counted over all files.
@@ -111,7 +111,7 @@ def make_plan(source: Source, options: Options, on_file: Callable[[str], None] =
     """
     how = replace(source.how, most_bytes=options.limits.sample_bytes)
     files = [file for path in source.paths for file in find_files(path, how)]
-    shards: list[list[Segment]] = []
+    shards: list[list[RowRange]] = []
     known, notes, found, first_row = [], [], [], 0
     for number, file in enumerate(files):
         on_file(file.name)
@@ -137,7 +137,7 @@ def make_plan(source: Source, options: Options, on_file: Callable[[str], None] =
             f"make one of {options.rows_per_shard}; lower --samples-per-shard"
         )
     request = {"sources": known, "options": describe(source.how, options)}
-    return Plan(tuple(files), source.how, tuple(map(tuple, shards)), first_row, request, tuple(notes))
+    return ShardList(tuple(files), source.how, tuple(map(tuple, shards)), first_row, request, tuple(notes))
 
 
 def describe(how: Opening, options: Options) -> dict[str, Any]:

@@ -38,11 +38,11 @@ def collate(
         num_axes: of a position.
     """
     make = _pack if packed else _pad
-    return make(samples, _Media(fields, pixel_scale, num_axes), seq_length, pad_token_id, multiple)
+    return make(samples, _MediaCollator(fields, pixel_scale, num_axes), seq_length, pad_token_id, multiple)
 
 
 @dataclass(frozen=True)
-class _Media:
+class _MediaCollator:
     """Concatenates the media of a micro-batch."""
 
     fields: Fields
@@ -75,7 +75,9 @@ class _Media:
         return own | index_values(self.fields, pictures, begins)
 
 
-def _pad(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_token_id: int, multiple: int) -> Batch:
+def _pad(
+    samples: Sequence[EncodedSample], media: _MediaCollator, seq_length: int, pad_token_id: int, multiple: int
+) -> Batch:
     """Pad every conversation, one per sample, on the right to the longest one (rounded up, at most seq_length).
 
     A pipeline needs the same length for all micro-batches of a step, and pads further by itself.
@@ -87,7 +89,9 @@ def _pad(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_t
     return _batch(samples, conversations, places, plain, pad_token_id, media)
 
 
-def _pack(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_token_id: int, multiple: int) -> Batch:
+def _pack(
+    samples: Sequence[EncodedSample], media: _MediaCollator, seq_length: int, pad_token_id: int, multiple: int
+) -> Batch:
     """Concatenate all conversations into one row; b packs give at most b * seq_length tokens."""
     conversations = [conversation for sample in samples for conversation in sample.conversations]
     ends = np.cumsum([0, *map(len, conversations)])
@@ -111,7 +115,7 @@ def _batch(
     places: Sequence[tuple[int, int]],
     plain: NDArray[np.int64],
     pad_token_id: int,
-    media: _Media,
+    media: _MediaCollator,
 ) -> Batch:
     """Write conversations into rows, each starting at its (row, column). `plain`: positions [b, s] of text alone."""
     shape = plain.shape

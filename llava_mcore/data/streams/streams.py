@@ -129,7 +129,7 @@ def scaled(position: dict[str, Any] | None, times: int) -> dict[str, Any] | None
     return {name: value * times if name in ("num_batches", "further") else value for name, value in position.items()}
 
 
-class Turn(NamedTuple):
+class StreamTurn(NamedTuple):
     """A batch of a stream; its index is counted from 0 at the beginning of the run."""
 
     stream: int
@@ -153,11 +153,11 @@ class Turns:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Turn:
+    def __next__(self) -> StreamTurn:
         turns = []
         for _ in range(self._num_ranks):
             index, stream = self._queue[0]
-            turns.append(Turn(stream, index))
+            turns.append(StreamTurn(stream, index))
             self.num_batches[stream] = index + 1
             heapq.heapreplace(self._queue, (index + 1, stream))
         return turns[self._rank]

@@ -25,7 +25,7 @@ from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, POSITION_
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.models.architectures.base import Architecture
 from llava_mcore.models.connectors.perceiver import Perceiver
-from llava_mcore.models.media import AroundMedia, Extent, MediaPlan, MediaTokens, Processing, Size
+from llava_mcore.models.media import AroundMedia, MediaBudget, MediaPlan, MediaTokens, Processing, Size
 from llava_mcore.models.names import HfNames, KnownNames
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.geometry import patch_side
@@ -126,14 +126,14 @@ class _Pictures(MediaPlan):
         return [self._tokens([self._grid(part) for part in self._parts_of(size)]) for size in sizes]
 
     @property
-    def smallest(self) -> Extent:
+    def smallest(self) -> MediaBudget:
         """Every picture has the same tokens."""
-        return Extent(len(self._ids), self.patches_per_tile)
+        return MediaBudget(len(self._ids), self.patches_per_tile)
 
     @property
-    def largest(self) -> Extent:
+    def largest(self) -> MediaBudget:
         """Every part with the longest edges."""
-        return Extent(len(self._ids), self.rows_per_tile)
+        return MediaBudget(len(self._ids), self.rows_per_tile)
 
     def _parts_of(self, size: Size) -> list[Size]:
         """Return the heights and widths of what the processor resizes: quarters and the whole, or the whole."""

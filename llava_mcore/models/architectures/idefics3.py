@@ -29,7 +29,7 @@ from llava_mcore.errors import ConversionError
 from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.shuffle_linear import ShuffleLinear
-from llava_mcore.models.media import Extent, MediaPlan, MediaTokens, Processing, Size, picture
+from llava_mcore.models.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, picture
 from llava_mcore.models.names import HfNames, KnownNames
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.geometry import image_side, num_patches
@@ -127,18 +127,18 @@ class _Grid(MediaPlan):
         return [self._tokens(*self._rows_and_columns(size)) for size in sizes]
 
     @property
-    def smallest(self) -> Extent:
+    def smallest(self) -> MediaBudget:
         """A long, narrow picture: its longest edge is enlarged to as many tiles as that of any other."""
-        return self._extent(1, self._longest)
+        return self._budget(1, self._longest)
 
     @property
-    def largest(self) -> Extent:
+    def largest(self) -> MediaBudget:
         """A square picture."""
-        return self._extent(self._longest, self._longest)
+        return self._budget(self._longest, self._longest)
 
-    def _extent(self, height: int, width: int) -> Extent:
+    def _budget(self, height: int, width: int) -> MediaBudget:
         (item,) = self.tokens([(height, width)])
-        return Extent(len(item), item.num_patches)
+        return MediaBudget(len(item), item.num_patches)
 
     def _rows_and_columns(self, size: Size) -> Size:
         """Return rows and columns of tiles, 0 and 0 for a single tile (`resize_for_vision_encoder`)."""

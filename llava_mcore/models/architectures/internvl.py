@@ -25,7 +25,7 @@ from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.architectures.llava import NAMES
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.pixel_shuffle import PixelShuffle
-from llava_mcore.models.media import Extent, MediaPlan, MediaTokens, Processing, Size, picture
+from llava_mcore.models.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, picture
 from llava_mcore.models.names import KnownNames
 from llava_mcore.models.vision.features import FeatureChoice, feature_choice
 from llava_mcore.models.vision.geometry import num_patches
@@ -121,19 +121,19 @@ class _Tiles(MediaPlan):
         return [self._tokens(self._num_tiles(size)) for size in sizes]
 
     @property
-    def smallest(self) -> Extent:
+    def smallest(self) -> MediaBudget:
         """The fewest tiles."""
-        return self._extent(self._fewest)
+        return self._budget(self._fewest)
 
     @property
-    def largest(self) -> Extent:
+    def largest(self) -> MediaBudget:
         """The most tiles."""
-        return self._extent(self._most)
+        return self._budget(self._most)
 
-    def _extent(self, num_tiles: int) -> Extent:
+    def _budget(self, num_tiles: int) -> MediaBudget:
         """Several tiles have a thumbnail."""
         item = self._tokens(num_tiles + int(num_tiles > 1))
-        return Extent(len(item), item.num_patches)
+        return MediaBudget(len(item), item.num_patches)
 
     def _num_tiles(self, size: Size) -> int:
         """Return the number of tiles of a picture, including a thumbnail if there are several."""

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, WhisperFeatureExtractor
 from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, SOUND_FIELDS
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.models.audio.lengths import ROWS_BEFORE, ClipLengths
-from llava_mcore.models.media import Extent, MediaPlan, MediaTokens, Size
+from llava_mcore.models.media import MediaBudget, MediaPlan, MediaTokens, Size
 
 FRAMES_AFTER = 4
 """Frames of silence after a clip that are computed. The last two do not depend on it, and equal all that follow."""
@@ -62,10 +62,10 @@ class AudioPlan(MediaPlan):
         return [self._of_length(self.num_frames(number)) for number in num_samples]
 
     @property
-    def largest(self) -> Extent:
+    def largest(self) -> MediaBudget:
         """The longest clip that the encoder takes."""
         item = self._of_length(self.num_frames(self.most_samples))
-        return Extent(len(item), item.num_patches)
+        return MediaBudget(len(item), item.num_patches)
 
     def num_frames(self, num_samples: int) -> int:
         """Return the mel frames of a clip that the encoder attends to. DataError like `audio_tokens`."""

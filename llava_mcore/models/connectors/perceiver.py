@@ -163,7 +163,7 @@ class Perceiver(Connector):
 
 
 @dataclass(frozen=True)
-class Reading:
+class LatentReads:
     """The order in which the latents read: the features of the first picture, its latents, those of the second, …
 
     `order`: int64 [n + p * l], indices into all features followed by all latents. `lengths`: where pictures begin,
@@ -174,7 +174,7 @@ class Reading:
     lengths: PackedSeqParams
 
     @classmethod
-    def of(cls, seqlens: Tensor, num_features: int, num_latents: int, max_seqlen: int) -> Reading:
+    def of(cls, seqlens: Tensor, num_features: int, num_latents: int, max_seqlen: int) -> LatentReads:
         """Build it on the device of seqlens, without waiting for it.
 
         Args:
@@ -228,7 +228,7 @@ class PerceiverResampler(MegatronModule):
         """
         context, _ = self.modality_projection(features)
         num_pictures, num_latents = len(seqlens), len(self.latents)
-        reading = Reading.of(seqlens, len(features), num_latents, max_seqlen)
+        reading = LatentReads.of(seqlens, len(features), num_latents, max_seqlen)
         latents = self.latents.expand(num_pictures, -1, -1).flatten(0, 1)
         return self.norm(self.layers(latents, context, reading)).unflatten(0, (num_pictures, num_latents))
 
@@ -241,7 +241,7 @@ class PerceiverLayers(MegatronModule):
         for number in range(config.num_layers):
             self.add_module(str(number), PerceiverLayer(config, number + 1))
 
-    def forward(self, latents: Tensor, context: Tensor, reading: Reading) -> Tensor:
+    def forward(self, latents: Tensor, context: Tensor, reading: LatentReads) -> Tensor:
         """Return the latents [p * l, h] after all layers."""
         for layer in self.children():
             latents = layer(latents, context, reading)
@@ -282,7 +282,7 @@ class PerceiverLayer(MegatronModule):
         self.post_attention_layernorm = _norm(config)
         self.mlp = _gated_mlp(config, width)
 
-    def forward(self, latents: Tensor, context: Tensor, reading: Reading) -> Tensor:
+    def forward(self, latents: Tensor, context: Tensor, reading: LatentReads) -> Tensor:
         """Return the latents [p * l, h] after reading the context [n, h]."""
         normed = self.input_latents_norm(latents)
         read = torch.cat([self.input_context_norm(context), normed])[reading.order]

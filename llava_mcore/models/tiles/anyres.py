@@ -34,7 +34,7 @@ from llava_mcore.batch_fields import (
     Field,
     Fields,
 )
-from llava_mcore.models.media import Extent, MediaPlan, MediaTokens, Size
+from llava_mcore.models.media import MediaBudget, MediaPlan, MediaTokens, Size
 
 NEXT_FIELDS: Fields = dict(PICTURE_FIELDS) | {
     FEATURE_ROWS: Field((torch.int64,), index_of="features"),
@@ -93,12 +93,12 @@ class AnyResPlan(MediaPlan):
         return [self._of_size(size) for size in sizes]
 
     @property
-    def smallest(self) -> Extent:
+    def smallest(self) -> MediaBudget:
         """The base view and a newline."""
-        return Extent(self.num_base + 1, self.num_base)
+        return MediaBudget(self.num_base + 1, self.num_base)
 
     @property
-    def largest(self) -> Extent:
+    def largest(self) -> MediaBudget:
         """The base view and the largest grid, with a newline per row. The tower computes a grid before it is
         resized."""
         side = self.anyres.image_size
@@ -109,7 +109,7 @@ class AnyResPlan(MediaPlan):
             int(min(rows * columns, kept) * self.num_base) + rows * self.anyres.patches_per_side
             for rows, columns in grids
         )
-        return Extent(self.num_base + tokens, (1 + tiles) * self.num_base)
+        return MediaBudget(self.num_base + tokens, (1 + tiles) * self.num_base)
 
     def pixels(
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any

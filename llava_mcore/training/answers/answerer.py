@@ -13,10 +13,10 @@ from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
 from llava_mcore.generation.generate import generate
 from llava_mcore.generation.questions import Question, Questions
-from llava_mcore.generation.records import Asked, Record
+from llava_mcore.generation.records import PromptQueue, Record
 from llava_mcore.generation.settings import Settings, TokenSampling, read_settings, require_known
 from llava_mcore.parallel.groups import agree, gather_to_all
-from llava_mcore.parallel.together import together
+from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.answers.result import AnswersResult, Example, scored
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.setup import Trainer
@@ -91,7 +91,7 @@ class Answerer:
         gathered = gather_to_all(groups, [] if asked is None else asked.records)
         records = sorted((x for part in gathered for x in part), key=lambda record: (record.position, record.key))
         num_skipped = sum(record.problem is not None for record in records)
-        metrics, examples = together(groups, lambda: self._first_ranks(records))
+        metrics, examples = raise_together(groups, lambda: self._first_ranks(records))
         return AnswersResult(
             iteration=iteration,
             metrics=metrics,
@@ -108,14 +108,14 @@ class Answerer:
             return {}, []
         return scored(records), self._examples(records)
 
-    def _ask(self, iteration: int) -> Asked | None:
+    def _ask(self, iteration: int) -> PromptQueue | None:
         """Return what this replica was asked, on the rank that loads its data."""
         assert self._settings is not None
         trainer, groups = self.trainer, self.trainer.groups
         multiple = pad_multiple(trainer.run)
         asked = None
         if self.data is not None:
-            asked = Asked(self._mine(self.data), self.data.assets, self._settings, multiple=multiple)
+            asked = PromptQueue(self._mine(self.data), self.data.assets, self._settings, multiple=multiple)
         with without_side_effects(trainer):
             answers = generate(
                 trainer.models,

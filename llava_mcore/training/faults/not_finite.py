@@ -14,7 +14,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import TrainingError, problems
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.batch_counts import LoadedBatch
-from llava_mcore.training.closing import attempt
+from llava_mcore.training.closing import warn_on_failure
 from llava_mcore.training.fetch import ReadStep
 from llava_mcore.training.step import StepResult
 
@@ -60,7 +60,7 @@ class NotFinite:
         groups, folder = self.groups, self.run.run_dir / "faults" / f"iter_{iteration:07d}"
         if read is not None:
             file = folder / f"dp_{groups.dp_rank:05d}.pt"
-            attempt(f"{file} was not written", lambda: save_batches(file, iteration, read.again()))
+            warn_on_failure(f"{file} was not written", lambda: save_batches(file, iteration, read.again()))
         mine = (groups.dp_rank, [] if read is None else read.sample_keys, result.not_finite)
         everyone: list[Any] = [None] * groups.world_size
         dist.all_gather_object(everyone, mine, group=groups.control)

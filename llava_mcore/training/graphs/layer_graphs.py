@@ -55,7 +55,7 @@ class LayerGraphs:
         """
         self._config, self._packs = config, packs
         self._gather = parameter_gathering(chunk)
-        self._segments = [Segment(layers, packs) for layers in segments]
+        self._segments = [LayerSegment(layers, packs) for layers in segments]
         self._graphs: dict[tuple[int, ...], list[Callable[..., Tensor]]] = {}
         self._seen: dict[tuple[int, ...], list[Sample]] = {}
         self._without: set[tuple[int, ...]] = set()
@@ -92,7 +92,7 @@ class LayerGraphs:
         gc.collect()
         torch.cuda.empty_cache()
         return make_graphs(
-            [Segment(segment.layers, self._packs) for segment in self._segments],
+            [LayerSegment(segment.layers, self._packs) for segment in self._segments],
             samples,
             fp8=[segment.in_fp8 for segment in self._segments],
             recipe=get_fp8_recipe(self._config) if self._config.fp8 else None,
@@ -149,7 +149,7 @@ class LayerGraphs:
             self._pass = packed, self._packs.tensors(hidden_states.shape[0], packed, angles)
         return self._pass[1]
 
-    def _replay(self, segment: Segment, graph: Callable[..., Tensor], given: Sample) -> Tensor:
+    def _replay(self, segment: LayerSegment, graph: Callable[..., Tensor], given: Sample) -> Tensor:
         if self._gather is not None:
             for module in segment.modules():
                 self._gather(module)
@@ -168,7 +168,7 @@ def _shape(sample: Sample) -> tuple[int, ...]:
     return tuple(x.shape[0] for x in sample)
 
 
-class Segment(nn.Module):
+class LayerSegment(nn.Module):
     """Layers that follow each other, with their adapters, as a function of tensors.
 
     `fused`: parameters whose gradients are added to their sums inside the passes. `is_done`: the graph has run in

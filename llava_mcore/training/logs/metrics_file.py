@@ -74,7 +74,7 @@ class Metrics:
         )
 
 
-class JsonLines:
+class JsonLinesWriter:
     """Appends objects to a file of JSON lines; after a resume, lines beyond the checkpoint are dropped."""
 
     def __init__(self, path: Path, *, keep_until: int, value: str = "loss") -> None:
@@ -141,7 +141,7 @@ def _record(line: str, where: str, value: str) -> dict[str, Any]:
     return record
 
 
-class MetricsFile(JsonLines):
+class MetricsFile(JsonLinesWriter):
     """`metrics.jsonl`, one object per iteration."""
 
     def __init__(self, run_dir: Path, *, keep_until: int) -> None:

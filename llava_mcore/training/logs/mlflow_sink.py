@@ -16,7 +16,7 @@ from llava_mcore.config.load import config_fields
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.training.answers.result import Example
-from llava_mcore.training.logs.outbox import Failed, Outbox, Refused
+from llava_mcore.training.logs.outbox import Failed, Outbox, RefusedRecord
 from llava_mcore.training.run_ids import read_ids, write_id
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class MLflow:
             function(*arguments, **named)
         except self._failure as error:
             code = error.get_http_status_code()
-            kind = Refused if code in _NO_USE and code not in _TRY_AGAIN else Failed
+            kind = RefusedRecord if code in _NO_USE and code not in _TRY_AGAIN else Failed
             raise kind(str(error)) from error
         except OSError as error:  # its files
             raise Failed(str(error)) from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.prepare.row_types import Row, Segment
+from llava_mcore.data.prepare.row_types import RowRange, SourceRow
 from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
 from llava_mcore.data.prepare.sources.lines import BOM, decode_row, too_large
 from llava_mcore.errors import DataError
@@ -49,7 +49,7 @@ class JsonArray:
             segments.append(cuts.segment(first, number - first, start, stop))
         return Scan(tuple(segments), number, sha.hexdigest())
 
-    def read(self, segment: Segment) -> Iterator[Row]:
+    def read(self, segment: RowRange) -> Iterator[SourceRow]:
         """Yield one row per element."""
         with self.path.open("rb") as file:
             file.seek(segment.start)
@@ -57,7 +57,7 @@ class JsonArray:
             for index, (begin, end) in enumerate(elements, start=segment.index):
                 is_large = end - begin > self.most_bytes
                 large = too_large("an element", self.most_bytes)
-                yield Row(index, large if is_large else decode_row(elements.text_of(begin, end)))
+                yield SourceRow(index, large if is_large else decode_row(elements.text_of(begin, end)))
 
 
 @dataclass

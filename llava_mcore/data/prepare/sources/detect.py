@@ -14,7 +14,7 @@ from llava_mcore.data.prepare.record_layouts import Keys
 from llava_mcore.data.prepare.sources.array import LARGEST_ELEMENT, JsonArray
 from llava_mcore.data.prepare.sources.base import SourceFile
 from llava_mcore.data.prepare.sources.columns import ArrowTable, ParquetTable
-from llava_mcore.data.prepare.sources.lines import BOM, JsonLines
+from llava_mcore.data.prepare.sources.lines import BOM, JsonLinesSource
 from llava_mcore.data.prepare.sources.tars import TarShard
 from llava_mcore.data.prepare.sources.triples import TripleFolder, has_samples
 from llava_mcore.errors import DataError
@@ -78,7 +78,7 @@ def _fits(file: SourceFile, wanted: Format) -> bool:
     if wanted == "vqa":
         return isinstance(file, (TripleFolder, TarShard))
     if wanted in LAYOUTS:
-        return isinstance(file, (JsonLines, JsonArray))
+        return isinstance(file, (JsonLinesSource, JsonArray))
     return isinstance(file, (ParquetTable, ArrowTable))
 
 
@@ -90,7 +90,7 @@ def _open_file(path: Path, root: Path, how: Opening) -> SourceFile:
         raise DataError(f"{path} is {found}, not a regular file")
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
-        return JsonLines(path, name, folder, how.most_bytes)
+        return JsonLinesSource(path, name, folder, how.most_bytes)
     if suffix == ".json":
         return _open_json(path)(path, name, folder, how.most_bytes)
     if suffix == ".parquet":
@@ -116,7 +116,7 @@ def _open_json(path: Path) -> Callable[[Path, str, Path, int], SourceFile]:
         is_row = False
     if not is_row:
         raise DataError(f"{path} is neither a list of objects nor JSON lines; it begins with {head[:60]!r}")
-    return JsonLines
+    return JsonLinesSource
 
 
 def _files_of_folder(folder: Path, how: Opening) -> list[SourceFile]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.prepare.row_types import BadSample, Reason, Row, Segment
+from llava_mcore.data.prepare.row_types import BadSample, Reason, RowRange, SourceRow
 from llava_mcore.data.prepare.sources.base import Cuts, Scan
 from llava_mcore.data.prepare.sources.parts import is_hidden, is_used, media_in_order, not_read, row_of
 from llava_mcore.data.storage.tar_members import LINKS, Link, NoContents, TarIndex, members, open_tar
@@ -34,7 +34,7 @@ class TarShard:
         parts of a sample are not adjacent."""
         sha, segments = hashlib.sha256(), []
         number = first = start = 0
-        cut, last, groups = cuts.next_cut(0), "", _Groups()
+        cut, last, groups = cuts.next_cut(0), "", _SampleGroups()
         with self._open() as tar:
             for member in self._members(tar):
                 sha.update(
@@ -54,7 +54,7 @@ class TarShard:
             segments.append(cuts.segment(first, number - first, start, end))
         return Scan(tuple(segments), number, sha.hexdigest(), groups.check(self.path))
 
-    def read(self, segment: Segment) -> Iterator[Row]:
+    def read(self, segment: RowRange) -> Iterator[SourceRow]:
         """Yield the samples starting at a segment's first byte."""
         tar_index = TarIndex(lambda: open_regular_file(self.path))
         with self._open(segment.start) as tar:
@@ -63,13 +63,13 @@ class TarShard:
                 stem, part = split_member(member.name)
                 if stem != last:
                     if last:
-                        yield Row(index, _tar_sample(last, parts))
+                        yield SourceRow(index, _tar_sample(last, parts))
                     index, last, parts = index + 1, stem, {}
                     if index == segment.index + segment.count:
                         return
                 parts[part] = self._content(tar, member, tar_index)
             if last:
-                yield Row(index, _tar_sample(last, parts))
+                yield SourceRow(index, _tar_sample(last, parts))
 
     @contextlib.contextmanager
     def _open(self, start: int = 0) -> Iterator[tarfile.TarFile]:
@@ -105,7 +105,7 @@ class TarShard:
         return data
 
 
-class _Groups:
+class _SampleGroups:
     """The parts of each sample of a tar. A sample's parts must be adjacent, since a reader passes through once."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, Layout, PadColumns, PadParts, Regroup, Reshape
+from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, PadColumns, PadParts, Regroup, Reshape, TensorTransform
 from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
@@ -100,9 +100,9 @@ def layer_entries(
     m, h = megatron + "decoder.layers.{layer}.", prefix + "{layer}."
     qkv, into = (tuple(f"{h}{name}.{{wb}}" for name in x) for x in (names.query_key_value, names.into))
     heads = hf.num_attention_heads
-    fuse: Layout = FuseQKV(heads, heads) if len(qkv) > 1 else Regroup(heads, heads)
-    stack: Layout = Concat(len(into)) if len(into) > 1 else Copy()
-    narrow: Layout = Copy()
+    fuse: TensorTransform = FuseQKV(heads, heads) if len(qkv) > 1 else Regroup(heads, heads)
+    stack: TensorTransform = Concat(len(into)) if len(into) > 1 else Copy()
+    narrow: TensorTransform = Copy()
     if ffn is not None and ffn[0] != ffn[1]:
         stack, narrow = PadParts(len(into), *ffn), PadColumns(*ffn)
     norms = [

@@ -48,8 +48,10 @@ class AdapterSetup:
 
     def num_weights(self, part: str) -> int:
         """Return the weights of A and B of all adapters in a part."""
-        found = self.layers.members
-        return sum(r * found[x].width for plan in self.plans for x, r in plan.ranks.items() if found[x].part == part)
+        members = self.layers.members
+        return sum(
+            r * members[x].width for plan in self.plans for x, r in plan.ranks.items() if members[x].part == part
+        )
 
 
 def adapter_setup_of(
@@ -106,14 +108,16 @@ def _check_settings(adapter: AdapterConfig, checkpoint: Path) -> None:
     pairs = {
         key: (_shown(before, key), _shown(adapter, key)) for key in type(adapter).model_fields if key != "quantize"
     }
-    found = [f"adapter.{key}: it has {old}, this run asks for {new}" for key, (old, new) in pairs.items() if old != new]
-    if found:
+    mismatches = [
+        f"adapter.{key}: it has {old}, this run asks for {new}" for key, (old, new) in pairs.items() if old != new
+    ]
+    if mismatches:
         title = (
             f"{checkpoint} holds an adapter, and a run that starts from it continues that adapter: give the same "
             "settings, or export the adapter (export-hf) and name its folder with adapter.load, or merge it (export-hf "
             "--merge)"
         )
-        raise ConfigError(problems(title, found))
+        raise ConfigError(problems(title, mismatches))
 
 
 def _shown(adapter: AdapterConfig, key: str) -> str:

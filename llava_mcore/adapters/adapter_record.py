@@ -37,23 +37,23 @@ class Base:
         """Whether the weights are those of an imported Hugging Face folder."""
         return is_of_import(self.identity)
 
-    def base_dir(self, given: Path | None) -> Path | None:
-        """Return `given`, which may be meant for another adapter: None if it does not hold these weights, and they are
-        still where they were."""
-        if given is None or not is_iteration(self.folder):
-            return given
-        return given if weights_identity(self._among(given)) == self.identity else None
+    def base_dir(self, base_dir: Path | None) -> Path | None:
+        """Return `base_dir`, which may be meant for another adapter: None if it does not hold these weights, and they
+        are still where they were."""
+        if base_dir is None or not is_iteration(self.folder):
+            return base_dir
+        return base_dir if weights_identity(self._among(base_dir)) == self.identity else None
 
-    def found_at(self, given: Path | None) -> Path:
-        """Return where these weights are: in a checkpoint of the folder `given`, or where they were.
+    def found_at(self, base_dir: Path | None) -> Path:
+        """Return where these weights are: in a checkpoint of the folder `base_dir`, or where they were.
 
         Args:
-            given: a folder of checkpoints, or one iteration's.
+            base_dir: a folder of checkpoints, or one iteration's.
 
         Raises:
             CheckpointError: they are not there, or other weights are.
         """
-        folder = self.folder if given is None else self._among(given)
+        folder = self.folder if base_dir is None else self._among(base_dir)
         if not is_iteration(folder):
             raise CheckpointError(
                 f"{folder}: the weights that the adapter was trained on are no longer there; say where with "
@@ -67,10 +67,10 @@ class Base:
             )
         return folder
 
-    def _among(self, given: Path) -> Path:
+    def _among(self, root: Path) -> Path:
         """Return the iteration of a folder that holds these weights; its newest if none does."""
-        newest = newest_iteration(given)
-        others = [iteration_folder(given, number) for number in reversed(iterations(given))]
+        newest = newest_iteration(root)
+        others = [iteration_folder(root, iteration) for iteration in reversed(iterations(root))]
         complete = [newest, *(folder for folder in others if is_iteration(folder))]
         return next((folder for folder in complete if weights_identity(folder) == self.identity), newest)
 

@@ -53,8 +53,8 @@ def attach_adapters(
 
 def _activations(model: VisionLanguageModel) -> dict[nn.Module, StatelessActivation]:
     """Return the activation functions that are modules, by the layers that read what they return."""
-    found = [x for x in model.modules() if isinstance(x, MLP) and isinstance(x.activation_func, StatelessActivation)]
-    return {mlp.linear_fc2: mlp.activation_func for mlp in found}
+    mlps = [x for x in model.modules() if isinstance(x, MLP) and isinstance(x.activation_func, StatelessActivation)]
+    return {mlp.linear_fc2: mlp.activation_func for mlp in mlps}
 
 
 def linear_modules(model: VisionLanguageModel) -> dict[str, Any]:
@@ -92,23 +92,23 @@ def _new_adapter(
     layout, members = linear.blocks(division.tp_size)
     norms = layout.to_hf(_row_norms(weight, division)) if plan.dora else ()
     rows = [x.shape[0] for x in layout.to_hf(torch.empty(weight.shape[0], 1, device="meta"))]
-    found: dict[int, Factors] = {}
-    for number, member in enumerate(linear.members):
+    factors_by_member: dict[int, Factors] = {}
+    for index, member in enumerate(linear.members):
         if member.name not in plan.ranks:
             continue
-        own = [i for i, owner in enumerate(members) if owner == number]
-        found[number] = factors = new_factors(
+        own_blocks = [i for i, owner in enumerate(members) if owner == index]
+        factors_by_member[index] = factors = new_factors(
             weight,
             plan.ranks[member.name],
             member.inputs,
-            [rows[i] for i in own],
+            [rows[i] for i in own_blocks],
             division,
             seed=f"{seed} {plan.name} {member.part} {member.key}",
-            magnitudes=[norms[i] for i in own] if plan.dora else (),
+            magnitudes=[norms[i] for i in own_blocks] if plan.dora else (),
         )
         factors.requires_grad_(plan.is_trained)
         part_adapters(model.get_submodule(member.part)).add(plan.name, member.key, factors)
-    return LinearAdapter(plan, linear, division, found, rows, memory)
+    return LinearAdapter(plan, linear, division, factors_by_member, rows, memory)
 
 
 def _row_norms(weight: Tensor, division: Division) -> Tensor:
@@ -121,8 +121,8 @@ def _row_norms(weight: Tensor, division: Division) -> Tensor:
 
 def adapters_of(module: nn.Module) -> Sequence[LinearAdapter]:
     """Return the adapters that change a layer's output; their parameters are elsewhere in the model."""
-    found: Sequence[LinearAdapter] = vars(module).get(_ATTACHED, ())
-    return found
+    adapters: Sequence[LinearAdapter] = vars(module).get(_ATTACHED, ())
+    return adapters
 
 
 def _hook(module: Any, adapters: Sequence[LinearAdapter], activation: StatelessActivation | None) -> None:
@@ -141,8 +141,8 @@ def _hook(module: Any, adapters: Sequence[LinearAdapter], activation: StatelessA
         bias = _added_bias(module)
         remake = None if activation is None else partial(activation.forward, activated.pop())
         for adapter in adapters:
-            given = (x, output, bias, lambda: _matrix(module))
-            output = adapter(*given, training=module.training, remake=remake)
+            inputs = (x, output, bias, lambda: _matrix(module))
+            output = adapter(*inputs, training=module.training, remake=remake)
         return output
 
     if isinstance(module, NormedRowParallelLinear):

@@ -57,9 +57,9 @@ def part_adapters(part: nn.Module) -> Adapters:
     children = dict(part.named_children())
     if CHILD not in children:
         part.add_module(CHILD, Adapters())
-    found = part.get_submodule(CHILD)
-    assert isinstance(found, Adapters)
-    return found
+    adapters = part.get_submodule(CHILD)
+    assert isinstance(adapters, Adapters)
+    return adapters
 
 
 def new_factors(
@@ -93,7 +93,7 @@ def new_factors(
         full = full[:, division.tp_rank * num_local :][:, :num_local]
     device = torch.device("cpu") if weight.is_meta else weight.device
     A = Parameter(full.to(device, weight.dtype))
-    B = [Parameter(torch.zeros(number, rank, dtype=weight.dtype, device=device)) for number in rows]
+    B = [Parameter(torch.zeros(num_rows, rank, dtype=weight.dtype, device=device)) for num_rows in rows]
     lengths = [Parameter(torch.zeros_like(x, device=device) if x.is_meta else x.to(weight.dtype)) for x in magnitudes]
     outputs = None if division.is_row_parallel else 0
     _mark(A, 1 if division.is_row_parallel else None, division)

@@ -122,8 +122,8 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
     for name, entry in here.items():
         if not _may_be_linear(entry):
             continue
-        found = [x.removesuffix(WEIGHT) for x in entry.hf_names]
-        if not sizes.keys() >= set(found):
+        hf_modules = [x.removesuffix(WEIGHT) for x in entry.hf_names]
+        if not sizes.keys() >= set(hf_modules):
             continue  # a convolution, or a layer that transformers' model splits differently than its files
         linear = name.removesuffix(WEIGHT)
         part = linear.partition(".")[0]
@@ -135,7 +135,7 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
                 tuple(dict.fromkeys(style[name].hf_names[i].removesuffix(WEIGHT) for style in (usual, *styles))),
                 *sizes[hf_name],
             )
-            for i, hf_name in enumerate(found)
+            for i, hf_name in enumerate(hf_modules)
         )
         linears.append(MegatronLinear(linear, entry, members))
     parameters = tuple(

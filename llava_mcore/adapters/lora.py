@@ -182,8 +182,8 @@ class LinearAdapter:
         if set(self.members) == {member}:
             return None
         owners = [owner for owner in self.members if owner in self.factors]
-        found = self._matrix.rows_on(device)
-        return torch.cat([rows for rows, owner in zip(found, owners, strict=True) if owner == member])
+        rows_of_blocks = self._matrix.rows_on(device)
+        return torch.cat([rows for rows, owner in zip(rows_of_blocks, owners, strict=True) if owner == member])
 
     def _dropped(self, x: Tensor, member: int) -> Tensor:
         """Apply dropout to what a member reads; ranks that hold different parts of x draw different numbers.
@@ -227,7 +227,7 @@ class LinearAdapter:
 
     def _by_block(self, lists: Sequence[nn.ParameterList]) -> list[tuple[int, int, Tensor | None]]:
         """Return each block's member, rows and parameter (None: no adapter), of the members' lists of parameters."""
-        remaining = {member: iter(found) for member, found in zip(self.factors, lists, strict=True)}
+        remaining = {member: iter(values) for member, values in zip(self.factors, lists, strict=True)}
         return [
             (member, rows, next(remaining[member]) if member in remaining else None)
             for member, rows in zip(self.members, self.rows, strict=True)

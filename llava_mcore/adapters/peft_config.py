@@ -54,15 +54,15 @@ def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: 
         )
     shapes = {name: tuple(tensors[key].shape) for name, key in names.items()}
     ranks = {name.removesuffix(LORA_A): shape[0] for name, shape in shapes.items() if name.endswith(LORA_A)}
-    found = _not_supported(config)
-    found += [_cannot_adapt(name, layers) for name in ranks if name not in layers.members]
+    errors = _not_supported(config)
+    errors += [_cannot_adapt(name, layers) for name in ranks if name not in layers.members]
     if not ranks:
-        found.append(f"{WEIGHTS} holds no LoRA")
-    plan = None if found else _plan(config, name, ranks, layers, is_trained=is_trained)
+        errors.append(f"{WEIGHTS} holds no LoRA")
+    plan = None if errors else _plan(config, name, ranks, layers, is_trained=is_trained)
     if plan is not None:
-        found += misfits(shapes, plan, layers)
-    if plan is None or found:
-        raise ConversionError(problems(f"{folder} cannot be used with this model", found))
+        errors += misfits(shapes, plan, layers)
+    if plan is None or errors:
+        raise ConversionError(problems(f"{folder} cannot be used with this model", errors))
     return plan
 
 
@@ -103,21 +103,21 @@ def _not_supported(config: Mapping[str, Any]) -> list[str]:
     kind = config.get("peft_type")
     if kind != "LORA":
         return [f"peft_type is {kind!r}, expected 'LORA'"]
-    found = [f"{key} = {value!r} is not supported" for key, value in config.items() if value and key not in _KNOWN]
-    found += [
+    errors = [f"{key} = {value!r} is not supported" for key, value in config.items() if value and key not in _KNOWN]
+    errors += [
         f"alpha_pattern has the pattern {key!r}; names and their ends are supported"
         for key in _literal(config.get("alpha_pattern") or {})
         if not re.fullmatch(r"[\w.]+", key)
     ]
     start = config.get("init_lora_weights", True)
     if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
-        found.append(
+        errors.append(
             f"init_lora_weights = {start!r} changes the model's own weights, which are not in this folder: let PEFT "
             "convert it to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     if config.get("bias", "none") not in ("none", "all", "lora_only"):
-        found.append(f"bias = {config['bias']!r}, expected 'none', 'all' or 'lora_only'")
-    return found
+        errors.append(f"bias = {config['bias']!r}, expected 'none', 'all' or 'lora_only'")
+    return errors
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
@@ -189,8 +189,8 @@ def target_modules(plan: LoraSettings, layers: ModelLayers) -> list[str]:
 
 
 def _most_common[T](values: Iterable[T]) -> T:
-    found = list(values)
-    return max(found, key=found.count)
+    listed = list(values)
+    return max(listed, key=listed.count)
 
 
 def _whole(value: float) -> float | int:

@@ -46,11 +46,11 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraSetting
     Raises:
         ConfigError: lists every name that no layer has, and layers that cannot be adapted.
     """
-    found: list[str] = []
+    errors: list[str] = []
     saved = {name: tuple(_matching(name, layers.module_names)) for name in adapter.modules_to_save}
-    found += [_unknown_module(name, layers) for name, modules in saved.items() if not modules]
+    errors += [_unknown_module(name, layers) for name, modules in saved.items() if not modules]
     modules = tuple(dict.fromkeys(module for matching in saved.values() for module in matching))
-    found += _tied(modules, layers)
+    errors += _tied(modules, layers)
     ranks = {"language_model": adapter.r, "vision_model": adapter.vision_r, "vision_projection": adapter.projection_r}
     chosen: dict[str, int] = {}
     for target in adapter.targets:
@@ -58,13 +58,15 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraSetting
         free = {name: ranks[layers.members[name].part] for name in members if not _inside(name, modules)}
         with_rank = {name: rank for name, rank in free.items() if rank is not None}
         if not with_rank:
-            found.append(_nothing_to_adapt(target, free, layers))
+            errors.append(_nothing_to_adapt(target, free, layers))
         chosen |= with_rank
     for part, rank in ranks.items():
-        if not found and rank is not None and not any(layers.members[name].part == part for name in chosen):
-            found.append(f"{_RANKS[part]} {rank}: --lora-targets {','.join(adapter.targets)} has no layer in that part")
-    if found:
-        raise ConfigError(problems("this model cannot get such an adapter", found))
+        if not errors and rank is not None and not any(layers.members[name].part == part for name in chosen):
+            errors.append(
+                f"{_RANKS[part]} {rank}: --lora-targets {','.join(adapter.targets)} has no layer in that part"
+            )
+    if errors:
+        raise ConfigError(problems("this model cannot get such an adapter", errors))
     return LoraSettings(
         name=adapter.name,
         ranks={name: chosen[name] for name in layers.members if name in chosen},
@@ -90,9 +92,9 @@ def own_parameters(plans: Iterable[LoraSettings], layers: ModelLayers) -> frozen
             if is_trained and owners.setdefault(name, plan.name) != plan.name:
                 shared.setdefault((owners[name], plan.name), name)
     if shared:
-        found = [f"{a} and {b} both have {name}" for (a, b), name in shared.items()]
+        conflicts = [f"{a} and {b} both have {name}" for (a, b), name in shared.items()]
         title = "adapters with values for the same parameters cannot be combined: merge one into the model first"
-        raise ConfigError(problems(f"{title} (export-hf --merge)", found))
+        raise ConfigError(problems(f"{title} (export-hf --merge)", conflicts))
     return frozenset(owners)
 
 
@@ -131,9 +133,9 @@ def _inside(name: str, modules: Iterable[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def _matching(wanted: str, names: Iterable[str]) -> list[str]:
+def _matching(target: str, names: Iterable[str]) -> list[str]:
     """Return the modules of this name, or whose name ends with it."""
-    return [name for name in names if name == wanted or name.endswith(f".{wanted}")]
+    return [name for name in names if name == target or name.endswith(f".{target}")]
 
 
 def _nothing_to_adapt(target: str, members: Mapping[str, int | None], layers: ModelLayers) -> str:

@@ -34,8 +34,8 @@ def with_one_scale(plan: LoraSettings, *, may_change_b: bool) -> tuple[LoraSetti
         return unchanged
     alphas = {name: scale * (math.sqrt(r) if plan.rslora else r) for name, r in plan.ranks.items()}
     # A product and a quotient by a root need not cancel: close to a whole number, an alpha is one.
-    whole = {name: round(x) if math.isclose(x, round(x), rel_tol=_EQUAL) else x for name, x in alphas.items()}
-    return replace(plan, alphas={name: float(x) for name, x in whole.items()}), exact
+    rounded = {name: round(x) if math.isclose(x, round(x), rel_tol=_EQUAL) else x for name, x in alphas.items()}
+    return replace(plan, alphas={name: float(x) for name, x in rounded.items()}), exact
 
 
 def _power_of_two(value: float) -> float | None:
@@ -48,19 +48,21 @@ def _power_of_two(value: float) -> float | None:
 
 def vllm_problems(config: Mapping[str, Any]) -> list[str]:
     """Return what vLLM refuses of an adapter, or computes differently than PEFT. `config`: its adapter_config.json."""
-    found = []
+    errors = []
     if config.get("use_dora"):
-        found.append("it is DoRA (use_dora), which vLLM refuses")
+        errors.append("it is DoRA (use_dora), which vLLM refuses")
     if config.get("modules_to_save"):
         modules = ", ".join(map(str, config["modules_to_save"]))
-        found.append(f"{modules} were trained in full (modules_to_save), which vLLM refuses")
+        errors.append(f"{modules} were trained in full (modules_to_save), which vLLM refuses")
     if config.get("bias", "none") != "none":
-        found.append(f"biases were trained (bias = {config['bias']!r}), which vLLM does not read")
+        errors.append(f"biases were trained (bias = {config['bias']!r}), which vLLM does not read")
     scales = _scales(config)
     if len(scales) > 1:
-        shown = " and ".join(f"{x:g}" for x in sorted(scales))
-        found.append(f"its layers are scaled by {shown} (rank_pattern, alpha_pattern); vLLM scales all by one number")
-    return found
+        scale_list = " and ".join(f"{x:g}" for x in sorted(scales))
+        errors.append(
+            f"its layers are scaled by {scale_list} (rank_pattern, alpha_pattern); vLLM scales all by one number"
+        )
+    return errors
 
 
 def vllm_rank(config: Mapping[str, Any]) -> int:
@@ -74,9 +76,9 @@ def _scales(config: Mapping[str, Any]) -> set[float]:
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     default_rank, default_alpha = config.get("r") or 8, config.get("lora_alpha") or 8
     root = math.sqrt if config.get("use_rslora") else float
-    found: list[float] = [default_alpha / root(default_rank)]
+    scales: list[float] = [default_alpha / root(default_rank)]
     for name in [*ranks, *alphas]:
         scale = alphas.get(name, default_alpha) / root(ranks.get(name, default_rank))
-        if not any(math.isclose(scale, other, rel_tol=_EQUAL) for other in found):
-            found.append(scale)
-    return set(found)
+        if not any(math.isclose(scale, other, rel_tol=_EQUAL) for other in scales):
+            scales.append(scale)
+    return set(scales)

@@ -79,7 +79,7 @@ def _answer(groups: Groups, stored: StoredModel, job: Job, num_rows: int) -> lis
     opened = raise_together(groups, lambda: _open(groups, stored.checkpoint, job))
     model = raise_together(groups, lambda: _load(groups, stored, job))
     ids = gather_to_all(groups, None if opened is None else opened[0].eos_token_id)
-    eos = [found for found in ids if found is not None]
+    eos = [eos_id for eos_id in ids if eos_id is not None]
     settings = raise_together(groups, lambda: _settings(stored.checkpoint, model, job, eos[0] if eos else None))
     fields = architecture_of(model.hf).fields
     if opened is None:
@@ -107,16 +107,16 @@ def _open(groups: Groups, checkpoint: Path, job: Job) -> tuple[Assets, int | Non
 
 def _load(groups: Groups, stored: StoredModel, job: Job) -> VisionLanguageModel:
     hf = load_hf_config(hf_folder(stored.checkpoint))
-    own: Any = hf.dtype
-    dtype = DTYPES[job.dtype] if job.dtype is not None else own or torch.float32
-    whole = not tower_divides(model_dims(hf), groups.tp_size)
+    folder_dtype: Any = hf.dtype
+    dtype = DTYPES[job.dtype] if job.dtype is not None else folder_dtype or torch.float32
+    replicates_tower = not tower_divides(model_dims(hf), groups.tp_size)
     on_cpu = groups.device.type == "cpu"
     model = load_part(
         groups,
         stored.checkpoint,
         dtype=dtype,
         on_cpu=on_cpu,
-        vision_data_parallel=whole,
+        vision_data_parallel=replicates_tower,
         base_dir=stored.base_dir,
     )
     return model.to(device=groups.device, dtype=dtype)  # megatron-core creates norms in fp32
@@ -124,6 +124,6 @@ def _load(groups: Groups, stored: StoredModel, job: Job) -> VisionLanguageModel:
 
 def _settings(checkpoint: Path, model: VisionLanguageModel, job: Job, tokenizer_eos: int | None) -> Settings:
     folder = hf_folder(checkpoint)
-    found = read_settings(folder, model.hf, tokenizer_eos, max_new_tokens=job.max_new_tokens, sampling=job.sampling)
-    require_known(found, folder)
-    return found.within(model.window)
+    settings = read_settings(folder, model.hf, tokenizer_eos, max_new_tokens=job.max_new_tokens, sampling=job.sampling)
+    require_known(settings, folder)
+    return settings.within(model.window)

@@ -157,23 +157,23 @@ def asked_size(config: PreTrainedConfig, size: int | None, positions: int | None
         below = size // patch * patch
         nearest = f"the nearest are {below} and {below + patch}" if below > 0 else f"the smallest is {patch}"
         raise ConfigError(f"--image-size {size}: expected a multiple of the tower's patches of {patch} px; {nearest}")
-    found = resized(config, size)
-    tokens = tile_tower(config).num_positions(found)
+    resized_config = resized(config, size)
+    tokens = tile_tower(config).num_positions(resized_config)
     if positions is not None and tokens >= positions:
         raise ConfigError(
             f"--image-size {size}: a picture would take {tokens:,} tokens, but the language model has {positions:,} "
             "positions (max_position_embeddings); take a smaller size"
         )
-    return found
+    return resized_config
 
 
 def resized(config: PreTrainedConfig, side: int) -> PreTrainedConfig:
     """Return the tower's configuration for pictures of `side` pixels; unchanged if that is its size."""
     if side == image_side(config):
         return config
-    found = copy.deepcopy(config)
-    found.image_size = side if isinstance(config.image_size, int) else [side, side]
-    return found
+    result = copy.deepcopy(config)
+    result.image_size = side if isinstance(config.image_size, int) else [side, side]
+    return result
 
 
 def load_image_processor(source: ModelSource, config: PreTrainedConfig, options: BuildOptions) -> tuple[Any, int]:
@@ -192,14 +192,14 @@ def load_image_processor(source: ModelSource, config: PreTrainedConfig, options:
             processor = with_size(processor, size)
     picture = np.zeros((size // 2 + 3, size + 5, 3), dtype=np.uint8)
     with reading("a picture through the image processor", source):
-        made = tuple(processor(images=picture, return_tensors="pt")["pixel_values"].shape)
-    takes_any = options.image_size is None and tile_tower(config).interpolates and made[-1] >= patch_side(config)
-    if made != (1, 3, size, size) and not (takes_any and made == (1, 3, made[-1], made[-1])):
+        shape = tuple(processor(images=picture, return_tensors="pt")["pixel_values"].shape)
+    takes_any = options.image_size is None and tile_tower(config).interpolates and shape[-1] >= patch_side(config)
+    if shape != (1, 3, size, size) and not (takes_any and shape == (1, 3, shape[-1], shape[-1])):
         raise ConversionError(
-            f"{source}: the image processor makes pictures of shape {made[1:]}, but the tower takes {(3, size, size)}. "
-            "Give the matching one with --image-processor, or have both set with --image-size."
+            f"{source}: the image processor makes pictures of shape {shape[1:]}, but the tower takes {(3, size, size)}"
+            ". Give the matching one with --image-processor, or have both set with --image-size."
         )
-    return processor, made[-1]
+    return processor, shape[-1]
 
 
 def with_size(processor: Any, side: int) -> Any:

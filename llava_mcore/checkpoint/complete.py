@@ -59,10 +59,10 @@ def newest_complete(root: Path, damaged: Mapping[Path, str] = MappingProxyType({
         limit = latest_iteration(root)
     except CheckpointError as error:
         passed_over.append(str(error))
-    found = iterations(root)
-    if limit is not None and limit not in found:
+    complete = iterations(root)
+    if limit is not None and limit not in complete:
         passed_over.append(f"{root / TRACKER} names iteration {limit}: {iteration_folder(root, limit)} is missing")
-    for iteration in reversed(found):
+    for iteration in reversed(complete):
         folder = iteration_folder(root, iteration)
         problem = damaged.get(folder) or incomplete(folder)
         if limit is not None and iteration > limit:

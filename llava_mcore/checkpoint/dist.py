@@ -219,17 +219,19 @@ def check_model(state: ShardedStateDict, folder: Path) -> None:
     """
     stored = stored_tensors(folder)
     wanted_tensors = list(sharded_tensors(state))
-    found = [f"not in the model: {name}" for name in _absent_from_layers((x.key for x in wanted_tensors), stored)]
-    for wanted in wanted_tensors:
-        have = stored.get(wanted.key)
+    mismatches = [f"not in the model: {name}" for name in _absent_from_layers((x.key for x in wanted_tensors), stored)]
+    for expected in wanted_tensors:
+        have = stored.get(expected.key)
         if have is None:
-            found.append(f"missing: {wanted.key} {wanted.global_shape}")
-        elif (have.global_shape != wanted.global_shape and not wanted.allow_shape_mismatch) or have.global_shape[
+            mismatches.append(f"missing: {expected.key} {expected.global_shape}")
+        elif (have.global_shape != expected.global_shape and not expected.allow_shape_mismatch) or have.global_shape[
             1:
-        ] != wanted.global_shape[1:]:
-            found.append(f"different shape: {wanted.key} is {have.global_shape}, the model needs {wanted.global_shape}")
-    if found:
-        unique = sorted(set(found))
+        ] != expected.global_shape[1:]:
+            mismatches.append(
+                f"different shape: {expected.key} is {have.global_shape}, the model needs {expected.global_shape}"
+            )
+    if mismatches:
+        unique = sorted(set(mismatches))
         remedy = "import the model again, or export the checkpoint with the version that wrote it"
         title = f"{folder} is a checkpoint of another model, or by another version of llava_mcore ({remedy})"
         raise CheckpointError(problems(title, unique))
@@ -238,9 +240,9 @@ def check_model(state: ShardedStateDict, folder: Path) -> None:
 def _absent_from_layers(keys: Iterable[str], stored: Iterable[str]) -> list[str]:
     """Return stored weights, without FP8 scales, of layers of which `keys` has others."""
     layer_of = re.compile(r"(?!optimizer)(?!.*_extra_state).*?\blayers\.(\d+\.)?")
-    own = set(keys)
-    layers = {match.group() for key in own if (match := layer_of.match(key))}
-    return sorted(x for x in stored if x not in own and (match := layer_of.match(x)) and match.group() in layers)
+    model_keys = set(keys)
+    layers = {match.group() for key in model_keys if (match := layer_of.match(key))}
+    return sorted(x for x in stored if x not in model_keys and (match := layer_of.match(x)) and match.group() in layers)
 
 
 def model_state(chunks: Sequence[MegatronModule], *, is_loading: bool) -> ShardedStateDict:

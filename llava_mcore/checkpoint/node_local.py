@@ -129,15 +129,15 @@ class LocalWrite:
                 (self._folder / "metadata.json").write_text(json.dumps(METADATA) + "\n", encoding="utf-8")
             except OSError as error:
                 problem = f"{self._folder}: {error}"
-        found = agree(groups, problem)
-        if found:
-            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        messages = agree(groups, problem)
+        if messages:
+            raise CheckpointError(problems("the checkpoint could not be written", messages), on_all_ranks=True)
 
     def published(self) -> None:
         """Delete this rank's older files, now that all ranks have this one."""
-        own = re.compile(rf"\.?iter_\d+\..*\.rank_{self._groups.rank:05d}\.pt(\.partial)?")
+        own_file = re.compile(rf"\.?iter_\d+\..*\.rank_{self._groups.rank:05d}\.pt(\.partial)?")
         for path in self._path.parent.iterdir():
-            if own.fullmatch(path.name) and path != self._path:
+            if own_file.fullmatch(path.name) and path != self._path:
                 try:
                     path.unlink()
                 except OSError as error:  # not a reason to stop training
@@ -191,8 +191,8 @@ def load_local(state: ShardedStateDict, checkpoint: Path, rank: int) -> dict[str
     name, _ = read_object(checkpoint / LOCAL, CheckpointError)["files"][rank]
     stored = load_tensors(Path(name), mmap=True)
     parts: Mapping[str, Any] = stored["parts"]
-    wanted, apart, factories = load_preprocess(without_absent_extra_state(state, parts))
-    sharded, _ = extract_sharded_base(wanted)
+    expected, apart, factories = load_preprocess(without_absent_extra_state(state, parts))
+    sharded, _ = extract_sharded_base(expected)
 
     def filled(value: ShardedTensor | ShardedObject) -> Any:
         if _name(value) not in parts:

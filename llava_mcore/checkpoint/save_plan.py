@@ -72,13 +72,13 @@ class SaveAssignment:
 
     def _new_strategy(self, state: ShardedStateDict) -> list[ShardedTensor]:
         """Choose a strategy; return the tensors that this rank writes. A collective call."""
-        self.strategy = own = SaveStrategy()
+        self.strategy = strategy = SaveStrategy()
         tensors = sharded_tensors(state)
         # A wrapper around one replica would have nothing to divide, and check the plan in every save.
         if self.groups is not None and self.groups.data_parallel.size() > 1:
-            wrapper = FullyParallelSaveStrategyWrapper(own, self.groups.data_parallel, do_cache_distribution=True)
+            wrapper = FullyParallelSaveStrategyWrapper(strategy, self.groups.data_parallel, do_cache_distribution=True)
             wrapper.apply_saving_parallelization(dict(enumerate(tensors)))
             self.strategy = wrapper
         written = [x for x in tensors if x.data is not None and is_main_replica(x.replica_id)]
-        own.thread_count = min(MAX_FILES, 1 + sum(map(num_bytes, written)) // FILE_BYTES)
+        strategy.thread_count = min(MAX_FILES, 1 + sum(map(num_bytes, written)) // FILE_BYTES)
         return written

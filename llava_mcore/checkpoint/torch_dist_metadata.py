@@ -89,10 +89,10 @@ def _require_plain(folder: Path, *_version: int) -> None:
 
 def _needed(metadata: Metadata) -> dict[str, int]:
     """Return the minimum size of each file in bytes."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for info in metadata.storage_data.values():
-        found[info.relative_path] = max(found.get(info.relative_path, 0), info.offset + info.length)
-    return found
+        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+    return sizes
 
 
 def _problem(path: Path, size: int) -> str | None:

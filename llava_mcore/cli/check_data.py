@@ -95,7 +95,7 @@ def examine(args: argparse.Namespace, assets: Assets) -> tuple[DataReport, Exami
         unit=assets.plan.unit,
         packing_buffer_size=DEFAULTS.packing_buffer_size,
         max_skip_rate=args.max_skip_rate,
-        full=sum(len(numbers) for _, numbers in tasks) == sum(d.num_samples for d in datasets),
+        full=sum(len(indices) for _, indices in tasks) == sum(d.num_samples for d in datasets),
         seconds=time.perf_counter() - start,
         stop=tuple(stop),
         remarks=(*_remarks(datasets), *warnings_of_large_media(data, assets)),
@@ -132,22 +132,22 @@ def _scan(examiner: Examiner, tasks: Sequence[Task], tally: Tally, args: argpars
     )
     progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     with progress:
-        bar = progress.add_task("", total=sum(len(numbers) for _, numbers in tasks))
+        bar = progress.add_task("", total=sum(len(indices) for _, indices in tasks))
 
-        def take(found: Finding) -> None:
-            tally.add(found, num_examples=args.show)
+        def take(finding: Finding) -> None:
+            tally.add(finding, num_examples=args.show)
             progress.advance(bar)
 
         scan(examiner, tasks, num_workers=args.num_workers, on_finding=take)
 
 
 def _show(examiner: Examiner, report: DataReport, assets: Assets, console: Console) -> None:
-    for found in report.tally.examples:
-        tokens = examiner.conversation(found)
+    for finding in report.tally.examples:
+        tokens = examiner.conversation(finding)
         marked = "colored" if console.is_terminal else "between « and »"
         console.print(
-            f"sample {found.key} of {found.shard}: {len(tokens)} tokens, {int(tokens.trained.sum())} of them trained "
-            f"({marked})",
+            f"sample {finding.key} of {finding.shard}: {len(tokens)} tokens, {int(tokens.trained.sum())} of them "
+            f"trained ({marked})",
             markup=False,
             soft_wrap=True,
         )

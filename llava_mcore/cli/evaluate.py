@@ -66,8 +66,8 @@ class EvaluationReport:
 
 def run(args: argparse.Namespace) -> int:
     """Score; returns 0. What is finished is printed and written even if a later part fails."""
-    given, args = args, with_defaults(args)
-    check(args, given)
+    typed, args = args, with_defaults(args)
+    check(args, typed)
     report = EvaluationReport(args.json)
     try:
         for folder in args.hf_dir:

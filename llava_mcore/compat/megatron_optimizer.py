@@ -74,8 +74,8 @@ def own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int
 
 def own_part(optimizer: DistributedOptimizer, param: Parameter) -> Parameter:
     """Return this rank's part of a parameter, which the inner optimizer updates."""
-    group, number = required(optimizer, "model_param_group_index_map")[param]
-    return optimizer.optimizer.param_groups[group]["params"][number]
+    group, index = required(optimizer, "model_param_group_index_map")[param]
+    return optimizer.optimizer.param_groups[group]["params"][index]
 
 
 def weights_and_moments(optimizer: DistributedOptimizer, param: Parameter) -> dict[str, Tensor]:

@@ -62,10 +62,10 @@ class CheckpointAdapters:
         rows = next((stored[key].global_shape[0] for key in (EMBEDDING, OUTPUT) if key in stored), None)
         with single_process():
             model = meta_model(hf, num_vocab_rows=rows or hf.text_config.vocab_size)
-            own = own_parameters(plans, layers)
-            _allocate(model, own)
+            own_names = own_parameters(plans, layers)
+            _allocate(model, own_names)
             attach_adapters(model, plans, layers, tp_size=1, tp_rank=0, seed=0)
-            load_adapters([model], checkpoint, own, rank=0)
+            load_adapters([model], checkpoint, own_names, rank=0)
         dtype = next(x.dtype for key, x in stored.items() if is_adapter(key))
         return cls(hf, layers, plans, read_base(checkpoint), model, dtype)
 
@@ -78,17 +78,17 @@ class CheckpointAdapters:
 
     def peft_tensors(self, plan: LoraSettings, factors: Mapping[str, float]) -> dict[str, Tensor]:
         """Return one adapter's tensors as PEFT names them. `factors`: of each layer's B."""
-        found = {}
+        tensors_by_name = {}
         for name in plan.ranks:
             matrices = self._matrices(plan, name)
-            found[PREFIX + name + LORA_A] = matrices.A
-            found[PREFIX + name + LORA_B] = matrices.B * factors[name]
+            tensors_by_name[PREFIX + name + LORA_A] = matrices.A
+            tensors_by_name[PREFIX + name + LORA_B] = matrices.B * factors[name]
             if matrices.magnitude is not None:
-                found[PREFIX + name + MAGNITUDE] = matrices.magnitude
+                tensors_by_name[PREFIX + name + MAGNITUDE] = matrices.magnitude
         for parameter, tensors in self._own(plan).items():
             names = self.layers.entries[parameter].hf_names
-            found |= {_peft_name(name, plan): x for name, x in zip(names, tensors, strict=True)}
-        return {name: x.detach().to(self.dtype).contiguous() for name, x in found.items()}
+            tensors_by_name |= {_peft_name(name, plan): x for name, x in zip(names, tensors, strict=True)}
+        return {name: x.detach().to(self.dtype).contiguous() for name, x in tensors_by_name.items()}
 
     def merged_tensors(self, weights: HfFolder, table: MappingTable) -> Iterator[tuple[str, Tensor]]:
         """Yield name and data of every tensor that adapters, or training beside them, have changed.
@@ -102,18 +102,18 @@ class CheckpointAdapters:
                 adapters = [self._matrices(plan, member.name) for plan in self.plans if member.name in plan.ranks]
                 if adapters:
                     yield name, merged(weights.get(name), adapters)
-        own = {name: tensors for plan in self.plans for name, tensors in self._own(plan).items()}
-        for parameter, tensors in own.items():
+        own_tensors = {name: tensors for plan in self.plans for name, tensors in self._own(plan).items()}
+        for parameter, tensors in own_tensors.items():
             names = table.entries[parameter].hf_names
             yield from ((name, x.to(weights.where(name).dtype)) for name, x in zip(names, tensors, strict=True))
 
     def _own(self, plan: LoraSettings) -> dict[str, tuple[Tensor, ...]]:
         """Return what an adapter has of the model itself: Megatron's name, and the Hugging Face tensors."""
-        own = own_parameters([plan], self.layers)
+        own_names = own_parameters([plan], self.layers)
         return {
             name: self.layers.entries[name].layout.to_hf(parameter.detach())
             for name, parameter in whole_names(self.model).items()
-            if name in own
+            if name in own_names
         }
 
     def _matrices(self, plan: LoraSettings, name: str) -> Matrices:
@@ -126,10 +126,10 @@ class CheckpointAdapters:
         return Matrices(A, B, plan.scaling(name), lengths)
 
 
-def _allocate(model: VisionLanguageModel, own: Collection[str]) -> None:
+def _allocate(model: VisionLanguageModel, own_names: Collection[str]) -> None:
     """Give memory to the parameters that belong to adapters, in a model that has none."""
     for name, parameter in list(model.named_parameters()):
-        if whole_name(model, name) in own:
+        if whole_name(model, name) in own_names:
             owner, _, last = name.rpartition(".")
             allocated = Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
             vars(allocated).update(vars(parameter))

@@ -85,8 +85,8 @@ def check_logits(
 def _not_compared(names: Sequence[str]) -> str:
     if not names:
         return ""
-    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return f"; {len(names)} not, as transformers {version('transformers')} has no modules of these names: {shown}"
+    listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"; {len(names)} not, as transformers {version('transformers')} has no modules of these names: {listed}"
 
 
 def compare_logits(
@@ -126,14 +126,14 @@ def compare_logits(
         torch.save(model | {"tp": tp, "pp": pp, "inputs": prompt.ours, "names": names}, job / "job.pt")
         run_world(run_rank, tp * pp, job)
         stages: list[dict[str, Any]] = [torch.load(job / f"stage{i}.pt", weights_only=True) for i in range(pp)]
-    found = {key: x for stage in stages for key, x in stage["modules"].items()}
-    shared = [key for key in found if key in modules]
-    wrong = _differences(shared, found, modules)
+    megatron_modules = {key: x for stage in stages for key, x in stage["modules"].items()}
+    shared = [key for key in megatron_modules if key in modules]
+    wrong = _differences(shared, megatron_modules, modules)
     difference = (stages[-1]["logits"] - expected).abs().max().item()
     largest = expected.abs().max().item()
     if not difference <= TOLERANCE * largest or wrong:
         raise ConversionError(_report(difference, largest, wrong, folder, checkpoint, hf_dir))
-    not_compared = tuple(key for key in found if key not in modules)
+    not_compared = tuple(key for key in megatron_modules if key not in modules)
     return Agreement(difference, largest, expected.shape[1], len(shared), not_compared)
 
 
@@ -172,9 +172,9 @@ def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPromp
         wave = _wave(hf, processor, example) if takes_audio else None
         image = None if takes_audio else decode_image(example.read_bytes())
     except (DataError, OSError, ValueError, KeyError, ImportError) as error:
-        what = "sound" if takes_audio else "picture"
+        medium = "sound" if takes_audio else "picture"
         raise ConversionError(
-            f"comparing logits needs a {what} and a processor in {hf_dir}: {why_not_loaded(error)}"
+            f"comparing logits needs a {medium} and a processor in {hf_dir}: {why_not_loaded(error)}"
         ) from error
     kind, asked = ("audio", _SOUND_PROMPT) if takes_audio else ("image", _PROMPT)
     text = f"{processor.audio_token if takes_audio else processor.image_token}\n{asked}"
@@ -183,24 +183,26 @@ def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPromp
         text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     if architecture_of(hf).pads_pictures:
         processor.image_processor.do_image_splitting = False
-    given = (
+    kwargs = (
         {"audio": wave, "sampling_rate": processor.feature_extractor.sampling_rate}
         if takes_audio
         else {"images": image}
     )
-    made = processor(text=text, return_tensors="pt", **given)
-    theirs = {name: x for name, x in made.items() if name != "attention_mask"}
-    kept: dict[int, int] = {}
+    processed = processor(text=text, return_tensors="pt", **kwargs)
+    hf_inputs = {name: x for name, x in processed.items() if name != "attention_mask"}
+    num_kept: dict[int, int] = {}
     try:
         if wave is not None:
-            media, positions = processed_media(hf, processor, theirs, [[]], audios=[[len(wave)]])
-            kept = frames_kept(hf, int(media[MEDIA_SEQLENS]), len(media[FEATURE_POSITIONS]))
+            media, positions = processed_media(hf, processor, hf_inputs, [[]], audios=[[len(wave)]])
+            num_kept = frames_kept(hf, int(media[MEDIA_SEQLENS]), len(media[FEATURE_POSITIONS]))
         else:
             assert image is not None
-            media, positions = processed_media(hf, processor, theirs, [[(image.height, image.width)]])
+            media, positions = processed_media(hf, processor, hf_inputs, [[(image.height, image.width)]])
     except (ConversionError, DataError) as error:
         raise ConversionError(f"{hf_dir}: {error}") from error
-    return _ComparedPrompt(theirs, {"input_ids": theirs["input_ids"], "position_ids": positions, **media}, kept)
+    return _ComparedPrompt(
+        hf_inputs, {"input_ids": hf_inputs["input_ids"], "position_ids": positions, **media}, num_kept
+    )
 
 
 def _wave(hf: PretrainedConfig, processor: ProcessorMixin, file: Path) -> NDArray[np.float32]:
@@ -228,9 +230,11 @@ def _hugging_face(
     return logits, modules
 
 
-def _differences(keys: Iterable[str], found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[tuple[str, float]]:
+def _differences(
+    keys: Iterable[str], actual: dict[str, Tensor], expected: dict[str, Tensor]
+) -> list[tuple[str, float]]:
     """Return the modules that differ, in the order of execution, and by how much."""
-    pairs = [(key, (found[key] - expected[key]).abs().max().item(), expected[key].abs().max().item()) for key in keys]
+    pairs = [(key, (actual[key] - expected[key]).abs().max().item(), expected[key].abs().max().item()) for key in keys]
     return [(key, difference) for key, difference, largest in pairs if not difference <= TOLERANCE * largest]
 
 

@@ -78,7 +78,7 @@ def export_hf(
     Raises:
         CheckpointError, ConversionError, ConfigError: nothing was written, or it was removed again.
     """
-    hf_files.require_absent(Path(hf_dir), what="the export")
+    hf_files.require_absent(Path(hf_dir), activity="the export")
     checkpoint, iteration = layout.latest_readable(Path(megatron_dir))
     check_adapter_options(checkpoint, merge=merge, adapter=adapter, base_dir=base_dir, base_model=base_model)
     how = _FolderExport(
@@ -146,7 +146,7 @@ def _export(
     files = planned_files(weights, how.dtype, how.max_shard_size)
     room = sum(x.size for x in files.values()) + sum(x.stat().st_size for x in copied.values())
     verified(base)
-    with hf_files.written_beside(hf_dir, num_bytes=room, what="the export") as target:
+    with hf_files.written_beside(hf_dir, num_bytes=room, activity="the export") as target:
         digests = _write_weights(weights, files, target, how)
         if adapters is not None:
             digests |= write_merged(adapters, weights.table, target, hashed=how.verify)
@@ -232,8 +232,8 @@ def _write_weights(
 def _verify(target: Path, expected: dict[str, str], *, workers: int) -> None:
     """Read the written files and compare them with the tensors of the checkpoint."""
     folder = hf_files.HfFolder.open(target)
-    found = hash_files("verify", {name: folder.where(name) for name in folder.tensors}, workers=workers)
-    compare_digests(found, expected, title="the files differ from the checkpoint")
+    actual = hash_files("verify", {name: folder.where(name) for name in folder.tensors}, workers=workers)
+    compare_digests(actual, expected, title="the files differ from the checkpoint")
 
 
 def _compare_with_import(companions: Path, digests: dict[str, str]) -> None:

@@ -137,8 +137,8 @@ def of_megatron(checkpoint: Path, iteration: int | None) -> Inventory:
     run_file = checkpoint / layout.RUN_FILE
     run = load_run_config(run_file, [], {}) if run_file.is_file() else None
     companions = layout.hf_folder(checkpoint)
-    number = checkpoint.name if iteration is None else f"iteration {iteration}"
-    facts = [f"{checkpoint}: a Megatron checkpoint, {number}"]
+    label = checkpoint.name if iteration is None else f"iteration {iteration}"
+    facts = [f"{checkpoint}: a Megatron checkpoint, {label}"]
     hf = load_hf_config(companions) if (companions / "config.json").is_file() else None
     facts += [] if hf is None else _model_facts(hf)
     facts += _origin(checkpoint, run)
@@ -149,8 +149,8 @@ def of_megatron(checkpoint: Path, iteration: int | None) -> Inventory:
 
 def _with_tower(rows: list[InventoryRow], hf: PretrainedConfig | None) -> list[InventoryRow]:
     """Return the rows with the tower named after what it perceives."""
-    what = VISION if hf is None else vision_family(tower_config(hf)).what
-    return [replace(row, part=what) if row.part == VISION else row for row in rows]
+    part = VISION if hf is None else vision_family(tower_config(hf)).what
+    return [replace(row, part=part) if row.part == VISION else row for row in rows]
 
 
 def _stored_tensor(stored: StoredTensors, key: str, frozen: Mapping[str, bool]) -> _Tensor:
@@ -238,13 +238,13 @@ def _row(pattern: str, members: list[_Tensor]) -> InventoryRow:
 
 
 def _layer(name: str) -> int:
-    found = re.search(r"\.(\d+)\.", name)
-    assert found is not None
-    return int(found[1])
+    match = re.search(r"\.(\d+)\.", name)
+    assert match is not None
+    return int(match[1])
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def _ranges(layers: Iterable[int]) -> str:
     """Return 0-3,7 for 0, 1, 2, 3, 7."""
-    runs = itertools.groupby(enumerate(sorted(numbers)), key=lambda x: x[1] - x[0])
+    runs = itertools.groupby(enumerate(sorted(layers)), key=lambda x: x[1] - x[0])
     ends = [(x[0][1], x[-1][1]) for x in (list(run) for _, run in runs)]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)

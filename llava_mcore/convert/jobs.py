@@ -106,18 +106,18 @@ def _digests(results: Iterator[Exported]) -> dict[str, str]:
     return {name: digest for result in results for name, digest in result.digests.items()}
 
 
-def compare_digests(found: Mapping[str, str], expected: Mapping[str, str], *, title: str) -> None:
+def compare_digests(actual: Mapping[str, str], expected: Mapping[str, str], *, title: str) -> None:
     """Compare the SHA-256 of tensors.
 
     Raises:
         ConversionError: lists every tensor that differs, is missing, or is unexpected.
     """
-    wrong = [f"{name}: is missing" for name in sorted(expected.keys() - found.keys())]
-    wrong += [f"{name}: is not expected" for name in sorted(found.keys() - expected.keys())]
+    wrong = [f"{name}: is missing" for name in sorted(expected.keys() - actual.keys())]
+    wrong += [f"{name}: is not expected" for name in sorted(actual.keys() - expected.keys())]
     wrong += [
-        f"{name}: SHA-256 {found[name][:12]}…, expected {expected[name][:12]}…"
-        for name in sorted(found.keys() & expected.keys())
-        if found[name] != expected[name]
+        f"{name}: SHA-256 {actual[name][:12]}…, expected {expected[name][:12]}…"
+        for name in sorted(actual.keys() & expected.keys())
+        if actual[name] != expected[name]
     ]
     if wrong:
         raise ConversionError(problems(title, wrong))

@@ -109,7 +109,7 @@ class FolderLock:
         self,
         path: Path,
         *,
-        what: str,
+        activity: str,
         advice: str,
         group: str | None = None,
         say: Callable[[str], None] = lambda line: None,
@@ -120,13 +120,13 @@ class FolderLock:
 
         Args:
             path: the lock file; it is created with its parent folders.
-            what: what is locked, for messages.
+            activity: what is locked, for messages.
             advice: what to do if another process holds it, for messages.
             group: processes with the same group may use the folder together; the first one holds the lock.
             say: called with a message when this process waits, or takes over a stale lock.
             lost: called in a thread when another process has taken the lock over.
         """
-        self.path, self.what, self.advice = path, what, advice
+        self.path, self.what, self.advice = path, activity, advice
         self._say, self._lost, self._job_has_ended = say, lost, job_has_ended
         self.me = Holder.here(group)
         self._released = threading.Event()
@@ -238,10 +238,10 @@ class FolderLock:
 def _create(path: Path, holder: Holder) -> bool:
     """Write a lock file; return False if there is one."""
     try:
-        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
         return False
-    with os.fdopen(number, "w", encoding="utf-8") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(json.dumps(asdict(holder)))
     return True
 

@@ -98,11 +98,11 @@ class _AnswerLoop:
     def _fill(self, index: int) -> Iterator[Answer]:
         """Read prompts into a free row until one of them needs more than its first token."""
         while self.rows[index] is None and self.has_more:
-            found = self._next_prompt()
-            if found is None:
+            prompt = self._next_prompt()
+            if prompt is None:
                 self.has_more = False
                 return
-            batch, length, position = found
+            batch, length, position = prompt
             ids = batch.input_ids[:, :length]
             draws = own_generator(self.settings.seed, self.num_read) if self.settings.draws else None
             most = self.settings.longest_answer(length)
@@ -133,10 +133,10 @@ class _AnswerLoop:
         if logits is not None:
             group = self.groups.tensor_parallel
             if any(row.processors or row.draws for row in rows):
-                whole = whole_logits(logits, self.model.models[-1].language_model.true_vocab_size, group)
-                each = zip(whole.split(1), rows, strict=True)
-                found = [processed_choice(x, row.ids, row.processors, row.draws) for x, row in each]
-                tokens = torch.tensor(found, device=logits.device)
+                full_logits = whole_logits(logits, self.model.models[-1].language_model.true_vocab_size, group)
+                each = zip(full_logits.split(1), rows, strict=True)
+                choices = [processed_choice(x, row.ids, row.processors, row.draws) for x, row in each]
+                tokens = torch.tensor(choices, device=logits.device)
             else:
                 tokens = most_probable(logits, group)
         return self.model.from_last_stage(tokens, len(rows)).tolist()

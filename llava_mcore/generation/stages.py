@@ -122,12 +122,12 @@ class CachedModel:
         following = self._ring[(self.groups.pp_rank + 1) % len(self._ring)]
         dist.send(hidden.contiguous(), following, group=self.groups.pipeline_parallel)
 
-    def from_last_stage(self, tokens: Tensor | None, number: int) -> Tensor:
-        """Return the tokens int64 [number] that the last stage has chosen, on all stages."""
+    def from_last_stage(self, tokens: Tensor | None, count: int) -> Tensor:
+        """Return the tokens int64 [count] that the last stage has chosen, on all stages."""
         if len(self._ring) == 1:
             assert tokens is not None
             return tokens
         if tokens is None:
-            tokens = torch.empty(number, dtype=torch.int64, device=self.groups.device)
+            tokens = torch.empty(count, dtype=torch.int64, device=self.groups.device)
         dist.broadcast(tokens, self._ring[-1], group=self.groups.pipeline_parallel)
         return tokens

@@ -133,14 +133,14 @@ def position_ids(
     Args:
         starts: the first token of each picture.
     """
-    found = np.tile(np.arange(length), (num_axes, 1))
+    positions = np.tile(np.arange(length), (num_axes, 1))
     for item, start in zip(pictures, starts, strict=True):
         if item.positions is None:
             continue
-        first, end = int(found[0, start]), start + len(item)
-        found[:, start:end] = first + item.positions
-        found[:, end:] += item.next_position - len(item)
-    return found
+        first, end = int(positions[0, start]), start + len(item)
+        positions[:, start:end] = first + item.positions
+        positions[:, end:] += item.next_position - len(item)
+    return positions
 
 
 DEFAULT_FPS = 24.0
@@ -190,23 +190,23 @@ class MediaPlan(ABC):
         return processor(images=list(pictures), return_tensors="pt", **options)["pixel_values"]
 
     def processed_pixels(
-        self, made: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]
+        self, processed: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]
     ) -> Tensor:
         """Return the tiles [tiles, 3, side, side] or patches [patches, f] in the output of a folder's own processor.
 
         Some processors pad every picture to the same number of tiles, some every row.
 
         Args:
-            made: of the pictures of a batch.
+            processed: of the pictures of a batch.
             rows: the tokens of the pictures of each row; there is at least one.
             row_shape: of a tile or a patch.
         """
-        pixels, numbers = made["pixel_values"], [item.num_rows for row in rows for item in row]
+        pixels, counts = processed["pixel_values"], [item.num_rows for row in rows for item in row]
         if pixels.ndim == 1 + len(row_shape):
             return pixels
-        if len(pixels) != len(numbers):
-            numbers = [sum(item.num_rows for item in row) for row in rows]
-        return torch.cat([tiles[:number] for tiles, number in zip(pixels, numbers, strict=True)])
+        if len(pixels) != len(counts):
+            counts = [sum(item.num_rows for item in row) for row in rows]
+        return torch.cat([tiles[:count] for tiles, count in zip(pixels, counts, strict=True)])
 
     def video_pixels(
         self, processor: BaseVideoProcessor, frames: Tensor, tokens: MediaTokens, **options: Any
@@ -218,8 +218,8 @@ class MediaPlan(ABC):
             tokens: the result of `video_tokens`.
             options: of the call of the processor.
         """
-        made = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
-        return made["pixel_values_videos"][0]
+        processed = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
+        return processed["pixel_values_videos"][0]
 
     @abstractmethod
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:

@@ -55,33 +55,35 @@ class Recorder:
     def watch_input(self, module: nn.Module, name: str, transform: Callable[[Tensor], Tensor]) -> None:
         """Keep a module's input."""
 
-        def hook(_module: nn.Module, inputs: tuple[Any, ...], given: dict[str, Any]) -> None:
-            x = inputs[0] if inputs else given["hidden_states"]
+        def hook(_module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = inputs[0] if inputs else kwargs["hidden_states"]
             self.keep(name, transform(x))
 
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def watch_hf(
-    recorder: Recorder, model: nn.Module, names: HfNames, shown_as: HfNames, kept: Mapping[int, int] | None = None
+    recorder: Recorder, model: nn.Module, names: HfNames, shown_as: HfNames, num_kept: Mapping[int, int] | None = None
 ) -> None:
     """Record every module of a Hugging Face model. `names`: its own prefixes; `shown_as`: the folder's prefixes.
 
-    kept: of how many tokens of the tower and the projection how many come first and are not padding.
+    num_kept: of how many tokens of the tower and the projection how many come first and are not padding.
     """
     pairs = [(names.vision, shown_as.vision), (names.projection, shown_as.projection), (names.text, shown_as.text)]
     pairs = list(dict.fromkeys(pairs))  # of some classes the projection is part of the tower
     for name, module in model.named_modules():
-        for prefix, shown in pairs:
+        for prefix, shown_prefix in pairs:
             if name.startswith(prefix):
-                lengths = {} if kept is None or prefix == names.text else kept
-                recorder.watch(module, partial(_kept_of, shown + name.removeprefix(prefix), type(module), lengths))
+                lengths = {} if num_kept is None or prefix == names.text else num_kept
+                recorder.watch(
+                    module, partial(_kept_of, shown_prefix + name.removeprefix(prefix), type(module), lengths)
+                )
 
 
-def _kept_of(name: str, kind: type[nn.Module], kept: Mapping[int, int], output: Any) -> dict[str, Tensor]:
+def _kept_of(name: str, kind: type[nn.Module], num_kept: Mapping[int, int], output: Any) -> dict[str, Tensor]:
     """Return a Hugging Face module's output as [b, s, f] without padding, if it is one."""
-    found = _tensor_of(name, kind, output)
-    return {key: x[:, : kept.get(x.shape[1], x.shape[1])] for key, x in found.items()}
+    outputs = _tensor_of(name, kind, output)
+    return {key: x[:, : num_kept.get(x.shape[1], x.shape[1])] for key, x in outputs.items()}
 
 
 def _tensor_of(name: str, kind: type[nn.Module], output: Any) -> dict[str, Tensor]:

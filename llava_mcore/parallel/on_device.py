@@ -34,11 +34,11 @@ class DeviceEvent:
 class AsyncHostCopy:
     """A copy of a few numbers on the host, for which neither host nor device waits until they are read."""
 
-    def __init__(self, numbers: Tensor) -> None:
-        """numbers: one dimension; later changes of it have no effect."""
-        on_gpu = numbers.device.type == "cuda"
-        self._numbers = torch.empty(numbers.shape, dtype=torch.float64, pin_memory=on_gpu)
-        self._numbers.copy_(numbers, non_blocking=True)
+    def __init__(self, values: Tensor) -> None:
+        """values: one dimension; later changes of it have no effect."""
+        on_gpu = values.device.type == "cuda"
+        self._numbers = torch.empty(values.shape, dtype=torch.float64, pin_memory=on_gpu)
+        self._numbers.copy_(values, non_blocking=True)
         self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
 
     def read(self) -> list[float]:

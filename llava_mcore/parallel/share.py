@@ -65,8 +65,16 @@ class _BatchHeader:
     def numbers(self) -> list[int]:
         """Return the row of the header."""
         media = [n for dtype, shape in self.media.values() for n in (_DTYPES.index(dtype), *shape)]
-        own = [self.b, self.s, self.num_axes, self.num_bounds, self.max_seqlen, self.num_trained, self.max_media_seqlen]
-        return [*own, *media]
+        counts = [
+            self.b,
+            self.s,
+            self.num_axes,
+            self.num_bounds,
+            self.max_seqlen,
+            self.num_trained,
+            self.max_media_seqlen,
+        ]
+        return [*counts, *media]
 
     @classmethod
     def read(cls, row: Sequence[int], fields: Fields) -> _BatchHeader:
@@ -112,9 +120,9 @@ class SharedStep:
         """Return the micro-batches for a part of the model that does not begin with the tower."""
         return iter(self._batches)
 
-    def _with_media(self, number: int) -> MicroBatch:
-        batch = self._batches[number]
-        return batch if self._media is None else replace(batch, media=self._media(number))
+    def _with_media(self, index: int) -> MicroBatch:
+        batch = self._batches[index]
+        return batch if self._media is None else replace(batch, media=self._media(index))
 
 
 def share_step(
@@ -217,13 +225,13 @@ def _broadcast(
         tensors: of each micro-batch, on the loading rank.
         shapes: dtype and shape of each of them.
     """
-    wanted = [x for part in shapes for x in part]
-    sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in wanted]
+    flat_shapes = [x for part in shapes for x in part]
+    sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in flat_shapes]
     starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
     message = torch.empty(starts[-1], dtype=torch.uint8, device=groups.device)
     parts = [
         message[start : start + size].view(dtype).view(shape)
-        for start, size, (dtype, shape) in zip(starts[:-1], sizes, wanted, strict=True)
+        for start, size, (dtype, shape) in zip(starts[:-1], sizes, flat_shapes, strict=True)
     ]
     if tensors is not None:
         for part, x in zip(parts, (x for each in tensors for x in each), strict=True):

@@ -24,13 +24,13 @@ def raise_together[T](groups: Groups, action: Callable[[], T]) -> T:
         LlavaMcoreError: on all ranks, if any rank's action raised one, of its kind; FileError for an OSError.
     """
     result, problem, kind = _attempt(action)
-    found = agree_in_time(groups, problem, PATIENCE)
-    if found is None:
+    messages = agree_in_time(groups, problem, PATIENCE)
+    if messages is None:
         raise kind(f"rank {groups.rank}: {problem}\nThe other ranks were still busy, or waiting for this one.")
-    if not found:
+    if not messages:
         return result[0]
-    texts = list(dict.fromkeys(text.partition(": ")[2] for text in found))
-    raise kind(texts[0] if len(texts) == 1 else problems("the run cannot start", found), on_all_ranks=True)
+    texts = list(dict.fromkeys(text.partition(": ")[2] for text in messages))
+    raise kind(texts[0] if len(texts) == 1 else problems("the run cannot start", messages), on_all_ranks=True)
 
 
 def raise_together_in_world[T](action: Callable[[], T]) -> T:
@@ -41,9 +41,9 @@ def raise_together_in_world[T](action: Callable[[], T]) -> T:
             wait in a collective call that others do not reach.
     """
     result, problem, _ = _attempt(action)
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, problem)
-    texts = dict.fromkeys(text for text in found if text is not None)
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, problem)
+    texts = dict.fromkeys(text for text in everyone if text is not None)
     if texts:
         raise CheckpointError("\n".join(texts), on_all_ranks=True)
     return result[0]
@@ -61,9 +61,11 @@ def _attempt[T](action: Callable[[], T]) -> tuple[list[T], str | None, type[Llav
 
 def raise_on_all_ranks(groups: Groups, problem: str | None) -> None:
     """Raise FileError on all ranks if any has met a problem with its files; a collective call."""
-    found = agree(groups, problem)
-    if found:
-        raise FileError(found[0] if len(found) == 1 else problems("files cannot be written", found), on_all_ranks=True)
+    messages = agree(groups, problem)
+    if messages:
+        raise FileError(
+            messages[0] if len(messages) == 1 else problems("files cannot be written", messages), on_all_ranks=True
+        )
 
 
 def on_first_rank(groups: Groups, action: Callable[[], None]) -> None:

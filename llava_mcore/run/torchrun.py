@@ -52,23 +52,23 @@ class Run:
 
     def workers(self) -> list[psutil.Process]:
         """Return the ranks on this machine that are still running."""
-        found = []
+        workers = []
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if self.module in child.cmdline():
-                    found.append(child)
-        return found
+                    workers.append(child)
+        return workers
 
     def _attend(self) -> None:
         while True:
-            number = signal.Signals(signal.sigwait(FORWARDED))
-            if number in ENDING:
-                self._end(number)
+            signal_number = signal.Signals(signal.sigwait(FORWARDED))
+            if signal_number in ENDING:
+                self._end(signal_number)
             elif not self._send(STOP):
                 os._exit(STOPPED_EARLY)  # nothing has started
 
-    def _end(self, number: signal.Signals) -> None:
-        self.ended_by = number
+    def _end(self, signal_number: signal.Signals) -> None:
+        self.ended_by = signal_number
         if self._send(signal.SIGINT):
             time.sleep(_SECONDS_TO_END)  # torchrun notices sooner, and `main` ends
         os._exit(self.end())  # the remaining workers are killed with us
@@ -80,13 +80,13 @@ class Run:
         print(f"ended by {self.ended_by.name}: {words}", file=sys.stderr, flush=True)
         return 128 + self.ended_by
 
-    def _send(self, number: signal.Signals) -> bool:
+    def _send(self, signal_number: signal.Signals) -> bool:
         """Send a signal to all workers, if there are any."""
-        found = self.workers() if self.module else []
-        for worker in found:
+        workers = self.workers() if self.module else []
+        for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
-                worker.send_signal(number)
-        return bool(found)
+                worker.send_signal(signal_number)
+        return bool(workers)
 
     def seconds_to_end(self, failures: Mapping[int, ProcessFailure]) -> int:
         """Record which ranks failed first, and return the seconds that the others have."""
@@ -119,7 +119,7 @@ def main() -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     args = parse_args(sys.argv[1:])
-    args.signals_to_handle = ",".join(number.name for number in ENDING)  # never arrive: they are blocked
+    args.signals_to_handle = ",".join(ending.name for ending in ENDING)  # never arrive: they are blocked
     args.training_script_args += ["--parent", str(os.getpid())]
     limit_closing(api, attended.seconds_to_end)
     attended.module = args.training_script

@@ -97,9 +97,9 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     loader = raise_together(groups, lambda: _open_loader(run, groups, assets, loader_states))
     validation = raise_together(groups, lambda: _open_validation(run, assets))
     answers = raise_together(groups, lambda: _open_answers(run, assets))
-    shown = _show_first_step(trainer, loader, assets) if run.logging.debug else loader
+    shown_loader = _show_first_step(trainer, loader, assets) if run.logging.debug else loader
     hf_source = raise_together(groups, lambda: _carried_files(run, groups, start, assets))
-    finished = train(trainer, shown, progress, hf_source, stop, watchdog, times, validation, answers)
+    finished = train(trainer, shown_loader, progress, hf_source, stop, watchdog, times, validation, answers)
     if not finished:
         logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
     if run.checkpoint.unsaved is not None:
@@ -141,11 +141,11 @@ def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = la
         begin(f"verifying {checkpoint}")
         verify = not run.checkpoint.skip_verification
         if start.kind == "resume" and is_local(checkpoint):
-            whole = run.parallel.vision_data_parallel
-            problem = unusable_here(checkpoint, groups, verify=verify, vision_data_parallel=whole)
-            found = agree(groups, problem)
-            if found:
-                unusable[checkpoint] = "; ".join(found)
+            replicates_tower = run.parallel.vision_data_parallel
+            problem = unusable_here(checkpoint, groups, verify=verify, vision_data_parallel=replicates_tower)
+            messages = agree(groups, problem)
+            if messages:
+                unusable[checkpoint] = "; ".join(messages)
                 continue
         problem = damage_found_together(groups, checkpoint) if verify else None
         if problem is None:

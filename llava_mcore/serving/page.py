@@ -59,8 +59,8 @@ def main() -> int:
     return 0
 
 
-def build_page(server: str, shown: list[dict[str, Any]]) -> gr.Blocks:
-    """Return the page. `shown`: example questions with their pictures, as Gradio takes them."""
+def build_page(server: str, examples: list[dict[str, Any]]) -> gr.Blocks:
+    """Return the page. `examples`: example questions with their pictures, as Gradio takes them."""
     import gradio as gr
 
     def answer(message: dict[str, Any], history: list[dict[str, Any]]) -> Iterator[str]:
@@ -79,7 +79,7 @@ def build_page(server: str, shown: list[dict[str, Any]]) -> gr.Blocks:
         title="llava_mcore",
         description="Upload a picture and ask about it.",
         textbox=gr.MultimodalTextbox(file_types=["image"], file_count="multiple", placeholder="Your question"),
-        examples=shown or None,
+        examples=examples or None,
         run_examples_on_click=False,
         cache_examples=False,
         analytics_enabled=False,
@@ -106,14 +106,14 @@ def answered(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     The server would read the page's own notice as the model's answer, and refuse a refused question again.
     """
-    kept: list[dict[str, Any]] = []
+    usable: list[dict[str, Any]] = []
     asked: list[dict[str, Any]] = []
     for entry in history:
         asked.append(entry)
         if entry["role"] == "assistant":
-            kept += [] if any(NOTICE in part["text"] for part in _parts(entry) if part["type"] == "text") else asked
+            usable += [] if any(NOTICE in part["text"] for part in _parts(entry) if part["type"] == "text") else asked
             asked = []
-    return kept
+    return usable
 
 
 def _parts(entry: dict[str, Any]) -> list[dict[str, Any]]:
@@ -123,11 +123,11 @@ def _parts(entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _message(entry: dict[str, Any]) -> dict[str, Any]:
     """Return an entry of Gradio's history as the server takes it."""
-    found = [
+    parts = [
         _picture(Path(part["file"]["path"])) if part["type"] == "file" else {"type": "text", "text": part["text"]}
         for part in _parts(entry)
     ]
-    return {"role": entry["role"], "content": found}
+    return {"role": entry["role"], "content": parts}
 
 
 def _picture(file: Path) -> dict[str, Any]:

@@ -40,10 +40,10 @@ def check_bounds(template: str, origin: str) -> None:
 
     origin: the template's source, for messages.
     """
-    found = _look(template)
-    if found is not None:
+    excess = _look(template)
+    if excess is not None:
         raise ConfigError(
-            f"chat template ({origin}): rendering a question and its answer takes {found}; this is too much, "
+            f"chat template ({origin}): rendering a question and its answer takes {excess}; this is too much, "
             "choose another with --chat-template"
         )
 

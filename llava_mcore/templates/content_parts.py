@@ -56,13 +56,13 @@ def _check_wrapped(tokenizer: PreTrainedTokenizerBase, template: str, wrapped: s
     text = _conversation(kind, as_parts=False)
     try:
         expected = _render(tokenizer, template, text)
-        made = [_render(tokenizer, wrapped, c) for c in (text, _conversation(kind, as_parts=True))]
+        rendered = [_render(tokenizer, wrapped, c) for c in (text, _conversation(kind, as_parts=True))]
     except RENDER_ERRORS as error:
         raise ConversionError(
             f"chat template ({origin}): cannot render a question about {_NAMES[kind]} and its answer: {error}\n"
             "Give another one with --chat-template NAME|FILE."
         ) from error
-    if made != [expected, expected] or not _is_said(expected) or expected.count(PLACEHOLDERS[kind]) != 1:
+    if rendered != [expected, expected] or not _is_said(expected) or expected.count(PLACEHOLDERS[kind]) != 1:
         raise ConversionError(
             f"chat template ({origin}): the question, its {_NAMES[kind][2:]} or the answer is missing from what it "
             f"renders: {expected!r}\nGive another one with --chat-template NAME|FILE."

@@ -77,4 +77,4 @@ def count_all(
 ) -> tuple[StepCounts, tuple[bool, ...]]:
     """Count what all ranks have loaded for one step, and find which flags are set on any; one collective call."""
     totals = sum_over_ranks(groups, [*flags, *asdict(count(batches)).values()])
-    return StepCounts(*totals[len(flags) :]), tuple(number > 0 for number in totals[: len(flags)])
+    return StepCounts(*totals[len(flags) :]), tuple(count > 0 for count in totals[: len(flags)])

@@ -21,7 +21,7 @@ class MicroBatchLoader(Protocol):
 
     def state(self) -> Any: ...
 
-    def read_again(self, state: Any, number: int) -> Sequence[LoadedBatch]:
+    def read_again(self, state: Any, count: int) -> Sequence[LoadedBatch]:
         """Return the micro-batches that followed an earlier state."""
         ...
 
@@ -65,8 +65,8 @@ class RecordingLoader:
         self._keys.append(list(batch.sample_keys))
         return batch
 
-    def read_again(self, state: Any, number: int) -> Sequence[LoadedBatch]:
-        return self._loader.read_again(state, number)
+    def read_again(self, state: Any, count: int) -> Sequence[LoadedBatch]:
+        return self._loader.read_again(state, count)
 
     def state(self) -> Any:
         return self._loader.state()
@@ -104,7 +104,7 @@ def fetch_step(
             budget.report(batches)
         except LlavaMcoreError as error:
             problem = str(error)
-    counts, (failed, *found) = count_all(groups, batches or [], (problem is not None, *flags))
+    counts, (failed, *set_flags) = count_all(groups, batches or [], (problem is not None, *flags))
     if failed:
         raise DataError(problems("training data cannot be used", agree(groups, problem)), on_all_ranks=True)
-    return Fetched(share_step(groups, batches, num_micro_batches, fields), counts, tuple(found))
+    return Fetched(share_step(groups, batches, num_micro_batches, fields), counts, tuple(set_flags))

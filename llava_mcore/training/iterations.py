@@ -96,7 +96,7 @@ class Iterations:
         self.budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)
         rates = learning_rates(self.trainer.run, self.trainer.scheduler)
         step: LaunchedStep | None = None
-        if any(progress.iteration + 1 in numbers for numbers in self.skipped):
+        if any(progress.iteration + 1 in skipped_range for skipped_range in self.skipped):
             progress.skipped_iterations += 1
         else:
             step = self._step(progress.iteration + 1, batches)
@@ -131,14 +131,14 @@ class Iterations:
         launched, self._launched = self._launched, None
         if launched is None:
             return
-        number = launched.progress.iteration
+        iteration = launched.progress.iteration
         result = None if launched.step is None else launched.step.result()
         if result is None:
             warning: str | None = (
-                f"iteration {number}: its data was read but not trained on (--skip-train-iteration-range)"
+                f"iteration {iteration}: its data was read but not trained on (--skip-train-iteration-range)"
             )
         else:
-            warning = self.not_finite.check(number, result, launched.read)
+            warning = self.not_finite.check(iteration, result, launched.read)
         if warning is not None and self.trainer.groups.rank == 0:
             logger.warning(warning)
         seconds = launched.end.seconds_since(self._last_end or launched.began)
@@ -147,8 +147,8 @@ class Iterations:
             launched.progress, launched.counts, result, rates=launched.rates, waited=launched.waited, seconds=seconds
         )
 
-    def _step(self, number: int, batches: SharedStep) -> LaunchedStep:
+    def _step(self, iteration: int, batches: SharedStep) -> LaunchedStep:
         trainer = self.trainer
         parts = trainer.groups, trainer.chunks, trainer.optimizer, trainer.scheduler
-        with explain_out_of_memory(trainer.run, trainer.groups, number):
+        with explain_out_of_memory(trainer.run, trainer.groups, iteration):
             return train_step(*parts, batches, self.size, trainer.graphs, only_if_finite=self.only_if_finite)

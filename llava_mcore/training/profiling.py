@@ -35,17 +35,17 @@ class IterationProfiler:
         self._iterations: list[int] = []
 
     @contextlib.contextmanager
-    def iteration(self, number: int) -> Iterator[None]:
+    def iteration(self, iteration: int) -> Iterator[None]:
         """Profile one iteration if it is in the span; the trace is written after the last one."""
-        if number not in self.span:
+        if iteration not in self.span:
             yield
             return
         if self._profile is None:
             self._begin()
-        self._iterations.append(number)
-        with record_function(f"iteration {number}"):
+        self._iterations.append(iteration)
+        with record_function(f"iteration {iteration}"):
             yield
-        if number == self.span[-1]:
+        if iteration == self.span[-1]:
             self.close()
 
     def close(self) -> None:

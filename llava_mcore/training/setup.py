@@ -209,17 +209,17 @@ def build_models(
         trained: for every parameter of the whole model, whether it is trained.
     """
     options = model_options(run, groups, hf, initialize=initialize)
-    number = options.stages.virtual
-    set_virtual_stages(number)
+    num_virtual = options.stages.virtual
+    set_virtual_stages(num_virtual)
     models = [
         VisionLanguageModel(
             hf,
             options,
             pre_process=groups.is_first_stage and i == 0,
-            post_process=groups.is_last_stage and i == (number or 1) - 1,
-            vp_stage=None if number is None else i,
+            post_process=groups.is_last_stage and i == (num_virtual or 1) - 1,
+            vp_stage=None if num_virtual is None else i,
         )
-        for i in range(number or 1)
+        for i in range(num_virtual or 1)
     ]
     for model in models:
         set_trained(model, trained)

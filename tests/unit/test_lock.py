@@ -44,7 +44,7 @@ def contender(path: Path, seconds: float) -> subprocess.Popen[str]:
 
 
 def locked(path: Path, **options: Any) -> FolderLock:
-    return FolderLock(path, what="the folder", advice="wait", **options)
+    return FolderLock(path, activity="the folder", advice="wait", **options)
 
 
 def elsewhere(path: Path, **changes: Any) -> Holder:

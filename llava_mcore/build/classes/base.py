@@ -134,5 +134,5 @@ class FolderClass(ABC):
 def tile_settings(image_processor: Any, config: PretrainedConfig) -> dict[str, Any]:
     """Return settings that resize tiles to the tower's size and normalize them like the source's image processor."""
     side, values = image_side(config.vision_config), image_processor.to_dict()
-    own = {name: values[name] for name in _PIXEL_SETTINGS if values.get(name) is not None}
-    return own | {"size": {"height": side, "width": side}}
+    settings = {name: values[name] for name in _PIXEL_SETTINGS if values.get(name) is not None}
+    return settings | {"size": {"height": side, "width": side}}

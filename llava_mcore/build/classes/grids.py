@@ -47,8 +47,8 @@ class GridFolder(FolderClass):
                 f"--architecture {self.architecture}: {vision.model_type} has an image_size of height and width, but "
                 "that class of transformers expects one number; take another tower or --architecture llava"
             )
-        wanted = num_patches(vision)
-        if plan.tokens == wanted:
+        expected = num_patches(vision)
+        if plan.tokens == expected:
             return
         advice = "take --vision-feature-select-strategy default"
         if plan.class_tokens > 1:
@@ -57,7 +57,7 @@ class GridFolder(FolderClass):
             )
         raise ConfigError(
             f"--architecture {self.architecture} needs the features of a tile as a square, but strategy "
-            f"{plan.strategy} leaves {plan.tokens} features of {wanted} patches: {advice}"
+            f"{plan.strategy} leaves {plan.tokens} features of {expected} patches: {advice}"
         )
 
 

@@ -174,7 +174,7 @@ def translate(content: list[Any], file: Path) -> tuple[list[tuple[str, Any, str]
             refused.append(f"{key} (in {file}): no such key{_suggestion(key)}")
             continue
         try:
-            values += [(ours, given, key) for ours, given in KEYS[key](value).items()]
+            values += [(our_key, our_value, key) for our_key, our_value in KEYS[key](value).items()]
         except _RefusedValueError as error:
             refused.append(f"{key} (in {file}): {error}")
     return values, refused

@@ -83,10 +83,10 @@ def _print_lengths(report: DataReport, console: Console) -> None:
         return
     quantiles = "  ".join(f"{name} {value}" for name, value in report.quantiles().items())
     _line(console, f"\ntokens per sample, media included: {quantiles}")
-    found = bins(tally.lengths, NUM_BINS)
-    most = max(count for _, _, count in found)
-    width = len(str(found[-1][1]))
-    for first, last, count in found:
+    ranges = bins(tally.lengths, NUM_BINS)
+    most = max(count for _, _, count in ranges)
+    width = len(str(ranges[-1][1]))
+    for first, last, count in ranges:
         bar = "█" * -(-count * BAR // most) + " " if count else ""
         _line(console, f"  {first:>{width}} to {last:>{width}} {bar}{count}")
     if any(tally.patches):
@@ -122,13 +122,13 @@ def _print_fill(report: DataReport, console: Console) -> None:
 
 
 def _listed(counts: Counter[int]) -> str:
-    return ", ".join(f"{number}: {count}" for number, count in sorted(counts.items()))
+    return ", ".join(f"{value}: {count}" for value, count in sorted(counts.items()))
 
 
 def _epoch_in_words(epoch: dict[str, int]) -> str:
     """Videos and sounds are only mentioned where there are some."""
-    said = {name: number for name, number in epoch.items() if number or name not in ("videos", "frames", "sounds")}
-    return ", ".join(f"{number:,} {name}" for name, number in said.items())
+    said = {name: count for name, count in epoch.items() if count or name not in ("videos", "frames", "sounds")}
+    return ", ".join(f"{count:,} {name}" for name, count in said.items())
 
 
 def _print_group(group: Group, console: Console) -> None:

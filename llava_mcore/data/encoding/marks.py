@@ -60,6 +60,6 @@ def check_marks(turns: Iterable[Turn], media: Mapping[str, int], literal: Collec
     """
     turns = list(turns)
     for mark, name in NAMES.items():
-        marks, number = count_marks(turns, mark), media.get(mark, 0)
-        if marks != number and (number or mark not in literal):
-            raise DataError(f"{marks} {mark} in the conversation, but {number} {name}s")
+        marks, expected = count_marks(turns, mark), media.get(mark, 0)
+        if marks != expected and (expected or mark not in literal):
+            raise DataError(f"{marks} {mark} in the conversation, but {expected} {name}s")

@@ -19,20 +19,20 @@ HAPPENS = {
 def check_budgets(data: DataConfig, assets: Assets) -> None:
     """Raise ConfigError if no picture (of a model of sound: no sound) fits into a sample."""
     smallest, _ = media_budgets(assets)
-    found, plan = [], assets.plan
+    errors, plan = [], assets.plan
     if data.seq_length <= smallest.tokens:
         lower = "" if assets.pixels.smallest is None else f", or lower --min-pixels ({assets.pixels.smallest})"
-        found.append(
+        errors.append(
             f"data.seq_length is {data.seq_length}, but a {_name(assets)} alone has at least {smallest.tokens} tokens: "
             f"set --seq-length to more than that and the text{lower}"
         )
     if data.max_media_tokens is not None and data.max_media_tokens < smallest.patches:
-        found.append(
+        errors.append(
             f"data.max_media_tokens is {data.max_media_tokens}, but the smallest {_name(assets)} has "
             f"{smallest.patches} {plan.unit}: raise or omit it"
         )
-    if found:
-        raise ConfigError(problems("no sample with media would fit", found))
+    if errors:
+        raise ConfigError(problems("no sample with media would fit", errors))
 
 
 def warnings_of_large_media(data: DataConfig, assets: Assets) -> list[str]:

@@ -78,9 +78,9 @@ class Dataset:
         """Samples of all its shards."""
         return sum(shard.count for shard in self.shards)
 
-    def shard_of(self, number: int) -> DatasetShard:
+    def shard_of(self, index: int) -> DatasetShard:
         """Return the shard of a sample."""
-        return self.shards[bisect_right(self.firsts, number) - 1]
+        return self.shards[bisect_right(self.firsts, index) - 1]
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -91,9 +91,9 @@ class Dataset:
         finally:
             self.workers.worker_deactivate()
 
-    def read(self, number: int) -> Any:
+    def read(self, index: int) -> Any:
         """Read one sample and decode its parts; errors of decoding go to the error handler."""
-        return self.source.restore_sample((type(self.source).__name__, 0, "Webdataset", number))
+        return self.source.restore_sample((type(self.source).__name__, 0, "Webdataset", index))
 
 
 def open_datasets(
@@ -152,12 +152,12 @@ def _shards(factory: Any) -> tuple[DatasetShard, ...]:
     start, end = 0, sum(count for _, count in counts)
     if factory.subset is not None:
         start, end = factory.subset.compute_subset(end)
-    shards, number = [], 0
+    shards, index = [], 0
     for name, count in counts:
-        first, last = max(number, start), min(number + count, end)
+        first, last = max(index, start), min(index + count, end)
         if first < last:
             shards.append(DatasetShard(name, first, last - first))
-        number += count
+        index += count
     return tuple(shards)
 
 

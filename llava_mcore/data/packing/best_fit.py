@@ -18,7 +18,7 @@ class PatchBudget:
 
     def levels(self) -> list[int]:
         """Return each sample's number of steps, of LEVELS for a pack, rounded up."""
-        return [levels_of(number, self.most) for number in self.patches]
+        return [levels_of(count, self.most) for count in self.patches]
 
 
 def levels_of(patches: int, most: int) -> int:

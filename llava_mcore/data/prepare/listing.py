@@ -84,13 +84,13 @@ def read_listing(path: Path) -> Listing:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        found = [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
-        raise DataError(problems(f"{path} is not a list of sources (see docs/prepare.md)", found)) from error
+        errors = [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
+        raise DataError(problems(f"{path} is not a list of sources (see docs/prepare.md)", errors)) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path} is not valid YAML: {error}") from error
-    found = _disagreements(listing)
-    if found:
-        raise DataError(problems(f"{path} cannot be prepared", found))
+    errors = _disagreements(listing)
+    if errors:
+        raise DataError(problems(f"{path} cannot be prepared", errors))
     return listing
 
 
@@ -106,14 +106,16 @@ def _size(value: Any, known: dict[int, int]) -> int:
 
 def _disagreements(listing: Listing) -> list[str]:
     names = [_name(source) for source in listing.sources]
-    found = [f"two sources have the name {n!r}; give one a `name`" for n in sorted(set(names)) if names.count(n) > 1]
+    errors = [f"two sources have the name {n!r}; give one a `name`" for n in sorted(set(names)) if names.count(n) > 1]
     unusable = [n for n in names if not plain_name(n) or n.startswith(".") or n == BLEND]
-    found += [f"{n!r} cannot be the name of a folder; give the source another `name`" for n in unusable]
+    errors += [f"{n!r} cannot be the name of a folder; give the source another `name`" for n in unusable]
     weighted = [_name(source) for source in listing.sources if source.weight is not None]
     repeated = [_name(source) for source in listing.sources if source.epochs is not None]
     if weighted and repeated:
-        found.append(f"{', '.join(weighted)} with `weight` and {', '.join(repeated)} with `epochs`: choose one of them")
-    return found
+        errors.append(
+            f"{', '.join(weighted)} with `weight` and {', '.join(repeated)} with `epochs`: choose one of them"
+        )
+    return errors
 
 
 def _name(source: ListedSource) -> str:

@@ -39,12 +39,12 @@ SHARDS_AHEAD = 2
 class PrepareProgress(Protocol):
     """Receives progress reports."""
 
-    def begin(self, what: str, total: int | None) -> None:
+    def begin(self, activity: str, total: int | None) -> None:
         """Start a step of `total` rows or shards; None if unknown."""
         ...
 
-    def advance(self, number: int) -> None:
-        """Report that `number` more are done."""
+    def advance(self, count: int) -> None:
+        """Report that `count` more are done."""
         ...
 
 
@@ -113,7 +113,7 @@ def _finish(
     options: Options,
     journal: Journal,
     progress: PrepareProgress,
-    made: set[int],
+    written: set[int],
     max_skip_rate: float,
     assets: Assets | None,
     start: float,
@@ -134,13 +134,13 @@ def _finish(
             folder, reports, val_ratio=options.val_ratio, tokens_by=tokens_by, on_shard=lambda: progress.advance(1)
         )
         write_whole(folder / MANIFEST, _manifest(plan, reports, counts))
-    rows_made = sum(report.counts.rows for report in reports if report.shard in made)
+    rows_made = sum(report.counts.rows for report in reports if report.shard in written)
     seconds = time.perf_counter() - start
     handling = "text" if options.counting is None else options.counting.special_tokens_in_text
     timed = assets is None or assets.plan.timed
     warning = None if assets is None else assets.chat.own_text_warning
     about = (handling, timed, warning, plan.notes)
-    return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished, *about)
+    return Result(folder, counts, num_shards, len(written), rows_made, seconds, first, finished, *about)
 
 
 def _manifest(plan: ShardList, reports: Sequence[ShardReport], counts: PrepareCounts) -> str:

@@ -135,8 +135,8 @@ def _layout(row: Mapping[str, Any], keys: Keys, layout: str | None, media: RowMe
         return from_turns(lists[empty[0]], empty[0], media)
     if layout is not None:
         raise BadSample(Reason.NO_CONVERSATION, f"there is no {layout!r}, found the keys {sorted(row)}")
-    own = keys.answers if keys.captions else keys.questions
-    names, flag = ", ".join((*TURN_LISTS, "texts", *own)), "--answer-key" if keys.captions else "--question-key"
+    own_keys = keys.answers if keys.captions else keys.questions
+    names, flag = ", ".join((*TURN_LISTS, "texts", *own_keys)), "--answer-key" if keys.captions else "--question-key"
     message = f"none of {names} exists ({flag} names another), found, of the keys that are read, {sorted(row)}"
     raise BadSample(Reason.NO_CONVERSATION, message)
 
@@ -185,8 +185,8 @@ def _answer(row: Mapping[str, Any], question_key: str, keys: Keys) -> tuple[Any,
 
     An answer beside a list of answers has been chosen from them.
     """
-    own = dict(PAIRS).get(question_key, ()) if keys.answer is None else ()
-    names = own if any(row.get(key) is not None for key in own) else keys.answers
+    own_keys = dict(PAIRS).get(question_key, ()) if keys.answer is None else ()
+    names = own_keys if any(row.get(key) is not None for key in own_keys) else keys.answers
     full = [key for key in names if is_full(row.get(key))]
     chosen = [key for key in full if isinstance(row[key], str)]
     lists = [key for key in full if isinstance(row[key], (list, tuple))]
@@ -225,15 +225,15 @@ def _refuse_objects(row: Mapping[str, Any], turns: Sequence[Turn]) -> None:
 
 def check_turns(turns: Sequence[Turn]) -> None:
     """Raise BadSample unless users and assistants take turns, no turn is empty, and the last one is an answer."""
-    for number, turn in enumerate(turns):
+    for index, turn in enumerate(turns):
         if not turn.text.strip() and turn.role in ("user", "assistant") and "tool_calls" not in turn.fields:
             reason = Reason.EMPTY_ANSWER if turn.role == "assistant" else Reason.EMPTY_QUESTION
-            raise BadSample(reason, f"turn {number} has no text")
+            raise BadSample(reason, f"turn {index} has no text")
         for text in (turn.text, turn.reasoning):
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
-                message = f"turn {number}: {error.reason} at character {error.start}"
+                message = f"turn {index}: {error.reason} at character {error.start}"
                 raise BadSample(Reason.NOT_UTF8, message) from error
     roles = [turn.role for turn in turns]
     if "assistant" not in roles:

@@ -31,14 +31,14 @@ def from_turns(items: Any, key: str, media: RowMedia) -> ListedTurns:
 
     Raises BadSample.
     """
-    records = [_record(item, f"{key}[{number}]") for number, item in enumerate(list_of(items, key))]
+    records = [_record(item, f"{key}[{index}]") for index, item in enumerate(list_of(items, key))]
     contents = [_content_of(record) for record in records]
     # Beside typed parts, a mark is text, unless the row lists what it could stand for.
     is_typed = any(isinstance(content, (list, tuple)) for content in contents)
     literal = [mark for mark in TYPES if is_typed and not media.listed[mark]]
     result = ListedTurns([], {key})
-    for number, (record, content) in enumerate(zip(records, contents, strict=True)):
-        where = f"{key}[{number}]"
+    for index, (record, content) in enumerate(zip(records, contents, strict=True)):
+        where = f"{key}[{index}]"
         turn, read = _turn(record, content, where, literal, media.untaken)
         for piece in read.pieces:
             media.place(piece, where)
@@ -104,8 +104,8 @@ def _turn(
 def from_pairs(pairs: Any, media: RowMedia) -> ListedTurns:
     """Return the turns of `texts`: objects with user, assistant, and perhaps a system prompt. Raises BadSample."""
     result = ListedTurns([], {"texts"})
-    for number, pair in enumerate(list_of(pairs, "texts")):
-        where = f"texts[{number}]"
+    for index, pair in enumerate(list_of(pairs, "texts")):
+        where = f"texts[{index}]"
         pair = _record(pair, where)
         with reason_for(Reason.KEY):
             TURN.check(pair, where)

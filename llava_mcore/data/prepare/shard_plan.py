@@ -112,13 +112,13 @@ def make_plan(source: SourcePaths, options: Options, on_file: Callable[[str], No
     how = replace(source.how, most_bytes=options.limits.sample_bytes)
     files = [file for path in source.paths for file in find_files(path, how)]
     shards: list[list[RowRange]] = []
-    known, notes, found, first_row = [], [], [], 0
-    for number, file in enumerate(files):
+    known, notes, errors, first_row = [], [], [], 0
+    for index, file in enumerate(files):
         on_file(file.name)
         try:
-            scan = file.scan(Cuts(number, first_row, options.rows_per_shard))
+            scan = file.scan(Cuts(index, first_row, options.rows_per_shard))
         except DataError as error:
-            found.append(str(error))
+            errors.append(str(error))
             continue
         notes += [f"{file.name}: {note}" for note in scan.notes]
         for segment in scan.segments:
@@ -127,8 +127,8 @@ def make_plan(source: SourcePaths, options: Options, on_file: Callable[[str], No
             shards[shard].append(segment)
         known.append({"file": file.name, "rows": scan.num_rows, "hash": scan.fingerprint})
         first_row += scan.num_rows
-    if found:
-        raise DataError(found[0] if len(found) == 1 else problems("the source cannot be read", found))
+    if errors:
+        raise DataError(errors[0] if len(errors) == 1 else problems("the source cannot be read", errors))
     if not first_row:
         raise DataError(f"{', '.join(map(str, source.paths))}: there are no rows")
     if options.val_ratio and len(shards) < 2:

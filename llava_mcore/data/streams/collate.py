@@ -58,12 +58,12 @@ class _MediaCollator:
         """Return the positions [axes, b, s] of rows whose plain ones are [b, s]; these themselves for one axis."""
         if self.num_axes == 1:
             return plain
-        found = np.tile(plain, (self.num_axes, 1, 1))
+        ids = np.tile(plain, (self.num_axes, 1, 1))
         for conversation, (row, start) in zip(conversations, places, strict=True):
             pictures, starts = [x.tokens for x in conversation.media], [x.start for x in conversation.media]
-            own = position_ids(len(conversation), pictures, starts, self.num_axes)
-            found[:, row, start : start + len(conversation)] = own
-        return found
+            own_ids = position_ids(len(conversation), pictures, starts, self.num_axes)
+            ids[:, row, start : start + len(conversation)] = own_ids
+        return ids
 
     def tensors(
         self, pixels: Sequence[Tensor], conversations: Sequence[TokenConversation], starts: Sequence[int]
@@ -71,8 +71,8 @@ class _MediaCollator:
         """Return every field. `starts`: start of each conversation in the flattened [b * s]."""
         pictures = [item.tokens for conversation in conversations for item in conversation.media]
         begins = [start + item.start for c, start in zip(conversations, starts, strict=True) for item in c.media]
-        own = {PIXEL_VALUES: _together(pixels), PIXEL_SCALE: self.pixel_scale}
-        return own | index_values(self.fields, pictures, begins)
+        pixel_fields = {PIXEL_VALUES: _together(pixels), PIXEL_SCALE: self.pixel_scale}
+        return pixel_fields | index_values(self.fields, pictures, begins)
 
 
 def _pad(

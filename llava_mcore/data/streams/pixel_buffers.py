@@ -60,9 +60,9 @@ class PixelBuffers:
         if not pixels.numel() or pixels.nbytes > self._buffers.shape[1]:
             return None
         buffer, self._next = self._next, (self._next + 1) % len(self._buffers)
-        found = Buffered(buffer, tuple(laid_out.shape), pixels.dtype)
-        self._view(found).copy_(laid_out)
-        return found
+        buffered = Buffered(buffer, tuple(laid_out.shape), pixels.dtype)
+        self._view(buffered).copy_(laid_out)
+        return buffered
 
     def take(self, buffered: Buffered, *, pinned: bool) -> Tensor:
         """Return a copy of what was put in, in pinned memory if asked to."""
@@ -79,5 +79,5 @@ _OPEN: WeakValueDictionary[int, PixelBuffers] = WeakValueDictionary()
 """All of this process: torch's thread that pins memory receives deliveries, and nothing else."""
 
 
-def _opened(number: int) -> PixelBuffers:
-    return _OPEN[number]
+def _opened(index: int) -> PixelBuffers:
+    return _OPEN[index]

@@ -84,11 +84,11 @@ class Idefics2(Architecture):
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
         """Return why the processor's number of tokens per picture differs from the number of latents."""
-        served, wanted = settings.get("image_seq_len", _DEFAULT_SEQ_LEN), hf.perceiver_config.resampler_n_latents
-        if served == wanted:
+        served, expected = settings.get("image_seq_len", _DEFAULT_SEQ_LEN), hf.perceiver_config.resampler_n_latents
+        if served == expected:
             return []
         return [
-            f"image_seq_len gives {served} tokens per picture, but the model's config.json has {wanted} latents "
+            f"image_seq_len gives {served} tokens per picture, but the model's config.json has {expected} latents "
             "(perceiver_config.resampler_n_latents); correct the processor's settings"
         ]
 
@@ -156,15 +156,15 @@ class _Pictures(MediaPlan):
         return height // self._side, width // self._side
 
     def _tokens(self, grids: Sequence[Size]) -> MediaTokens:
-        numbers = [rows * columns for rows, columns in grids]
+        counts = [rows * columns for rows, columns in grids]
         return MediaTokens(
             ids=self._ids,
-            num_rows=sum(numbers),
-            num_patches=sum(numbers),
+            num_rows=sum(counts),
+            num_patches=sum(counts),
             num_features=len(self._places),
             values={
                 FEATURE_POSITIONS: self._places,
-                MEDIA_SEQLENS: np.asarray(numbers, dtype=np.int32),
+                MEDIA_SEQLENS: np.asarray(counts, dtype=np.int32),
                 POSITION_ROWS: np.concatenate([position_rows(self._vision, *grid).numpy() for grid in grids]),
             },
         )
@@ -173,17 +173,19 @@ class _Pictures(MediaPlan):
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the patches [patches, f] of pictures, each as large as it is: padding would make them float32."""
-        made = processor(images=[list(pictures)], do_pad=False, **options)["pixel_values"][0]
-        return torch.cat([_patches(torch.as_tensor(part), self._side) for part in made])
+        processed = processor(images=[list(pictures)], do_pad=False, **options)["pixel_values"][0]
+        return torch.cat([_patches(torch.as_tensor(part), self._side) for part in processed])
 
     def processed_pixels(
-        self, made: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]
+        self, processed: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]
     ) -> Tensor:
         """Return the patches [patches, f] in the output of the folder's own processor, which pads pictures and rows."""
-        pictures, masks = made["pixel_values"].flatten(0, 1), made["pixel_attention_mask"].flatten(0, 1)
+        pictures, masks = processed["pixel_values"].flatten(0, 1), processed["pixel_attention_mask"].flatten(0, 1)
         heights, widths = masks[:, :, 0].sum(1).tolist(), masks[:, 0].sum(1).tolist()
-        found = zip(pictures, map(int, heights), map(int, widths), strict=True)
-        return torch.cat([_patches(x[:, :height, :width], self._side) for x, height, width in found if height])
+        padded_pictures = zip(pictures, map(int, heights), map(int, widths), strict=True)
+        return torch.cat(
+            [_patches(x[:, :height, :width], self._side) for x, height, width in padded_pictures if height]
+        )
 
 
 def _patches(picture: Tensor, side: int) -> Tensor:

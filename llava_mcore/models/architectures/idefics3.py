@@ -62,11 +62,11 @@ class Idefics3(TileArchitecture):
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
         """Return why the processor's number of tokens per tile differs from the model's number of features."""
-        served, wanted = settings.get("image_seq_len", _DEFAULT_SEQ_LEN), self.features_per_tile(hf)
-        if served == wanted:
+        served, expected = settings.get("image_seq_len", _DEFAULT_SEQ_LEN), self.features_per_tile(hf)
+        if served == expected:
             return []
         return [
-            f"image_seq_len gives {served} tokens per tile, but the model's config.json gives {wanted} features;  "
+            f"image_seq_len gives {served} tokens per tile, but the model's config.json gives {expected} features;  "
             "correct the processor's settings"
         ]
 
@@ -119,8 +119,8 @@ class _Grid(MediaPlan):
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the tiles of pictures. They have one size, and padding would make them float32."""
-        made = processor(images=[list(pictures)], do_pad=False, return_tensors="pt", **options)
-        return made["pixel_values"].flatten(0, 1)
+        processed = processor(images=[list(pictures)], do_pad=False, return_tensors="pt", **options)
+        return processed["pixel_values"].flatten(0, 1)
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
         """Return the tokens of a conversation's pictures."""
@@ -173,8 +173,8 @@ class _Grid(MediaPlan):
             "".join(f"{self._fake}<row_{i + 1}_col_{j + 1}>{placeholders}" for j in range(columns)) + "\n"
             for i in range(rows)
         ]
-        whole = f"{self._fake}{self._global}{placeholders}{self._fake}"
-        return "".join(lines) + "\n" * bool(rows) + whole
+        global_view = f"{self._fake}{self._global}{placeholders}{self._fake}"
+        return "".join(lines) + "\n" * bool(rows) + global_view
 
 
 def _check_settings(images: BaseImageProcessor, side: int) -> None:

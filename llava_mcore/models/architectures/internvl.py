@@ -78,11 +78,11 @@ class InternVl(TileArchitecture):
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
         """Return why InternVLProcessor's number of tokens per tile differs from the model's number of features."""
-        served, wanted = settings.get("image_seq_length", _DEFAULT_SEQ_LENGTH), self.features_per_tile(hf)
-        if served == wanted:
+        served, expected = settings.get("image_seq_length", _DEFAULT_SEQ_LENGTH), self.features_per_tile(hf)
+        if served == expected:
             return []
         return [
-            f"image_seq_length gives {served} tokens per tile, but the model's config.json gives {wanted} features; "
+            f"image_seq_length gives {served} tokens per tile, but the model's config.json gives {expected} features; "
             "correct the processor's settings"
         ]
 

@@ -59,7 +59,7 @@ class AudioPlan(MediaPlan):
         Raises:
             DataError: a clip is longer than the encoder takes, or too short for a token.
         """
-        return [self._of_length(self.num_frames(number)) for number in num_samples]
+        return [self._of_length(self.num_frames(count)) for count in num_samples]
 
     @property
     def largest(self) -> MediaBudget:
@@ -101,8 +101,8 @@ class AudioPlan(MediaPlan):
             wave: [samples] at `sampling_rate`.
         """
         length = min((self.num_frames(len(wave)) + FRAMES_AFTER) * self.hop_length, self.most_samples)
-        made = extractor(wave, sampling_rate=self.sampling_rate, max_length=length, return_tensors="pt")
-        return self.rows_of(made["input_features"][0], tokens)
+        processed = extractor(wave, sampling_rate=self.sampling_rate, max_length=length, return_tensors="pt")
+        return self.rows_of(processed["input_features"][0], tokens)
 
     def rows_of(self, features: Tensor, tokens: MediaTokens) -> Tensor:
         """Return the encoder's rows of the extractor's features [mel bins, frames], padded or not."""
@@ -114,17 +114,17 @@ class AudioPlan(MediaPlan):
 
 def check_extractor(extractor: WhisperFeatureExtractor, encoder: PretrainedConfig) -> None:
     """Raise ConversionError for settings with other frames than the encoder's."""
-    found = [
-        f"{key} = {value}, not {wanted}"
-        for key, value, wanted in (
+    mismatches = [
+        f"{key} = {value}, not {expected}"
+        for key, value, expected in (
             ("feature_size", extractor.feature_size, encoder.num_mel_bins),
             ("nb_max_frames", extractor.nb_max_frames, 2 * encoder.max_source_positions),
             ("dither", extractor.dither, 0.0),
             ("n_samples % hop_length", extractor.n_samples % extractor.hop_length, 0),
         )
-        if value != wanted
+        if value != expected
     ]
-    if found:
+    if mismatches:
         raise ConversionError(
-            f"{type(extractor).__name__} has {'; '.join(found)}: correct the settings in preprocessor_config.json"
+            f"{type(extractor).__name__} has {'; '.join(mismatches)}: correct the settings in preprocessor_config.json"
         )

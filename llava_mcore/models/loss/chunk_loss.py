@@ -90,7 +90,7 @@ def _own(local: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 def _over_vocabulary(log_sum: Tensor, target: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Combine every rank's log-sum-exp and target logit, [c] each, in one collective."""
-    mine = torch.stack([log_sum, target])
-    gathered = mine.new_empty(2 * group.size(), mine.shape[1])
-    dist.all_gather_into_tensor(gathered, mine, group=group)
+    local = torch.stack([log_sum, target])
+    gathered = local.new_empty(2 * group.size(), local.shape[1])
+    dist.all_gather_into_tensor(gathered, local, group=group)
     return gathered[0::2].logsumexp(dim=0), gathered[1::2].sum(dim=0)

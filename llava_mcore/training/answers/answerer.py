@@ -53,11 +53,11 @@ class Answerer:
 
     def _read_settings(self, hf_dir: Path) -> Settings:
         eos = None if self.data is None else self.data.assets.eos_token_id
-        found = [x for x in gather_to_all(self.trainer.groups, eos) if x is not None]
+        known = [x for x in gather_to_all(self.trainer.groups, eos) if x is not None]
         settings = read_settings(
             hf_dir,
             self.trainer.hf,
-            found[0],
+            known[0],
             max_new_tokens=self.config.eval_generate_max_new_tokens,
             sampling=TokenSampling(),
         )
@@ -85,9 +85,9 @@ class Answerer:
             asked = self._ask(iteration)
         except LlavaMcoreError as error:
             problem = str(error)
-        found = agree(groups, problem)
-        if found:
-            raise DataError(problems("questions of the validation split cannot be asked", found), on_all_ranks=True)
+        messages = agree(groups, problem)
+        if messages:
+            raise DataError(problems("questions of the validation split cannot be asked", messages), on_all_ranks=True)
         gathered = gather_to_all(groups, [] if asked is None else asked.records)
         records = sorted((x for part in gathered for x in part), key=lambda record: (record.position, record.key))
         num_skipped = sum(record.problem is not None for record in records)
@@ -141,10 +141,12 @@ class Answerer:
         """Return the first of the records with their pictures, which are read once more."""
         assert self.data is not None, "rank 0 loads data"
         by_position = {record.position: record for record in records if record.answer is not None}
-        wanted = list(by_position)[: self.config.eval_generate_examples]
-        numbers = list(dict.fromkeys(position[0] for position in wanted))
-        found = {x.position: x for x in self.data.questions.read(numbers) if isinstance(x, Question)}
-        media = {position: found[position].conversation for position in wanted if position in found}
+        positions = list(by_position)[: self.config.eval_generate_examples]
+        indices = list(dict.fromkeys(position[0] for position in positions))
+        by_position_read = {x.position: x for x in self.data.questions.read(indices) if isinstance(x, Question)}
+        media = {
+            position: by_position_read[position].conversation for position in positions if position in by_position_read
+        }
         first = {position: [*x.images, *x.frames][:1] for position, x in media.items()}
         return [
             Example(by_position[position], pictures[0] if pictures else None) for position, pictures in first.items()

@@ -43,9 +43,9 @@ class SkipBudget:
         seen = num_used + num_skipped
         if num_skipped <= self.max_rate * max(seen, LEAST_SAMPLES):
             return
-        found = agree(groups, problems("the last ones", list(self.last)) if self.last else None)
+        messages = agree(groups, problems("the last ones", list(self.last)) if self.last else None)
         title = (
             f"{num_skipped} of {seen} samples could not be used, more than data.max_skip_rate = {self.max_rate:g} "
             "(--max-skip-rate) allows; fix the data, or see --on-too-long"
         )
-        raise DataError(problems(title, found), on_all_ranks=True)
+        raise DataError(problems(title, messages), on_all_ranks=True)

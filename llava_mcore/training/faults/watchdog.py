@@ -42,11 +42,11 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         self.begin("starting")
 
-    def begin(self, what: str) -> None:
+    def begin(self, activity: str) -> None:
         """Name the current task and restart the clock."""
         faulthandler.dump_traceback_later(self.seconds + _LAST_RESORT, exit=True, file=self._file)
         with self._changed:
-            self._what, self._deadline = what, time.monotonic() + self.seconds
+            self._what, self._deadline = activity, time.monotonic() + self.seconds
             self._changed.notify()
 
     def close(self) -> None:

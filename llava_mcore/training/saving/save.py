@@ -149,9 +149,9 @@ class Saver:
             problem: why this rank could not.
         """
         groups = self.trainer.groups
-        found = agree(groups, problem)
-        if found:
-            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        messages = agree(groups, problem)
+        if messages:
+            raise CheckpointError(problems("the checkpoint could not be written", messages), on_all_ranks=True)
         try:
             pending.write.finish()
         except CheckpointError as error:
@@ -164,9 +164,9 @@ class Saver:
                 self._publish(pending, known)
             except OSError as error:
                 problem = f"{pending.final}: {error}"
-        found = agree(groups, problem)
-        if found:
-            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        messages = agree(groups, problem)
+        if messages:
+            raise CheckpointError(problems("the checkpoint could not be written", messages), on_all_ranks=True)
 
     def _warn_of_drift(self, iteration: int) -> None:
         """Log which trained parameters tensor-parallel ranks should have alike and have not; a collective call."""
@@ -204,9 +204,9 @@ class Saver:
                 _prepare_folder(final)
             except OSError as error:
                 problem = f"{final}: {error}"
-        found = agree(groups, problem)  # also the barrier after which the folder exists
-        if found:
-            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        messages = agree(groups, problem)  # also the barrier after which the folder exists
+        if messages:
+            raise CheckpointError(problems("the checkpoint could not be written", messages), on_all_ranks=True)
         self._warn_of_drift(progress.iteration)
         with all_cores():
             state = state_to_save(self.trainer, progress)

@@ -117,10 +117,10 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
             run.optimizer.decay_norms_and_biases,
         ),
     }
-    found = [f"{what}: saved with {a}, now {b}" for what, (a, b) in pairs.items() if a != b]
-    if found:
+    mismatches = [f"{what}: saved with {a}, now {b}" for what, (a, b) in pairs.items() if a != b]
+    if mismatches:
         title = f"{checkpoint} cannot be resumed like this (the layout may change, these may not)"
-        raise CheckpointError(problems(title, found))
+        raise CheckpointError(problems(title, mismatches))
 
 
 def _settings(adapter: AdapterConfig) -> str:
@@ -184,8 +184,8 @@ def _sharded_random_state(groups: Groups, *, of_every_rank: bool = True) -> Shar
     shape, position = (groups.pp_size, groups.tp_size), (groups.pp_rank, groups.tp_rank)
     if not of_every_rank:
         return ShardedObject("random_state", random_state(), shape, position, replica_id=groups.dp_rank)
-    whole, own = (*shape, groups.dp_size), (*position, groups.dp_rank)
-    return ShardedObject("random_state", random_state(), whole, own, replica_id=0)
+    full_shape, local_position = (*shape, groups.dp_size), (*position, groups.dp_rank)
+    return ShardedObject("random_state", random_state(), full_shape, local_position, replica_id=0)
 
 
 def _random_state_of(checkpoint: Path, before: RunConfig, groups: Groups) -> ShardedObject | None:

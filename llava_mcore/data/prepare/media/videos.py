@@ -54,10 +54,10 @@ def read_video(
         frames = tuple(read_picture(frame, folder, decode=decode, limits=limits) for frame in listed)
     if not frames:
         raise BadSample(Reason.NO_FRAMES, "a video lists no frames")
-    for number, frame in enumerate(frames):
+    for index, frame in enumerate(frames):
         if frame.size != frames[0].size:
             sizes = " and ".join(f"{width} x {height}" for width, height in (frames[0].size, frame.size))
-            raise BadSample(Reason.FRAME_SIZES, f"frames 0 and {number} of a video have {sizes} pixels")
+            raise BadSample(Reason.FRAME_SIZES, f"frames 0 and {index} of a video have {sizes} pixels")
     return VideoFrames(frames, fps)
 
 

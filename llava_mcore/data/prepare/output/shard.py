@@ -130,7 +130,7 @@ class ShardMaker:
         check_turns(draft.turns)
         return draft
 
-    def _conversation(self, file: SourceFile, row: SourceRow, draft: Draft, number: int) -> CheckedConversation:
+    def _conversation(self, file: SourceFile, row: SourceRow, draft: Draft, index: int) -> CheckedConversation:
         how, options = self._setup.how, self._setup.options
         _check_length(draft.turns, options.limits)
         self._require_media_to_be_taken(draft)
@@ -160,7 +160,7 @@ class ShardMaker:
             raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens; a pack has {options.pack_to}")
         source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
         return CheckedConversation(
-            number,
+            index,
             draft.turns,
             pictures,
             num_tokens,
@@ -259,8 +259,8 @@ def _tokens(assets: Assets | None, conversation: samples.Conversation) -> tuple[
 
 def _id_of(row: SourceRow) -> str:
     """Return the row's id; '' if it has none."""
-    found = None if isinstance(row.data, BadSample) else row.data.get("id")
-    return "" if found is None else _clean(str(found))[:LONGEST_ID]
+    row_id = None if isinstance(row.data, BadSample) else row.data.get("id")
+    return "" if row_id is None else _clean(str(row_id))[:LONGEST_ID]
 
 
 def _clean(text: str) -> str:

@@ -71,19 +71,19 @@ class ShardWriter:
         pictures = [picture for conversation in conversations for picture in conversation.pictures]
         videos = list[dict[str, Any]]()
         for video in (video for conversation in conversations for video in conversation.videos):
-            names = [_part(number, frame) for number, frame in enumerate(video.frames, start=len(pictures))]
+            names = [_part(index, frame) for index, frame in enumerate(video.frames, start=len(pictures))]
             videos.append({FRAMES_KEY: names} | ({} if video.fps is None else {FPS_KEY: video.fps}))
             pictures += video.frames
         if videos:
             content = content | {VIDEOS_KEY: videos}
         sounds = [sound for conversation in conversations for sound in conversation.sounds]
         if sounds:
-            content = content | {AUDIOS_KEY: [_part(number, sound) for number, sound in enumerate(sounds)]}
+            content = content | {AUDIOS_KEY: [_part(index, sound) for index, sound in enumerate(sounds)]}
         self._add_file(f"{key}.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
-        for number, picture in enumerate(pictures):
-            self._add_file(f"{key}.{_part(number, picture)}", picture.data)
-        for number, sound in enumerate(sounds):
-            self._add_file(f"{key}.{_part(number, sound)}", sound.data)
+        for index, picture in enumerate(pictures):
+            self._add_file(f"{key}.{_part(index, picture)}", picture.data)
+        for index, sound in enumerate(sounds):
+            self._add_file(f"{key}.{_part(index, sound)}", sound.data)
         self.num_entries += 1
 
     def _add_file(self, name: str, data: bytes) -> None:
@@ -92,9 +92,9 @@ class ShardWriter:
         self._tar.addfile(member, BytesIO(data))
 
 
-def _part(number: int, item: Picture | Recording) -> str:
+def _part(index: int, item: Picture | Recording) -> str:
     """Return the name of a part."""
-    return f"{number}.{item.extension}"
+    return f"{index}.{item.extension}"
 
 
 def about(conversation: CheckedConversation) -> dict[str, Any]:

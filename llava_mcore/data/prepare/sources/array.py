@@ -34,20 +34,20 @@ class JsonArray:
     def scan(self, cuts: Cuts) -> Scan:
         """Find the bytes at which shards start. DataError if the file is not a list or is truncated."""
         sha, segments = hashlib.sha256(), []
-        first = number = start = stop = 0
+        first = count = start = stop = 0
         cut = cuts.next_cut(0)
         with self.path.open("rb") as file:
             elements = _Elements(file, self.path, sha)
             elements.open_list()
-            for number, (begin, end) in enumerate(elements, start=1):
-                start, stop = (begin if number == first + 1 else start), end
-                if number == cut:
+            for count, (begin, end) in enumerate(elements, start=1):
+                start, stop = (begin if count == first + 1 else start), end
+                if count == cut:
                     segments.append(cuts.segment(first, cut - first, start, stop))
                     first, cut = cut, cuts.next_cut(cut)
             elements.close_list()
-        if number > first:
-            segments.append(cuts.segment(first, number - first, start, stop))
-        return Scan(tuple(segments), number, sha.hexdigest())
+        if count > first:
+            segments.append(cuts.segment(first, count - first, start, stop))
+        return Scan(tuple(segments), count, sha.hexdigest())
 
     def read(self, segment: RowRange) -> Iterator[SourceRow]:
         """Yield one row per element."""
@@ -156,5 +156,5 @@ class _Elements:
         self.position = 0
         return bool(block)
 
-    def _broken(self, what: str) -> DataError:
-        return DataError(f"{self.path} is not a JSON list of objects: byte {self.base + self.position}: {what}")
+    def _broken(self, problem: str) -> DataError:
+        return DataError(f"{self.path} is not a JSON list of objects: byte {self.base + self.position}: {problem}")

@@ -81,10 +81,10 @@ class ArrowTable:
         first = 0
         for batch in _guarded(self.path, batches):
             if first + batch.num_rows > segment.index:
-                wanted = batch.select([name for name in batch.schema.names if name in self.columns])
+                used = batch.select([name for name in batch.schema.names if name in self.columns])
                 begin = max(0, segment.index - first)
                 end = min(batch.num_rows, segment.index + segment.count - first)
-                pieces = (wanted.slice(i, min(ROWS_AT_ONCE, end - i)) for i in range(begin, end, ROWS_AT_ONCE))
+                pieces = (used.slice(i, min(ROWS_AT_ONCE, end - i)) for i in range(begin, end, ROWS_AT_ONCE))
                 part = RowRange(segment.file, 0, first + begin, end - begin)
                 unread = tuple(name for name in batch.schema.names if name not in self.columns)
                 yield from _rows(self.path, pieces, part, 0, self.most_bytes, unread)

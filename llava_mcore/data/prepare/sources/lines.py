@@ -64,9 +64,9 @@ class JsonLinesSource:
                     yield SourceRow(index, decode_row(line))
 
 
-def too_large(what: str, most_bytes: int) -> BadSample:
+def too_large(subject: str, most_bytes: int) -> BadSample:
     """Return the reason for skipping a row with too many bytes."""
-    return BadSample(Reason.TOO_LARGE, f"{what} of more than {most_bytes} bytes (--max-sample-bytes)")
+    return BadSample(Reason.TOO_LARGE, f"{subject} of more than {most_bytes} bytes (--max-sample-bytes)")
 
 
 def decode_row(data: bytes) -> dict[str, Any] | BadSample:

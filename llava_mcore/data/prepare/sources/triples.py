@@ -91,9 +91,9 @@ def _listing(folder: Path) -> tuple[list[tuple[str, tuple[str, ...]]], list[str]
 def _join_numbered(samples: dict[str, list[str]]) -> None:
     """Move NNN.0.jpg, NNN.1.jpg, … to the sample of NNN.json, as in shards."""
     for name in list(samples):
-        stem, _, number = name.rpartition(".")
-        if number.isdecimal() and "json" in samples.get(stem, ()) and "json" not in samples[name]:
-            samples[stem] += [f"{number}.{part}" for part in samples.pop(name)]
+        stem, _, suffix = name.rpartition(".")
+        if suffix.isdecimal() and "json" in samples.get(stem, ()) and "json" not in samples[name]:
+            samples[stem] += [f"{suffix}.{part}" for part in samples.pop(name)]
 
 
 def has_samples(names: Iterable[str]) -> bool:

@@ -51,16 +51,16 @@ def encoder_fields(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
     }
 
 
-def require(hf: PretrainedConfig, wanted: Mapping[str, Any], *, section: str = "vision_config") -> None:
+def require(hf: PretrainedConfig, expected: Mapping[str, Any], *, section: str = "vision_config") -> None:
     """Check required values in a tower's config. ConversionError lists all others."""
     values = hf.to_dict()
-    found = [
+    mismatches = [
         f"{section}.{key} = {values[key]} is not supported; it must be {value}"
-        for key, value in wanted.items()
+        for key, value in expected.items()
         if values[key] != value
     ]
-    if found:
-        raise ConversionError("\n".join(found))
+    if mismatches:
+        raise ConversionError("\n".join(mismatches))
 
 
 def embedding_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, conv: str) -> list[Entry]:
@@ -130,7 +130,7 @@ def scale_entries(*, megatron: str, prefix: str, layers: range, scales: tuple[st
     """Return the entries of layer scales, after attention and after the MLP."""
     m, h = megatron + "decoder.layers.{layer}.", prefix + "{layer}."
     places = zip(("self_attn_bda.scale", "mlp_bda.scale"), scales, strict=True)
-    templates = [Entry(m + ours, h + theirs, REPLICATED) for ours, theirs in places]
+    templates = [Entry(m + megatron_name, h + hf_name, REPLICATED) for megatron_name, hf_name in places]
     return [x for entry in templates for x in entry.expand(layer=layers)]
 
 

@@ -31,7 +31,7 @@ class AdapterSetup:
     layers: ModelLayers
     base: Base
     trained: Mapping[str, bool]
-    own: frozenset[str]
+    own_names: frozenset[str]
     folders: Mapping[str, Path]
     checkpoint: Path | None = None
 
@@ -39,7 +39,8 @@ class AdapterSetup:
     def trained_parts(self) -> frozenset[str]:
         """Return the parts of which anything is trained, including by an adapter."""
         members = self.layers.members
-        return self.unfrozen_parts | {members[x].part for plan in self.plans if plan.is_trained for x in plan.ranks}
+        adapted = (x for plan in self.plans if plan.is_trained for x in plan.lora_ranks)
+        return self.unfrozen_parts | {members[x].part for x in adapted}
 
     @property
     def unfrozen_parts(self) -> frozenset[str]:
@@ -50,7 +51,7 @@ class AdapterSetup:
         """Return the weights of A and B of all adapters in a part."""
         members = self.layers.members
         return sum(
-            r * members[x].width for plan in self.plans for x, r in plan.ranks.items() if members[x].part == part
+            r * members[x].width for plan in self.plans for x, r in plan.lora_ranks.items() if members[x].part == part
         )
 
 

@@ -118,7 +118,7 @@ def _plan_record(plan: LoraSettings, layers: ModelLayers) -> dict[str, Any]:
         "modules_to_save": list(plan.modules_to_save),
         # By names that do not change with transformers' versions.
         "layers": {
-            f"{members[name].part}/{members[name].key}": [rank, plan.alphas[name]] for name, rank in plan.ranks.items()
+            f"{members[name].part}/{members[name].key}": [r, plan.alphas[name]] for name, r in plan.lora_ranks.items()
         },
     }
 
@@ -140,7 +140,7 @@ def read_plans(checkpoint: Path, layers: ModelLayers) -> tuple[LoraSettings, ...
         return tuple(
             LoraSettings(
                 name=str(x["name"]),
-                ranks={by_key[key]: int(rank) for key, (rank, _) in x["layers"].items()},
+                lora_ranks={by_key[key]: int(lora_rank) for key, (lora_rank, _) in x["layers"].items()},
                 alphas={by_key[key]: float(alpha) for key, (_, alpha) in x["layers"].items()},
                 dropout=float(x["dropout"]),
                 dora=bool(x["dora"]),

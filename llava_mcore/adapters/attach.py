@@ -43,7 +43,7 @@ def attach_adapters(
     here = linear_modules(model)
     memory, activations = SharedMatrices(), _activations(model)
     for linear in layers.linears:
-        chosen = [plan for plan in plans if any(member.name in plan.ranks for member in linear.members)]
+        chosen = [plan for plan in plans if any(member.name in plan.lora_ranks for member in linear.members)]
         if chosen and linear.name in here:
             module = here[linear.name]
             division = _division(model, module, linear, tp_size, tp_rank)
@@ -94,12 +94,12 @@ def _new_adapter(
     rows = [x.shape[0] for x in layout.to_hf(torch.empty(weight.shape[0], 1, device="meta"))]
     factors_by_member: dict[int, Factors] = {}
     for index, member in enumerate(linear.members):
-        if member.name not in plan.ranks:
+        if member.name not in plan.lora_ranks:
             continue
         own_blocks = [i for i, owner in enumerate(members) if owner == index]
         factors_by_member[index] = factors = new_factors(
             weight,
-            plan.ranks[member.name],
+            plan.lora_ranks[member.name],
             member.inputs,
             [rows[i] for i in own_blocks],
             division,

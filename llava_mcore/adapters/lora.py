@@ -36,8 +36,8 @@ from llava_mcore.adapters.targets import LoraSettings
 class Factors(nn.Module):
     """The matrices of one Hugging Face layer, or a rank's part of them.
 
-    `lora_A` [rank, h]; `lora_B`: one matrix [rows, rank] for each block of rows that ranks divide evenly, usually a
-    single one; `magnitude`: the same of DoRA's magnitudes, or empty.
+    `lora_A` [lora_rank, h]; `lora_B`: one matrix [rows, lora_rank] for each block of rows that ranks divide evenly,
+    usually a single one; `magnitude`: the same of DoRA's magnitudes, or empty.
     """
 
     def __init__(self, lora_A: Parameter, lora_B: Sequence[Parameter], magnitude: Sequence[Parameter] = ()) -> None:
@@ -213,15 +213,15 @@ class LinearAdapter:
 
         Each member has columns of its own, which are zero in the rows of others.
         """
-        ranks = {i: one.lora_A.shape[0] for i, one in self.factors.items()}
-        total, first = sum(ranks.values()), next(iter(self.factors.values())).lora_A
-        before = dict(zip(ranks, torch.tensor([0, *ranks.values()]).cumsum(0).tolist(), strict=False))
+        lora_ranks = {i: one.lora_A.shape[0] for i, one in self.factors.items()}
+        total, first = sum(lora_ranks.values()), next(iter(self.factors.values())).lora_A
+        before = dict(zip(lora_ranks, torch.tensor([0, *lora_ranks.values()]).cumsum(0).tolist(), strict=False))
         blocks = []
         for member, rows, B in self._by_block([one.lora_B for one in self.factors.values()]):
             if B is None:
                 blocks.append(first.new_zeros(rows, total))
             else:
-                after = total - before[member] - ranks[member]
+                after = total - before[member] - lora_ranks[member]
                 blocks.append(F.pad(B * self.scaling[member], (before[member], after)))
         return self.layout.to_megatron(*blocks)
 

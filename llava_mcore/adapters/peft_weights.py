@@ -28,7 +28,7 @@ def load_peft_folder(
     tensors = _Tensors(folder, layers)
     for model in models:
         modules = dict(model.named_modules())
-        for name in plan.ranks:
+        for name in plan.lora_ranks:
             member = layers.members[name]
             factors = modules.get(f"{member.part}.{CHILD}.{plan.name}.{member.key}")
             if isinstance(factors, Factors):

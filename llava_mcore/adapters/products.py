@@ -33,13 +33,13 @@ class SharedMatrices:
     """Memory for matrices of zeros and blocks, shared by layers of the same form one after the other."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._forms: dict[tuple[Any, ...], int] = {}
         self._matrices: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
-    def number(self, shape: tuple[int, int], blocks: Sequence[Block]) -> int:
+    def form_of(self, shape: tuple[int, int], blocks: Sequence[Block]) -> int:
         """Return the number of a form: which elements of a matrix belong to blocks."""
         form = (shape, *((x.start, x.stop, x.rows.numpy().tobytes()) for x in blocks))
-        return self._numbers.setdefault(form, len(self._numbers))
+        return self._forms.setdefault(form, len(self._forms))
 
     def matrix(self, form: int, shape: tuple[int, int], like: Tensor) -> Tensor:
         """Return the matrix of a form, of the dtype and on the device of a tensor."""
@@ -54,10 +54,10 @@ class BlockMatrix:
 
     def __init__(self, blocks: Sequence[Block], shape: tuple[int, int], memory: SharedMatrices) -> None:
         self.blocks, self.shape, self._memory = blocks, shape, memory
-        self._form = memory.number(shape, blocks)
+        self._form = memory.form_of(shape, blocks)
         self.is_single = len(blocks) == 1 and len(blocks[0].rows) == shape[0] and blocks[0].factor == 1.0
 
-    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Return [o, r] of the parameters of all blocks; overwritten by the next use of a layer of the same form."""
         if self.is_single:
             return parts[0]
@@ -147,7 +147,7 @@ class AddUp(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, a: Tensor, matrix: BlockMatrix, scaling: float, *B: Tensor) -> Tensor:
         ctx.matrix, ctx.scaling = matrix, scaling
         ctx.save_for_backward(a, *B)
-        flat = output.detach().flatten(0, -2).addmm_(a.flatten(0, -2), matrix.whole(B).t(), alpha=scaling)
+        flat = output.detach().flatten(0, -2).addmm_(a.flatten(0, -2), matrix.joined(B).t(), alpha=scaling)
         return flat.view(output.shape)
 
     @staticmethod
@@ -156,7 +156,7 @@ class AddUp(torch.autograd.Function):
         a, *B = ctx.saved_tensors
         of_a = None
         if ctx.needs_input_grad[1]:
-            of_a = (gradient @ ctx.matrix.whole(B)).mul_(ctx.scaling)
+            of_a = (gradient @ ctx.matrix.joined(B)).mul_(ctx.scaling)
         if not any(ctx.needs_input_grad[4:]):
             return gradient, of_a, None, None, *(None for _ in B)
         of_B = (gradient.flatten(0, -2).t() @ a.flatten(0, -2)).mul_(ctx.scaling)

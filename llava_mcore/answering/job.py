@@ -91,4 +91,4 @@ class Job:
             most_samples=self.asked.most_samples,
             every_answer=self.asked.every_answer,
         )
-        return None if self.asked.every_answer else len(data.numbers), data.read(data.numbers)
+        return None if self.asked.every_answer else len(data.indices), data.read(data.indices)

@@ -91,7 +91,7 @@ def _answer(groups: Groups, stored: StoredModel, job: Job, num_rows: int) -> lis
     with shown_progress(total) as show, written_to(job.partial) as write:
         answers = generate([model], groups, asked.prompts(), settings, fields, num_rows=num_rows)
         for done, answer in enumerate(answers, 1):
-            asked.answered(answer.number, answer.tokens)
+            asked.answered(answer.index, answer.tokens)
             show(done)
             write(asked.records)
         write(asked.records)  # those after the last answer, which cannot be asked

@@ -69,7 +69,7 @@ class LocalWrite:
             copy: copy every tensor, so that training can continue while `write` runs.
             vision_data_parallel: every rank has a whole tower.
         """
-        self._own = _layout(groups, vision_data_parallel)
+        self._own_layout = _layout(groups, vision_data_parallel)
         suffix = [uuid.uuid4().hex[:8]]  # an abandoned attempt may have left a file of the same iteration
         dist.broadcast_object_list(suffix, src=0, group=groups.control)
         self._folder, self._groups = folder, groups
@@ -120,7 +120,7 @@ class LocalWrite:
         files = gather_to_first(groups, (str(self._path), self._path.stat().st_size, self._checksum))
         problem = None
         if groups.rank == 0:
-            content: dict[str, Any] = self._own | {
+            content: dict[str, Any] = self._own_layout | {
                 "files": [file[:2] for file in files],
                 KEY: [file[2] for file in files],
             }

@@ -76,16 +76,16 @@ class StopCut:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held = stops, ""
-        self.found = False
+        self.is_stopped = False
 
     def feed(self, piece: str) -> str:
         """Return what can be shown now. An end that may be the beginning of a stop waits for the next piece."""
-        if self.found:
+        if self.is_stopped:
             return ""
         text = self._held + piece
         places = [text.index(stop) for stop in self._stops if stop in text]
         if places:
-            self.found, self._held = True, ""
+            self.is_stopped, self._held = True, ""
             return text[: min(places)]
         beginnings = [stop[:n] for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
         num_shown = len(text) - max(map(len, beginnings), default=0)
@@ -217,7 +217,7 @@ class _OneAnswer(_Handler):
         self, request_id: str, content: str, model_id: str, finish_reason: str, **options: Any
     ) -> dict[str, Any]:
         text = self._cut.feed(content) + self._cut.rest()
-        reason = "stop" if self._cut.found else finish_reason
+        reason = "stop" if self._cut.is_stopped else finish_reason
         completion: dict[str, Any] = super()._build_completion(request_id, text, model_id, reason, **options)
         return completion
 
@@ -227,7 +227,7 @@ class _OneAnswer(_Handler):
         text = content if content is None else self._cut.feed(content)
         if finish_reason is not None:
             text = self._cut.rest() or None
-            finish_reason = "stop" if self._cut.found else finish_reason
+            finish_reason = "stop" if self._cut.is_stopped else finish_reason
         return str(super()._build_chunk_sse(request_id, content=text, finish_reason=finish_reason, **options))
 
 

@@ -66,10 +66,10 @@ def load_run_config(
     for text in overrides:
         dotted, equals, value = text.partition("=")
         if not equals or not dotted:
-            errors.append(f"{shown(text)}: expected key=value, such as training.seed=7{suggest_key(text)}")
+            errors.append(f"{excerpt(text)}: expected key=value, such as training.seed=7{suggest_key(text)}")
             continue
         dotted = dotted.strip()
-        _put(values, origin, dotted, _parse(dotted, value), f"from {shown(text)}")
+        _put(values, origin, dotted, _parse(dotted, value), f"from {excerpt(text)}")
     for dotted, value in (flags or {}).items():
         _put(values, origin, dotted, value, f"from {(flag_names or {}).get(dotted, 'a flag')}")
     try:
@@ -125,7 +125,7 @@ def read_config_file(path: Path) -> dict[Any, Any] | list[Any]:
     return content
 
 
-def shown(value: object) -> str:
+def excerpt(value: object) -> str:
     """Return the repr of a value for a message; long ones are shortened in the middle."""
     return _SHORT.repr(value)
 
@@ -186,7 +186,7 @@ def _nest(values: Mapping[str, Any], errors: list[str], origin: Mapping[str, str
             section = nested.setdefault(path[0], {}) if path else nested
             section[leaf] = value
         elif dotted in SECTIONS:
-            errors.append(f"{dotted} ({origin[dotted]}): a section, expected a mapping of keys, found {shown(value)}")
+            errors.append(f"{dotted} ({origin[dotted]}): a section, expected a mapping of keys, found {excerpt(value)}")
         else:
             hint = suggest_key(dotted) if len(errors) < MAX_PROBLEMS else ""
             errors.append(f"{_printable(dotted)} ({origin[dotted]}): no such key{hint}")
@@ -197,4 +197,4 @@ def _explain(detail: Any, origin: Mapping[str, str]) -> str:
     """Return one line for a pydantic error: key, origin, what was found, what is allowed."""
     dotted = ".".join(str(part) for part in detail["loc"])
     allowed = detail["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    return f"{dotted} ({origin.get(dotted, 'default')}): found {shown(detail['input'])}, {allowed}"
+    return f"{dotted} ({origin.get(dotted, 'default')}): found {excerpt(detail['input'])}, {allowed}"

@@ -8,7 +8,7 @@ from functools import reduce
 from typing import Any
 
 from llava_mcore.config.flag_names import ALL_FLAGS
-from llava_mcore.config.load import config_fields, shown
+from llava_mcore.config.load import config_fields, excerpt
 from llava_mcore.config.schema import RunConfig
 
 _NAMES = {flag.key: flag.long_name for flag in ALL_FLAGS if flag.value is None}
@@ -120,7 +120,7 @@ def check_needs(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         value = value_of(run, key)
         if (value != default or key in typed) and not condition.holds(run):
             name = name_of(key)
-            back = "" if value == default or default in (None, False) else f" (key {key}, default {shown(default)})"
+            back = "" if value == default or default in (None, False) else f" (key {key}, default {excerpt(default)})"
             yield f"{name} has no effect without {condition.words}: add that, or omit {name}{back}"
 
 

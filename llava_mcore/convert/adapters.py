@@ -79,7 +79,7 @@ class CheckpointAdapters:
     def peft_tensors(self, plan: LoraSettings, factors: Mapping[str, float]) -> dict[str, Tensor]:
         """Return one adapter's tensors as PEFT names them. `factors`: of each layer's B."""
         tensors_by_name = {}
-        for name in plan.ranks:
+        for name in plan.lora_ranks:
             matrices = self._matrices(plan, name)
             tensors_by_name[PREFIX + name + LORA_A] = matrices.A
             tensors_by_name[PREFIX + name + LORA_B] = matrices.B * factors[name]
@@ -99,7 +99,7 @@ class CheckpointAdapters:
         """
         for linear in self.layers.linears:
             for member, name in zip(linear.members, table.entries[linear.name + WEIGHT].hf_names, strict=True):
-                adapters = [self._matrices(plan, member.name) for plan in self.plans if member.name in plan.ranks]
+                adapters = [self._matrices(plan, member.name) for plan in self.plans if member.name in plan.lora_ranks]
                 if adapters:
                     yield name, merged(weights.get(name), adapters)
         own_tensors = {name: tensors for plan in self.plans for name, tensors in self._own(plan).items()}
@@ -139,4 +139,4 @@ def _allocate(model: VisionLanguageModel, own_names: Collection[str]) -> None:
 def _peft_name(name: str, plan: LoraSettings) -> str:
     """Return PEFT's name of a parameter of the model: adapted layers are wrapped."""
     module, _, last = name.rpartition(".")
-    return f"{PREFIX}{module}{BASE_LAYER if module in plan.ranks else '.'}{last}"
+    return f"{PREFIX}{module}{BASE_LAYER if module in plan.lora_ranks else '.'}{last}"

@@ -113,7 +113,7 @@ def compare_logits(
         raise ConversionError(problems(f"logits cannot be compared at tp {tp} x pp {pp}", refused))
     names = detect_names(hf, folder.tensors, source=str(hf_dir))
     prompt = _prompt(hf, hf_dir, example)
-    length = prompt.ours["input_ids"].shape[1]
+    length = prompt.megatron_inputs["input_ids"].shape[1]
     if dims.sliding_window is not None and length > dims.sliding_window:
         raise ConversionError(
             f"{example.name} and its question take {length} tokens, more than the sliding attention window of "
@@ -123,7 +123,7 @@ def compare_logits(
         job = Path(name)
         expected, modules = _hugging_face(hf, hf_dir, prompt, names)
         model = {"checkpoint": str(checkpoint), "base_dir": None if base_dir is None else str(base_dir)}
-        torch.save(model | {"tp": tp, "pp": pp, "inputs": prompt.ours, "names": names}, job / "job.pt")
+        torch.save(model | {"tp": tp, "pp": pp, "inputs": prompt.megatron_inputs, "names": names}, job / "job.pt")
         run_world(run_rank, tp * pp, job)
         stages: list[dict[str, Any]] = [torch.load(job / f"stage{i}.pt", weights_only=True) for i in range(pp)]
     megatron_modules = {key: x for stage in stages for key, x in stage["modules"].items()}
@@ -159,9 +159,9 @@ class _ComparedPrompt:
     `kept`: of how many tokens of Hugging Face's tower how many are not padding.
     """
 
-    theirs: dict[str, Tensor]
-    ours: dict[str, Tensor]
-    kept: Mapping[int, int]
+    hf_inputs: dict[str, Tensor]
+    megatron_inputs: dict[str, Tensor]
+    num_kept: Mapping[int, int]
 
 
 def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPrompt:
@@ -223,10 +223,10 @@ def _hugging_face(
     )
     recorder = Recorder()
     names = detect_names(hf, model.state_dict(), source=str(hf_dir))
-    watch_hf(recorder, model.eval(), names, shown_as, prompt.kept)
+    watch_hf(recorder, model.eval(), names, shown_as, prompt.num_kept)
     with torch.no_grad():
-        logits = model(**prompt.theirs).logits.float()
-    modules = tower_names_in_files(recorder.found, shown_as.vision, tower_config(model.config).model_type)
+        logits = model(**prompt.hf_inputs).logits.float()
+    modules = tower_names_in_files(recorder.outputs, shown_as.vision, tower_config(model.config).model_type)
     return logits, modules
 
 

@@ -163,7 +163,7 @@ def _export(
 def _hf_side(checkpoint: Path, hf_config: Path | None, *, tp: int, pp: int) -> HfSide:
     """Return the Hugging Face side of the checkpoint. Raises ConfigError for a layout that the model does not
     support."""
-    side = HfSide.carried(checkpoint) if hf_config is None else HfSide.given(hf_config)
+    side = HfSide.carried(checkpoint) if hf_config is None else HfSide.of_folder(hf_config)
     wrong = check_layout(model_dims(side.hf), tp, pp, str(side.files), vision_data_parallel=True)
     if wrong:
         raise ConfigError(problems(f"{checkpoint} cannot be read as tp {tp} x pp {pp}", wrong))

@@ -149,7 +149,7 @@ def of_megatron(checkpoint: Path, iteration: int | None) -> Inventory:
 
 def _with_tower(rows: list[InventoryRow], hf: PretrainedConfig | None) -> list[InventoryRow]:
     """Return the rows with the tower named after what it perceives."""
-    part = VISION if hf is None else vision_family(tower_config(hf)).what
+    part = VISION if hf is None else vision_family(tower_config(hf)).name_in_messages
     return [replace(row, part=part) if row.part == VISION else row for row in rows]
 
 
@@ -212,8 +212,8 @@ def _model_facts(hf: PretrainedConfig) -> list[str]:
     return [
         f"language model: {text.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, {heads}, "
         f"vocabulary {text.vocab_size:,}{tied}",
-        f"{tower.what}: {vision.model_type}, {tower.num_layers(vision)} layers of {tower.hidden_size(vision)}, "
-        f"{tower.describe(vision)}, features of layer {layers}",
+        f"{tower.name_in_messages}: {vision.model_type}, {tower.num_layers(vision)} layers of "
+        f"{tower.hidden_size(vision)}, {tower.describe(vision)}, features of layer {layers}",
     ]
 
 

@@ -50,7 +50,7 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
         sys.exit(2)
     recorder = Recorder()
     watch_ours(recorder, model, job_options["names"], lambda x: _gather(groups, x))
-    result: dict[str, Any] = {"logits": forward(model, job_options["inputs"]), "modules": recorder.found}
+    result: dict[str, Any] = {"logits": forward(model, job_options["inputs"]), "modules": recorder.outputs}
     if groups.tp_rank == 0:
         torch.save(result, job / f"stage{groups.pp_rank}.pt")
     shut_down()

@@ -63,7 +63,7 @@ class HfSide:
         return cls(load_hf_config(folder), infos, unused, folder)
 
     @classmethod
-    def given(cls, folder: Path) -> HfSide:
+    def of_folder(cls, folder: Path) -> HfSide:
         """Read it from a Hugging Face folder, for a checkpoint without these files.
 
         Without weights in the folder, names are llava-hf's, and there are no unused tensors.
@@ -83,7 +83,7 @@ class HfSide:
         """Read it from a checkpoint of llava_mcore, or else from a Hugging Face folder."""
         if (layout.hf_folder(checkpoint) / layout.RECORD).is_file():
             return cls.carried(checkpoint)
-        return cls.given(otherwise)
+        return cls.of_folder(otherwise)
 
 
 def tensors_of_config(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:

@@ -31,7 +31,7 @@ from llava_mcore.parallel.share import share_step
 class Answer:
     """The answer to prompt `number` (from 0): its tokens, with the one that ends it if there is one."""
 
-    number: int
+    index: int
     tokens: list[int]
 
 
@@ -40,7 +40,7 @@ class _PromptRow:
     """A prompt that is being answered. `length`, `position`: of the next token to read. `most`: tokens of the answer.
     `ids`: int64 [1, s]."""
 
-    number: int
+    index: int
     length: int
     position: int
     most: int
@@ -151,7 +151,7 @@ class _AnswerLoop:
                 row.ids = torch.cat([row.ids, row.ids.new_tensor([[token]])], dim=1)
             if token in self.settings.end_ids or len(row.tokens) == row.most:
                 self.rows[index] = None
-                yield Answer(row.number, row.tokens)
+                yield Answer(row.index, row.tokens)
 
     def _next_prompt(self) -> tuple[MicroBatch, int, int] | None:
         """Return the next prompt on this rank's device, its length and next position; None after the last one."""

@@ -74,7 +74,7 @@ class Questions:
         if not total:
             raise DataError(f"the part {split} of {path} has no samples")
         num_asked = min(total, total if most_samples is None else most_samples)
-        self.numbers = [i * total // num_asked for i in range(num_asked)]
+        self.indices = [i * total // num_asked for i in range(num_asked)]
         """Indices of the samples."""
 
     def read(self, indices: Sequence[int]) -> Iterator[Question | Skip]:

@@ -111,7 +111,7 @@ class StopSignals:
         self.asked = False
         self.interrupted = False
         self._entered = False
-        self._numbers, write_end = os.pipe()
+        self._signal_pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
         # Python's own handlers run in the main thread, which may hang in a collective call. These bytes arrive even
         # then.
@@ -141,9 +141,9 @@ class StopSignals:
         code = 0
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._numbers], [], [], left)[0]:
+            if not select.select([self._signal_pipe], [], [], left)[0]:
                 os._exit(code)
-            for signal_number in os.read(self._numbers, 64):
+            for signal_number in os.read(self._signal_pipe, 64):
                 if signal_number == STOP:
                     self.asked = True
                     deadline = deadline if self.interrupted else None

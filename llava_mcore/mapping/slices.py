@@ -24,7 +24,7 @@ class TensorSlice:
     size: Shape
 
     @classmethod
-    def whole(cls, shape: Shape) -> TensorSlice:
+    def full(cls, shape: Shape) -> TensorSlice:
         """Return the slice that covers a whole tensor."""
         return cls((0,) * len(shape), shape)
 

@@ -51,7 +51,7 @@ class PatchPlan(MediaPlan):
         Raises:
             ConversionError: an image or video processor whose patches are not those of the tower.
         """
-        self._given = {"hf": hf, "tower": tower, "model_class": model_class, "processing": processing}
+        self._arguments = {"hf": hf, "tower": tower, "model_class": model_class, "processing": processing}
         self.hf, self.tower, self.model_class, self.fields = hf, tower, model_class, tower.fields
         self.image_token_id: int = hf.image_token_id
         self.video_token_id = hf.video_token_id
@@ -68,7 +68,7 @@ class PatchPlan(MediaPlan):
 
     def __getstate__(self) -> dict[str, Any]:
         """The caches are not copied."""
-        return self._given
+        return self._arguments
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         PatchPlan.__init__(self, **state)

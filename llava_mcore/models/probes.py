@@ -35,13 +35,13 @@ class Recorder:
     """Keeps some tokens [tokens, f] of the outputs of modules, float32, in the order of execution."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
 
     def keep(self, name: str, x: Tensor) -> None:
         """Keep evenly spaced tokens of an output [b, s, f]; only sample 0."""
         tokens = x.detach()[0].float()
         chosen = torch.linspace(0, tokens.shape[0] - 1, min(NUM_TOKENS, tokens.shape[0])).long()
-        self.found[name] = tokens[chosen].cpu()
+        self.outputs[name] = tokens[chosen].cpu()
 
     def watch(self, module: nn.Module, take: Callable[[Any], dict[str, Tensor]]) -> None:
         """Keep the result of `take` for a module's output: a tensor [b, s, f] for each name."""

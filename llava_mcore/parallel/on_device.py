@@ -37,12 +37,12 @@ class AsyncHostCopy:
     def __init__(self, values: Tensor) -> None:
         """values: one dimension; later changes of it have no effect."""
         on_gpu = values.device.type == "cuda"
-        self._numbers = torch.empty(values.shape, dtype=torch.float64, pin_memory=on_gpu)
-        self._numbers.copy_(values, non_blocking=True)
+        self._values = torch.empty(values.shape, dtype=torch.float64, pin_memory=on_gpu)
+        self._values.copy_(values, non_blocking=True)
         self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
 
     def read(self) -> list[float]:
         """Return the numbers; the host waits for them."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._numbers.tolist()
+        return self._values.tolist()

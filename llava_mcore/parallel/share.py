@@ -62,7 +62,7 @@ class _BatchHeader:
             {name: (x.dtype, list(x.shape)) for name, x in media.items()},
         )
 
-    def numbers(self) -> list[int]:
+    def counts(self) -> list[int]:
         """Return the row of the header."""
         media = [n for dtype, shape in self.media.values() for n in (_DTYPES.index(dtype), *shape)]
         counts = [
@@ -146,7 +146,7 @@ def share_step(
         return _on_this_rank(batches, groups.device)
     header = torch.zeros(num_micro_batches, _NUM_OWN + sum(map(_width, fields.values())), dtype=torch.int64)
     if batches is not None:
-        header = torch.tensor([_BatchHeader.of(x, fields).numbers() for x in batches], dtype=torch.int64)
+        header = torch.tensor([_BatchHeader.of(x, fields).counts() for x in batches], dtype=torch.int64)
     dist.broadcast(header, groups.model_parallel_source, group=groups.control_replica)
     layouts = [_BatchHeader.read(row, fields) for row in header.tolist()]
     lengths = _broadcast_lengths(groups, batches, layouts)

@@ -27,12 +27,12 @@ class ShowFirst:
     def __init__(self, loader: Any, in_words: Callable[[Tensor, Tensor], str]) -> None:
         self.loader = loader
         self.in_words = in_words
-        self.shown = False
+        self.is_shown = False
 
     def __next__(self) -> Any:
         batch = next(self.loader)
-        if not self.shown:
-            self.shown = True
+        if not self.is_shown:
+            self.is_shown = True
             logger.info("%s", describe(batch, self.in_words))
         return batch
 

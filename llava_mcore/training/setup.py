@@ -197,7 +197,7 @@ def load_adapted(
     raise_together(groups, attach)
     checkpoint = adapter_setup.checkpoint
     if checkpoint is not None:
-        raise_together(groups, lambda: load_adapters(models, checkpoint, adapter_setup.own, groups.rank))
+        raise_together(groups, lambda: load_adapters(models, checkpoint, adapter_setup.own_names, groups.rank))
 
 
 def build_models(

@@ -103,7 +103,7 @@ def adapted(root: Path, adapter: Path, quantize: str) -> tuple[VisionLanguageMod
     model = load_part(groups, checkpoint)
     set_trained(model, adapter_setup.trained)
     load_adapted([model], adapter_setup, groups, quantize=quantize, multiplies_in_fp8=False, seed=0)
-    return model, adapter_setup.layers, adapter_setup.own
+    return model, adapter_setup.layers, adapter_setup.own_names
 
 
 def logits(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor:

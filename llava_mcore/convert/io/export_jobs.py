@@ -129,7 +129,7 @@ def hf_tensors(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Tensor]]
     """
     slices = job.entry.hf_slices(job.shape)
     if slices is None:
-        yield from job.entry.to_hf(_read(job, TensorSlice.whole(job.shape), scratch)).items()
+        yield from job.entry.to_hf(_read(job, TensorSlice.full(job.shape), scratch)).items()
         return
     for name, tensor_slice in zip(job.entry.hf_names, slices, strict=True):
         yield name, _read(job, tensor_slice, scratch)

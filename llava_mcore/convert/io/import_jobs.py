@@ -49,7 +49,7 @@ class EntryWrite:
 
     @property
     def num_bytes(self) -> int:
-        return TensorSlice.whole(self.shape).numel * self.dtype.itemsize
+        return TensorSlice.full(self.shape).numel * self.dtype.itemsize
 
     @property
     def located(self) -> dict[str, TensorAt]:
@@ -190,7 +190,7 @@ def _pieces(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> 
     slices = entry.entry.hf_slices(entry.shape)
     located: list[tuple[TensorSlice, TensorAt]] = []
     if slices is None:
-        parts = [(TensorSlice.whole(entry.shape), entry.entry.to_megatron(tensors))]
+        parts = [(TensorSlice.full(entry.shape), entry.entry.to_megatron(tensors))]
     else:
         parts = list(zip(slices, tensors.values(), strict=True))
         located = [] if entry.is_cast else list(zip(slices, entry.sources, strict=True))

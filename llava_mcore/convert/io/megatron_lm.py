@@ -102,10 +102,10 @@ class LegacyTensors:
         wrong = [at.shape for at in slices if at.shape != (shape if shard.dim is None else expected)]
         if wrong:
             raise CheckpointError(f"{self.folder}: {name}: a slice is {wrong[0]}, expected {expected} of {shape}")
-        chunks = [(TensorSlice.whole(shape), slices[0])]
+        chunks = [(TensorSlice.full(shape), slices[0])]
         if shard.dim is not None:
             chunks = [part for rank, at in enumerate(slices) for part in _parts(at, shape, shard, rank)]
-        return StoredParameter(TensorSlice.whole(shape), tuple(chunks), slices[0].dtype)
+        return StoredParameter(TensorSlice.full(shape), tuple(chunks), slices[0].dtype)
 
 
 def _parts(at: TensorAt, shape: Shape, shard: Shard, rank: int) -> Iterator[tuple[TensorSlice, TensorAt]]:

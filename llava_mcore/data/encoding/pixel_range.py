@@ -32,7 +32,7 @@ class Ranged:
     """Section of `NESTED`."""
     file: str
 
-    def given(self, pixels: PixelRange) -> str:
+    def typed_flags(self, pixels: PixelRange) -> str:
         """Return the flags that were given, with their values."""
         values = zip(self.flags, (pixels.smallest, pixels.largest), strict=True)
         return " and ".join(f"{flag} {value}" for flag, value in values if value is not None)
@@ -51,7 +51,7 @@ def set_pixel_range(
     """Change a processor's range; return what is wrong, after which the processor is as it was."""
     if pixels == PixelRange():
         return []
-    flags, architecture = of.given(pixels), architecture_of(config)
+    flags, architecture = of.typed_flags(pixels), architecture_of(config)
     if not architecture.resizes_to_range:
         return [
             f"{flags} cannot be used: {architecture.model_class.__name__} does not resize {of.name} to a range of "

@@ -64,7 +64,7 @@ def load_processors(
         wrong = range_problems(videos.processor, config, FRAMES)
         errors += wrong or set_pixel_range(videos.processor, video_pixels, config, FRAMES)
     elif video_pixels != PixelRange():
-        errors.append(f"{FRAMES.given(video_pixels)} cannot be used: {videos.reason}")
+        errors.append(f"{FRAMES.typed_flags(video_pixels)} cannot be used: {videos.reason}")
     return Processors(images, videos, audios)
 
 

@@ -145,10 +145,10 @@ class _Server(IterableDataset[Delivery]):
     """The streams that one loader process reads, one after the other."""
 
     def __init__(self, open_one: Callable[[int], Stream], indices: Sequence[int]) -> None:
-        self._open_one, self._numbers = open_one, list(indices)
+        self._open_one, self._indices = open_one, list(indices)
 
     def __iter__(self) -> Iterator[Delivery]:
-        for index in self._numbers:
+        for index in self._indices:
             stream = self._open_one(index)
             batch = next(stream, None)
             while batch is not None:

@@ -41,15 +41,15 @@ class PixelBuffers:
                 written; there is one more buffer for safety.
         """
         self.num_ahead = num_ahead
-        self._number = next(_NUMBERS)
-        _OPEN[self._number] = self
+        self._index = next(_NUMBERS)
+        _OPEN[self._index] = self
         num_buffers = num_ahead + 2
         memory = mmap.mmap(-1, num_buffers * max(1, num_bytes))
         self._buffers = torch.frombuffer(memory, dtype=torch.uint8).view(num_buffers, -1)
         self._next = 0
 
     def __reduce__(self) -> tuple[Callable[[int], PixelBuffers], tuple[Any, ...]]:
-        return _opened, (self._number,)
+        return _opened, (self._index,)
 
     def put(self, pixels: Tensor) -> Buffered | None:
         """Put tiles [tiles, 3, h, w] or patches [patches, f] into the next buffer.

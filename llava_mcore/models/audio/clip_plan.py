@@ -36,7 +36,7 @@ class AudioPlan(MediaPlan):
     def __init__(self, hf: PretrainedConfig, extractor: WhisperFeatureExtractor) -> None:
         """Raises ConversionError for a feature extractor whose frames are not those of the encoder."""
         check_extractor(extractor, hf.audio_config)
-        self._given = (hf, extractor)
+        self._arguments = (hf, extractor)
         self.fields, self.audio_token_id = SOUND_FIELDS, int(hf.audio_token_id)
         self.sampling_rate, self.hop_length = int(extractor.sampling_rate), int(extractor.hop_length)
         self.most_samples = int(extractor.n_samples)
@@ -45,7 +45,7 @@ class AudioPlan(MediaPlan):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The cache is not copied."""
-        return type(self), self._given
+        return type(self), self._arguments
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
         """Return an empty list without pictures. DataError for pictures."""

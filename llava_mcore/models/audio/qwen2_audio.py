@@ -36,7 +36,7 @@ class Qwen2AudioTower(VisionFamily):
 
     model_types = ("qwen2_audio_encoder",)
     part_of_a_class = True
-    what = "audio encoder"
+    name_in_messages = "audio encoder"
     constants = ("position_embeddings.weight",)
 
     def config_from_hf(self, hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:

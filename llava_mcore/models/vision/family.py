@@ -40,7 +40,7 @@ class VisionFamily(ABC):
     """
     part_of_a_class: ClassVar[bool] = False
     """Whether only the Hugging Face classes that name it have such a tower."""
-    what: ClassVar[str] = "vision tower"
+    name_in_messages: ClassVar[str] = "vision tower"
     """Its name in messages."""
     constants: ClassVar[tuple[str, ...]] = ()
     """Parameters that are frozen unless a pattern unfreezes them."""

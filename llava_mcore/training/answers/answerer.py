@@ -128,14 +128,14 @@ class Answerer:
             )
             self.watchdog.begin(f"answers after iteration {iteration}")
             for answer in answers:
-                self.watchdog.begin(f"answers after iteration {iteration}, after {answer.number}")
+                self.watchdog.begin(f"answers after iteration {iteration}, after {answer.index}")
                 if asked is not None:
-                    asked.answered(answer.number, answer.tokens)
+                    asked.answered(answer.index, answer.tokens)
         return asked
 
     def _mine(self, data: AnswerData) -> Iterator[Question | Skip]:
         groups = self.trainer.groups
-        return data.questions.read(data.questions.numbers[groups.dp_rank :: groups.dp_size])
+        return data.questions.read(data.questions.indices[groups.dp_rank :: groups.dp_size])
 
     def _examples(self, records: list[Record]) -> list[Example]:
         """Return the first of the records with their pictures, which are read once more."""

@@ -63,7 +63,7 @@ class Metrics:
         if self.mfu is not None:
             speed += f" | {self.tflops_per_device:.0f} TF/s/device | MFU {100 * self.mfu:.1f} %"
         lost = [(self.num_skipped, "skipped"), (self.num_truncated, "truncated")]
-        losses = "".join(f" | {count} samples {what}" for count, what in lost if count)
+        losses = "".join(f" | {count} samples {reason}" for count, reason in lost if count)
         if not self.updated:
             losses += " | weights not changed"
         loss = "-" if self.loss is None else f"{self.loss:.4f}"

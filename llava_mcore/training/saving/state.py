@@ -117,7 +117,7 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
             run.optimizer.decay_norms_and_biases,
         ),
     }
-    mismatches = [f"{what}: saved with {a}, now {b}" for what, (a, b) in pairs.items() if a != b]
+    mismatches = [f"{setting}: saved with {a}, now {b}" for setting, (a, b) in pairs.items() if a != b]
     if mismatches:
         title = f"{checkpoint} cannot be resumed like this (the layout may change, these may not)"
         raise CheckpointError(problems(title, mismatches))
@@ -142,13 +142,13 @@ class SavedLoaderStates(Sequence[Any]):
 
     def __init__(self, checkpoint: Path) -> None:
         self._folder = checkpoint / LOADER_FOLDER
-        self._number = sum(1 for _ in self._folder.glob("dp_*.pt"))
+        self._count = sum(1 for _ in self._folder.glob("dp_*.pt"))
 
     def __len__(self) -> int:
-        return self._number
+        return self._count
 
     def __getitem__(self, dp_rank: Any) -> Any:
-        if not 0 <= dp_rank < self._number:
+        if not 0 <= dp_rank < self._count:
             raise IndexError(dp_rank)
         return load_tensors(self._folder / loader_file(dp_rank))
 
@@ -167,7 +167,7 @@ def _state(
     if adapter_setup is None:
         model = model_state(trainer.models, is_loading=is_loading)
     else:
-        model = adapter_state(trainer.models, adapter_setup.own, is_loading=is_loading)
+        model = adapter_state(trainer.models, adapter_setup.own_names, is_loading=is_loading)
     state: dict[str, Any] = asdict(progress) | ({} if is_loading else model)
     if not run.checkpoint.save_optim and not is_loading:
         return state

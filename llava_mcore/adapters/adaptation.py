@@ -23,7 +23,7 @@ class AdapterSetup:
     """A run's adapters.
 
     `plans`: the trained one first. `folders`: PEFT folders that adapters begin with, by name. `trained`: for every
-    parameter of the model itself, by its Megatron name, whether it is trained. `own`: see `own_parameters`.
+    parameter of the model itself, by its Megatron name, whether it is trained. `own_names`: see `own_parameters`.
     `checkpoint`: holds the adapters' weights, if they come from one.
     """
 

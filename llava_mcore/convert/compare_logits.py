@@ -156,7 +156,7 @@ def require_memory(num_numbers: int, *, num_processes: int) -> None:
 class _ComparedPrompt:
     """A question as inputs of Hugging Face's model and of ours, both with input_ids [1, s].
 
-    `kept`: of how many tokens of Hugging Face's tower how many are not padding.
+    `num_kept`: of how many tokens of Hugging Face's tower how many are not padding.
     """
 
     hf_inputs: dict[str, Tensor]

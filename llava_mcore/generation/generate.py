@@ -29,7 +29,7 @@ from llava_mcore.parallel.share import share_step
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to prompt `number` (from 0): its tokens, with the one that ends it if there is one."""
+    """The answer to prompt `index` (from 0): its tokens, with the one that ends it if there is one."""
 
     index: int
     tokens: list[int]

@@ -23,7 +23,7 @@ import sys, time
 from pathlib import Path
 from llava_mcore.files.folder_lock import FolderInUse, FolderLock
 try:
-    with FolderLock(Path(sys.argv[1]), what="the folder", advice="wait", say=lambda line: print(line, flush=True)):
+    with FolderLock(Path(sys.argv[1]), activity="the folder", advice="wait", say=lambda line: print(line, flush=True)):
         print("held", flush=True)
         time.sleep(float(sys.argv[2]))
         print("done", flush=True)
